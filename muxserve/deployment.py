@@ -1,0 +1,142 @@
+"""The resolved plan of one machine: what the controller decided and every process is told.
+
+Written once as JSON to `run_dir/deployment.json` before anything starts. It holds no secrets of clients other than the
+gateway's API keys, and the file is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+PolicyName = Literal["adbs", "fcfs", "round_robin"]
+
+
+class PoolDeployment(msgspec.Struct, frozen=True):
+    """One page pool. `page_bytes` = K and V of `block_tokens` tokens of one KV head of one layer."""
+
+    name: str
+    page_bytes: int
+    num_pages: int
+
+
+class ModelDeployment(msgspec.Struct, frozen=True):
+    """One model of the unit. Page counts are of its pool; `num_blocks` is the size of its page table in blocks,
+    block 0 included, which is never handed out."""
+
+    name: str
+    path: str
+    pool: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    num_blocks: int
+    quota_pages: int
+    floor_pages: int
+    max_len: int
+    rate: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool
+    threads: int
+    prefill_share: float
+    decode_share: float
+    max_concurrency: int
+    max_queue: int
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    engine_args: dict[str, object] = {}
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages behind one token block of this model."""
+        return self.layers * self.kv_heads
+
+
+class GatewayDeployment(msgspec.Struct, frozen=True):
+    """Where the OpenAI endpoint listens and whom it lets in. No keys: anyone who can connect."""
+
+    host: str
+    port: int
+    api_keys: list[str] = []
+    max_body_bytes: int = 4 << 20
+    drain_seconds: float = 30.0
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """Everything that a process of the unit needs to know."""
+
+    run_dir: str
+    unit: str
+    policy: PolicyName
+    cores: int
+    pools: list[PoolDeployment]
+    models: list[ModelDeployment]
+    gateway: GatewayDeployment
+
+    def model(self, name: str) -> ModelDeployment:
+        """The model of that name.
+
+        Raises:
+            KeyError: no such model in this unit.
+        """
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise KeyError(name)
+
+    def pool(self, name: str) -> PoolDeployment:
+        """The pool of that name.
+
+        Raises:
+            KeyError: no such pool in this unit.
+        """
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        raise KeyError(name)
+
+    def socket(self, name: str) -> str:
+        """Path of a Unix socket of this deployment; kept short because the kernel allows 107 bytes."""
+        return os.path.join(self.run_dir, f"{name}.sock")
+
+    @property
+    def memory_socket(self) -> str:
+        """Where the memory manager listens (plain Unix stream socket)."""
+        return self.socket("memory")
+
+    @property
+    def unit_address(self) -> str:
+        """ZeroMQ ROUTER of the unit scheduler."""
+        return f"ipc://{self.socket('unit')}"
+
+    @property
+    def gateway_address(self) -> str:
+        """ZeroMQ PULL of the gateway, where engines push tokens."""
+        return f"ipc://{self.socket('gateway')}"
+
+    @property
+    def log_dir(self) -> Path:
+        """One log file per process."""
+        return Path(self.run_dir) / "logs"
+
+
+def save(deployment: Deployment, path: str | os.PathLike[str]) -> None:
+    """Write as JSON, readable by the owner only."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(deployment), indent=2))
+
+
+def load(path: str | os.PathLike[str]) -> Deployment:
+    """Read what `save` wrote.
+
+    Raises:
+        msgspec.ValidationError: the file is not a deployment.
+    """
+    return msgspec.json.decode(Path(path).read_bytes(), type=Deployment)

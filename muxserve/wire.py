@@ -1,0 +1,258 @@
+"""Messages between the processes of one unit: gateway, unit scheduler, engines, controller.
+
+Every message is a tagged msgspec struct sent as one msgpack frame over ZeroMQ. Nothing is ever pickled.
+Tokens take a path of their own (engine to gateway, see `TokensHeader`) and never pass the unit scheduler.
+
+A request is known by `request_id` for its whole life. Two counters tell its lives apart:
+
+* `attempt` is counted by the gateway. It grows each time the gateway submits the request again because the process
+  that held it died. Tokens of an older attempt are dropped.
+* `incarnation` is counted by the unit scheduler. It grows each time the request is admitted to an engine, so that an
+  engine never sees the same internal id twice.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+
+class Message(msgspec.Struct, tag=True, tag_field="t", omit_defaults=True, gc=False):
+    """Base of every message; the struct's name is its tag on the wire."""
+
+
+# ---------------------------------------------------------------- gateway -> unit scheduler
+
+
+class GatewayHello(Message):
+    """First message of a gateway. `epoch` is fresh per gateway process; `reply_to` is the ZeroMQ address on which the
+    gateway's PULL socket takes tokens from engines."""
+
+    epoch: str
+    reply_to: str
+
+
+class Submit(Message):
+    """A request to serve. `body` is vLLM's own msgpack encoding of its `EngineCoreRequest`.
+
+    `output_tokens` are the tokens already sent to the client; they stay output tokens when the request is prefilled
+    again. `priority` follows vLLM: lower is served earlier. Times are seconds of the machine's monotonic clock.
+    """
+
+    request_id: str
+    model: str
+    attempt: int
+    prompt_tokens: int
+    max_tokens: int
+    arrival: float
+    body: bytes
+    output_tokens: list[int] = []
+    priority: int = 0
+
+
+class Cancel(Message):
+    """The client went away or a stop string was found; the pages must come back within one step."""
+
+    request_ids: list[str]
+
+
+# ---------------------------------------------------------------- unit scheduler -> gateway
+
+
+class UnitHello(Message):
+    """Answer to `GatewayHello`, also sent to gateways that greet a restarted unit. A new `epoch` means that the unit
+    scheduler lost its queues: the gateway submits everything unfinished again."""
+
+    epoch: str
+
+
+class Lost(Message):
+    """The process that held these requests died. The gateway submits them again with `attempt + 1`."""
+
+    request_ids: list[str]
+    reason: str
+
+
+class Refused(Message):
+    """The request can never be served; `message` is for the user."""
+
+    request_id: str
+    attempt: int
+    message: str
+
+
+# ---------------------------------------------------------------- unit scheduler -> engine
+
+
+class Admit(Message):
+    """One request entering an engine with a lease.
+
+    With `adopt` the engine takes over the blocks that the prefill engine handed to the memory manager under that key:
+    they hold the KV of the first `computed_tokens` tokens. Without it the engine computes everything itself.
+    `output_tokens` count as output in penalties, usage, logprobs, stop conditions and structured output.
+    """
+
+    request_id: str
+    incarnation: int
+    attempt: int
+    gateway_epoch: str
+    reply_to: str
+    body: bytes
+    output_tokens: list[int] = []
+    adopt: str = ""
+    computed_tokens: int = 0
+
+
+class Lease(Message):
+    """Permission to run up to `steps` steps within `seconds` from receipt, whichever ends first.
+
+    A lease replaces what was left of the one before. `tokens` bounds the tokens of one step (0: the engine's own
+    bound). An engine reports after every step; the unit scheduler renews while it wants the engine to go on.
+    """
+
+    lease_id: int
+    steps: int
+    seconds: float
+    admit: list[Admit] = []
+    tokens: int = 0
+
+
+class Abort(Message):
+    """Drop these requests now, between two steps, and give their pages back."""
+
+    request_ids: list[str]
+
+
+class Reset(Message):
+    """Drop every request: the unit scheduler is new (`epoch`) and knows none of them."""
+
+    epoch: str
+
+
+class Stop(Message):
+    """Leave at once."""
+
+
+# ---------------------------------------------------------------- engine -> unit scheduler
+
+
+class EngineHello(Message):
+    """First message of an engine, repeated until answered by `Reset`. The DEALER's identity is `model/phase`."""
+
+    model: str
+    phase: str
+    pid: int
+
+
+class HandOver(Message):
+    """A prefill engine is done with a request: its blocks wait in the memory manager under `key`.
+
+    `output_tokens` is what the request has generated so far (at least the first token); `computed_tokens` of
+    prompt + output have their KV in the blocks.
+    """
+
+    request_id: str
+    incarnation: int
+    key: str
+    blocks: int
+    computed_tokens: int
+    output_tokens: list[int]
+
+
+class Returned(Message):
+    """A decode engine preempted the request (no page was left for it): it must be prefilled again, before others."""
+
+    request_id: str
+    incarnation: int
+    output_tokens: list[int]
+
+
+class EngineLost(Message):
+    """The engine dropped these requests because its memory manager died; `reason` says so in words."""
+
+    request_ids: list[str]
+    reason: str
+
+
+class StepReport(Message):
+    """What one step did. `seconds` is its duration, `tokens` the tokens it computed.
+
+    `running` and `waiting` count the requests left in the engine; `lease_left` the steps left of lease `lease_id`.
+    `finished` lists (request id) of those that ended here, for whatever reason.
+    """
+
+    lease_id: int
+    lease_left: int
+    seconds: float
+    tokens: int
+    running: int
+    waiting: int
+    finished: list[str] = []
+    handed: list[HandOver] = []
+    returned: list[Returned] = []
+
+
+# ---------------------------------------------------------------- controller or gateway <-> unit scheduler
+
+
+class EngineDown(Message):
+    """The controller saw the engine die."""
+
+    model: str
+    phase: str
+    reason: str
+
+
+class GatewayDown(Message):
+    """The controller saw the gateway die: every request of that gateway is cancelled."""
+
+
+class StateRequest(Message):
+    """Asks for a `UnitState`."""
+
+
+class UnitState(Message):
+    """The unit as JSON-ready data, for `/fleet`, `/metrics` and `muxserve status`."""
+
+    state: dict[str, object]
+
+
+# ---------------------------------------------------------------- engine -> gateway
+
+
+class TokensHeader(Message):
+    """First frame of a token message; the frames after it are vLLM's msgpack encoding of one `EngineCoreOutputs`.
+
+    `entries` has one `(request_id, attempt, offset)` per output in order; `offset` is the number of output tokens of
+    the request before the first one in the message, so the gateway can put messages from a prefill and a decode engine
+    in order and drop what it has seen. `engine` is 0 for the prefill engine, 1 for the decode engine.
+    """
+
+    gateway_epoch: str
+    model: str
+    engine: int
+    entries: list[tuple[str, int, int]]
+
+
+AnyMessage = Union[
+    GatewayHello, Submit, Cancel, UnitHello, Lost, Refused, Lease, Abort, Reset, Stop, EngineHello, StepReport,
+    EngineLost, EngineDown, GatewayDown, StateRequest, UnitState, TokensHeader,
+]  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """One msgpack frame."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """The message of one frame.
+
+    Raises:
+        msgspec.DecodeError: the frame is not msgpack or not one of the messages above.
+    """
+    return _decoder.decode(frame)
