@@ -1,0 +1,207 @@
+"""vLLM's `BlockPool` on the blocks of the memory manager.
+
+The manager knows which *process* holds a block; this pool counts which *requests* of the process do. One round trip at
+the start of a step (`begin_step`) looks up cached prefixes and reserves the blocks that the step can need; what vLLM's
+scheduler then takes from the pool was promised before, so it cannot fail half-way. Blocks given back and blocks newly
+full are told to the manager in one message without a reply when the step has run (`end_step`): a block is published
+for prefix caching only after its KV is written, and another process can hit it from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, resolve_block_hashes
+from vllm.v1.request import Request
+
+from muxserve.engine.binding import Binding
+
+_NO_IDS = np.empty(0, dtype=np.int32)
+
+
+class PooledBlockPool(BlockPool):
+    """Blocks of one model, seen from one engine process.
+
+    A block's `ref_cnt` counts the local requests that use it, plus one while it is pinned for the current step. When it
+    drops to zero the process gives up its hold.
+    """
+
+    def __init__(self, num_blocks: int, enable_caching: bool, hash_block_size: int, binding: Binding) -> None:
+        super().__init__(num_blocks, enable_caching, hash_block_size)
+        self._binding = binding
+        self._reserved: list[KVCacheBlock] = []
+        self._pinned: list[KVCacheBlock] = []
+        self._hits: dict[bytes, KVCacheBlock] = {}
+        self._released: list[int] = []
+        self._publish_ids: list[int] = []
+        self._publish_hashes: list[bytes] = []
+
+    # ------------------------------------------------------------ the two ends of a step
+
+    def begin_step(self, need: int, lookups: Sequence[Sequence[BlockHash]] = ()) -> None:
+        """Reserve up to `need` blocks and pin the cached prefixes of `lookups` (block hashes in order).
+
+        Fewer blocks than `need` are reserved when the quota or the pool holds no more.
+
+        Raises:
+            MemoryManagerGone: the memory manager died.
+        """
+        need -= len(self._reserved)
+        if need <= 0 and not lookups:
+            return
+        self._flush_published()
+        model = self._binding.view
+        result = self._binding.client.step(
+            model,
+            release=self._take_released(),
+            lookups=[list(hashes) for hashes in lookups],
+            reserve=max(need, 0),
+            partial=True,
+        )
+        for hashes, ids in zip(lookups, result.lookups, strict=True):
+            for block_hash, block_id in zip(hashes, ids, strict=False):
+                block = self.blocks[int(block_id)]
+                block.ref_cnt += 1
+                self._pinned.append(block)
+                self._hits[bytes(block_hash)] = block
+        blocks = self.blocks
+        self._reserved.extend(blocks[i] for i in result.reserved.tolist())
+
+    def end_step(self) -> None:
+        """Tell the manager what the step gave back and filled, and return what it did not use.
+
+        Raises:
+            MemoryManagerGone: the memory manager died.
+        """
+        if self._pinned:
+            pinned, self._pinned = self._pinned, []
+            self._hits.clear()
+            self.free_blocks(pinned)
+        if self._reserved:
+            self._released.extend(block.block_id for block in self._reserved)
+            self._reserved.clear()
+        if self._released or self._publish_ids:
+            self._flush_published()
+            released = self._take_released()
+            if len(released):
+                self._binding.client.post(self._binding.view, release=released)
+
+    def hand_off(self, key: str, blocks: Sequence[KVCacheBlock], ttl_seconds: float) -> None:
+        """Move a finished prefill's hold on `blocks` to the hand-off `key`; other local requests keep theirs.
+
+        Raises:
+            MemoryManagerGone: the memory manager died.
+        """
+        self._flush_published()
+        keep = []
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt:
+                keep.append(block.block_id)
+        ids = np.array([block.block_id for block in blocks], dtype=np.int32)
+        self._binding.client.hand_off(
+            self._binding.view, key, ids, ttl_seconds, keep=np.array(keep, dtype=np.int32) if keep else _NO_IDS
+        )
+
+    def adopt(self, key: str) -> list[KVCacheBlock]:
+        """Take over the blocks handed off under `key`.
+
+        Raises:
+            MemoryManagerError: no such hand-off, it has expired or was dropped.
+            MemoryManagerGone: the memory manager died.
+        """
+        # A hold given up here but not yet told must not be taken for the hold that the hand-off brings.
+        if self._released or self._publish_ids:
+            self.end_step()
+        blocks = [self.blocks[i] for i in self._binding.client.adopt(self._binding.view, key).tolist()]
+        for block in blocks:
+            block.ref_cnt += 1
+        return blocks
+
+    def forget(self) -> None:
+        """Drop all holds without telling anyone: the manager that knew them is gone."""
+        self._reserved.clear()
+        self._pinned.clear()
+        self._hits.clear()
+        self._released.clear()
+        self._publish_ids.clear()
+        self._publish_hashes.clear()
+        for block in self.blocks:
+            block.ref_cnt = 0
+
+    def _flush_published(self) -> None:
+        if self._publish_ids:
+            ids = np.array(self._publish_ids, dtype=np.int32)
+            hashes = b"".join(self._publish_hashes)
+            self._publish_ids.clear()
+            self._publish_hashes.clear()
+            self._binding.client.post(self._binding.view, publish_ids=ids, publish_hashes=hashes)
+
+    def _take_released(self) -> np.ndarray:
+        if not self._released:
+            return _NO_IDS
+        released = np.array(self._released, dtype=np.int32)
+        self._released.clear()
+        return released
+
+    # ------------------------------------------------------------ what vLLM calls
+
+    def get_cached_block(self, block_hash: BlockHash, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
+        block = self._hits.get(block_hash)
+        return None if block is None else [block]
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        if not self.enable_caching or num_cached_blocks >= num_full_blocks:
+            return
+        hashes = resolve_block_hashes(request.block_hashes, self.hash_block_size, block_size)
+        for index in range(num_cached_blocks, num_full_blocks):
+            block = blocks[index]
+            if not block.is_null:
+                self._publish_ids.append(block.block_id)
+                self._publish_hashes.append(hashes[index])
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        if num_blocks > len(self._reserved):
+            raise ValueError(f"{num_blocks} blocks asked, {len(self._reserved)} reserved for this step")
+        taken = self._reserved[:num_blocks]
+        del self._reserved[:num_blocks]
+        for block in taken:
+            block.ref_cnt += 1
+        return taken
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        for block in ordered_blocks:
+            if block.is_null:
+                continue
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._released.append(block.block_id)
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._reserved)
+
+    def get_usage(self) -> float:
+        counters = self._binding.view.counters
+        return counters.used_pages / max(1, counters.quota_pages)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Nothing to do: only external KV connectors evict single blocks, and the unit has none."""
+
+    def reset_prefix_cache(self) -> bool:
+        self._binding.client.reset_cache(self._binding.view)
+        return True

@@ -1,0 +1,163 @@
+"""The family of forked processes: how parents and children talk to the controller.
+
+    controller ── control socket ── warm parent (vLLM imported)
+                       │                ├── gateway
+                       │                └── model parent, one per model (weights loaded)
+                       │                        ├── prefill engine
+                       └── (inherited) ─────────└── decode engine
+
+All of them inherit the control socket (SEQPACKET, JSON) and send their events on it directly; only the warm parent
+reads it. A parent stays single-threaded, since only the forking thread lives on in a child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+MAX_MESSAGE = 1 << 16
+
+
+class Control:
+    """This process's end of the control socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Tell the controller; silently nothing when it is gone (the process is about to end then)."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps({"event": event, **fields}).encode())
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next command; None when the other side is gone."""
+        data = self._socket.recv(MAX_MESSAGE)
+        return json.loads(data) if data else None
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+
+class ForkingParent:
+    """Waits for commands and dead children, and forks.
+
+    Args:
+        commands: where commands come from.
+        control: where events go.
+        handle: called with each command.
+        on_exit: called with pid and wait status of each child that died.
+    """
+
+    def __init__(
+        self,
+        commands: Control,
+        control: Control,
+        handle: Callable[[dict[str, Any]], None],
+        on_exit: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.commands = commands
+        self.control = control
+        self._handle = handle
+        self._on_exit = on_exit
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+
+    def run(self) -> None:
+        """Serve until the command side closes."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.commands, selectors.EVENT_READ)
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            self._reap()
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._wake_read:
+                        self._drain_wakeups()
+                        self._reap()
+                        continue
+                    command = self.commands.receive()
+                    if command is None:
+                        return
+                    self._handle(command)
+
+    def fork(self, name: str, log_file: Path, child: Callable[[], None], die_with_parent: bool = True) -> int:
+        """Fork a child that runs `child` with its output in `log_file`; returns its pid in the parent."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if die_with_parent:
+                die_with(parent)
+            redirect_output(log_file)
+            set_title(name)
+            child()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Not sys.exit: the clean-up that the parent registered is the parent's.
+            os._exit(status)
+
+    def _drain_wakeups(self) -> None:
+        try:
+            while self._wake_read.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self.control.event("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
+            if self._on_exit:
+                self._on_exit(pid, status)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies; `parent` guards against its having died already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def redirect_output(log_file: Path) -> None:
+    """Append stdout and stderr to `log_file`."""
+    fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def set_title(name: str) -> None:
+    """Name the process for `ps`."""
+    import setproctitle
+
+    setproctitle.setproctitle(f"muxserve {name}")

@@ -1,0 +1,311 @@
+"""The loop of an engine process: messages, leases, steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import zmq
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.serial_utils import MsgpackDecoder
+from zmq.utils.monitor import recv_monitor_message
+
+from muxserve.deployment import Deployment
+from muxserve.engine.binding import Binding
+from muxserve.engine.outputs import TokenSender
+from muxserve.engine.scheduler import PhaseScheduler
+from muxserve.memory import MemoryManagerError, MemoryManagerGone
+from muxserve.memory.client import MemoryClient
+from muxserve.wire import (
+    Abort,
+    Admit,
+    EngineHello,
+    EngineLost,
+    HandOver,
+    Lease,
+    Message,
+    Reset,
+    Returned,
+    StepReport,
+    Stop,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+# How long blocks wait for their decode engine. Long enough for a decode engine to be started anew.
+HAND_OFF_SECONDS = 120.0
+# How long to wait for another try when nothing could run although a lease is there (a grammar still compiles, say).
+STALL_SECONDS = 0.001
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A request in this engine, under the internal id that vLLM knows."""
+
+    request_id: str
+    incarnation: int
+    attempt: int
+    gateway_epoch: str
+    reply_to: str
+    emitted: int
+
+
+class EngineLoop:
+    """Runs `core` under the leases of the unit scheduler until it is told to stop.
+
+    One thread: between two steps it handles whatever messages have come. It never waits for a message while it may
+    step.
+    """
+
+    def __init__(self, deployment: Deployment, binding: Binding, core: EngineCore) -> None:
+        assert isinstance(core.scheduler, PhaseScheduler)
+        self.deployment = deployment
+        self.binding = binding
+        self.core = core
+        self.scheduler = core.scheduler
+        self.scheduler.phase = binding.phase
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._requests: dict[str, Admitted] = {}
+        self._internal: dict[str, str] = {}
+        self._lease_id = 0
+        self._steps_left = 0
+        self._deadline = 0.0
+        self._stalled = False
+        self._stopping = False
+        self._hand_offs = 0
+
+        context = zmq.Context()
+        self._unit = context.socket(zmq.DEALER)
+        self._unit.identity = f"{binding.model.name}/{binding.phase}".encode()
+        self._unit.linger = 0
+        self._unit.sndhwm = self._unit.rcvhwm = 0
+        # A restarted unit scheduler knows no engine: greet it each time the connection is made.
+        self._monitor = self._unit.get_monitor_socket(zmq.EVENT_CONNECTED)
+        self._unit.connect(deployment.unit_address)
+        self._tokens = TokenSender(context, binding.model.name, engine=0 if binding.phase == "prefill" else 1)
+        self._poller = zmq.Poller()
+        self._poller.register(self._unit, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Serve until `Stop`."""
+        while not self._stopping:
+            self._receive(self._patience())
+            if self._may_step():
+                self._step()
+
+    def _may_step(self) -> bool:
+        return self._steps_left > 0 and self.scheduler.has_unfinished_requests() and time.monotonic() < self._deadline
+
+    def _patience(self) -> int | None:
+        """Milliseconds to wait for messages; None waits for one."""
+        if not self._may_step():
+            return None
+        return max(1, int(STALL_SECONDS * 1000)) if self._stalled else 0
+
+    def _receive(self, patience: int | None) -> None:
+        for socket, _ in self._poller.poll(patience):
+            if socket is self._monitor:
+                recv_monitor_message(self._monitor)
+                self._send(EngineHello(self.binding.model.name, self.binding.phase, os.getpid()))
+                continue
+            while True:
+                try:
+                    frame = self._unit.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._handle(decode(frame))
+
+    def _send(self, message: Message) -> None:
+        self._unit.send(encode(message), zmq.NOBLOCK)
+
+    # ------------------------------------------------------------ messages
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Lease():
+                self._lease_id = message.lease_id
+                self._steps_left = message.steps
+                self._deadline = time.monotonic() + message.seconds
+                self.scheduler.step_tokens = message.tokens
+                for admit in message.admit:
+                    self._admit(admit)
+            case Abort():
+                self._abort(message.request_ids)
+            case Reset():
+                log.info("unit scheduler %s: dropping %d requests", message.epoch, len(self._requests))
+                self._steps_left = 0
+                self._abort([admitted.request_id for admitted in self._requests.values()], report=False)
+            case Stop():
+                self._stopping = True
+            case _:
+                log.warning("unexpected message %s", type(message).__name__)
+
+    def _admit(self, admit: Admit) -> None:
+        internal = f"{admit.request_id}#{admit.incarnation}"
+        self._requests[internal] = Admitted(
+            admit.request_id,
+            admit.incarnation,
+            admit.attempt,
+            admit.gateway_epoch,
+            admit.reply_to,
+            len(admit.output_tokens),
+        )
+        self._internal[admit.request_id] = internal
+        try:
+            blocks = self.scheduler.pool.adopt(admit.adopt) if admit.adopt else None
+        except MemoryManagerError as error:
+            self._forget(internal)
+            self._send(EngineLost([admit.request_id], f"the prefilled blocks are gone: {error}"))
+            return
+        except MemoryManagerGone:
+            self._recover_memory()
+            return
+        try:
+            wire_request: EngineCoreRequest = self._decoder.decode(admit.body)
+            wire_request.request_id = internal
+            if admit.output_tokens and wire_request.sampling_params is not None:
+                # Sent with the first token already.
+                wire_request.sampling_params.prompt_logprobs = None
+            request, wave = self.core.preprocess_add_request(wire_request)
+            if admit.output_tokens:
+                self.scheduler.resume(request, admit.output_tokens)
+            if blocks is not None:
+                self.scheduler.adopt(request, blocks, admit.computed_tokens)
+            self.core.add_request(request, wave)
+            if admit.output_tokens:
+                request.events.clear()
+        except Exception:
+            log.exception("request %s cannot be run", admit.request_id)
+            if blocks is not None:
+                self.scheduler.pool.free_blocks(blocks)
+                self.scheduler.pool.end_step()
+            self._fail(internal)
+
+    def _fail(self, internal: str) -> None:
+        """End a request that vLLM refuses; the front end answers with an error."""
+        output = EngineCoreOutput(request_id=internal, new_token_ids=[], finish_reason=FinishReason.ERROR)
+        self._tokens.send(EngineCoreOutputs(outputs=[output]), self._requests)
+        request_id = self._requests[internal].request_id
+        self._forget(internal)
+        self._report(0.0, 0, finished=[request_id])
+
+    def _abort(self, request_ids: list[str], report: bool = True) -> None:
+        internal = [self._internal[r] for r in request_ids if r in self._internal]
+        if not internal:
+            return
+        self.core.abort_requests(internal)
+        for each in internal:
+            self._forget(each)
+        try:
+            self.scheduler.pool.end_step()
+        except MemoryManagerGone:
+            self._recover_memory()
+            return
+        if report:
+            self._report(0.0, 0, finished=request_ids)
+
+    def _forget(self, internal: str) -> Admitted:
+        admitted = self._requests.pop(internal)
+        if self._internal.get(admitted.request_id) == internal:
+            del self._internal[admitted.request_id]
+        return admitted
+
+    # ------------------------------------------------------------ a step
+
+    def _step(self) -> None:
+        began = time.monotonic()
+        try:
+            outputs, ran = self.core.step()
+            self.core.post_step(ran)
+            handed = self._hand_over()
+            self.scheduler.pool.end_step()
+        except MemoryManagerGone:
+            self._recover_memory()
+            return
+        seconds = time.monotonic() - began
+        self._stalled = not ran
+        self._steps_left -= 1
+
+        finished: list[str] = []
+        for batch in outputs.values():
+            self._tokens.send(batch, self._requests)
+            finished += [self._forget(o.request_id).request_id for o in batch.outputs if o.finish_reason is not None]
+        returned = []
+        for each in self.scheduler.take_preempted():
+            admitted = self._forget(each.request_id)
+            returned.append(Returned(admitted.request_id, admitted.incarnation, each.output_tokens))
+        for hand_over in handed:
+            self._forget(self._internal[hand_over.request_id])
+        self._report(seconds, self.scheduler.last_scheduled_tokens, finished, handed, returned)
+
+    def _hand_over(self) -> list[HandOver]:
+        handed = []
+        for each in self.scheduler.take_prefilled():
+            admitted = self._requests[each.request_id]
+            self._hand_offs += 1
+            key = f"{each.request_id}:{os.getpid()}:{self._hand_offs}"
+            self.scheduler.pool.hand_off(key, each.blocks, HAND_OFF_SECONDS)
+            handed.append(
+                HandOver(
+                    admitted.request_id,
+                    admitted.incarnation,
+                    key,
+                    len(each.blocks),
+                    each.computed_tokens,
+                    each.output_tokens,
+                )
+            )
+        return handed
+
+    def _report(
+        self,
+        seconds: float,
+        tokens: int,
+        finished: list[str] | None = None,
+        handed: list[HandOver] | None = None,
+        returned: list[Returned] | None = None,
+    ) -> None:
+        running, waiting = self.scheduler.get_request_counts()
+        left = self._steps_left if time.monotonic() < self._deadline else 0
+        self._send(
+            StepReport(
+                self._lease_id, left, seconds, tokens, running, waiting, finished or [], handed or [], returned or []
+            )
+        )
+
+    # ------------------------------------------------------------ a dead memory manager
+
+    def _recover_memory(self) -> None:
+        """Drop everything, since no block is ours any more, and bind to the memory manager that comes up next."""
+        self.scheduler.forget_all()
+        lost = [admitted.request_id for admitted in self._requests.values()]
+        self._requests.clear()
+        self._internal.clear()
+        self._steps_left = 0
+        log.warning("the memory manager is gone; %d requests lost, waiting for a new one", len(lost))
+        self._send(EngineLost(lost, "the memory manager died"))
+        connect(self.deployment, self.binding, self.binding.phase)
+        self.core.model_executor.collective_rpc("rebind_pool")
+        log.info("bound to the new memory manager")
+
+
+def connect(deployment: Deployment, binding: Binding, name: Literal["prefill", "decode"]) -> None:
+    """Connect `binding` to the memory manager, waiting for one to come up, and map its memory."""
+    while True:
+        try:
+            client = MemoryClient(deployment.memory_socket, f"{binding.model.name}/{name}")
+            view = client.map(binding.model.name)
+        except (MemoryManagerGone, OSError):
+            time.sleep(0.02)  # nothing to wait on: the socket appears when the controller has started a new manager
+            continue
+        binding.client, binding.view = client, view
+        return

@@ -1,0 +1,99 @@
+"""The process that loads a model's weights once and forks its engines.
+
+On CPU this shares all weights between the prefill and the decode engine, also those that oneDNN has packed into its own
+memory: the children see the parent's pages until someone writes, and nobody does.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+from muxserve.deployment import Deployment
+from muxserve.engine.family import Control, ForkingParent
+
+log = logging.getLogger(__name__)
+
+
+def run_model_parent(deployment: Deployment, model: str, commands: socket.socket, control: Control) -> None:
+    """Load `model`, then fork an engine per command `{"op": "fork", "phase": ...}` until `commands` closes."""
+    try:
+        loaded = _load(deployment, model, control)
+    except Exception as error:
+        log.exception("cannot load %s", model)
+        for phase in ("prefill", "decode"):
+            control.event("failed", kind="engine", model=model, phase=phase, error=_words(error))
+        raise
+    config, executor = loaded
+
+    def handle(command: dict[str, Any]) -> None:
+        phase = command["phase"]
+
+        def child() -> None:
+            from muxserve.engine.process import run_engine
+
+            commands.close()
+            control.event("progress", kind="engine", model=model, phase=phase, detail="warming up")
+            try:
+                run_engine(
+                    deployment,
+                    model,
+                    phase,
+                    config,
+                    executor,
+                    lambda: control.event("up", kind="engine", model=model, phase=phase, pid=_pid()),
+                )
+            except Exception as error:
+                control.event("failed", kind="engine", model=model, phase=phase, error=_words(error))
+                raise
+
+        name = f"engine {model}/{phase}"
+        pid = parent.fork(name, deployment.log_dir / f"engine-{_file(model)}-{phase}.log", child)
+        control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
+
+    parent = ForkingParent(Control(commands), control, handle)
+    parent.run()
+
+
+def log_file(deployment: Deployment, model: str) -> Path:
+    """Where the model parent writes."""
+    return deployment.log_dir / f"model-{_file(model)}.log"
+
+
+def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, Any]:
+    import torch
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.abstract import Executor
+
+    from muxserve.engine.support import unsupported
+    from muxserve.engine.vllm_args import engine_args
+
+    deployed = deployment.model(model)
+    for phase in ("prefill", "decode"):
+        control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")
+    # No OpenMP team may exist before the fork: its threads would not live on in the children.
+    torch.set_num_threads(deployed.threads)
+    config = EngineArgs(**engine_args(deployed)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    executor = Executor.get_class(config)(config)
+    specs = {name: spec for worker in executor.get_kv_cache_specs() for name, spec in worker.items()}
+    reason = unsupported(specs, deployed)
+    if reason:
+        raise ValueError(f"model {model!r} cannot be served: {reason}")
+    return config, executor
+
+
+def _file(model: str) -> str:
+    return model.replace("/", "_")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()

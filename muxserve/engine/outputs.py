@@ -1,0 +1,75 @@
+"""Tokens from an engine straight to the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import zmq
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from muxserve.wire import TokensHeader, encode
+
+
+class Addressed(Protocol):
+    """What the sender must know of a request; `emitted` counts its output tokens sent so far and is kept here."""
+
+    request_id: str
+    attempt: int
+    gateway_epoch: str
+    reply_to: str
+    emitted: int
+
+
+class TokenSender:
+    """Sends a step's outputs to the gateways that own the requests."""
+
+    def __init__(self, context: zmq.Context, model: str, engine: int) -> None:
+        self._context = context
+        self._model = model
+        self._engine = engine
+        self._encoder = MsgpackEncoder()
+        self._sockets: dict[str, zmq.Socket] = {}
+
+    def send(self, batch: EngineCoreOutputs, requests: Mapping[str, Addressed]) -> None:
+        """Send `batch`; its outputs carry internal ids and are left unchanged.
+
+        Statistics without outputs go to every gateway that has been sent to before.
+        """
+        by_gateway: dict[tuple[str, str], list[tuple[EngineCoreOutput, Addressed]]] = {}
+        for output in batch.outputs:
+            request = requests.get(output.request_id)
+            if request is not None:
+                by_gateway.setdefault((request.reply_to, request.gateway_epoch), []).append((output, request))
+        stats = batch.scheduler_stats
+        for (address, epoch), pairs in by_gateway.items():
+            entries = []
+            renamed = []
+            for output, request in pairs:
+                entries.append((request.request_id, request.attempt, request.emitted))
+                request.emitted += len(output.new_token_ids)
+                internal, output.request_id = output.request_id, request.request_id
+                renamed.append(internal)
+            message = EngineCoreOutputs(
+                engine_index=self._engine,
+                outputs=[output for output, _ in pairs],
+                scheduler_stats=stats,
+                timestamp=batch.timestamp,
+            )
+            header = TokensHeader(epoch, self._model, self._engine, entries)
+            frames = [encode(header), *self._encoder.encode(message)]
+            self._socket(address).send_multipart(frames, zmq.NOBLOCK)
+            for (output, _), internal in zip(pairs, renamed, strict=True):
+                output.request_id = internal
+            stats = None
+
+    def _socket(self, address: str) -> zmq.Socket:
+        socket = self._sockets.get(address)
+        if socket is None:
+            socket = self._context.socket(zmq.PUSH)
+            socket.linger = 0
+            socket.sndhwm = 0
+            socket.connect(address)
+            self._sockets[address] = socket
+        return socket

@@ -1,0 +1,73 @@
+"""An engine process, forked from the process that loaded the model's weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+from muxserve.deployment import Deployment
+from muxserve.engine.binding import Binding, Phase, bind
+from muxserve.engine.loop import EngineLoop
+from muxserve.engine.scheduler import PhaseScheduler
+from muxserve.memory.client import MemoryClient
+
+log = logging.getLogger(__name__)
+
+
+def run_engine(
+    deployment: Deployment,
+    model: str,
+    phase: Phase,
+    config: VllmConfig,
+    executor: Executor,
+    on_up: Callable[[], None],
+) -> None:
+    """Bind to the pool, warm up, call `on_up`, serve until told to stop.
+
+    `executor` holds the loaded model; the process shares its memory with the model's other engine until one of them
+    writes, and neither writes weights.
+    """
+    deployed = deployment.model(model)
+    client = MemoryClient(deployment.memory_socket, f"{model}/{phase}")
+    binding = Binding(deployed, phase, client, client.map(model))
+    bind(binding)
+    core = EngineCore(config, lambda _: executor, log_stats=True)
+    warm_up(core)
+    # Both engines of a model start from the same state; requests without a seed must not see the same numbers twice.
+    set_random_seed(config.model_config.seed + (0 if phase == "prefill" else 1))
+    loop = EngineLoop(deployment, binding, core)
+    on_up()
+    loop.run()
+    client.close()
+
+
+def warm_up(core: EngineCore) -> None:
+    """Run one short request through prefill and decode: the first steps of a process are slow."""
+    began = time.monotonic()
+    scheduler = core.scheduler
+    assert isinstance(scheduler, PhaseScheduler)
+    vocabulary = core.vllm_config.model_config.get_vocab_size()
+    request = EngineCoreRequest(
+        request_id="warm-up",
+        prompt_token_ids=[i % vocabulary for i in range(8)],
+        mm_features=None,
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt="warm-up",
+        data_parallel_rank=None,
+    )
+    core.add_request(*core.preprocess_add_request(request))
+    while scheduler.has_requests():
+        core.step()
+        scheduler.pool.end_step()
+    log.info("warmed up in %.2f s", time.monotonic() - began)

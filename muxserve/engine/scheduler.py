@@ -1,0 +1,206 @@
+"""vLLM's scheduler on the shared pool, with the two phases of a request in two processes.
+
+A prefill engine stops at a request's first token and hands its blocks over; a decode engine adopts them. The token
+stays an output token on both sides. A decode engine that runs out of pages gives the preempted request back instead of
+prefilling it again itself.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from muxserve.engine.binding import current
+from muxserve.engine.block_pool import PooledBlockPool
+from muxserve.engine.worker import RESUMED_OUTPUT
+
+# vLLM sends its statistics with every step; the front end only exports them, so a few times a second is enough.
+STATS_INTERVAL_SECONDS = 0.1
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """A request whose prefill is done: its blocks (held by nobody but the caller now) and its tokens so far."""
+
+    request_id: str
+    blocks: list[KVCacheBlock]
+    computed_tokens: int
+    output_tokens: list[int]
+
+
+@dataclass(slots=True)
+class Preempted:
+    """A request that lost its blocks; `output_tokens` is everything generated so far."""
+
+    request_id: str
+    output_tokens: list[int]
+
+
+class PhaseScheduler(Scheduler):
+    """`scheduler_cls` of an engine.
+
+    `phase` is `both` while the engine warms up, then `prefill` or `decode`. After each step the engine loop takes
+    `prefilled` and `preempted`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        manager = self.kv_cache_manager
+        stock = manager.block_pool
+        self.pool = PooledBlockPool(
+            stock.num_gpu_blocks, self.cache_config.enable_prefix_caching, stock.hash_block_size, current()
+        )
+        for holder in (manager, manager.coordinator, *manager.coordinator.single_type_managers):
+            holder.block_pool = self.pool
+        (self._blocks_of,) = manager.coordinator.single_type_managers
+        self._blocks_of._null_block = self.pool.null_block
+        self.phase: Literal["both", "prefill", "decode"] = "both"
+        self.step_tokens = 0
+        self.last_scheduled_tokens = 0
+        self._most_tokens = self.max_num_scheduled_tokens
+        self._prefilled: list[Prefilled] = []
+        self._preempted: list[Preempted] = []
+        self._resumed_from: dict[str, int] = {}
+        self._stats_due = 0.0
+
+    # ------------------------------------------------------------ requests coming and going
+
+    def resume(self, request: Request, output_tokens: list[int]) -> None:
+        """Give `request`, not yet added, the tokens it generated elsewhere; its prompt statistics were told there."""
+        request.append_output_token_ids(list(output_tokens))
+        request.prefill_stats = None
+        self._resumed_from[request.request_id] = len(output_tokens)
+
+    def adopt(self, request: Request, blocks: list[KVCacheBlock], computed_tokens: int) -> None:
+        """Give `request`, not yet added, blocks that hold the KV of its first `computed_tokens` tokens."""
+        self._blocks_of.req_to_blocks[request.request_id] = blocks
+        self._blocks_of.num_cached_block[request.request_id] = computed_tokens // self.block_size
+        request.num_computed_tokens = computed_tokens
+
+    def take_prefilled(self) -> list[Prefilled]:
+        """Requests whose prefill ended in the last step."""
+        prefilled, self._prefilled = self._prefilled, []
+        return prefilled
+
+    def take_preempted(self) -> list[Preempted]:
+        """Requests that the last step could not find pages for."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
+    def forget_all(self) -> list[str]:
+        """Drop every request and hold without telling the memory manager, which is gone. Returns their ids."""
+        ids = list(self.requests)
+        self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.pool.forget()
+        self._prefilled.clear()
+        self._preempted.clear()
+        return ids
+
+    # ------------------------------------------------------------ vLLM's step
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        if self.step_tokens:
+            self.max_num_scheduled_tokens = min(self.step_tokens, self._most_tokens)
+        else:
+            self.max_num_scheduled_tokens = self._most_tokens
+        need, lookups = self._demand()
+        self.pool.begin_step(need, lookups)
+        output = super().schedule(throttle_prefills)
+        for data in output.scheduled_new_reqs:
+            request = self.requests[data.req_id]
+            if request.num_output_tokens:
+                setattr(data, RESUMED_OUTPUT, list(request.output_token_ids))
+        self.last_scheduled_tokens = output.total_num_scheduled_tokens
+        return output
+
+    def _demand(self) -> tuple[int, list[list[bytes]]]:
+        """Blocks that this step can take at most, and the hashes whose cached blocks it can use."""
+        need, budget = 0, self.max_num_scheduled_tokens
+        size, held = self.block_size, self._blocks_of.req_to_blocks
+        for request in self.running:
+            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            budget -= tokens
+            need += max(0, -(-(request.num_computed_tokens + tokens) // size) - len(held[request.request_id]))
+        lookups: list[list[bytes]] = []
+        room = self.max_num_running_reqs - len(self.running)
+        for queue in (self.kv_holding_waiting, self.waiting):
+            for request in queue:
+                if budget <= 0 or room <= 0:
+                    return need, lookups
+                if not request.num_computed_tokens and self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+                    # The last token is computed again even when all its blocks are cached: its logits are needed.
+                    hashes = request.block_hashes[: (request.num_tokens - 1) // size]
+                    if hashes:
+                        lookups.append(hashes)
+                tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+                budget -= tokens
+                room -= 1
+                # The chunk may start behind a cached prefix, so it can end anywhere up to the prompt's end.
+                end = request.num_tokens if request.block_hashes else request.num_computed_tokens + tokens
+                need += max(0, -(-end // size) - len(held.get(request.request_id, ())))
+        return need, lookups
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.phase == "prefill":
+            done = [r for r in self.running if r.num_output_tokens > self._resumed_from.get(r.request_id, 0)]
+            for request in done:
+                self._hand_over(request)
+        return outputs
+
+    def _hand_over(self, request: Request) -> None:
+        self._prefilled.append(
+            Prefilled(
+                request_id=request.request_id,
+                blocks=self.kv_cache_manager.pop_blocks_for_free(request),
+                computed_tokens=request.num_computed_tokens,
+                output_tokens=list(request.output_token_ids),
+            )
+        )
+        self.running.remove(request)
+        self._drop(request)
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        if self.phase == "decode":
+            self.waiting.remove_request(request)
+            self._preempted.append(Preempted(request.request_id, list(request.output_token_ids)))
+            self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Forget a live request whose blocks are taken care of; the runner is told with the next step."""
+        self.encoder_cache_manager.free(request)
+        self._inflight_prefills.discard(request)
+        self.finished_req_ids.add(request.request_id)
+        self.requests.pop(request.request_id)
+        self._resumed_from.pop(request.request_id, None)
+
+    def _free_blocks(self, request: Request) -> None:
+        super()._free_blocks(request)
+        self._resumed_from.pop(request.request_id, None)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        waited = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        ready = super()._handle_blocked_waiting_request(request)
+        if waited and ready and request.num_output_tokens:
+            # The grammar is new in this process: lead it over the tokens that exist already.
+            self.structured_output_manager.accept_tokens(request, list(request.output_token_ids))
+        return ready
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        now = time.monotonic()
+        if now < self._stats_due:
+            return None
+        self._stats_due = now + STATS_INTERVAL_SECONDS
+        return super().make_stats(*args, **kwargs)

@@ -1,0 +1,31 @@
+"""Refuses models that the page pool cannot carry, with the reason, once vLLM has resolved their attention layers."""
+
+from __future__ import annotations
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+
+from muxserve.deployment import ModelDeployment
+
+
+def unsupported(specs: dict[str, KVCacheSpec], model: ModelDeployment) -> str | None:
+    """Why the model with these KV cache specs (by layer name) cannot be served; None if it can."""
+    if not specs:
+        return "it has no attention layers with a KV cache"
+    shapes = set()
+    for layer, spec in specs.items():
+        if isinstance(spec, MLAAttentionSpec):
+            return f"{layer} uses multi-head latent attention (MLA), whose cache has no heads to page"
+        if type(spec) is not FullAttentionSpec:
+            return f"{layer} needs a {type(spec).__name__}; only full attention in every layer is supported"
+        if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+            return f"{layer} uses sliding-window or chunked attention"
+        shapes.add((spec.num_kv_heads, spec.head_size, spec.dtype))
+    if len(shapes) > 1:
+        return f"its layers differ in KV heads, head size or type: {sorted(map(str, shapes))}"
+    heads, head_size, _ = next(iter(shapes))
+    if (len(specs), heads, head_size) != (model.layers, model.kv_heads, model.head_dim):
+        return (
+            f"vLLM sees {len(specs)} layers, {heads} KV heads and head size {head_size}, but its config.json promised "
+            f"{model.layers}, {model.kv_heads} and {model.head_dim}"
+        )
+    return None

