@@ -1,0 +1,52 @@
+# make setup       .venv with everything pinned, and the build
+# make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
+# make test        every check and test (sets up first)
+# make bench       every benchmark; results go to benchmarks/results/
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+CPP := $(shell find memory_manager -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
+FLEET ?= configs/quickstart.yaml
+PORT ?= 8000
+PYTEST_ARGS ?=
+
+.PHONY: setup quickstart test lint unit cpp bench clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.built
+
+$(VENV)/.installed: requirements/cpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 11) else "MuxServe needs Python 3.11, $(PYTHON) is %d.%d; set PYTHON=/path/to/python3.11" % v)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing pinned packages into $(VENV) (about 2 GB, a few minutes the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps -r requirements/cpu.txt
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(CPP)
+	@echo "Building the memory manager"
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+quickstart: setup
+	@$(BIN)/muxserve deploy $(FLEET) --port $(PORT) --demo
+
+test: setup lint cpp unit
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@git ls-files '*.cpp' '*.hpp' | xargs -r $(BIN)/clang-format --dry-run --Werror
+
+cpp: setup
+	@PATH="$(abspath $(BIN)):$$PATH" memory_manager/run_tests.sh
+
+unit: setup
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: setup
+	@for b in memory_manager scheduler gateway serving_cpu; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
+
+clean:
+	rm -rf build $(VENV)
