@@ -1,0 +1,25 @@
+"""The fleet file: what a user writes, read into typed and checked objects.
+
+    fleet = load_fleet("fleet.yaml")     # raises FleetError, which lists every mistake with file, line and key
+
+Importing this package loads pydantic; the command line does so only in the commands that need a fleet.
+"""
+
+from muxserve.config.loader import load_fleet, parse_fleet
+from muxserve.config.problems import FleetError, Problem
+from muxserve.config.schema import AUTO, Cluster, Fleet, Gateway, KVPool, Limits, Model, Slo
+
+__all__ = [
+    "AUTO",
+    "Cluster",
+    "Fleet",
+    "FleetError",
+    "Gateway",
+    "KVPool",
+    "Limits",
+    "Model",
+    "Problem",
+    "Slo",
+    "load_fleet",
+    "parse_fleet",
+]

@@ -1,0 +1,173 @@
+"""What types cannot say: names given once, directories that exist, keys that are set, options that vLLM has.
+
+They look at the raw data, so that they also speak when other parts of the file have the wrong type.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from muxserve.config.problems import Problem, closest
+from muxserve.config.schema import Fleet
+from muxserve.config.source import Source
+from muxserve.engine.vllm_args import RESERVED
+
+_ENV = "env:"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+# Options of vLLM that have a name of their own in a fleet file.
+_OWN_NAMES = {
+    "model": "path",
+    "served_model_name": "name",
+    "revision": "revision",
+    "dtype": "dtype",
+    "max_model_len": "max_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "enable_prefix_caching": "prefix_caching",
+}
+
+
+def check(source: Source, base: Path, environ: Mapping[str, str]) -> list[Problem]:
+    """Every such mistake in `source`."""
+    return [*_models(source, base), *_api_keys(source, environ)]
+
+
+def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
+    """`fleet` with absolute model paths and the values of `env:NAME` keys.
+
+    A variable may hold several keys, separated by commas.
+    """
+    models = [
+        model.model_copy(update={"path": str(_directory(base, model.path))}) if model.path else model
+        for model in fleet.models
+    ]
+    keys = list(dict.fromkeys(_resolved_keys(fleet.gateway.api_keys, environ)))
+    gateway = fleet.gateway.model_copy(update={"api_keys": keys})
+    return fleet.model_copy(update={"models": models, "gateway": gateway})
+
+
+def _resolved_keys(keys: list[str], environ: Mapping[str, str]) -> Iterator[str]:
+    for key in keys:
+        if key.startswith(_ENV):
+            yield from (part.strip() for part in environ.get(key[len(_ENV) :], "").split(",") if part.strip())
+        else:
+            yield key
+
+
+def _directory(base: Path, path: str) -> Path:
+    return (base / Path(path).expanduser()).absolute()
+
+
+def _models(source: Source, base: Path) -> Iterator[Problem]:
+    models = source.data.get("models")
+    if not isinstance(models, list):
+        return
+    first: dict[str, int] = {}
+    for index, model in enumerate(models):
+        if not isinstance(model, dict):
+            continue
+        at = ("models", index)
+        name = model.get("name")
+        if isinstance(name, str):
+            if name in first:
+                line = source.line(("models", first[name], "name"))
+                yield source.problem((*at, "name"), f"{name!r} is already the name of the model on line {line}")
+            first.setdefault(name, index)
+        yield from _origin(source, at, model, base)
+        yield from _engine_args(source, at, model)
+        seqs, tokens = model.get("max_num_seqs", 64), model.get("max_num_batched_tokens", 2048)
+        if type(seqs) is int and type(tokens) is int and 1 <= tokens < seqs:
+            key = "max_num_batched_tokens" if "max_num_batched_tokens" in model else "max_num_seqs"
+            yield source.problem(
+                (*at, key),
+                f"one step must have room for a token of each sequence, but {tokens} tokens < {seqs} sequences",
+            )
+
+
+def _origin(source: Source, at: tuple[str | int, ...], model: dict[str, Any], base: Path) -> Iterator[Problem]:
+    path, hub = model.get("path"), model.get("hub")
+    if path is None and hub is None:
+        yield source.problem(at, "needs `path` (a checkpoint directory) or `hub` (a Hugging Face hub id)")
+    if path is not None and hub is not None:
+        yield source.problem((*at, "hub"), "give either `path` or `hub`, not both")
+    if "revision" in model and hub is None:
+        yield source.problem((*at, "revision"), "is only for a model given by `hub`")
+    if not isinstance(path, str) or not path:
+        return
+    directory = _directory(base, path)
+    where = (*at, "path")
+    if not directory.exists():
+        hint = f"; if it is a hub id, write `hub: {path}`" if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else ""
+        yield source.problem(where, f"{directory} does not exist{hint}")
+    elif not directory.is_dir():
+        yield source.problem(where, f"{directory} is a file; give the directory that holds config.json")
+    elif not (directory / "config.json").is_file():
+        yield source.problem(where, f"{directory} has no config.json; is it a Hugging Face checkpoint?")
+    elif not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
+        args = model.get("engine_args")
+        if not isinstance(args, dict) or args.get("load_format") != "dummy":
+            yield source.problem(where, f"{directory} has no weights (*.safetensors)")
+
+
+def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any]) -> Iterator[Problem]:
+    args = model.get("engine_args")
+    if not isinstance(args, dict):
+        return
+    known = vllm_options()
+    for key in args:
+        where = (*at, "engine_args", str(key))
+        if not isinstance(key, str):
+            yield source.problem(where, "must be the name of a vLLM option")
+        elif key in _OWN_NAMES:
+            yield source.problem(where, f"is set by `{_OWN_NAMES[key]}` of the model; move it there")
+        elif key in RESERVED:
+            yield source.problem(where, "is decided by MuxServe and cannot be passed through; remove it")
+        elif known and key not in known:
+            # A list of all 250 options would help nobody.
+            near = closest(key, known)
+            yield source.problem(where, "vLLM has no such option" + (f'; did you mean "{near}"?' if near else ""))
+
+
+@functools.cache
+def vllm_options() -> frozenset[str]:
+    """Names of vLLM's engine options; empty when vLLM is not installed.
+
+    They are read from its source, because importing vLLM takes seconds.
+    """
+    try:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or not spec.submodule_search_locations:
+            return frozenset()
+        tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine/arg_utils.py").read_bytes())
+    except (OSError, SyntaxError, ImportError, ValueError):
+        return frozenset()
+    return frozenset(
+        statement.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not statement.target.id.startswith("_")
+    )
+
+
+def _api_keys(source: Source, environ: Mapping[str, str]) -> Iterator[Problem]:
+    gateway = source.data.get("gateway")
+    keys = gateway.get("api_keys") if isinstance(gateway, dict) else None
+    places: list[tuple[tuple[str | int, ...], Any]] = [(("gateway", "api_keys"), keys)]
+    if isinstance(keys, list):
+        places = [(("gateway", "api_keys", index), key) for index, key in enumerate(keys)]
+    for path, key in places:
+        if isinstance(key, str) and key.startswith(_ENV):
+            name = key[len(_ENV) :]
+            if not environ.get(name, "").strip(" ,"):
+                yield source.problem(path, f"the environment variable {name} is not set; export it, or remove the key")
+        elif isinstance(key, str) and not (key.isascii() and key.isprintable() and key == key.strip()):
+            yield source.problem(path, "a key must be printable ASCII without spaces around it")

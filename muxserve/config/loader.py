@@ -1,0 +1,172 @@
+"""Reads a fleet file and turns every mistake in it into a sentence with file, line and key."""
+
+from __future__ import annotations
+
+import os
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from muxserve.config import checks
+from muxserve.config.problems import FleetError, KeyPath, Problem, closest, did_you_mean, format_path
+from muxserve.config.schema import Fleet
+from muxserve.config.source import Source, parse_yaml
+
+_MAX_FILE_BYTES = 4 << 20
+_KINDS = {
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+
+
+def load_fleet(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Fleet:
+    """Read and check a fleet file.
+
+    Paths in it are relative to the file; `env:NAME` API keys are looked up in `environ` (the process's own by default).
+
+    Raises:
+        FleetError: with every mistake found.
+    """
+    file = Path(path)
+    try:
+        if file.is_dir():
+            raise FleetError([Problem("is a directory; give the fleet file itself", str(path))])
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise FleetError([Problem("there is no such file", str(path))]) from None
+    except OSError as error:
+        raise FleetError([Problem(f"cannot be read: {error.strerror}", str(path))]) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise FleetError([Problem("is too large for a fleet file (over 4 MiB)", str(path))])
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise FleetError([Problem("is not UTF-8 text", str(path), line)]) from None
+    return parse_fleet(text, str(path), file.parent, environ)
+
+
+def parse_fleet(text: str, file: str, base: Path, environ: Mapping[str, str] | None = None) -> Fleet:
+    """Like `load_fleet`, for text; paths in it are relative to `base`."""
+    environ = os.environ if environ is None else environ
+    source = parse_yaml(text, file)
+    if not isinstance(source.data, dict):
+        raise FleetError([Problem(f"must be a mapping with `models:`, not {_a(source.data)}", file, 1)])
+    problems = checks.check(source, base, environ)
+    fleet = None
+    try:
+        fleet = Fleet.model_validate(source.data)
+    except ValidationError as error:
+        # Where a value has the wrong type altogether, the checks above stay silent and this speaks.
+        said = {problem.path for problem in problems}
+        problems += [p for p in (_problem(source, details) for details in error.errors()) if p.path not in said]
+    if problems or fleet is None:
+        raise FleetError(problems)
+    fleet = checks.resolve(fleet, base, environ)
+    fleet._file = Path(file)
+    fleet._model_lines = tuple(source.line(("models", index)) for index in range(len(fleet.models)))
+    return fleet
+
+
+def _problem(source: Source, details: ErrorDetails) -> Problem:
+    path: KeyPath = tuple(details["loc"])
+    return source.problem(path, _message(path, details))
+
+
+def _message(path: KeyPath, details: ErrorDetails) -> str:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(path)
+    if kind == "missing":
+        return "is required"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        allowed = [part.strip().strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(",")]
+        hint = closest(value, allowed) if isinstance(value, str) else None
+        wrong = f"must be one of {', '.join(allowed)}, not {value!r}"
+        return f'{wrong}; did you mean "{hint}"?' if hint else wrong
+    if kind == "string_pattern_mismatch" and path[-1] == "name":
+        return f"must be letters, digits, '.', '_' and '-' only, at most 64, starting with a letter or digit: {value!r}"
+    if kind == "string_pattern_mismatch" and path[-1] == "hub":
+        return f"must be a hub id such as org/name, not {value!r}; a local directory goes under `path`"
+    if kind == "too_short":
+        return "needs at least one entry"
+    if kind == "string_too_short":
+        return "must not be empty"
+    if kind == "finite_number":
+        return f"must be a finite number, not {value!r}"
+    bounds = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least")}
+    bounds |= {"less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}
+    if kind in bounds:
+        key, words = bounds[kind]
+        return f"must be {words} {context[key]:g}, not {value!r}"
+    if kind in _KINDS:
+        return f"must be {_KINDS[kind]}, not {_a(value)}"
+    return details["msg"]
+
+
+def _unknown_key(path: KeyPath) -> str:
+    """`unknown key`, with the key that was probably meant, here or elsewhere in the file's schema."""
+    key = str(path[-1])
+    here = list(_section_at(path[:-1]).model_fields)
+    if closest(key, here) is None:
+        for place, section in _sections(Fleet, ""):
+            near = closest(key, section.model_fields)
+            if near is not None and section is not _section_at(path[:-1]):
+                return (
+                    f"unknown key; `{near}` belongs under `{place}`"
+                    if place
+                    else f"unknown key; `{near}` belongs at the top"
+                )
+    return f"unknown key{did_you_mean(key, here)}"
+
+
+def _section_at(path: KeyPath) -> type[BaseModel]:
+    section: type[BaseModel] = Fleet
+    for part in path:
+        if isinstance(part, str) and part in section.model_fields:
+            section = _section_of(section.model_fields[part].annotation) or section
+    return section
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (list, typing.Union, types.UnionType, typing.Annotated):
+        return next(filter(None, map(_section_of, typing.get_args(annotation))), None)
+    return None
+
+
+def _sections(section: type[BaseModel], place: str) -> list[tuple[str, type[BaseModel]]]:
+    found = [(place, section)]
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner is not None:
+            found += _sections(inner, format_path((*place.split("."), name) if place else (name,)))
+    return found
+
+
+def _a(value: object) -> str:
+    """`value` as the user sees its kind."""
+    if value is None:
+        return "empty"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"the text {value!r}" if isinstance(value, str) else repr(value)

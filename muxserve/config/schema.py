@@ -1,0 +1,177 @@
+"""The fleet file's objects. Field descriptions are what an editor shows through the JSON schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
+
+from muxserve.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+
+AUTO: Literal["auto"] = "auto"
+Auto = Literal["auto"]
+PolicyName = Literal["adbs", "fcfs", "round_robin"]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+def _size_or_auto(value: object) -> object:
+    if value == AUTO:
+        return value
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{error} (or auto)") from None
+
+
+def _count_or_auto(value: object) -> object:
+    if value == AUTO:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"must be a whole number of at least 1, or auto, not {value!r}")
+    return value
+
+
+def _keys(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _auto_cluster(value: object) -> object:
+    if value == AUTO:
+        return {}
+    if not isinstance(value, (dict, Cluster)):
+        raise ValueError(f'must be auto or a mapping such as "cores: 2", not {value!r}')
+    return value
+
+
+_SIZE_SCHEMA = {"type": "string", "pattern": SIZE_PATTERN}
+_AUTO_SCHEMA = {"const": "auto"}
+
+
+def _duration_schema(minimum: float = 0) -> dict[str, Any]:
+    return {"anyOf": [{"type": "number", "minimum": minimum}, {"type": "string", "pattern": DURATION_PATTERN}]}
+
+
+Size = Annotated[
+    int, BeforeValidator(parse_size), WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _SIZE_SCHEMA]})
+]
+SizeOrAuto = Annotated[
+    int | Auto,
+    BeforeValidator(_size_or_auto),
+    WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": 1}, _SIZE_SCHEMA]}),
+]
+CountOrAuto = Annotated[
+    int | Auto,
+    BeforeValidator(_count_or_auto),
+    WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": 1}]}),
+]
+Seconds = Annotated[float, BeforeValidator(parse_duration), WithJsonSchema(_duration_schema())]
+Milliseconds = Annotated[
+    float, BeforeValidator(lambda value: parse_duration(value, unit="ms")), WithJsonSchema(_duration_schema())
+]
+
+
+class Section(BaseModel):
+    """Base of every mapping in a fleet file: typed strictly, and no key that we do not know."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Cluster(Section):
+    """The machine."""
+
+    cores: CountOrAuto = Field(
+        default=AUTO, description="CPU cores for the engines; auto: all that this process may use"
+    )
+    gpus: int = Field(default=0, ge=0, description="GPUs; this version serves on CPU, so only 0")
+
+
+class KVPool(Section):
+    """The page pool that all models share."""
+
+    size: SizeOrAuto = Field(default=AUTO, description='Memory of the pool, e.g. "256MiB"; auto: from rates and limits')
+
+
+class Slo(Section):
+    """Latency objectives; requests that meet them are counted per model."""
+
+    ttft_ms: Annotated[Milliseconds, Field(gt=0)] | None = Field(default=None, description="Time to first token, ms")
+    tpot_ms: Annotated[Milliseconds, Field(gt=0)] | None = Field(default=None, description="Time per output token, ms")
+
+
+class Limits(Section):
+    """Admission limits of one model."""
+
+    max_concurrency: int = Field(default=256, ge=1, description="Requests in service at once; more wait in the queue")
+    max_queue: int = Field(default=1024, ge=0, description="Requests that may wait; more are answered with 429")
+
+
+class Model(Section):
+    """One model of the fleet."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="Name in the API's `model` field and in URLs")
+    path: str | None = Field(default=None, min_length=1, description="Checkpoint directory, relative to the fleet file")
+    hub: str | None = Field(
+        default=None, pattern=r"^[\w.-]+(/[\w.-]+)?$", description="Hugging Face hub id, e.g. org/name"
+    )
+    revision: str | None = Field(default=None, min_length=1, description="Revision of the hub id")
+    rate: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="Expected requests per second; weighs the quotas"
+    )
+    slo: Slo = Field(default=Slo(), description="Latency objectives")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of weights and KV cache; auto: the checkpoint's own"
+    )
+    max_len: CountOrAuto = Field(
+        default=AUTO,
+        description="Longest sequence (prompt and output) in tokens; auto: the model's, or what the pool can hold",
+    )
+    max_num_seqs: int = Field(default=64, ge=1, description="Sequences in one batch")
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, description="Tokens in one step; longer prompts run in chunks"
+    )
+    prefix_caching: bool = Field(default=True, description="Reuse the KV cache of equal prompt prefixes")
+    threads: CountOrAuto = Field(default=AUTO, description="CPU threads of each engine of this model")
+    limits: Limits = Field(default=Limits(), description="Admission limits")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM engine options passed through, e.g. trust_remote_code: true"
+    )
+    demo: str | None = Field(default=None, min_length=1, description="Question that `muxserve deploy --demo` asks")
+
+
+class Gateway(Section):
+    """The OpenAI endpoint."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
+    api_keys: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(_keys),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+    ] = Field(default_factory=list, description='Accepted keys, each literal or "env:NAME"; none: no key is asked for')
+    max_body: Size = Field(default=4 << 20, description='Largest request body, e.g. "4MiB"')
+    drain_seconds: Seconds = Field(default=30.0, description="How long running requests may go on after Ctrl-C")
+
+
+class Fleet(Section):
+    """A fleet file."""
+
+    cluster: Annotated[Cluster, BeforeValidator(_auto_cluster)] = Field(
+        default=Cluster(), description="The machine; auto: what it has"
+    )
+    policy: PolicyName = Field(default="adbs", description="How models share the machine")
+    kv_pool: KVPool = Field(default=KVPool(), description="The shared KV page pool")
+    gateway: Gateway = Field(default=Gateway(), description="The OpenAI endpoint")
+    models: list[Model] = Field(min_length=1, description="The models to serve")
+
+    _file: Path | None = PrivateAttr(None)
+    _model_lines: tuple[int | None, ...] = PrivateAttr(())
+
+    @property
+    def file(self) -> str:
+        """The file that this fleet was read from, as the user named it."""
+        return str(self._file) if self._file else "fleet"
+
+    def model_line(self, index: int) -> int | None:
+        """The line on which the model at `index` starts."""
+        return self._model_lines[index] if index < len(self._model_lines) else None

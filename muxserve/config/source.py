@@ -1,0 +1,84 @@
+"""YAML with places: plain data, and the line on which each key and value stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from muxserve.config.problems import FleetError, KeyPath, Problem
+
+_MAX_DEPTH = 64
+
+
+@dataclass
+class Source:
+    """Parsed YAML. `lines` has the 1-based line of each key path (of the key, for what stands in a mapping)."""
+
+    file: str
+    data: Any = None
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+
+    def line(self, path: KeyPath) -> int | None:
+        """The line of `path`, or of its nearest parent that is in the file."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.lines:
+                return self.lines[path[:end]]
+        return None
+
+    def problem(self, path: KeyPath, message: str) -> Problem:
+        """A problem at `path`."""
+        return Problem(message, self.file, self.line(path), path)
+
+
+def parse_yaml(text: str, file: str) -> Source:
+    """Read one YAML document.
+
+    Raises:
+        FleetError: not YAML, an empty file, a key given twice, or more than one document.
+    """
+    source = Source(file)
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                raise FleetError([Problem("the file is empty; it needs at least `models:`", file, 1)])
+            problems: list[Problem] = []
+            _walk(node, (), source, problems, 0)
+            if problems:
+                raise FleetError(problems)
+            source.data = loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise FleetError([Problem(f"not valid YAML: {what}", file, mark.line + 1 if mark else None)]) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise FleetError([Problem(f"not valid YAML: {error}", file)]) from None
+    return source
+
+
+def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem], depth: int) -> None:
+    source.lines.setdefault(path, node.start_mark.line + 1)
+    if depth > _MAX_DEPTH:
+        problems.append(Problem("nested too deeply", source.file, node.start_mark.line + 1))
+        return
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _walk(item, (*path, index), source, problems, depth + 1)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            line = key.start_mark.line + 1
+            where = (*path, name)
+            if name in seen and name != "<<":
+                problems.append(
+                    Problem(f"given twice (first on line {seen[name]}); keep one", source.file, line, where)
+                )
+            seen.setdefault(name, line)
+            source.lines.setdefault(where, line)
+            _walk(value, where, source, problems, depth + 1)

@@ -1,0 +1,78 @@
+"""Sizes and durations as people write them: "512MiB", "1.5 GiB", "30s", "2m", "500ms"."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 1000,
+    "kb": 1000,
+    "kib": 1 << 10,
+    "m": 1000**2,
+    "mb": 1000**2,
+    "mib": 1 << 20,
+    "g": 1000**3,
+    "gb": 1000**3,
+    "gib": 1 << 30,
+    "t": 1000**4,
+    "tb": 1000**4,
+    "tib": 1 << 40,
+}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+SIZE_PATTERN = r"^\s*\d+(\.\d+)?\s*([kKmMgGtT]([iI]?[bB])?|[bB])?\s*$"
+DURATION_PATTERN = r"^\s*\d+(\.\d+)?\s*(us|ms|s|m|min|h)\s*$"
+
+
+def parse_size(value: object) -> int:
+    """Bytes of a size: a whole number of bytes, or text such as "512MiB" (1024) or "500MB" (1000).
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    wrong = f"must be a size such as 512MiB or 2GiB, not {value!r}"
+    if isinstance(value, bool):
+        raise ValueError(wrong)
+    if isinstance(value, int):
+        size = value
+    elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and match[2].lower() in _SIZE_UNITS:
+        size = round(float(match[1]) * _SIZE_UNITS[match[2].lower()])
+    else:
+        raise ValueError(wrong)
+    if size <= 0:
+        raise ValueError(f"must be larger than zero, not {value!r}")
+    return size
+
+
+def parse_duration(value: object, *, unit: str = "s") -> float:
+    """A duration in `unit` ("s" or "ms"): a number of those, or text such as "500ms", "30s", "2m".
+
+    Raises:
+        ValueError: not a finite duration of at least zero.
+    """
+    wrong = f"must be a number of {unit} or a duration such as 500ms, 30s or 2m, not {value!r}"
+    if isinstance(value, bool):
+        raise ValueError(wrong)
+    if isinstance(value, (int, float)):
+        duration = float(value)
+    elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and match[2] in _SECONDS:
+        duration = float(match[1]) * _SECONDS[match[2]] / _SECONDS[unit]
+    else:
+        raise ValueError(wrong)
+    if not math.isfinite(duration) or duration < 0:
+        raise ValueError(f"must be zero or more, not {value!r}")
+    return duration
+
+
+def format_size(size: int) -> str:
+    """`size` bytes in the largest binary unit that keeps it at least 1, e.g. "256 MiB"."""
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
