@@ -1,0 +1,75 @@
+"""Temporal multiplexing: the whole unit is given to one model at a time.
+
+The model whose work has waited longest gets its turn; prefill and decode of that model run one after the other, prefill
+first. When others wait, the turn ends after a slice of time, and the model joins the end of the line.
+"""
+
+from __future__ import annotations
+
+from muxserve.scheduling.admission import admissible, wants_prefill
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.quanta import Quanta
+from muxserve.scheduling.state import ModelState
+from muxserve.scheduling.types import WHOLE, Grant
+
+
+class Fcfs(Policy):
+    """First come, first served, model by model; `slice_seconds` is a turn's length while others wait."""
+
+    name = "fcfs"
+
+    def __init__(self, quanta: Quanta | None = None, slice_seconds: float = 0.25) -> None:
+        super().__init__(quanta)
+        self.slice_seconds = slice_seconds
+        self._current: ModelState | None = None
+        self._turn_began = 0.0
+        self._turn_ended: dict[str, float] = {}
+
+    def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
+        others = [m for m in ledger.models if m is not self._current and self._has_work(ledger, m, now)]
+        over = bool(others) and now - self._turn_began >= self.slice_seconds
+        if ledger.share_used:
+            grant = self._continue(ledger, now, over, bool(others))
+            return [] if grant is None else [grant]
+        current = self._current
+        if current is None or over or not self._has_work(ledger, current, now):
+            if current is not None:
+                self._turn_ended[current.name] = now
+            if not others:
+                return []
+            current = self._current = min(others, key=self._waits_since)
+            self._turn_began = now
+        if wants_prefill(ledger, current, now):
+            return [self._prefill_job(ledger, current, share=WHOLE)]
+        return [self._decode_grant(current, contended=bool(others), share=WHOLE)]
+
+    @staticmethod
+    def _has_work(ledger: UnitLedger, model: ModelState, now: float) -> bool:
+        return model.decode.ready(now) or wants_prefill(ledger, model, now)
+
+    def _waits_since(self, model: ModelState) -> tuple[float, int]:
+        since = model.work_since if model.work_since is not None else 0.0
+        return max(since, self._turn_ended.get(model.name, since)), model.index
+
+    def _continue(self, ledger: UnitLedger, now: float, over: bool, contended: bool) -> Grant | None:
+        """What the one running lease needs."""
+        model = self._current
+        if model is None:
+            return None
+        if model.prefill.lease is not None:
+            admission = None if over or not model.queue else admissible(ledger, model, ahead=True)
+            return None if admission is None else self._prefill_grant(model, admission, WHOLE)
+        if model.decode.lease is None:
+            return None
+        if over or wants_prefill(ledger, model, now):
+            return self._recall(model)
+        return self._renewal(model, now, contended=False) if not contended else self._turn_goes_on(model, now)
+
+    def _turn_goes_on(self, model: ModelState, now: float) -> Grant | None:
+        """Within its slice a model keeps running although others wait, on short leases."""
+        lease = model.decode.lease
+        assert lease is not None
+        if lease.renewable and (model.handed or (model.decode.inside and lease.due(now))):
+            return self._decode_grant(model, contended=True, share=WHOLE)
+        return None

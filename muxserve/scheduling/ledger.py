@@ -1,0 +1,310 @@
+"""The unit's state as its events tell it.
+
+Every event costs a constant amount of work, whatever number of requests is live; only putting a request into a queue
+takes logarithmic time. Policies read the ledger and never write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from muxserve.scheduling.state import EngineState, LeaseState, LiveRequest, ModelState, PoolState
+from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, Place, PoolProfile, QueuedRequest
+
+_FIRST_RETRY_SECONDS = 0.001
+_LAST_RETRY_SECONDS = 0.02
+
+
+class UnitLedger:
+    """Queues, engines, leases, pages and compute of one unit.
+
+    Requests are counted exactly once: they arrive, move between places, and leave by `finished`, `cancelled` or one of
+    the events that lose them, which return what was lost so that the caller can tell the gateway.
+
+    Raises:
+        ValueError: two models share a name, or a model names an unknown pool.
+    """
+
+    def __init__(self, models: Sequence[ModelProfile], pools: Sequence[PoolProfile]) -> None:
+        self.pools = {pool.name: PoolState(pool, pool.pages, pool.pages) for pool in pools}
+        self.models: list[ModelState] = []
+        self.by_name: dict[str, ModelState] = {}
+        self.requests: dict[str, LiveRequest] = {}
+        self.share_used = 0
+        self.memory_up = True
+        for index, profile in enumerate(models):
+            if profile.name in self.by_name:
+                raise ValueError(f"two models are called {profile.name!r}")
+            if profile.pool not in self.pools:
+                raise ValueError(f"model {profile.name!r} names the unknown pool {profile.pool!r}")
+            model = ModelState(index, profile, self.pools[profile.pool])
+            self.models.append(model)
+            self.by_name[profile.name] = model
+            model.pool.models.append(model)
+
+    @property
+    def share_free(self) -> int:
+        """Millionths of the unit's compute that no lease holds."""
+        return WHOLE - self.share_used
+
+    # ------------------------------------------------------------ requests
+
+    def arrived(self, request: QueuedRequest, now: float) -> LiveRequest:
+        """A request joins its model's queue.
+
+        Raises:
+            KeyError: no such model.
+            ValueError: a live request has that id.
+        """
+        if request.request_id in self.requests:
+            raise ValueError(f"request {request.request_id!r} is live already")
+        model = self.by_name[request.model]
+        if not model.live:
+            model.work_since = request.arrival
+        live = LiveRequest(request, model)
+        self.requests[request.request_id] = live
+        model.queue.add(live)
+        model.tally.arrived += 1
+        return live
+
+    def cancelled(self, request_id: str, now: float) -> Place | None:
+        """A request is not wanted any more. Returns where it was, None if it is not live."""
+        live = self.requests.get(request_id)
+        if live is None:
+            return None
+        place = live.place
+        live.model.tally.cancelled += 1
+        self._leave(live, now)
+        return place
+
+    def handed_over(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
+        """A prefill engine is done with a request that it got with lease `lease_id`. False: it holds no such one."""
+        live = self.requests.get(request_id)
+        if live is None or live.place is not Place.PREFILLING or live.lease_id != lease_id:
+            return False
+        model = live.model
+        del model.prefilling[request_id]
+        self._prefilled(model, live)
+        live.place = Place.HANDED
+        live.output_tokens = output_tokens
+        live.lease_id = 0
+        model.handed[request_id] = live
+        self._settle(model.prefill, now)
+        self._settle(model.decode, now)
+        return True
+
+    def finished(self, request_id: str, phase: Phase, lease_id: int, now: float) -> bool:
+        """An engine ended a request, in a step under lease `lease_id`. False: this life of it is not in that engine."""
+        live = self.requests.get(request_id)
+        if live is None or not 0 < live.lease_id <= lease_id or request_id not in live.model.engine(phase).inside:
+            return False
+        live.model.tally.finished += 1
+        self._leave(live, now)
+        return True
+
+    def returned(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
+        """An engine gave back a request that it got with lease `lease_id`; it queues again, before others."""
+        live = self.requests.get(request_id)
+        if live is None or live.lease_id != lease_id or not lease_id:
+            return False
+        model = live.model
+        engine = model.prefill if live.place is Place.PREFILLING else model.decode
+        del engine.inside[request_id]
+        if live.place is Place.PREFILLING:
+            self._prefilled(model, live)
+        live.place = Place.QUEUED
+        live.lease_id = 0
+        live.output_tokens = output_tokens
+        live.resumed = True
+        live.blocks = model.blocks_of(live.tokens)
+        model.queue.add(live)
+        model.tally.returned += 1
+        self._settle(engine, now)
+        return True
+
+    def lost(self, request_ids: Iterable[str], now: float) -> list[str]:
+        """Requests died with the process that held them. Returns those that were live."""
+        gone = []
+        for request_id in request_ids:
+            live = self.requests.get(request_id)
+            if live is not None:
+                live.model.tally.lost += 1
+                self._leave(live, now)
+                gone.append(request_id)
+        return gone
+
+    def _leave(self, live: LiveRequest, now: float) -> None:
+        model, request_id = live.model, live.request_id
+        del self.requests[request_id]
+        match live.place:
+            case Place.QUEUED:
+                model.queue.remove(live)
+            case Place.PREFILLING:
+                del model.prefilling[request_id]
+                self._prefilled(model, live)
+                self._settle(model.prefill, now)
+            case Place.HANDED:
+                del model.handed[request_id]
+                self._settle(model.decode, now)
+            case Place.DECODING:
+                del model.decoding[request_id]
+                self._settle(model.decode, now)
+        if not model.live:
+            model.work_since = None
+
+    @staticmethod
+    def _prefilled(model: ModelState, live: LiveRequest) -> None:
+        """`live` needs no prefill any more; what is still promised is at most what the others need."""
+        model.prefill_tokens -= live.tokens
+        model.promise(min(model.outstanding, model.prefill_tokens))
+
+    # ------------------------------------------------------------ engines and leases
+
+    def engine_up(self, name: str, phase: Phase, now: float) -> list[str]:
+        """An engine is ready and empty. Returns the requests that it was thought to hold, which are lost."""
+        gone = self.engine_down(name, phase, now, hand_offs=False)
+        engine = self.by_name[name].engine(phase)
+        engine.up = True
+        self._settle(engine, now)
+        return gone
+
+    def engine_down(self, name: str, phase: Phase, now: float, hand_offs: bool = True) -> list[str]:
+        """An engine died: its lease is free and what it held is lost, with `hand_offs` also what waited to enter it.
+
+        Hand-offs that a dead prefill engine has made survive it. Returns the lost requests.
+        """
+        engine = self.by_name[name].engine(phase)
+        engine.up = False
+        self._end_lease(engine)
+        engine.retry_at = engine.retry_delay = 0.0
+        engine.empty_reports = 0
+        gone = self.lost([*engine.inside, *(engine.incoming if hand_offs else ())], now)
+        self._settle(engine, now)
+        return gone
+
+    def granted(self, grant: Grant, lease_id: int, now: float) -> None:
+        """A decision was carried out: the engine has the lease, and the admitted requests are in it."""
+        model = self.by_name[grant.model]
+        engine = model.engine(grant.phase)
+        if engine.lease is not None:
+            self.share_used -= engine.lease.share
+        engine.lease = LeaseState(
+            lease_id, grant.steps, grant.steps, now, now + grant.seconds, grant.share, grant.renewable
+        )
+        self.share_used += grant.share
+        if engine.wait_since is not None:
+            if now > engine.wait_since:
+                engine.waits += 1
+                engine.wait_seconds += now - engine.wait_since
+            engine.wait_since = None
+        if not grant.admit:
+            return
+        engine.retry_at = engine.retry_delay = 0.0
+        tokens = 0
+        for request_id in grant.admit:
+            live = self.requests[request_id]
+            live.lease_id = lease_id
+            if grant.phase is Phase.PREFILL:
+                model.queue.remove(live)
+                live.place = Place.PREFILLING
+                tokens += live.tokens
+            else:
+                del model.handed[request_id]
+                live.place = Place.DECODING
+            engine.inside[request_id] = live
+        if tokens:
+            model.prefill_tokens += tokens
+            model.promise(model.outstanding + tokens)
+
+    def stepped(
+        self,
+        name: str,
+        phase: Phase,
+        lease_id: int,
+        left: int,
+        seconds: float,
+        tokens: int,
+        remaining: int,
+        now: float,
+    ) -> None:
+        """An engine reports: `left` steps of lease `lease_id`, `remaining` requests in it. To be told after what the
+        step finished, handed over and returned. A report without `seconds` says that no step was run.
+
+        Whatever is left, a lease is over when the engine is empty or the time is up. A step that computed nothing with
+        requests at hand means that they wait for pages (or a grammar): the engine is tried again after a short while,
+        so that it does not hold compute for nothing.
+        """
+        model = self.by_name[name]
+        engine = model.engine(phase)
+        if seconds > 0.0:
+            engine.stepped(seconds, tokens)
+            if phase is Phase.PREFILL and tokens:
+                model.promise(max(0, model.outstanding - tokens))
+        lease = engine.lease
+        if lease is None or lease.lease_id != lease_id:
+            return
+        lease.left = left
+        emptied = seconds > 0.0 and not remaining
+        if seconds > 0.0:
+            engine.empty_reports = engine.empty_reports + 1 if emptied and engine.inside else 0
+        if left <= 0 or emptied or now >= lease.deadline:
+            self._end_lease(engine)
+            if tokens:
+                engine.retry_at = engine.retry_delay = 0.0
+            elif seconds > 0.0:
+                engine.retry_delay = min(max(engine.retry_delay * 2, _FIRST_RETRY_SECONDS), _LAST_RETRY_SECONDS)
+                engine.retry_at = now + engine.retry_delay
+        self._settle(engine, now)
+
+    def lease_void(self, name: str, phase: Phase, now: float) -> None:
+        """The engine dropped its lease by itself."""
+        engine = self.by_name[name].engine(phase)
+        self._end_lease(engine)
+        self._settle(engine, now)
+
+    def next_retry(self) -> float:
+        """When the next engine that waits for pages is to be tried again; infinity if there is none."""
+        return min(
+            (
+                engine.retry_at
+                for model in self.models
+                for engine in (model.prefill, model.decode)
+                if engine.retry_at and engine.lease is None and engine.up and (engine.inside or engine.incoming)
+            ),
+            default=float("inf"),
+        )
+
+    def _end_lease(self, engine: EngineState) -> None:
+        if engine.lease is not None:
+            self.share_used -= engine.lease.share
+            engine.lease = None
+
+    def _settle(self, engine: EngineState, now: float) -> None:
+        """Keep lease and waiting time in line with the engine's work: an engine without requests holds no share."""
+        if engine.lease is not None and not engine.inside:
+            self._end_lease(engine)
+        if engine.up and engine.lease is None and (engine.inside or engine.incoming):
+            if engine.wait_since is None:
+                engine.wait_since = now
+        else:
+            engine.wait_since = None
+
+    # ------------------------------------------------------------ pages
+
+    def pages(self, name: str, used: int, cached: int, quota: int) -> None:
+        """The memory manager's counts of one model: pages held (owned or handed off), cached, and its quota."""
+        model = self.by_name[name]
+        if (used < model.used or quota > model.quota) and used < quota:
+            # A page came free: whoever waits for one need not wait longer.
+            model.prefill.retry_at = model.decode.retry_at = 0.0
+        model.used = used
+        model.cached = cached
+        model.quota = quota
+        if used > model.peak:
+            model.peak = used
+
+    def pool_pages(self, name: str, free: int, cached: int) -> None:
+        """The memory manager's counts of one pool: pages free and pages cached, which it evicts when needed."""
+        pool = self.pools[name]
+        pool.free = free
+        pool.available = free + cached

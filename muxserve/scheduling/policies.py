@@ -1,0 +1,21 @@
+"""The policies of a unit by name."""
+
+from __future__ import annotations
+
+from muxserve.scheduling.adbs import Adbs
+from muxserve.scheduling.fcfs import Fcfs
+from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.round_robin import RoundRobin
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Adbs, Fcfs, RoundRobin)}
+
+
+def make_policy(name: str) -> Policy:
+    """A new policy object with its defaults.
+
+    Raises:
+        ValueError: no policy has that name.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}; there are {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]()

@@ -1,0 +1,113 @@
+"""What a policy of a unit is, and what the policies have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, TypeVar
+
+from muxserve.scheduling.admission import Admission, admissible, prefill_steps
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.quanta import Quanta
+from muxserve.scheduling.state import ModelState
+from muxserve.scheduling.types import Grant, Phase, QuotaChange
+
+T = TypeVar("T")
+
+
+class Policy(ABC):
+    """Decides what runs next in a unit.
+
+    The caller carries every grant out and tells the ledger (`UnitLedger.granted`) before it asks again; it asks after
+    each batch of events, and at the latest at `wakeup`.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, quanta: Quanta | None = None) -> None:
+        self.quanta = quanta or Quanta()
+
+    @abstractmethod
+    def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
+        """Leases to give, renew or cut short now; at most one per engine, within the free compute."""
+
+    def rebalance(self, ledger: UnitLedger, now: float) -> list[QuotaChange]:
+        """Quotas to change now, all at once; they sum to at most the pool. Cheap when nothing is due."""
+        return []
+
+    def wakeup(self, ledger: UnitLedger, now: float) -> float:
+        """When to ask again even if nothing happens; infinity for never."""
+        return ledger.next_retry()
+
+    def capacity(self, model: ModelState) -> int:
+        """Most pages that `model` can ever be given; a request that needs more can never be served."""
+        return model.quota
+
+    # ------------------------------------------------------------ shared by the policies
+
+    def _decode_grant(
+        self, model: ModelState, contended: bool, share: int | None = None, steps: int = 0, renewable: bool = True
+    ) -> Grant:
+        """A lease for the decode engine, which takes in everything handed over to it. `steps` overrides its length."""
+        engine = model.decode
+        length = self.quanta.decode(engine.step_seconds, contended)
+        return Grant(
+            model.name,
+            Phase.DECODE,
+            steps or length.steps,
+            length.seconds,
+            engine.share if share is None else share,
+            tuple(model.handed),
+            renewable=renewable,
+        )
+
+    def _prefill_job(
+        self,
+        ledger: UnitLedger,
+        model: ModelState,
+        limit: int | None = None,
+        reserved: int = 0,
+        share: int | None = None,
+    ) -> Grant:
+        """A prefill job: what the engine still has to do, and what may be admitted beside it."""
+        return self._prefill_grant(model, admissible(ledger, model, limit, reserved), share)
+
+    def _prefill_grant(self, model: ModelState, admission: Admission | None, share: int | None = None) -> Grant:
+        engine = model.prefill
+        steps = prefill_steps(model, admission.tokens if admission else 0)
+        length = self.quanta.prefill(engine.step_seconds, steps)
+        return Grant(
+            model.name,
+            Phase.PREFILL,
+            length.steps,
+            length.seconds,
+            engine.share if share is None else share,
+            admission.request_ids if admission else (),
+        )
+
+    def _renewal(self, model: ModelState, now: float, contended: bool) -> Grant | None:
+        """What a running decode lease needs: more time when it is half used up and nobody waits, and in any case a
+        place in the batch for requests handed over meanwhile, without more steps than it had."""
+        engine = model.decode
+        lease = engine.lease
+        assert lease is not None
+        if not contended and lease.renewable:
+            if model.handed or (engine.inside and lease.due(now)):
+                return self._decode_grant(model, contended=False, share=lease.share)
+        elif model.handed and lease.renewable:
+            grant = self._decode_grant(model, contended=True, share=lease.share, steps=max(1, lease.left))
+            return grant._replace(seconds=max(lease.deadline - now, 0.001))
+        return None
+
+    def _recall(self, model: ModelState) -> Grant | None:
+        """Make a running decode engine stop after at most one more step; None if it is about to."""
+        lease = model.decode.lease
+        assert lease is not None
+        if not lease.renewable:
+            return None
+        return self._decode_grant(model, contended=True, share=lease.share, steps=1, renewable=False)
+
+
+def in_turn(items: Sequence[T], start: int) -> list[T]:
+    """`items` in cyclic order from index `start`."""
+    return [*items[start:], *items[:start]]

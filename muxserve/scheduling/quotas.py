@@ -1,0 +1,195 @@
+"""Quotas of pages: where they start, and how they follow the load.
+
+MuxServe (arXiv:2404.02015) gives each model of a unit a quota of token blocks in its share of the demand and moves
+blocks from models that use little of theirs to models that use much. Fairness is its Eq. 2: |R_i - R_j| <= epsilon,
+where R is a model's use of token blocks normalised by its request rate.
+
+Here both follow from one rule, weighted max-min fairness. With w_i the demand weight of a model (request rate x layers
+x KV heads, per token), a model gets what it can use, but no more than `level` x w_i, with the one level at which the
+quotas fill the pool. So models that want more than they can have end up with the same quota per weight, which is
+Eq. 2 with R_i = pages_i / w_i, and what the others leave unused goes to them in that proportion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muxserve.scheduling.state import ModelState, PoolState
+from muxserve.scheduling.types import ModelProfile, QuotaChange
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One model's claim on a pool: its weight, the pages it never falls below, and the most it can use."""
+
+    weight: float
+    floor: int
+    most: float = float("inf")
+
+
+def demand_weight(profile: ModelProfile) -> float:
+    """Pages per second of load: rate x layers x KV heads / tokens per block, up to tokens per request, which is taken
+    to be alike for all."""
+    return profile.rate * profile.pages_per_block / profile.block_tokens
+
+
+def max_min(pages: int, claims: Sequence[Claim]) -> list[int]:
+    """Weighted max-min fair division of `pages`, whole numbers that sum to `pages`.
+
+    Every claim gets max(floor, min(most, level x weight)). What is left when all have their most raises those with the
+    least per weight, so that without demand the division is the one by weight.
+
+    Raises:
+        ValueError: the floors alone exceed `pages`, or a weight is not positive.
+    """
+    if not claims:
+        return []
+    if any(not claim.weight > 0.0 for claim in claims):
+        raise ValueError("every model needs a request rate above zero")
+    floors = sum(claim.floor for claim in claims)
+    if floors > pages:
+        raise ValueError(f"the pool has {pages} pages, and the models need at least {floors} between them")
+    shares = _fill(pages, claims)
+    left = pages - sum(shares)
+    if left > 1e-6 * pages:
+        shares = _fill(pages, [Claim(c.weight, 0) for c in claims], shares)
+    return _whole(pages, shares)
+
+
+def _fill(pages: int, claims: Sequence[Claim], least: Sequence[float] | None = None) -> list[float]:
+    """Raise the level until the shares sum to `pages` or every claim has its most."""
+    floors = [float(claim.floor) for claim in claims] if least is None else list(least)
+    shares = list(floors)
+    left = pages - sum(floors)
+    # The sum grows linearly in the level between the levels at which a claim joins (its floor is reached) or leaves.
+    events = []
+    for index, claim in enumerate(claims):
+        most = max(claim.most, floors[index])
+        events.append((floors[index] / claim.weight, 1, index))
+        events.append((most / claim.weight, 0, index))
+    events.sort()
+    level = growing = 0.0
+    for at, joins, index in events:
+        if growing * (at - level) > left:
+            break
+        left -= growing * (at - level)
+        level = at
+        growing += claims[index].weight if joins else -claims[index].weight
+    else:
+        return [max(floor, claim.most) for floor, claim in zip(floors, claims, strict=True)]
+    level += left / growing
+    for index, claim in enumerate(claims):
+        shares[index] = max(floors[index], min(claim.most, level * claim.weight))
+    return shares
+
+
+def _whole(pages: int, shares: Sequence[float]) -> list[int]:
+    """Round down, and give what that leaves over to the largest remainders."""
+    whole = [int(share + 1e-9) for share in shares]
+    left = pages - sum(whole)
+    order = sorted(range(len(shares)), key=lambda i: whole[i] - shares[i])
+    for turn in range(left):
+        whole[order[turn % len(order)]] += 1
+    return whole
+
+
+def initial_quotas(profiles: Sequence[ModelProfile], pages: int) -> dict[str, int]:
+    """Quotas of the models of one pool in proportion to their demand weights, no less than their floors.
+
+    Raises:
+        ValueError: the floors exceed the pool, or a rate is not positive.
+    """
+    claims = [Claim(demand_weight(profile), profile.floor_pages) for profile in profiles]
+    return {p.name: q for p, q in zip(profiles, max_min(pages, claims), strict=True)}
+
+
+def normalised_usage(pool: PoolState, profiles: Sequence[ModelProfile], used: Sequence[int]) -> list[float]:
+    """R of Eq. 2 for each model, scaled so that 1.0 is the model's share of the pool by weight."""
+    weights = [demand_weight(profile) for profile in profiles]
+    whole = sum(weights)
+    return [u * whole / (w * pool.profile.pages) for u, w in zip(used, weights, strict=True)]
+
+
+@dataclass(slots=True)
+class QuotaConfig:
+    """How quickly quotas follow the load. Fractions are of the pool."""
+
+    period: float = 0.5
+    step: float = 0.1
+    hysteresis: float = 0.02
+    decay: float = 0.5
+
+
+class QuotaAdapter:
+    """Moves the quotas of one pool's models towards the fair division of what they can use.
+
+    A quota is never lowered below what its model holds plus a block for each of its sequences, so that lowering one
+    preempts nobody; `target` is where it is going, and admissions beyond the target wait. One move is at most a `step`
+    of the pool per model, and moves smaller than the `hysteresis` are not made unless a model's oldest request waits
+    for one.
+    """
+
+    def __init__(self, pool: PoolState, config: QuotaConfig) -> None:
+        self._pool = pool
+        self._config = config
+        self._demand = [0.0] * len(pool.models)
+        self._weights = [demand_weight(model.profile) for model in pool.models]
+        self.targets = [model.quota for model in pool.models]
+
+    def adapt(self) -> list[QuotaChange]:
+        """The changes to make now; nothing when the floors do not fit the pool."""
+        pool, models, config = self._pool, self._pool.models, self._config
+        pages = pool.profile.pages
+        claims = []
+        for index, model in enumerate(models):
+            wanted = float(self._wanted(model))
+            demand = self._demand[index] = max(wanted, config.decay * self._demand[index] + (1 - config.decay) * wanted)
+            claims.append(Claim(self._weights[index], model.profile.floor_pages, demand))
+            model.peak = model.used
+        if sum(claim.floor for claim in claims) > pages:
+            return []
+        self.targets = targets = max_min(pages, claims)
+        step = max(1, int(config.step * pages))
+        quotas = [model.quota for model in models]
+        for index, model in enumerate(models):
+            held = model.used + model.promised + model.in_engines * model.pages_per_block
+            lowest = max(targets[index], model.profile.floor_pages, held, quotas[index] - step)
+            quotas[index] = min(quotas[index], lowest)
+        slack = pages - sum(quotas)
+        starving = False
+        for index in sorted(range(len(models)), key=lambda i: quotas[i] / max(1, targets[i])):
+            missing = targets[index] - quotas[index]
+            if missing <= 0:
+                continue
+            model = models[index]
+            needed = self._head_needs(model)
+            raised = min(missing, max(step, needed), max(0, slack))
+            starving = starving or (needed > 0 and raised > 0)
+            quotas[index] += raised
+            slack -= raised
+        moved = sum(abs(quota - model.quota) for quota, model in zip(quotas, models, strict=True))
+        over = slack < 0
+        if not (starving or over) and moved < 2 * config.hysteresis * pages:
+            return []
+        return [
+            QuotaChange(model.name, quota) for quota, model in zip(quotas, models, strict=True) if quota != model.quota
+        ]
+
+    @staticmethod
+    def _wanted(model: ModelState) -> int:
+        """Pages that the model could use now: what it holds, room for its sequences to grow, and its queue as far as
+        the decode engine has seats."""
+        waiting = len(model.queue)
+        seats = max(0, model.max_seqs - model.in_engines)
+        queued = model.queue.blocks if waiting <= seats else model.queue.blocks * seats // waiting
+        blocks = queued + model.in_engines + min(waiting, seats)
+        return max(model.peak, model.used) + model.promised + blocks * model.pages_per_block
+
+    @staticmethod
+    def _head_needs(model: ModelState) -> int:
+        """Pages that the oldest request lacks in its model's quota; 0 when it fits or nobody waits."""
+        if not model.queue:
+            return 0
+        needed = (model.queue.head().blocks + model.in_engines) * model.pages_per_block
+        return max(0, model.used + model.promised + needed - model.quota)

@@ -1,0 +1,257 @@
+"""The records of which a unit's ledger is made. Only the ledger writes them; policies read."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from muxserve.scheduling.types import ModelProfile, Phase, Place, PoolProfile, QueuedRequest, share_units
+
+_SMOOTHING = 0.2
+
+QueueKey = tuple[int, int, float, int]
+
+
+class LiveRequest:
+    """A request that is not finished. `lease_id` is the lease that brought it into its present engine, 0 in none."""
+
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "key",
+        "lease_id",
+        "max_tokens",
+        "model",
+        "output_tokens",
+        "place",
+        "priority",
+        "prompt_tokens",
+        "request_id",
+        "resumed",
+    )
+
+    def __init__(self, request: QueuedRequest, model: ModelState) -> None:
+        self.request_id = request.request_id
+        self.model = model
+        self.prompt_tokens = request.prompt_tokens
+        self.output_tokens = request.output_tokens
+        self.max_tokens = request.max_tokens
+        self.arrival = request.arrival
+        self.priority = request.priority
+        self.resumed = request.resumed
+        self.place = Place.QUEUED
+        self.lease_id = 0
+        self.blocks = model.blocks_of(self.tokens)
+        self.key: QueueKey = (0, 0, 0.0, 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose KV a prefill must compute."""
+        return self.prompt_tokens + self.output_tokens
+
+
+class RequestQueue:
+    """Waiting requests of one model: resumed ones first, then by priority (lower first), arrival, and order of entry.
+
+    A sorted list: entering at the end and leaving at the head are what happens, and moving a few thousand pointers for
+    the rest takes less time than a tree's bookkeeping.
+    """
+
+    __slots__ = ("_keys", "_requests", "_serial", "blocks")
+
+    def __init__(self) -> None:
+        self._keys: list[QueueKey] = []
+        self._requests: dict[QueueKey, LiveRequest] = {}
+        self._serial = 0
+        self.blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, request: LiveRequest) -> None:
+        """Put a request at its place."""
+        self._serial += 1
+        key = (0 if request.resumed else 1, request.priority, request.arrival, self._serial)
+        request.key = key
+        keys = self._keys
+        if keys and key < keys[-1]:
+            insort(keys, key)
+        else:
+            keys.append(key)
+        self._requests[key] = request
+        self.blocks += request.blocks
+
+    def remove(self, request: LiveRequest) -> None:
+        """Take a request out, wherever it stands."""
+        del self._requests[request.key]
+        keys = self._keys
+        if keys[0] == request.key:
+            del keys[0]
+        else:
+            del keys[bisect_left(keys, request.key)]
+        self.blocks -= request.blocks
+
+    def head(self) -> LiveRequest:
+        """The next one. The queue must not be empty."""
+        return self._requests[self._keys[0]]
+
+    def first(self, count: int) -> Iterator[LiveRequest]:
+        """Up to `count` requests from the head, in order."""
+        return map(self._requests.__getitem__, self._keys[:count])
+
+
+@dataclass(slots=True)
+class LeaseState:
+    """A lease as far as its engine has reported. `left` steps of `steps` are left; `deadline` bounds it in time."""
+
+    lease_id: int
+    steps: int
+    left: int
+    granted_at: float
+    deadline: float
+    share: int
+    renewable: bool
+
+    def due(self, now: float) -> bool:
+        """Half used up, in steps or in time: renew it now if the engine is to go on without a gap."""
+        return self.left * 2 <= self.steps or now - self.granted_at >= self.deadline - now
+
+
+@dataclass(slots=True, eq=False)
+class EngineState:
+    """One engine. `inside` are the requests that it holds, `incoming` those waiting to enter with its next lease."""
+
+    phase: Phase
+    share: int
+    inside: dict[str, LiveRequest]
+    incoming: dict[str, LiveRequest]
+    up: bool = False
+    lease: LeaseState | None = None
+    step_seconds: float = 0.0
+    retry_at: float = 0.0
+    retry_delay: float = 0.0
+    empty_reports: int = 0
+    wait_since: float | None = None
+    waits: int = 0
+    wait_seconds: float = 0.0
+    jobs: int = 0
+    tokens: int = 0
+    busy_seconds: float = 0.0
+
+    def stepped(self, seconds: float, tokens: int) -> None:
+        """Count one step and learn how long steps take."""
+        self.jobs += 1
+        self.tokens += tokens
+        self.busy_seconds += seconds
+        known = self.step_seconds
+        self.step_seconds = seconds if known == 0.0 else known + _SMOOTHING * (seconds - known)
+
+    def ready(self, now: float) -> bool:
+        """It has work, no lease, and is not sitting out a shortage of pages."""
+        return self.up and self.lease is None and bool(self.inside or self.incoming) and self.retry_at <= now
+
+
+@dataclass(slots=True, eq=False)
+class PoolState:
+    """Counts of one pool. `available` pages could be handed out (free, or cached and evictable); `promised` pages are
+    those that admitted requests have not taken yet."""
+
+    profile: PoolProfile
+    available: int
+    free: int
+    models: list[ModelState] = field(default_factory=list)
+    promised: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What became of a model's requests."""
+
+    arrived: int = 0
+    finished: int = 0
+    returned: int = 0
+    lost: int = 0
+    cancelled: int = 0
+
+
+class ModelState:
+    """One model of the unit: its queue, its two engines, its pages."""
+
+    __slots__ = (
+        "batch_tokens",
+        "block_tokens",
+        "cached",
+        "decode",
+        "decoding",
+        "handed",
+        "index",
+        "max_seqs",
+        "name",
+        "outstanding",
+        "pages_per_block",
+        "peak",
+        "pool",
+        "prefill",
+        "prefill_tokens",
+        "prefilling",
+        "profile",
+        "promised",
+        "queue",
+        "quota",
+        "tally",
+        "used",
+        "work_since",
+    )
+
+    def __init__(self, index: int, profile: ModelProfile, pool: PoolState) -> None:
+        self.index = index
+        self.profile = profile
+        self.name = profile.name
+        self.pool = pool
+        self.pages_per_block = profile.pages_per_block
+        self.block_tokens = profile.block_tokens
+        self.max_seqs = profile.max_num_seqs
+        self.batch_tokens = profile.max_num_batched_tokens
+        self.queue = RequestQueue()
+        self.prefilling: dict[str, LiveRequest] = {}
+        self.handed: dict[str, LiveRequest] = {}
+        self.decoding: dict[str, LiveRequest] = {}
+        self.prefill = EngineState(Phase.PREFILL, share_units(profile.prefill_share), self.prefilling, {})
+        self.decode = EngineState(Phase.DECODE, share_units(profile.decode_share), self.decoding, self.handed)
+        self.used = 0
+        self.cached = 0
+        self.quota = profile.quota_pages
+        self.peak = 0
+        self.outstanding = 0
+        self.prefill_tokens = 0
+        self.promised = 0
+        self.tally = Tally()
+        self.work_since: float | None = None
+
+    def engine(self, phase: Phase) -> EngineState:
+        """The engine of that phase."""
+        return self.prefill if phase is Phase.PREFILL else self.decode
+
+    def blocks_of(self, tokens: int) -> int:
+        """Token blocks for `tokens` and the one token that comes after them."""
+        return tokens // self.block_tokens + 1
+
+    @property
+    def in_engines(self) -> int:
+        """Requests that have a seat: in prefill, handed over, in decode."""
+        return len(self.prefilling) + len(self.handed) + len(self.decoding)
+
+    @property
+    def live(self) -> int:
+        """Requests that are not finished."""
+        return len(self.queue) + self.in_engines
+
+    def promise(self, outstanding: int) -> None:
+        """Set the tokens that admitted prompts still have to compute, and the pages that this promises away."""
+        self.outstanding = outstanding
+        waiting = len(self.prefilling)
+        blocks = -(-outstanding // self.block_tokens) + waiting if waiting else 0
+        pages = blocks * self.pages_per_block
+        self.pool.promised += pages - self.promised
+        self.promised = pages

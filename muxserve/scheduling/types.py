@@ -1,0 +1,114 @@
+"""Values that go in and out of the scheduling core.
+
+Shares of the unit's compute are whole millionths (`WHOLE` = all of it), so that adding and taking them back a million
+times leaves nothing over. Times are seconds of one monotonic clock, real or virtual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+WHOLE = 1_000_000
+
+
+class Phase(StrEnum):
+    """What an engine does for its model."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Place(StrEnum):
+    """Where a live request is. Every live request is in exactly one."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDED = "handed"
+    DECODING = "decoding"
+
+
+def share_units(share: float) -> int:
+    """A share in (0, 1] as millionths, rounded down so that n shares of 1/n always fit.
+
+    Raises:
+        ValueError: the share is not in (0, 1].
+    """
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"a compute share must be above 0 and at most 1, not {share}")
+    return max(1, int(share * WHOLE + 1e-6))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolProfile:
+    """One page pool. `pages` is what can be handed out, the null page not counted."""
+
+    name: str
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """What scheduling needs to know of a model.
+
+    `rate` is its expected load in requests per second, relative to the other models. `quota_pages` is where its quota
+    starts, `floor_pages` what it never falls below: enough for its longest sequence. Shares are fractions of the unit.
+    """
+
+    name: str
+    pool: str
+    rate: float
+    layers: int
+    kv_heads: int
+    block_tokens: int
+    quota_pages: int
+    floor_pages: int
+    prefill_share: float
+    decode_share: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages behind one token block."""
+        return self.layers * self.kv_heads
+
+
+class QueuedRequest(NamedTuple):
+    """A request as it arrives. `output_tokens` counts tokens already generated in an earlier life, which must be
+    computed again like the prompt; `resumed` puts it before those that were never started."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    arrival: float
+    priority: int = 0
+    output_tokens: int = 0
+    resumed: bool = False
+
+
+class Grant(NamedTuple):
+    """Permission for one engine to run, taking `share` millionths of the unit while it lasts.
+
+    A grant to an engine that has a lease replaces what was left of it. `admit` names requests that enter the engine
+    with it: from the queue into prefill, from hand-over into decode. `tokens` bounds the tokens of one step (0: the
+    engine's own bound). A grant that is not `renewable` has been recalled: its engine must stop when it ends.
+    """
+
+    model: str
+    phase: Phase
+    steps: int
+    seconds: float
+    share: int
+    admit: tuple[str, ...] = ()
+    tokens: int = 0
+    renewable: bool = True
+
+
+class QuotaChange(NamedTuple):
+    """A model's new quota. Changes of one decision are applied together."""
+
+    model: str
+    pages: int
