@@ -1,0 +1,103 @@
+"""Who may send requests, and how many of each model are in service at once. Pure: no socket, no clock."""
+
+from __future__ import annotations
+
+import hmac
+import math
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+from hashlib import sha256
+
+# A client told to come back later than this would rather go elsewhere.
+MAX_RETRY_AFTER_SECONDS = 60
+# Weight of the newest request in the mean service time.
+SMOOTHING = 0.2
+
+
+class Keys:
+    """The API keys that open the endpoint; none at all lets everyone in."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def allow(self, presented: bytes | None) -> bool:
+        """Whether `presented` is one of the keys. Takes the same time whichever it is, and wherever it differs."""
+        if not self._digests:
+            return True
+        digest = sha256(presented or b"").digest()
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found and presented is not None
+
+
+def presented_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The API key in ASGI `headers`: `Authorization: Bearer KEY`, or `X-Api-Key: KEY` as Anthropic's clients send."""
+    found = None
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                return key.strip()
+        elif name == b"x-api-key":
+            found = value.strip()
+    return found
+
+
+class Verdict(Enum):
+    """What becomes of a request at the gate."""
+
+    ENTER = "enter"
+    WAIT = "wait"
+    REFUSE = "refuse"
+
+
+class Gate:
+    """Lets `max_concurrency` requests of one model in at once; `max_queue` more wait, first come, first served."""
+
+    def __init__(self, max_concurrency: int, max_queue: int) -> None:
+        self.max_concurrency = max_concurrency
+        self.max_queue = max_queue
+        self.inside = 0
+        self.mean_seconds = 1.0
+        self._waiting: deque[object] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    def arrive(self, ticket: object) -> Verdict:
+        """A request arrives; `ticket` is what `leave` and `withdraw` know it by if it has to wait."""
+        if self.inside < self.max_concurrency:
+            self.inside += 1
+            return Verdict.ENTER
+        if len(self._waiting) < self.max_queue:
+            self._waiting.append(ticket)
+            return Verdict.WAIT
+        return Verdict.REFUSE
+
+    def leave(self, seconds: float) -> object | None:
+        """A request that was inside for `seconds` is done. Returns the ticket that enters in its place, if any."""
+        self.mean_seconds += SMOOTHING * (seconds - self.mean_seconds)
+        if self._waiting:
+            return self._waiting.popleft()
+        self.inside -= 1
+        return None
+
+    def withdraw(self, ticket: object) -> bool:
+        """A waiting request's client went away. False if it has entered meanwhile."""
+        try:
+            self._waiting.remove(ticket)
+        except ValueError:
+            return False
+        return True
+
+    def retry_after(self) -> int:
+        """Seconds after which a refused client may find room: the time that the queue takes to drain by half."""
+        seconds = self.mean_seconds * (1 + len(self._waiting) / 2) / self.max_concurrency
+        return min(MAX_RETRY_AFTER_SECONDS, max(1, math.ceil(seconds)))

@@ -1,0 +1,129 @@
+"""Random checkpoints of any shape, small enough to be made on the fly, with a tokenizer that takes any text."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["llama", "qwen3"]
+
+CACHE = Path(__file__).resolve().parents[2] / "build" / "tiny-checkpoints"
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{%- if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{%- for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+VERSION = 1
+
+
+def tiny_checkpoint(
+    kind: Kind = "llama",
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    seed: int = 0,
+    max_len: int = 2048,
+) -> Path:
+    """A directory in Hugging Face format; made once per shape and kept under `build/`.
+
+    The tokenizer has one token per byte, so a text of n bytes is n tokens. Token ids below 5 are special; byte b is
+    token `byte_token(b)`.
+    """
+    name = f"{kind}-{layers}l-{heads}h-{kv_heads}kv-{head_dim}d-{max_len}-s{seed}-v{VERSION}"
+    path = CACHE / name
+    if path.is_dir():
+        return path
+    CACHE.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=CACHE, prefix=f".{name}-"))
+    try:
+        _write_tokenizer(scratch, max_len)
+        _write_model(scratch, kind, layers, heads, kv_heads, head_dim, seed, max_len)
+        os.rename(scratch, path)
+    except OSError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not path.is_dir():  # another process may have been first
+            raise
+    return path
+
+
+def byte_token(byte: int) -> int:
+    """Token id of a byte."""
+    return len(SPECIAL_TOKENS) + _alphabet().index(byte)
+
+
+def _alphabet() -> list[int]:
+    """Bytes in the order of their token ids: byte-level BPE's letters in code point order."""
+    return sorted(range(256), key=lambda byte: ord(_letter(byte)))
+
+
+def _letter(byte: int) -> str:
+    """The printable letter that byte-level BPE writes for a byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(0x100 + sum(1 for b in range(byte) if b not in printable))
+
+
+def _write_tokenizer(path: Path, max_len: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(SPECIAL_TOKENS)}
+    for byte in _alphabet():
+        vocabulary[_letter(byte)] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], fuse_unk=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        pad_token="<pad>",
+        additional_special_tokens=["</s>", "<|im_start|>"],
+        model_max_length=max_len,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+
+
+def _write_model(
+    path: Path, kind: Kind, layers: int, heads: int, kv_heads: int, head_dim: int, seed: int, max_len: int
+) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[kind]
+    hidden = heads * head_dim
+    eos = SPECIAL_TOKENS.index("<|im_end|>")
+    config = config_class(
+        vocab_size=len(SPECIAL_TOKENS) + 256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=True,
+        bos_token_id=SPECIAL_TOKENS.index("<s>"),
+        eos_token_id=eos,
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        # Wide enough that greedy choices have clear margins.
+        initializer_range=0.08,
+    )
+    torch.manual_seed(seed)
+    model = model_class(config).to(torch.float32).eval()
+    model.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos], "bos_token_id": 1}) + "\n")
