@@ -66,13 +66,3 @@ def parse_duration(value: object, *, unit: str = "s") -> float:
     if not math.isfinite(duration) or duration < 0:
         raise ValueError(f"must be zero or more, not {value!r}")
     return duration
-
-
-def format_size(size: int) -> str:
-    """`size` bytes in the largest binary unit that keeps it at least 1, e.g. "256 MiB"."""
-    value = float(size)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"

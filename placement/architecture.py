@@ -1,0 +1,250 @@
+"""What the planner must know of a model, from its Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
+_INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_MAX_LEN = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "n_ctx",
+)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+# Rope types whose position limit in config.json is already the scaled one; vLLM multiplies for all others.
+_SCALED_ROPES = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
+
+# Keys that only models with state space, linear or mixed layers have.
+_HYBRID_KEYS = (
+    "layers_block_type",
+    "hybrid_override_pattern",
+    "attn_layer_indices",
+    "attn_layer_period",
+    "full_attention_interval",
+    "full_attn_idxs",
+    "linear_attn_config",
+    "linear_num_key_heads",
+    "attn_type_list",
+    "mamba_d_state",
+    "mamba_num_heads",
+    "ssm_cfg",
+    "ssm_state_size",
+    "time_step_rank",
+    "block_types",
+    "_block_types",
+)
+_HYBRID_TYPES = {"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv5", "rwkv6", "recurrent_gemma", "xlstm", "jamba"}
+_NO_GENERATION = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForImageClassification",
+    "ForRewardModel",
+    "RewardModel",
+)
+_ENCODERS = {"bert", "roberta", "xlm-roberta", "albert", "distilbert", "electra", "deberta", "deberta-v2", "modernbert"}
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be served from the page pool; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModelArchitecture:
+    """A decoder-only transformer with full attention in every layer.
+
+    `max_len` is the longest sequence in tokens that the checkpoint allows; `default_max_len` what it is meant for when
+    nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    max_len: int
+    default_max_len: int
+    dtype: str
+    experts: int = 1
+    tied_embeddings: bool = False
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages behind one token block: one per layer and KV head."""
+        return self.layers * self.kv_heads
+
+    @property
+    def parameters(self) -> int:
+        """Estimated number of weights: attention, gated MLPs of all experts, embeddings."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        mlp = 3 * self.hidden * self.intermediate * self.experts
+        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.layers * (attention + mlp) + embeddings
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Estimated bytes of the weights in `dtype`."""
+        return self.parameters * ITEM_BYTES[dtype]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of K and V of one token in `dtype`."""
+        return 2 * self.pages_per_block * self.head_dim * ITEM_BYTES[dtype]
+
+
+def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
+    """The architecture that a config.json describes.
+
+    Architectures that are not known are taken at their word when their fields are plain; the engine compares with what
+    vLLM makes of the model before it serves.
+
+    Raises:
+        UnsupportedModelError: the page pool cannot carry the model, or fields are missing.
+    """
+    name = _name(config)
+    reason = _unsupported(config, name)
+    if reason:
+        raise UnsupportedModelError(f"{name}: {reason}")
+    layers, heads, hidden = (_count(config, keys) for keys in (_LAYERS, _HEADS, _HIDDEN))
+    missing = [keys[0] for keys, value in ((_LAYERS, layers), (_HEADS, heads), (_HIDDEN, hidden)) if value is None]
+    if layers is None or heads is None or hidden is None:
+        raise UnsupportedModelError(f"{name}: config.json lacks {', '.join(missing)}")
+    kv_heads = _kv_heads(config, heads)
+    if heads % kv_heads:
+        raise UnsupportedModelError(f"{name}: {heads} query heads cannot share {kv_heads} KV heads evenly")
+    head_dim = _count(config, ("head_dim", "kv_channels", "attention_head_dim"))
+    if head_dim is None:
+        if hidden % heads:
+            raise UnsupportedModelError(
+                f"{name}: no head_dim, and hidden size {hidden} is no multiple of {heads} heads"
+            )
+        head_dim = hidden // heads
+    max_len, default_max_len = _max_len(config)
+    experts = _count(config, _EXPERTS) or 1
+    return ModelArchitecture(
+        name=name,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        intermediate=(_count(config, ("moe_intermediate_size",)) if experts > 1 else None)
+        or _count(config, _INTERMEDIATE)
+        or 4 * hidden,
+        vocab=_count(config, ("vocab_size", "padded_vocab_size")) or 0,
+        max_len=max_len,
+        default_max_len=default_max_len,
+        dtype=_dtype(config),
+        experts=experts,
+        tied_embeddings=config.get("tie_word_embeddings") is True,
+    )
+
+
+def _name(config: Mapping[str, object]) -> str:
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        return architectures[0]
+    return str(config.get("model_type") or "unnamed architecture")
+
+
+def _unsupported(config: Mapping[str, object], name: str) -> str | None:
+    kind = config.get("model_type")
+    if any(name.endswith(suffix) for suffix in _NO_GENERATION) or (kind in _ENCODERS and not config.get("is_decoder")):
+        return "it is an encoder or classifier and generates no text"
+    if config.get("is_encoder_decoder") or config.get("add_cross_attention") or config.get("cross_attention_layers"):
+        return "it has cross attention (an encoder-decoder model); only decoder-only models are supported"
+    if isinstance(config.get("text_config"), Mapping) or isinstance(config.get("vision_config"), Mapping):
+        return "it is multi-modal (config.json has a text_config or vision_config); only text models are supported"
+    if config.get("kv_lora_rank"):
+        return "it uses multi-head latent attention (MLA), whose cache has no heads to page"
+    if kind in _HYBRID_TYPES or any(config.get(key) is not None for key in _HYBRID_KEYS):
+        return (
+            "it has state-space, recurrent or linear-attention layers; only full attention in every layer is supported"
+        )
+    if config.get("attention_chunk_size"):
+        return "it uses chunked attention; only full attention in every layer is supported"
+    window = _sliding_window(config)
+    if window:
+        return f"{window}; only full attention in every layer is supported"
+    if isinstance(config.get("block_configs"), list) or any(isinstance(config.get(key), list) for key in _KV_HEADS):
+        return "its layers differ in KV heads; all layers must have the same"
+    if config.get("num_kv_shared_layers"):
+        return "some of its layers share the KV cache of others"
+    value_dim, head_dim = config.get("v_head_dim"), config.get("head_dim")
+    if value_dim is not None and head_dim is not None and value_dim != head_dim:
+        return f"its values have another head size ({value_dim}) than its keys ({head_dim})"
+    return _quantised_cache(config)
+
+
+def _sliding_window(config: Mapping[str, object]) -> str | None:
+    """Why some layer does not see the whole sequence; None if every layer does."""
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        odd = sorted({str(kind) for kind in types} - {"full_attention", "attention"})
+        return f"some of its layers are {', '.join(odd)}" if odd else None
+    window = config.get("sliding_window") or config.get("window_size")
+    if not window or config.get("use_sliding_window") is False:
+        return None
+    first, layers = config.get("max_window_layers"), _count(config, _LAYERS)
+    # Qwen2 counts the layers *below* max_window_layers as full attention.
+    if config.get("use_sliding_window") and isinstance(first, int) and layers is not None and first >= layers:
+        return None
+    return f"it uses sliding-window attention (sliding_window = {window})"
+
+
+def _quantised_cache(config: Mapping[str, object]) -> str | None:
+    quantisation = config.get("quantization_config") or config.get("compression_config")
+    if isinstance(quantisation, Mapping):
+        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            if quantisation.get(key):
+                return f"its checkpoint asks for a quantised KV cache ({key}); the pool holds unquantised pages"
+    return None
+
+
+def _kv_heads(config: Mapping[str, object], heads: int) -> int:
+    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
+        return 1
+    return _count(config, _KV_HEADS) or heads
+
+
+def _max_len(config: Mapping[str, object]) -> tuple[int, int]:
+    limit = min((v for key in _MAX_LEN if (v := _count(config, (key,)))), default=2048)
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return limit, limit
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    factor = rope.get("factor")
+    if kind not in _SCALED_ROPES and isinstance(factor, (int, float)) and not isinstance(factor, bool):
+        limit = max(1, int(limit * factor))
+    original = _count(config, ("original_max_position_embeddings",))
+    return limit, min(limit, original) if kind == "longrope" and original else limit
+
+
+def _dtype(config: Mapping[str, object]) -> str:
+    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
+    # Other types (fp8 and the like) are of quantised weights; what is computed in is then bfloat16.
+    return name if name in ITEM_BYTES else "bfloat16"
+
+
+def _count(config: Mapping[str, object], keys: tuple[str, ...]) -> int | None:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None

@@ -1,0 +1,104 @@
+"""Chooses block sizes so that as many models as possible have equally large pages, and thus share a pool."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placement.architecture import ITEM_BYTES
+
+# The CPU attention kernel works on multiples of 32 tokens; larger blocks waste the end of every sequence.
+BLOCK_STEP = 32
+MAX_BLOCK_TOKENS = 256
+# Beyond this many distinct head sizes the exact search would be slow, and no real fleet has them.
+_EXACT_HEAD_DIMS = 5
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the pool must know of a model."""
+
+    name: str
+    head_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PoolGroup:
+    """Models that share a pool. `block_tokens` is per model, in the order of `models`."""
+
+    dtype: str
+    page_bytes: int
+    models: tuple[str, ...]
+    block_tokens: tuple[int, ...]
+
+
+def page_bytes(block_tokens: int, head_dim: int, dtype: str) -> int:
+    """Bytes of one page: K and V of `block_tokens` tokens of one KV head of one layer."""
+    return 2 * block_tokens * head_dim * ITEM_BYTES[dtype]
+
+
+def group_pools(shapes: Sequence[KVShape]) -> list[PoolGroup]:
+    """As few pools as possible, and in them blocks as small as possible.
+
+    Models of different dtype never share: a page given back by one could hold bit patterns that are NaN to the other,
+    and attention multiplies masked positions by zero.
+    """
+    groups = []
+    for dtype in sorted({shape.dtype for shape in shapes}):
+        same = [shape for shape in shapes if shape.dtype == dtype]
+        for page_elements, head_dims in sorted(_cover({shape.head_dim for shape in same}).items()):
+            members = [shape for shape in same if shape.head_dim in head_dims]
+            groups.append(
+                PoolGroup(
+                    dtype=dtype,
+                    page_bytes=2 * page_elements * ITEM_BYTES[dtype],
+                    models=tuple(shape.name for shape in members),
+                    block_tokens=tuple(page_elements // shape.head_dim for shape in members),
+                )
+            )
+    return groups
+
+
+def _cover(head_dims: set[int]) -> dict[int, set[int]]:
+    """Page size in elements (tokens x head_dim) -> the head sizes that use it."""
+    reach: dict[int, set[int]] = {}
+    for head_dim in head_dims:
+        for tokens in range(BLOCK_STEP, MAX_BLOCK_TOKENS + 1, BLOCK_STEP):
+            reach.setdefault(tokens * head_dim, set()).add(head_dim)
+    if len(head_dims) > _EXACT_HEAD_DIMS:
+        return _greedy(head_dims, reach)
+    for count in range(1, len(head_dims)):
+        found = [
+            _assign(head_dims, pages, reach)
+            for pages in itertools.combinations(sorted(reach), count)
+            if set().union(*(reach[page] for page in pages)) == head_dims
+        ]
+        if found:
+            return min(found, key=_waste)
+    return {BLOCK_STEP * head_dim: {head_dim} for head_dim in head_dims}
+
+
+def _greedy(head_dims: set[int], reach: dict[int, set[int]]) -> dict[int, set[int]]:
+    chosen: dict[int, set[int]] = {}
+    left = set(head_dims)
+    while left:
+        page = min(reach, key=lambda page: (-len(reach[page] & left), page))
+        chosen[page] = reach[page] & left
+        left -= chosen[page]
+    return chosen
+
+
+def _assign(head_dims: set[int], pages: tuple[int, ...], reach: dict[int, set[int]]) -> dict[int, set[int]]:
+    """Each head size to the smallest of `pages` that it can use."""
+    chosen: dict[int, set[int]] = {}
+    for head_dim in head_dims:
+        chosen.setdefault(min(page for page in pages if head_dim in reach[page]), set()).add(head_dim)
+    return chosen
+
+
+def _waste(cover: dict[int, set[int]]) -> tuple[int, int]:
+    """Largest block, then all blocks together, in tokens."""
+    blocks = [page // head_dim for page, head_dims in cover.items() for head_dim in head_dims]
+    return max(blocks), sum(blocks)

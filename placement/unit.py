@@ -1,0 +1,298 @@
+"""Plans one unit on one machine: pools, block sizes, quotas, lengths and compute shares.
+
+Quotas start in proportion to a model's demand for pages, as in MuxServe (section 3.3 of arXiv:2404.02015): its request
+rate times its layers times its KV heads. Where models of a fleet have different head sizes the demand is counted in
+bytes, so that a page that holds fewer tokens counts accordingly.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placement.architecture import ModelArchitecture
+from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
+from placement.shares import share_out
+from placement.words import enumerate_words, format_size
+
+HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
+MIN_AUTO_LEN = 256  # tokens that a model with max_len auto gets at least
+AUTO_MEMORY = 0.10  # of the machine's memory: what a pool of size auto may take at most
+FORCED_MEMORY = 0.50  # ... unless one sequence per model needs more
+SHARED_MEMORY = 0.80  # of the free shared memory (/dev/shm), where the pool lies
+_RESIDENCE = 10.0  # seconds that a request is assumed to hold pages, for the size of an auto pool
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited)."""
+
+    cores: int
+    memory_bytes: int
+    shared_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelDemand:
+    """A model to be placed. None stands for auto; `rate` is in requests per second."""
+
+    name: str
+    architecture: ModelArchitecture
+    dtype: str | None = None
+    rate: float = 1.0
+    max_len: int | None = None
+    max_num_seqs: int = 64
+    threads: int | None = None
+
+    @property
+    def resolved_dtype(self) -> str:
+        """The type served in: the one asked for, or the checkpoint's."""
+        return self.dtype or self.architecture.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V per token."""
+        return self.architecture.kv_bytes_per_token(self.resolved_dtype)
+
+    @property
+    def demand(self) -> float:
+        """Weight in the sharing of memory: KV bytes per second and token of length."""
+        return self.rate * self.bytes_per_token
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """One pool; its page 0 is the null page and belongs to nobody."""
+
+    name: str
+    dtype: str
+    page_bytes: int
+    num_pages: int
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One placed model. Pages are of its pool, lengths in tokens, shares of the machine's cores in (0, 1]."""
+
+    name: str
+    pool: str
+    dtype: str
+    block_tokens: int
+    num_blocks: int
+    quota_pages: int
+    floor_pages: int
+    max_len: int
+    threads: int
+    share: float
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The plan of one unit. `notes` says in words what was decided for the user."""
+
+    cores: int
+    pools: tuple[PoolPlan, ...]
+    models: tuple[ModelPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def pool_bytes(self) -> int:
+        """All pools together."""
+        return sum(pool.page_bytes * pool.num_pages for pool in self.pools)
+
+
+@dataclass(frozen=True)
+class PlanProblem:
+    """Why there is no plan. `key` is the fleet file's key to change, of `model` if given, else of the whole fleet."""
+
+    message: str
+    key: str
+    model: str | None = None
+
+
+class PlanError(ValueError):
+    """The fleet does not fit the machine."""
+
+    def __init__(self, problems: Sequence[PlanProblem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(problem.message for problem in problems))
+
+
+def plan_unit(
+    models: Sequence[ModelDemand], machine: Machine, cores: int | None = None, pool_bytes: int | None = None
+) -> UnitPlan:
+    """Plan all `models` onto `machine`.
+
+    Args:
+        cores: cores for the engines; None: all of the machine.
+        pool_bytes: memory of all pools together; None: from the models' demand, within a tenth of the memory.
+
+    Raises:
+        PlanError: the models do not fit; every reason found, and what to change.
+        ValueError: no models.
+    """
+    if not models:
+        raise ValueError("a unit needs at least one model")
+    cores = machine.cores if cores is None else cores
+    _check(models, machine, cores)
+    groups = group_pools([KVShape(m.name, m.architecture.head_dim, m.resolved_dtype) for m in models])
+    by_name = {model.name: model for model in models}
+    block_tokens = {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
+    least = {m.name: _pages(m, block_tokens[m.name], m.max_len or _least_auto(m)) for m in models}
+    needed = [(1 + sum(least[name] for name in group.models)) * group.page_bytes for group in groups]
+    total = _pool_size(models, machine, pool_bytes, sum(needed))
+    _check_memory(models, machine, total, sum(needed), pool_bytes)
+
+    notes: list[str] = []
+    weights = [sum(by_name[name].demand for name in group.models) for group in groups]
+    pools, plans = [], {}
+    for index, (group, size) in enumerate(zip(groups, share_out(total, weights, needed), strict=True)):
+        num_pages = size // group.page_bytes
+        pool = PoolPlan(f"pool{index}", group.dtype, group.page_bytes, num_pages, group.models)
+        pools.append(pool)
+        members = [by_name[name] for name in group.models]
+        lengths = _lengths(members, group.block_tokens, num_pages - 1)
+        floors = [_pages(*of) for of in zip(members, group.block_tokens, lengths, strict=True)]
+        quotas = share_out(num_pages - 1, [member.demand for member in members], floors)
+        for member, length, floor, quota in zip(members, lengths, floors, quotas, strict=True):
+            wished = member.max_len or member.architecture.default_max_len
+            if length < wished:
+                notes.append(
+                    f"max_len of {member.name} is {length} tokens instead of {wished}: the pool is too small for more"
+                )
+            threads = member.threads or max(1, cores // (1 + len(models)))
+            plans[member.name] = ModelPlan(
+                name=member.name,
+                pool=pool.name,
+                dtype=member.resolved_dtype,
+                block_tokens=block_tokens[member.name],
+                # Any block that the pool could ever hold for this model, and the null block.
+                num_blocks=(num_pages - 1) // member.architecture.pages_per_block + 1,
+                quota_pages=quota,
+                floor_pages=floor,
+                max_len=length,
+                threads=threads,
+                share=threads / cores,
+            )
+    return UnitPlan(cores, tuple(pools), tuple(plans[m.name] for m in models), (*_describe(pools, groups), *notes))
+
+
+def _check(models: Sequence[ModelDemand], machine: Machine, cores: int) -> None:
+    problems = []
+    if cores > machine.cores:
+        problems.append(
+            PlanProblem(f"{cores} cores are asked for, but this machine has {machine.cores}", "cluster.cores")
+        )
+    for model in models:
+        architecture = model.architecture
+        if architecture.head_dim not in HEAD_DIMS:
+            known = enumerate_words([str(dim) for dim in sorted(HEAD_DIMS)])
+            message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
+            problems.append(PlanProblem(message, "path", model.name))
+        if model.max_len is not None and model.max_len > architecture.max_len:
+            message = f"{model.max_len} tokens are more than the model was made for ({architecture.max_len})"
+            problems.append(PlanProblem(message, "max_len", model.name))
+        if model.threads is not None and model.threads > cores:
+            message = f"{model.threads} threads are more than the {cores} cores of the cluster"
+            problems.append(PlanProblem(message, "threads", model.name))
+    if problems:
+        raise PlanError(problems)
+
+
+def _least_auto(model: ModelDemand) -> int:
+    return min(MIN_AUTO_LEN, model.architecture.default_max_len)
+
+
+def _pages(model: ModelDemand, block_tokens: int, length: int) -> int:
+    """Pages of one sequence of `length` tokens."""
+    return math.ceil(length / block_tokens) * model.architecture.pages_per_block
+
+
+def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | None, needed: int) -> int:
+    """Bytes for all pools together."""
+    if asked is not None:
+        return asked
+    wanted = 0.0
+    for model in models:
+        sequences = min(model.max_num_seqs, max(4, math.ceil(model.rate * _RESIDENCE)))
+        wanted += sequences * (model.max_len or model.architecture.default_max_len) * model.bytes_per_token
+    limit = machine.memory_bytes * AUTO_MEMORY
+    if machine.shared_memory_bytes is not None:
+        limit = min(limit, machine.shared_memory_bytes * SHARED_MEMORY)
+    size = max(min(wanted, limit), needed)
+    return math.ceil(size / _MIB) * _MIB
+
+
+def _check_memory(models: Sequence[ModelDemand], machine: Machine, total: int, needed: int, asked: int | None) -> None:
+    problems = []
+    at_least = f"{math.ceil(needed / _MIB)}MiB"
+    if needed > total:
+        largest = max(models, key=lambda m: (m.max_len or 0) * m.bytes_per_token)
+        message = f"{format_size(total)} cannot hold one sequence of every model; it must be at least {at_least}"
+        if largest.max_len:
+            size = format_size(largest.max_len * largest.bytes_per_token)
+            message += f", or lower max_len: {largest.max_len} tokens of {largest.name} alone take {size}"
+        problems.append(PlanProblem(message, "kv_pool.size"))
+    shared = machine.shared_memory_bytes
+    if shared is not None and total > shared:
+        message = (
+            f"the pool takes {format_size(total)}, but only {format_size(shared)} of shared memory (/dev/shm) "
+            f"are free; make /dev/shm larger (docker run --shm-size, or mount -o remount,size=...) or the pool smaller"
+        )
+        problems.append(PlanProblem(message, "kv_pool.size"))
+    if asked is None and total > machine.memory_bytes * FORCED_MEMORY:
+        message = (
+            f"one sequence of every model needs a pool of {at_least}, more than half of the memory "
+            f"({format_size(machine.memory_bytes)}); lower max_len, or set kv_pool.size yourself"
+        )
+        problems.append(PlanProblem(message, "kv_pool.size"))
+    weights = sum(model.architecture.weight_bytes(model.resolved_dtype) for model in models)
+    if weights + total > machine.memory_bytes:
+        message = (
+            f"the weights (about {format_size(weights)}) and the pool ({format_size(total)}) do not fit into the "
+            f"memory ({format_size(machine.memory_bytes)}); serve fewer or smaller models, or use dtype: bfloat16"
+        )
+        problems.append(PlanProblem(message, "models"))
+    if problems:
+        raise PlanError(problems)
+
+
+def _lengths(models: Sequence[ModelDemand], block_tokens: Sequence[int], pages: int) -> list[int]:
+    """Longest sequence of each model of a pool.
+
+    What is auto gets the model's own length if all such sequences together take at most half of what the others leave,
+    so that quotas can still move; otherwise all of them are cut to the longest length that does.
+    """
+    taken = sum(_pages(m, tokens, m.max_len) for m, tokens in zip(models, block_tokens, strict=True) if m.max_len)
+    auto = [(m, tokens) for m, tokens in zip(models, block_tokens, strict=True) if not m.max_len]
+    budget = (pages - taken) // 2
+
+    def fits(cap: int) -> bool:
+        return sum(_pages(m, tokens, min(cap, m.architecture.default_max_len)) for m, tokens in auto) <= budget
+
+    longest = max((m.architecture.default_max_len for m, _ in auto), default=0)
+    cap = longest
+    if not fits(longest):
+        steps = range(1, longest // BLOCK_STEP + 1)
+        cap = max(MIN_AUTO_LEN, BLOCK_STEP * bisect.bisect_left(steps, True, key=lambda n: not fits(n * BLOCK_STEP)))
+    return [m.max_len or min(cap, m.architecture.default_max_len) for m in models]
+
+
+def _describe(pools: Sequence[PoolPlan], groups: Sequence[PoolGroup]) -> list[str]:
+    """The split in words."""
+    notes = []
+    for pool, group in zip(pools, groups, strict=True):
+        blocks: dict[int, list[str]] = {}
+        for name, tokens in zip(group.models, group.block_tokens, strict=True):
+            blocks.setdefault(tokens, []).append(name)
+        holds = enumerate_words([f"{count} tokens of {enumerate_words(who)}" for count, who in sorted(blocks.items())])
+        size = format_size(pool.num_pages * pool.page_bytes)
+        page = f"{pool.num_pages} pages of {format_size(pool.page_bytes)}"
+        notes.append(f"{pool.name}: {size} in {page} ({pool.dtype}); a page is one KV head's K and V of {holds}")
+    if len(pools) > 1:
+        notes.append("models whose pages cannot be made equally large have pools of their own, sized by demand")
+    return notes
