@@ -75,8 +75,7 @@ def parse_fleet(text: str, file: str, base: Path, environ: Mapping[str, str] | N
     if problems or fleet is None:
         raise FleetError(problems)
     fleet = checks.resolve(fleet, base, environ)
-    fleet._file = Path(file)
-    fleet._model_lines = tuple(source.line(("models", index)) for index in range(len(fleet.models)))
+    fleet._source = source
     return fleet
 
 

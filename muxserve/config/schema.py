@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
+from muxserve.config.problems import KeyPath, Problem
+from muxserve.config.source import Source
 from muxserve.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
 
 AUTO: Literal["auto"] = "auto"
@@ -164,14 +165,8 @@ class Fleet(Section):
     gateway: Gateway = Field(default=Gateway(), description="The OpenAI endpoint")
     models: list[Model] = Field(min_length=1, description="The models to serve")
 
-    _file: Path | None = PrivateAttr(None)
-    _model_lines: tuple[int | None, ...] = PrivateAttr(())
+    _source: Source | None = PrivateAttr(None)
 
-    @property
-    def file(self) -> str:
-        """The file that this fleet was read from, as the user named it."""
-        return str(self._file) if self._file else "fleet"
-
-    def model_line(self, index: int) -> int | None:
-        """The line on which the model at `index` starts."""
-        return self._model_lines[index] if index < len(self._model_lines) else None
+    def problem(self, path: KeyPath, message: str) -> Problem:
+        """A problem of this fleet at the place of `path` in its file."""
+        return self._source.problem(path, message) if self._source else Problem(message, "fleet", None, path)
