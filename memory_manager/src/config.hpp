@@ -1,0 +1,65 @@
+// What the manager is told at start: its pools and models.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace muxserve::memory {
+
+constexpr std::size_t kMaxNameBytes = 128;
+constexpr std::size_t kMaxPools = 64;
+constexpr std::size_t kMaxModels = 4096;             // over the life of one manager
+constexpr std::int64_t kMaxBlocks = 1 << 20;         // of one model; keeps every reply under the message bound
+constexpr std::int64_t kMaxPagesPerBlock = 1 << 20;  // layers * kv_heads
+constexpr std::int64_t kMaxPoolBytes = 1LL << 47;    // the user address space of x86-64
+constexpr std::int64_t kMaxPages = (1LL << 31) - 1;  // page ids are int32
+
+// The configuration is wrong; what() names the place and what to do.
+class ConfigError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// One page pool of num_pages pages of page_bytes bytes. Page 0 is the null page.
+struct PoolConfig {
+  std::string name;
+  std::int64_t page_bytes = 0;
+  std::int64_t num_pages = 0;
+};
+
+// One model. A block takes layers * kv_heads pages of `pool`; block 0 is the null block. quota_pages bounds the pages
+// that the model may own or have handed off.
+struct ModelConfig {
+  std::string name;
+  std::string pool;
+  std::int64_t layers = 0;
+  std::int64_t kv_heads = 0;
+  std::int64_t num_blocks = 0;
+  std::int64_t quota_pages = 0;
+
+  std::int32_t pages_per_block() const { return static_cast<std::int32_t>(layers * kv_heads); }
+};
+
+// `prefix` starts the name of every shared memory segment, so that the names outlive a restart.
+struct Config {
+  std::string prefix;
+  std::vector<PoolConfig> pools;
+  std::vector<ModelConfig> models;
+};
+
+// Reads and checks {"prefix", "pools": [...], "models": [...]}. Throws ConfigError.
+Config parse_config(const std::string& text);
+
+// Reads and checks one model as written in a configuration; the pool's existence and quota sums are not checked here.
+// Throws ConfigError.
+ModelConfig parse_model(const std::string& text);
+
+// Checks what parse_config checks, for a configuration made in code. Throws ConfigError.
+void check_config(const Config& config);
+
+// Checks the ranges of one model alone. Throws ConfigError.
+void check_model(const ModelConfig& model);
+
+}  // namespace muxserve::memory

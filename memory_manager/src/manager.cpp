@@ -1,0 +1,240 @@
+#include "manager.hpp"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+namespace muxserve::memory {
+
+Manager::Manager(Config config, Segments& segments, std::uint64_t generation)
+    : config_(std::move(config)), segments_(segments), generation_(generation), clients_(kMaxClients) {
+  check_config(config_);
+  Counters& counters = segments_.counters();
+  for (std::size_t i = 0; i < config_.pools.size(); ++i)
+    pools_.push_back(std::make_unique<PagePool>(config_.pools[i], counters.pools[i]));
+  for (const ModelConfig& model : config_.models) install(model);
+  counters.generation.store(generation_, std::memory_order_release);
+}
+
+ModelTable& Manager::install(const ModelConfig& model) {
+  const auto index = static_cast<std::uint32_t>(models_.size());
+  const std::uint32_t pool = pool_index(model.pool);
+  const auto entries = static_cast<std::size_t>(model.num_blocks) * static_cast<std::size_t>(model.pages_per_block());
+  std::int32_t* table = segments_.create_table(index, entries);
+  models_.push_back(std::make_unique<ModelTable>(model, index, pool, *pools_[pool], table,
+                                                 segments_.counters().models[index], generation_ + index));
+  return *models_.back();
+}
+
+std::uint32_t Manager::pool_index(const std::string& name) const {
+  for (std::size_t i = 0; i < pools_.size(); ++i)
+    if (pools_[i]->config().name == name) return static_cast<std::uint32_t>(i);
+  throw Refused(Code::kInvalid, "there is no pool \"" + name + "\"");
+}
+
+ModelTable& Manager::get(std::uint32_t index) {
+  if (index >= models_.size() || !models_[index])
+    throw Refused(Code::kUnknownModel, "there is no model with index " + std::to_string(index));
+  return *models_[index];
+}
+
+const ModelTable& Manager::model(std::uint32_t index) const { return const_cast<Manager*>(this)->get(index); }
+
+void Manager::show(ModelTable& model) {
+  model.show();
+  model.pool().show();
+}
+
+int Manager::connect(const std::string& name, int pid) {
+  if (name.empty() || name.size() > kMaxNameBytes)
+    throw Refused(Code::kInvalid, "a client's name has 1 to " + std::to_string(kMaxNameBytes) + " bytes");
+  for (int slot = 0; slot < kMaxClients; ++slot) {
+    auto& client = clients_[static_cast<std::size_t>(slot)];
+    if (client) continue;
+    client = Client{name, pid};
+    return slot;
+  }
+  throw Refused(Code::kTooManyClients, "all " + std::to_string(kMaxClients) + " client slots are taken");
+}
+
+void Manager::disconnect(int client) {
+  for (const auto& model : models_) {
+    if (!model || model->held_blocks(client) == 0) continue;
+    model->release_client(client);
+    show(*model);
+  }
+  clients_[static_cast<std::size_t>(client)].reset();
+}
+
+// Evicts until `blocks` blocks of the model can be reserved; available_blocks() has said that they can.
+void Manager::make_room(ModelTable& model, std::int64_t blocks) {
+  while (model.needs_own_eviction(blocks)) model.evict_oldest();
+  const std::int64_t pages = blocks * model.config().pages_per_block();
+  PagePool& pool = model.pool();
+  while (pool.free_pages() < pages && model.has_cached()) model.evict_oldest();
+  while (pool.free_pages() < pages) {
+    ModelTable* victim = nullptr;
+    for (const auto& other : models_) {
+      if (!other || &other->pool() != &pool || !other->has_cached()) continue;
+      if (victim == nullptr || other->oldest_stamp() < victim->oldest_stamp()) victim = other.get();
+    }
+    victim->evict_oldest();
+    victim->show();
+  }
+}
+
+void Manager::step(int client, const StepRequest& request, StepReply& reply) {
+  reply.hit_lengths.clear();
+  reply.hits.clear();
+  reply.reserved.clear();
+  ModelTable& model = get(request.model);
+  model.publish_and_release(client, request.publish, request.publish_hashes, request.release);
+  std::size_t begin = 0;
+  for (const std::uint32_t length : request.lookup_lengths) {
+    const std::size_t before = reply.hits.size();
+    model.look_up(client, Span<Hash>(request.lookup_hashes.data() + begin, length), reply.hits);
+    reply.hit_lengths.push_back(static_cast<std::uint32_t>(reply.hits.size() - before));
+    begin += length;
+  }
+  if (request.reserve > 0) {
+    const std::int64_t wanted = request.reserve;
+    const std::int64_t available = model.available_blocks();
+    const std::int64_t count = request.partial ? std::min(wanted, available) : (available >= wanted ? wanted : 0);
+    make_room(model, count);
+    model.reserve(client, count, reply.reserved);
+  }
+  show(model);
+}
+
+void Manager::hand_off(int client, std::uint32_t model, const std::string& key, Span<std::int32_t> blocks,
+                       Span<std::int32_t> release, std::int64_t ttl, std::int64_t now) {
+  ModelTable& table = get(model);
+  if (key.empty() || key.size() > kMaxKeyBytes)
+    throw Refused(Code::kInvalid, "a hand-off's key has 1 to " + std::to_string(kMaxKeyBytes) + " bytes");
+  if (ttl <= 0 || ttl > kNever / 4) throw Refused(Code::kInvalid, "a hand-off's time to live must be positive");
+  table.hand_off(client, key, blocks, release, now + ttl);
+  show(table);
+}
+
+std::vector<std::int32_t> Manager::adopt(int client, std::uint32_t model, const std::string& key) {
+  std::vector<std::int32_t> blocks;
+  ModelTable& table = get(model);
+  table.adopt(client, key, blocks);
+  show(table);
+  return blocks;
+}
+
+void Manager::drop(std::uint32_t model, const std::string& key) {
+  ModelTable& table = get(model);
+  table.drop(key);
+  show(table);
+}
+
+void Manager::expire(std::int64_t now) {
+  for (const auto& model : models_)
+    if (model && model->expire(now)) show(*model);
+}
+
+std::int64_t Manager::next_deadline() const {
+  std::int64_t next = kNever;
+  for (const auto& model : models_)
+    if (model) next = std::min(next, model->hand_offs().next_deadline());
+  return next;
+}
+
+void Manager::set_quotas(Span<std::pair<std::uint32_t, std::int64_t>> quotas) {
+  std::map<std::uint32_t, std::int64_t> wanted;
+  for (const auto& [index, pages] : quotas) {
+    get(index);
+    if (pages < 0 || pages > kMaxPages)
+      throw Refused(Code::kInvalid, "a quota of " + std::to_string(pages) + " pages is out of range");
+    if (!wanted.emplace(index, pages).second)
+      throw Refused(Code::kInvalid, "model \"" + get(index).config().name + "\" is given two quotas");
+  }
+  for (const auto& pool : pools_) {
+    std::int64_t sum = 0;
+    for (const auto& model : models_) {
+      if (!model || &model->pool() != pool.get()) continue;
+      const auto found = wanted.find(model->index());
+      sum += found != wanted.end() ? found->second : model->config().quota_pages;
+    }
+    if (sum > pool->config().num_pages) {
+      throw Refused(Code::kQuotaExceedsPool, "pool \"" + pool->config().name + "\": the quotas would sum to " +
+                                                 std::to_string(sum) + " pages, more than its " +
+                                                 std::to_string(pool->config().num_pages) + "; nothing was done");
+    }
+  }
+  for (const auto& [index, pages] : wanted) {
+    get(index).set_quota(pages);
+    get(index).show();
+  }
+}
+
+void Manager::reset_cache(std::uint32_t model) {
+  ModelTable& table = get(model);
+  table.reset_cache();
+  show(table);
+}
+
+std::uint32_t Manager::add_model(const ModelConfig& model) {
+  try {
+    check_model(model);
+  } catch (const ConfigError& error) {
+    throw Refused(Code::kInvalid, error.what());
+  }
+  if (models_.size() >= kMaxModels)
+    throw Refused(Code::kExhausted, "this manager has had " + std::to_string(kMaxModels) + " models; restart it");
+  const std::uint32_t pool = pool_index(model.pool);
+  std::int64_t sum = model.quota_pages;
+  for (const auto& other : models_) {
+    if (!other) continue;
+    if (other->config().name == model.name)
+      throw Refused(Code::kInvalid, "there is a model \"" + model.name + "\" already");
+    if (other->pool_index() == pool) sum += other->config().quota_pages;
+  }
+  if (sum > pools_[pool]->config().num_pages) {
+    throw Refused(Code::kQuotaExceedsPool, "pool \"" + model.pool + "\": the quotas would sum to " +
+                                               std::to_string(sum) + " pages, more than its " +
+                                               std::to_string(pools_[pool]->config().num_pages));
+  }
+  return install(model).index();
+}
+
+void Manager::remove_model(std::uint32_t model) {
+  ModelTable& table = get(model);
+  if (table.used_pages() > 0) {
+    throw Refused(Code::kModelInUse, "model \"" + table.config().name + "\" still has " +
+                                         std::to_string(table.used_pages()) + " pages owned or handed off");
+  }
+  table.drop_all();  // only hand-offs of no blocks can be left
+  table.reset_cache();
+  table.set_quota(0);
+  show(table);
+  models_[model].reset();
+  segments_.destroy_table(model);
+}
+
+void Manager::check() const {
+  for (std::size_t i = 0; i < pools_.size(); ++i) {
+    const PagePool& pool = *pools_[i];
+    const std::string where = "pool \"" + pool.config().name + "\": ";
+    std::vector<std::uint8_t> seen(static_cast<std::size_t>(pool.config().num_pages), 0);
+    seen[0] = 1;
+    std::int64_t sum = 1 + pool.free_pages(), cached = 0;
+    for (std::int64_t at = 0; at < pool.free_pages(); ++at) {
+      const std::int32_t page = pool.stack()[at];
+      if (page <= 0 || page >= pool.config().num_pages || seen[static_cast<std::size_t>(page)]++)
+        throw std::logic_error(where + "page " + std::to_string(page) + " is on the free list wrongly");
+    }
+    for (const auto& model : models_) {
+      if (!model || model->pool_index() != i) continue;
+      model->check(seen);
+      sum += model->used_pages() + model->cached_pages();
+      cached += model->cached_pages();
+    }
+    if (sum != pool.config().num_pages) throw std::logic_error(where + "free and used pages do not sum to the pool");
+    if (cached != pool.cached_pages()) throw std::logic_error(where + "cached pages do not agree");
+  }
+}
+
+}  // namespace muxserve::memory

@@ -1,0 +1,163 @@
+// The blocks of one model: who holds each, which are cached, and the page table behind them.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "config.hpp"
+#include "counters.hpp"
+#include "hand_off.hpp"
+#include "page_pool.hpp"
+#include "prefix_index.hpp"
+#include "span.hpp"
+
+namespace muxserve::memory {
+
+constexpr int kMaxClients = 64;  // one bit each in a block's holder mask
+
+// Numbers of one model for statistics.
+struct ModelStatistics {
+  std::int64_t owned_pages = 0;
+  std::int64_t handed_pages = 0;
+  std::int64_t cached_pages = 0;
+  std::int64_t evictions = 0;  // cached blocks whose pages were taken for others
+  std::int64_t lookups = 0;    // hashes asked for
+  std::int64_t hits = 0;       // blocks found for them
+  std::int64_t expired = 0;    // hand-offs nobody adopted in time
+  std::int64_t published = 0;  // blocks that can be found by hash now
+  std::int64_t hand_offs = 0;  // waiting now
+};
+
+// A block is FREE, OWNED (at least one holder), HANDED (no holder, in at least one hand-off) or CACHED (neither, but
+// published; its pages may be taken at any time, least recently used first). `used` blocks are the owned and the
+// handed ones; they count against the quota.
+//
+// Every operation that takes block ids from a client checks all of them before anything changes.
+class ModelTable {
+ public:
+  // `table` has num_blocks * pages_per_block zeroed entries; row 0 stays zero, which is the null page.
+  ModelTable(ModelConfig config, std::uint32_t index, std::uint32_t pool_index, PagePool& pool, std::int32_t* table,
+             ModelCounters& counters, std::uint64_t seed);
+
+  const ModelConfig& config() const { return config_; }
+  std::uint32_t index() const { return index_; }
+  std::uint32_t pool_index() const { return pool_index_; }
+  PagePool& pool() { return pool_; }
+  const std::int32_t* table() const { return table_; }
+  std::int64_t used_pages() const { return used_blocks_ * pages_per_block_; }
+  std::int64_t cached_pages() const { return cached_blocks_ * pages_per_block_; }
+  std::int64_t held_blocks(int client) const { return held_[static_cast<std::size_t>(client)]; }
+  void set_quota(std::int64_t pages) { config_.quota_pages = pages; }
+  HandOffs& hand_offs() { return hand_offs_; }
+  const HandOffs& hand_offs() const { return hand_offs_; }
+
+  // Publishes blocks that the client holds, then ends its hold on `release`; the earlier a block stands in `release`,
+  // the earlier it is evicted. Throws Refused(kNotOwner) if any of the ids is not held (an id twice in `release`
+  // included), and then nothing has changed.
+  void publish_and_release(int client, Span<std::int32_t> publish, Span<Hash> hashes, Span<std::int32_t> release);
+
+  // Appends the blocks of the longest prefix of `hashes` that is published, now held by the client. Stops early where
+  // waking a cached block would exceed the quota.
+  void look_up(int client, Span<Hash> hashes, std::vector<std::int32_t>& out);
+
+  // How many blocks could be reserved now, evicting what is cached in the pool.
+  std::int64_t available_blocks() const;
+
+  // Appends `count` new blocks held by the client. The free pages and ids must be there (see needs_own_eviction).
+  void reserve(int client, std::int64_t count, std::vector<std::int32_t>& out);
+
+  // Whether fewer than `count` block ids are free, so that own cached blocks have to go first.
+  bool needs_own_eviction(std::int64_t count) const { return static_cast<std::int64_t>(free_ids_.size()) < count; }
+
+  // Makes a hand-off of `blocks` and ends the client's hold on `release`. Every id must be held by the client; blocks
+  // that it goes on using for another request (a shared prefix) are left out of `release`. Throws Refused (kNotOwner,
+  // kKeyExists); nothing has changed then.
+  void hand_off(int client, const std::string& key, Span<std::int32_t> blocks, Span<std::int32_t> release,
+                std::int64_t deadline);
+
+  // Appends the blocks of the hand-off, now held by the client. Throws Refused(kUnknownKey).
+  void adopt(int client, const std::string& key, std::vector<std::int32_t>& out);
+
+  // Gives up the hand-off. Throws Refused(kUnknownKey).
+  void drop(const std::string& key);
+
+  // Gives up the hand-offs whose time is over; true if there were any.
+  bool expire(std::int64_t now);
+
+  // Gives up every hand-off, whatever its time.
+  void drop_all() { expire(kNever); }
+
+  // Ends every hold of the client.
+  void release_client(int client);
+
+  // Forgets every hash; cached blocks become free.
+  void reset_cache();
+
+  bool has_cached() const { return oldest_ != kNone; }
+  // When the least recently used cached block became cached; greater is later. Only with has_cached().
+  std::uint64_t oldest_stamp() const { return blocks_[static_cast<std::size_t>(oldest_)].stamp; }
+  // Frees the least recently used cached block. Only with has_cached().
+  void evict_oldest();
+
+  ModelStatistics statistics() const;
+  void show();
+
+  // Marks in `seen` (by page) every page of a block that is not free, and throws std::logic_error where a page is met
+  // twice or the books do not agree. For tests; takes time in the number of pages.
+  void check(std::vector<std::uint8_t>& seen) const;
+
+ private:
+  static constexpr std::int32_t kNone = 0;  // block 0 is never on a list
+
+  struct Block {
+    std::uint64_t holders = 0;      // one bit per client
+    std::uint64_t stamp = 0;        // of becoming cached
+    std::int32_t previous = kNone;  // in the list of cached blocks, oldest first
+    std::int32_t next = kNone;
+    std::int32_t hand_offs = 0;
+  };
+
+  Block& block(std::int32_t id) { return blocks_[static_cast<std::size_t>(id)]; }
+  std::int32_t* row(std::int32_t id) {
+    return table_ + static_cast<std::size_t>(id) * static_cast<std::size_t>(pages_per_block_);
+  }
+  bool known(std::int32_t id) const { return id > 0 && id < config_.num_blocks; }
+  [[noreturn]] void refuse(int client, std::int32_t id) const;
+
+  void clear_holds(int client, Span<std::int32_t> ids);
+  void restore_holds(int client, Span<std::int32_t> ids);
+  void hold(int client, std::int32_t id);
+  void use(std::int32_t id);
+  void unheld(std::int32_t id);
+  void retire(std::int32_t id);
+  void push_cached(std::int32_t id);
+  void unlink_cached(std::int32_t id);
+  void free_block(std::int32_t id);
+  void drop_blocks(const std::vector<std::int32_t>& ids);
+
+  ModelConfig config_;
+  std::uint32_t index_;
+  std::uint32_t pool_index_;
+  PagePool& pool_;
+  std::int32_t* table_;
+  ModelCounters& counters_;
+  std::int32_t pages_per_block_;
+  std::vector<Block> blocks_;
+  std::vector<std::int32_t> free_ids_;
+  PrefixIndex prefixes_;
+  HandOffs hand_offs_;
+  std::int32_t oldest_ = kNone;
+  std::int32_t newest_ = kNone;
+  std::int64_t used_blocks_ = 0;   // owned or handed
+  std::int64_t owned_blocks_ = 0;  // with a holder
+  std::int64_t cached_blocks_ = 0;
+  std::array<std::int64_t, kMaxClients> held_{};
+  std::int64_t evictions_ = 0;
+  std::int64_t lookups_ = 0;
+  std::int64_t hits_ = 0;
+  std::int64_t expired_ = 0;
+};
+
+}  // namespace muxserve::memory

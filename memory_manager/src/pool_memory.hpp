@@ -1,0 +1,22 @@
+// The memory of a page pool, behind an interface: POSIX shared memory today, device memory where there is a GPU.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace muxserve::memory {
+
+// One allocation of a whole pool. The manager never reads or writes it; it only keeps it alive and tells clients how
+// to map it.
+class PoolMemory {
+ public:
+  virtual ~PoolMemory() = default;
+
+  // What a client needs to map the pool: "posix:<segment name>". Another kind of memory has another scheme.
+  virtual std::string handle() const = 0;
+
+  // Gives the memory back. Clients that have it mapped keep their mapping.
+  virtual void destroy() = 0;
+};
+
+}  // namespace muxserve::memory

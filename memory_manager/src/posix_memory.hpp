@@ -1,0 +1,90 @@
+// POSIX shared memory: segments that keep their names over a restart of the manager.
+//
+// Names are <prefix>.counters, <prefix>.guard, <prefix>.pool.<i>, <prefix>.table.<i>. A manager that is killed leaves
+// its segments; the next one with the same configuration opens the very same ones, so clients' mappings stay good.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "pool_memory.hpp"
+#include "segments.hpp"
+
+namespace muxserve::memory {
+
+// Shared memory cannot be set up; what() says why and what to do.
+class MemoryError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// One mapped segment.
+class PosixSegment {
+ public:
+  // Opens `name` (without the leading slash), or creates it. An existing segment of another size is replaced by a new
+  // one. `map` = false only keeps the file descriptor. Throws MemoryError.
+  PosixSegment(const std::string& name, std::size_t bytes, bool map);
+  ~PosixSegment();
+  PosixSegment(const PosixSegment&) = delete;
+  PosixSegment& operator=(const PosixSegment&) = delete;
+
+  void* data() const { return data_; }
+  int fd() const { return fd_; }
+  std::size_t bytes() const { return bytes_; }
+  const std::string& name() const { return name_; }
+  bool existed() const { return existed_; }
+
+ private:
+  std::string name_;
+  std::size_t bytes_;
+  int fd_ = -1;
+  void* data_ = nullptr;
+  bool existed_ = false;
+};
+
+// A pool in a sparse segment: memory is taken page by page as engines write.
+class PosixPoolMemory final : public PoolMemory {
+ public:
+  // Throws MemoryError, also where the file system of shared memory is too small for the pool.
+  PosixPoolMemory(const std::string& name, std::size_t bytes);
+  std::string handle() const override { return "posix:" + segment_.name(); }
+  void destroy() override;
+
+ private:
+  PosixSegment segment_;
+};
+
+// Page tables and counters of one manager. At most one manager at a time uses a prefix; that is enforced with a file
+// lock, which the kernel drops when the manager dies.
+class PosixSegments final : public Segments {
+ public:
+  // Waits up to `settle` for clients that are writing into the pool under the page tables of an earlier manager: their
+  // pages must not be given to others meanwhile. Holds them off until settled() is called. Throws MemoryError.
+  PosixSegments(const std::string& prefix, std::chrono::milliseconds settle);
+
+  Counters& counters() override { return *static_cast<Counters*>(counters_.data()); }
+  std::int32_t* create_table(std::uint32_t model, std::size_t entries) override;
+  void destroy_table(std::uint32_t model) override;
+  std::string table_name(std::uint32_t model) const override;
+
+  // Tables are reset and the new generation stands in the counters: clients may look again.
+  void settled();
+
+  // Removes segments of this prefix that are not in use by this object, except pools below `pools`.
+  void remove_stale(std::size_t pools);
+
+  // Tells clients that keep their mappings that nobody is there, and removes every segment of the prefix.
+  void remove_all();
+
+ private:
+  std::string prefix_;
+  PosixSegment counters_;
+  PosixSegment guard_;
+  std::map<std::uint32_t, std::unique_ptr<PosixSegment>> tables_;
+};
+
+}  // namespace muxserve::memory

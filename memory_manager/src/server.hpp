@@ -1,0 +1,61 @@
+// The manager behind a Unix stream socket: one thread, one epoll loop, never blocked by a client.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dispatcher.hpp"
+
+namespace muxserve::memory {
+
+// The socket cannot be set up; what() says why.
+class ServerError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class Connection;
+
+class Server {
+ public:
+  // Listens on `path`, replacing a socket file that nobody listens on. Throws ServerError.
+  Server(Dispatcher& dispatcher, std::string path);
+  ~Server();
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  // Serves until stop() is called or, if watch_signals() was, SIGTERM or SIGINT arrives.
+  void run();
+
+  // Ends run(); may be called from any thread.
+  void stop();
+
+  // Takes SIGTERM and SIGINT as a request to stop. Call before threads are started.
+  void watch_signals();
+
+ private:
+  void listen_on(const std::string& path);
+  void watch(int fd, std::uint32_t events, void* tag);
+  void accept_all();
+  void serve(Connection& connection, std::uint32_t events);
+  void admit(int fd);
+  void sweep();
+  int timeout() const;
+  bool dispatch(int timeout_ms);
+
+  Dispatcher& dispatcher_;
+  std::string path_;
+  int epoll_ = -1;
+  int listener_ = -1;
+  int wake_ = -1;
+  int signals_ = -1;
+  bool stopping_ = false;
+  std::vector<std::unique_ptr<Connection>> connections_;
+  std::int64_t now_ = 0;
+  std::int64_t next_sweep_;  // when a connection may have to be closed
+};
+
+}  // namespace muxserve::memory

@@ -1,0 +1,128 @@
+"""Starts the memory manager of a deployment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import select
+import subprocess
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from muxserve.deployment import Deployment
+from muxserve.memory import _native
+
+_SHARED_MEMORY = Path("/dev/shm")
+BINARY = "muxserve-memory-manager"
+
+
+def prefix(deployment: Deployment) -> str:
+    """What the names of the deployment's shared memory segments start with: the same after every restart."""
+    place = hashlib.sha256(os.path.abspath(deployment.run_dir).encode()).hexdigest()[:12]
+    unit = re.sub(r"[^A-Za-z0-9_-]", "-", deployment.unit)[:64]
+    return f"muxserve-{place}-{unit}"
+
+
+def manager_config(deployment: Deployment) -> dict[str, Any]:
+    """What the memory manager reads as its configuration file."""
+    return {
+        "prefix": prefix(deployment),
+        "pools": [
+            {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages} for pool in deployment.pools
+        ],
+        "models": [
+            {
+                "name": model.name,
+                "pool": model.pool,
+                "layers": model.layers,
+                "kv_heads": model.kv_heads,
+                "num_blocks": model.num_blocks,
+                "quota_pages": model.quota_pages,
+            }
+            for model in deployment.models
+        ],
+    }
+
+
+def binary() -> Path:
+    """The server's executable.
+
+    Raises:
+        FileNotFoundError: the package was installed without it.
+    """
+    path = Path(_native.__file__).parent / "bin" / BINARY
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: install muxserve again (pip install .)")
+    return path
+
+
+def command(deployment: Deployment, *, die_with_parent: bool = True) -> list[str]:
+    """Write the configuration file and return the command line that starts the manager."""
+    config = Path(deployment.run_dir) / "memory.json"
+    config.write_text(json.dumps(manager_config(deployment), indent=2))
+    line = [str(binary()), "--socket", deployment.memory_socket, "--config", str(config)]
+    return [*line, "--die-with-parent"] if die_with_parent else line
+
+
+def wait_ready(process: subprocess.Popen[bytes], timeout_s: float) -> int:
+    """Read the manager's standard output until it says that it listens; returns its generation.
+
+    Raises:
+        RuntimeError: it ended instead; the message says why if its standard error is a pipe.
+        TimeoutError: it did neither in time.
+    """
+    assert process.stdout is not None
+    end = time.monotonic() + timeout_s
+    text = b""
+    while not text.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"the memory manager was not ready within {timeout_s} s")
+        got = os.read(process.stdout.fileno(), 4096)
+        if not got:
+            status = process.wait()
+            why = process.stderr.read().decode(errors="replace").strip() if process.stderr is not None else ""
+            raise RuntimeError(f"the memory manager ended with status {status}: {why or 'see its log'}")
+        text += got
+    return int(text.split()[1])
+
+
+def start(
+    deployment: Deployment,
+    *,
+    die_with_parent: bool = True,
+    timeout_s: float = 40.0,
+    stderr: int | IO[Any] | None = subprocess.PIPE,
+) -> subprocess.Popen[bytes]:
+    """Start the manager of `deployment` and wait until it listens. Stop it with SIGTERM.
+
+    Args:
+        die_with_parent: it stops when the thread that called this ends.
+        stderr: where its messages go; by default they become part of the error if it does not start.
+
+    Raises:
+        RuntimeError: it did not start; the message says why.
+        TimeoutError: it was not ready in time. It waits up to 30 s for engines that still write into the pool.
+    """
+    process = subprocess.Popen(
+        command(deployment, die_with_parent=die_with_parent), stdout=subprocess.PIPE, stderr=stderr
+    )
+    try:
+        wait_ready(process, timeout_s)
+    except BaseException:
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+        raise
+    return process
+
+
+def remove_segments(deployment: Deployment) -> None:
+    """Remove the shared memory that a killed manager has left. Only when no manager of the deployment runs."""
+    for path in _SHARED_MEMORY.glob(f"{prefix(deployment)}.*"):
+        path.unlink(missing_ok=True)
