@@ -51,12 +51,13 @@ class PooledBlockPool(BlockPool):
         need -= len(self._reserved)
         if need <= 0 and not lookups:
             return
-        self._flush_published()
-        model = self._binding.view
+        publish_ids, publish_hashes = self._take_published()
         result = self._binding.client.step(
-            model,
+            self._binding.view,
+            publish_ids=publish_ids,
+            publish_hashes=publish_hashes,
             release=self._take_released(),
-            lookups=[list(hashes) for hashes in lookups],
+            lookups=lookups,
             reserve=max(need, 0),
             partial=True,
         )
@@ -83,10 +84,13 @@ class PooledBlockPool(BlockPool):
             self._released.extend(block.block_id for block in self._reserved)
             self._reserved.clear()
         if self._released or self._publish_ids:
-            self._flush_published()
-            released = self._take_released()
-            if len(released):
-                self._binding.client.post(self._binding.view, release=released)
+            publish_ids, publish_hashes = self._take_published()
+            self._binding.client.post(
+                self._binding.view,
+                publish_ids=publish_ids,
+                publish_hashes=publish_hashes,
+                release=self._take_released(),
+            )
 
     def hand_off(self, key: str, blocks: Sequence[KVCacheBlock], ttl_seconds: float) -> None:
         """Move a finished prefill's hold on `blocks` to the hand-off `key`; other local requests keep theirs.
@@ -94,15 +98,20 @@ class PooledBlockPool(BlockPool):
         Raises:
             MemoryManagerGone: the memory manager died.
         """
-        self._flush_published()
-        keep = []
+        if self._publish_ids:
+            publish_ids, publish_hashes = self._take_published()
+            self._binding.client.post(self._binding.view, publish_ids=publish_ids, publish_hashes=publish_hashes)
+        done = []
         for block in blocks:
             block.ref_cnt -= 1
-            if block.ref_cnt:
-                keep.append(block.block_id)
-        ids = np.array([block.block_id for block in blocks], dtype=np.int32)
+            if not block.ref_cnt:
+                done.append(block.block_id)
         self._binding.client.hand_off(
-            self._binding.view, key, ids, ttl_seconds, keep=np.array(keep, dtype=np.int32) if keep else _NO_IDS
+            self._binding.view,
+            key,
+            np.array([block.block_id for block in blocks], dtype=np.int32),
+            ttl_seconds,
+            release=np.array(done, dtype=np.int32),
         )
 
     def adopt(self, key: str) -> list[KVCacheBlock]:
@@ -131,13 +140,11 @@ class PooledBlockPool(BlockPool):
         for block in self.blocks:
             block.ref_cnt = 0
 
-    def _flush_published(self) -> None:
-        if self._publish_ids:
-            ids = np.array(self._publish_ids, dtype=np.int32)
-            hashes = b"".join(self._publish_hashes)
-            self._publish_ids.clear()
-            self._publish_hashes.clear()
-            self._binding.client.post(self._binding.view, publish_ids=ids, publish_hashes=hashes)
+    def _take_published(self) -> tuple[np.ndarray, bytes]:
+        ids, hashes = np.array(self._publish_ids, dtype=np.int32), b"".join(self._publish_hashes)
+        self._publish_ids.clear()
+        self._publish_hashes.clear()
+        return ids, hashes
 
     def _take_released(self) -> np.ndarray:
         if not self._released:

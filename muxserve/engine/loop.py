@@ -41,7 +41,9 @@ log = logging.getLogger(__name__)
 # How long blocks wait for their decode engine. Long enough for a decode engine to be started anew.
 HAND_OFF_SECONDS = 120.0
 # How long to wait for another try when nothing could run although a lease is there (a grammar still compiles, say).
-STALL_SECONDS = 0.001
+STALL_MILLISECONDS = 1
+# How often an engine with nothing to do looks whether its memory manager is still the one it knew.
+IDLE_MILLISECONDS = 200
 
 
 @dataclass(slots=True)
@@ -99,6 +101,8 @@ class EngineLoop:
         """Serve until `Stop`."""
         while not self._stopping:
             self._receive(self._patience())
+            if self.binding.view.counters.generation != self.binding.client.generation:
+                self._recover_memory()
             if self._may_step():
                 self._step()
 
@@ -106,12 +110,12 @@ class EngineLoop:
         return self._steps_left > 0 and self.scheduler.has_unfinished_requests() and time.monotonic() < self._deadline
 
     def _patience(self) -> int | None:
-        """Milliseconds to wait for messages; None waits for one."""
+        """Milliseconds to wait for messages."""
         if not self._may_step():
-            return None
-        return max(1, int(STALL_SECONDS * 1000)) if self._stalled else 0
+            return IDLE_MILLISECONDS
+        return STALL_MILLISECONDS if self._stalled else 0
 
-    def _receive(self, patience: int | None) -> None:
+    def _receive(self, patience: int) -> None:
         for socket, _ in self._poller.poll(patience):
             if socket is self._monitor:
                 recv_monitor_message(self._monitor)
@@ -224,7 +228,8 @@ class EngineLoop:
     def _step(self) -> None:
         began = time.monotonic()
         try:
-            outputs, ran = self.core.step()
+            with self.binding.client.writing():
+                outputs, ran = self.core.step()
             self.core.post_step(ran)
             handed = self._hand_over()
             self.scheduler.pool.end_step()
@@ -293,6 +298,7 @@ class EngineLoop:
         self._steps_left = 0
         log.warning("the memory manager is gone; %d requests lost, waiting for a new one", len(lost))
         self._send(EngineLost(lost, "the memory manager died"))
+        self.binding.client.close()
         connect(self.deployment, self.binding, self.binding.phase)
         self.core.model_executor.collective_rpc("rebind_pool")
         log.info("bound to the new memory manager")

@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from muxserve.deployment import Deployment
-from muxserve.engine.binding import Binding, Phase, bind
+from muxserve.engine.binding import Binding, Phase, bind, current
 from muxserve.engine.loop import EngineLoop
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory.client import MemoryClient
@@ -68,6 +68,7 @@ def warm_up(core: EngineCore) -> None:
     )
     core.add_request(*core.preprocess_add_request(request))
     while scheduler.has_requests():
-        core.step()
+        with current().client.writing():
+            core.step()
         scheduler.pool.end_step()
     log.info("warmed up in %.2f s", time.monotonic() - began)

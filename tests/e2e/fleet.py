@@ -1,0 +1,150 @@
+"""A real fleet: `muxserve deploy` as a user runs it, and what a test needs to see and break of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import yaml
+from muxserve.memory.client import MemoryClient
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+START_SECONDS = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def fleet_file(directory: Path, model_changes: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """The quickstart fleet with changes; model paths made absolute."""
+    fleet = yaml.safe_load(QUICKSTART.read_text())
+    for model in fleet["models"]:
+        model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
+        model.update(model_changes or {})
+    fleet.update(changes)
+    path = directory / "fleet.yaml"
+    path.write_text(yaml.safe_dump(fleet))
+    return path
+
+
+class Fleet:
+    """A running `muxserve deploy`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        self.async_client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=10)
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the fleet, including those whose parent has died."""
+        session = os.getsid(self.process.pid)
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == session:
+                    found.append(process)
+            except ProcessLookupError:
+                continue
+        return found
+
+    def part(self, *words: str) -> psutil.Process | None:
+        """The process whose command line holds all `words`."""
+        for process in self.processes():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if all(word in line for word in words) and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        return None
+
+    def kill(self, *words: str) -> int:
+        process = self.part(*words)
+        assert process is not None, f"no process with {words} in its command line"
+        process.send_signal(signal.SIGKILL)
+        return process.pid
+
+    def healthy(self) -> bool:
+        try:
+            return self.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_healthy(self, seconds: float = START_SECONDS) -> None:
+        """Until every part of every model serves again."""
+        self.wait(self.healthy, seconds, "healthy")
+
+    def wait(self, condition: Any, seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not {what} within {seconds:.0f} s"
+            assert self.process.poll() is None, f"muxserve deploy ended with {self.process.returncode}"
+            time.sleep(0.05)
+
+    def memory(self) -> dict[str, Any]:
+        """The memory manager's own statistics."""
+        manager = self.part("muxserve-memory-manager")
+        assert manager is not None
+        line = manager.cmdline()
+        client = MemoryClient(line[line.index("--socket") + 1], "test")
+        try:
+            return client.stats()
+        finally:
+            client.close()
+
+    def pages_in_use(self) -> int:
+        return sum(m["owned_pages"] + m["handed_pages"] for m in self.memory()["models"])
+
+    def wait_pages_free(self) -> None:
+        self.wait(lambda: self.pages_in_use() == 0, 15, "free of owned pages")
+
+
+@contextmanager
+def running(path: Path) -> Iterator[Fleet]:
+    """Deploy the fleet file, wait until it serves, and stop it as a user would."""
+    port = free_port()
+    log = open(path.parent / "deploy.log", "wb")  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, "-m", "muxserve.cli.app", "deploy", str(path), "--port", str(port)],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        cwd=path.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    fleet = Fleet(process, port)
+    try:
+        fleet.wait_healthy()
+        yield fleet
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert not [p for p in fleet.processes() if p.status() != psutil.STATUS_ZOMBIE], "processes were left behind"
+    except BaseException:
+        print(f"--- deploy\n{(path.parent / 'deploy.log').read_text()[-4000:]}", file=sys.stderr)
+        raise
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for each in fleet.processes():
+            each.kill()
+        log.close()

@@ -1,0 +1,77 @@
+"""What stock vLLM answers to the end-to-end requests: `python -m tests.e2e.reference OUT MODEL_DIR...` writes JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+MODELS = ("arithmetic", "atlas", "frontdesk")
+PER_MODEL = 67  # three models: a little over 200 requests
+
+
+def requests_for(model: str) -> list[dict[str, Any]]:
+    """Chat requests of one model: short and long, few and many tokens, with shared prefixes."""
+    from tests.models.questions import QUESTIONS
+
+    questions = [question for question, _ in QUESTIONS[model]]
+    made = []
+    for index in range(PER_MODEL):
+        messages = [{"role": "user", "content": questions[index % len(questions)]}]
+        if index % 4 == 1:  # a conversation: a shared prefix of several blocks
+            messages = [
+                {"role": "user", "content": questions[0]},
+                {"role": "assistant", "content": "Let me think about that for a moment. " * (index % 7 + 1)},
+                *messages,
+            ]
+        request: dict[str, Any] = {"messages": messages, "max_tokens": (8, 24, 64, 120)[index % 4], "temperature": 0}
+        if index % 3 == 2:
+            request["extra_body"] = {"ignore_eos": True}
+        if index % 5 == 4:
+            request |= {"temperature": 0.8, "seed": index}
+        made.append(request)
+    return made
+
+
+def main(out: str, *paths: str) -> None:
+    from tests.engine.stock import SETTINGS
+
+    os.environ.update(SETTINGS)
+    from vllm import LLM, SamplingParams
+
+    from muxserve.engine.vllm_args import frontend_args
+    from tests.engine.harness import deployed_model
+
+    answers = {}
+    for path in map(Path, paths):
+        args = frontend_args(deployed_model(path.name, path))
+        del args["served_model_name"]
+        llm = LLM(**args, kv_cache_memory_bytes=64 << 20)
+        requests = requests_for(path.name)
+        params = [
+            SamplingParams(
+                max_tokens=r["max_tokens"],
+                temperature=r["temperature"],
+                seed=r.get("seed"),
+                ignore_eos=r.get("extra_body", {}).get("ignore_eos", False),
+            )
+            for r in requests
+        ]
+        results = llm.chat([r["messages"] for r in requests], params, use_tqdm=False)
+        answers[path.name] = [
+            {
+                "text": result.outputs[0].text,
+                "finish": result.outputs[0].finish_reason,
+                "prompt_tokens": len(result.prompt_token_ids),
+                "completion_tokens": len(result.outputs[0].token_ids),
+            }
+            for result in results
+        ]
+        del llm
+    Path(out).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,82 @@
+"""kill -9 of each part during 32 concurrent streams: every request still completes with the right tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.fleet import Fleet, fleet_file, running
+from tests.e2e.load import all_requests, differences, stream_chat
+from tests.e2e.reference import requests_for
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with running(fleet_file(tmp_path_factory.mktemp("fleet"))) as deployed:
+        yield deployed
+
+
+PARTS = {
+    "prefill engine": ("engine", "atlas/prefill"),
+    "decode engine": ("engine", "arithmetic/decode"),
+    "another decode engine": ("engine", "frontdesk/decode"),
+    "model parent": ("muxserve model", "arithmetic"),
+    "unit scheduler": ("muxserve.unit.scheduler",),
+    "memory manager": ("muxserve-memory-manager",),
+    "warm parent": ("muxserve.engine.warm_parent",),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+async def test_streams_survive(fleet: Fleet, reference: dict[str, Any], part: str) -> None:
+    load = asyncio.create_task(all_requests(fleet))
+    # Strike while streams are open: when the fleet reports requests in its decode engines.
+    await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, 30, "busy")
+    killed = fleet.kill(*PARTS[part])
+    answers = await load
+    assert len(answers) >= 200
+    assert not differences(answers, reference)
+    await asyncio.to_thread(fleet.wait_healthy)
+    again = fleet.part(*PARTS[part])
+    assert again is not None
+    assert again.pid != killed
+    await asyncio.to_thread(fleet.wait_pages_free)
+
+
+def decoding(fleet: Fleet) -> int:
+    models = fleet.get("/fleet").json()["unit"]["models"]
+    return sum(model["decoding"] for model in models.values())
+
+
+async def test_death_of_the_gateway_frees_everything(fleet: Fleet, reference: dict[str, Any]) -> None:
+    load = asyncio.create_task(all_requests(fleet))
+    await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, 30, "busy")
+    fleet.kill("muxserve gateway")
+    with pytest.raises((openai.APIConnectionError, openai.APIError, OSError)):
+        await load
+    await asyncio.to_thread(fleet.wait_pages_free)
+    await asyncio.to_thread(fleet.wait_healthy)
+    answer = await stream_chat(fleet, "atlas", requests_for("atlas")[0])
+    assert answer == reference["atlas"][0]
+
+
+async def test_a_client_that_goes_away_frees_its_pages(fleet: Fleet) -> None:
+    stream = await fleet.async_client.chat.completions.create(
+        model="atlas",
+        messages=[{"role": "user", "content": "List the capitals."}],
+        max_tokens=900,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    seen = 0
+    async for _ in stream:
+        seen += 1
+        if seen == 5:
+            break
+    assert fleet.pages_in_use() > 0
+    await stream.close()
+    await asyncio.to_thread(fleet.wait_pages_free)

@@ -1,0 +1,32 @@
+"""Over 200 requests to three models through HTTP come out token by token as from stock vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.fleet import fleet_file, running
+from tests.e2e.load import all_requests, differences
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunked prefill": {"model_changes": {"max_num_batched_tokens": 64}},
+    # Each model's quota holds two or three of the longer requests, so decode engines preempt.
+    "tight pool": {"model_changes": {"max_len": 512}, "kv_pool": {"size": "14MiB"}},
+    "no prefix caching": {"model_changes": {"prefix_caching": False}},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, reference: dict[str, Any]) -> None:
+    with running(fleet_file(tmp_path, **SETTINGS[name])) as fleet:
+        answers = await all_requests(fleet)
+        assert len(answers) >= 200
+        assert not differences(answers, reference)
+        models = fleet.get("/fleet").json()["unit"]["models"]
+        if name == "tight pool":
+            assert sum(model["preempted"] for model in models.values()) > 0, "the pool was not tight"
+        hits = sum(model["hits"] for model in fleet.memory()["models"])
+        assert (hits == 0) == (name == "no prefix caching")
+        fleet.wait_pages_free()

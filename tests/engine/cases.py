@@ -1,0 +1,51 @@
+"""Requests whose tokens must come out as from stock vLLM, by name: prompt text and sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LONG = "What is 12 + 7? " * 40
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("What is 12 + 7?", {"max_tokens": 40, "ignore_eos": True}),
+    "chunked": (LONG, {"max_tokens": 24, "ignore_eos": True}),
+    "one-token": ("hello", {"max_tokens": 1}),
+    "stop-token": ("What is 3 + 4?", {"max_tokens": 60}),
+    "logprobs": ("What is 5 + 5?", {"max_tokens": 12, "logprobs": 3, "ignore_eos": True}),
+    "prompt-logprobs": ("What is 5 + 6?", {"max_tokens": 4, "prompt_logprobs": 2, "ignore_eos": True}),
+    "penalties": (
+        "a a a a b",
+        {"max_tokens": 40, "repetition_penalty": 1.7, "presence_penalty": 0.9, "frequency_penalty": 0.6},
+    ),
+    "min-tokens": ("What is 9 - 2?", {"max_tokens": 30, "min_tokens": 25}),
+    "seed": ("Tell me something.", {"max_tokens": 40, "temperature": 1.0, "seed": 7, "ignore_eos": True}),
+    "seed-top-p": (
+        "Tell me more.",
+        {"max_tokens": 40, "temperature": 0.9, "top_p": 0.8, "top_k": 20, "seed": 11, "ignore_eos": True},
+    ),
+    "bad-words": ("What is 2 + 2?", {"max_tokens": 20, "logit_bias": {5: 4.0, 9: -100.0}, "ignore_eos": True}),
+    "json": (
+        "What is 8 + 8?",
+        {
+            "max_tokens": 60,
+            "json_schema": {
+                "type": "object",
+                "properties": {"answer": {"type": "integer"}, "sure": {"type": "boolean"}},
+                "required": ["answer", "sure"],
+                "additionalProperties": False,
+            },
+        },
+    ),
+}
+
+
+def sampling(params: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `SamplingParams`."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = {"temperature": 0.0, **params}
+    schema = params.pop("json_schema", None)
+    if schema is not None:
+        params["structured_outputs"] = StructuredOutputsParams(json=schema)
+        params["structured_outputs"]._backend = "xgrammar"
+    return params

@@ -1,0 +1,307 @@
+"""Real engines without a unit scheduler: the test grants the leases and reads the tokens itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from muxserve import deployment as deployments
+from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve.memory import server
+from muxserve.memory.client import MemoryClient
+from muxserve.wire import (
+    Abort,
+    Admit,
+    EngineHello,
+    EngineLost,
+    HandOver,
+    Lease,
+    Message,
+    Reset,
+    Returned,
+    StepReport,
+    TokensHeader,
+    decode,
+    encode,
+)
+
+START_SECONDS = 90.0
+
+
+def deployed_model(name: str, path: Path, **changes: Any) -> ModelDeployment:
+    """A model as a fleet would deploy it, straight from its config.json; everything can be changed."""
+    config = json.loads((path / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    values: dict[str, Any] = {
+        "name": name,
+        "path": str(path),
+        "pool": "main",
+        "dtype": "float32",
+        "layers": config["num_hidden_layers"],
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": head_dim,
+        "block_tokens": 64 * 64 // head_dim,
+        "num_blocks": 128,
+        "quota_pages": 2000,
+        "floor_pages": 0,
+        "max_len": 1024,
+        "rate": 1.0,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "prefix_caching": True,
+        "threads": 1,
+        "prefill_share": 0.5,
+        "decode_share": 0.5,
+        "max_concurrency": 64,
+        "max_queue": 64,
+    }
+    return ModelDeployment(**{**values, **changes})
+
+
+class Engines:
+    """The test's side of a family of engines: unit scheduler and gateway in one."""
+
+    def __init__(self, deployment: Deployment, control: socket.socket, manager: subprocess.Popen[bytes]) -> None:
+        self.deployment = deployment
+        self.control = control
+        self.manager = manager
+        self.pids: dict[tuple[str, str], int] = {}
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.outputs: dict[str, list[Any]] = defaultdict(list)
+        self.reports: list[tuple[str, Any]] = []
+        self.held: dict[str, HandOver] = {}
+        self.hellos: list[EngineHello] = []
+        self._lease_id = 0
+        self._incarnation = 0
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.bind(deployment.unit_address)
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.bind(deployment.gateway_address)
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._encoder = MsgpackEncoder()
+
+    # ------------------------------------------------------------ talking
+
+    def send(self, engine: str, message: Message) -> None:
+        self._router.send_multipart([engine.encode(), encode(message)])
+
+    def body(self, request_id: str, prompt: list[int], **params: Any) -> bytes:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        params.setdefault("temperature", 0.0)
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=SamplingParams(**params),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        return b"".join(bytes(frame) for frame in self._encoder.encode(request))
+
+    def admit(self, request_id: str, body: bytes, **fields: Any) -> Admit:
+        self._incarnation += 1
+        return Admit(
+            request_id=request_id,
+            incarnation=self._incarnation,
+            attempt=fields.pop("attempt", 1),
+            gateway_epoch="test",
+            reply_to=self.deployment.gateway_address,
+            body=body,
+            **fields,
+        )
+
+    def lease(self, engine: str, admit: list[Admit] = (), steps: int = 1000, tokens: int = 0) -> int:  # type: ignore[assignment]
+        self._lease_id += 1
+        self.send(engine, Lease(self._lease_id, steps, 60.0, list(admit), tokens))
+        return self._lease_id
+
+    def pump(self, seconds: float = 0.05) -> None:
+        """Take what has come; waits at most `seconds` for something."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._pull, zmq.POLLIN)
+        for sock, _ in poller.poll(int(seconds * 1000)):
+            while True:
+                try:
+                    frames = sock.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if sock is self._router:
+                    self._from_engine(frames[0].decode(), decode(frames[1]))
+                else:
+                    self._from_token_path(frames)
+
+    def until(self, condition: Any, seconds: float = 60.0) -> None:
+        """Pump until `condition()` holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "waited too long"
+            self.pump()
+
+    def _from_engine(self, engine: str, message: Any) -> None:
+        if isinstance(message, EngineHello):
+            self.hellos.append(message)
+            self.send(engine, Reset("test"))
+            return
+        self.reports.append((engine, message))
+        if isinstance(message, StepReport):
+            for hand_over in message.handed:
+                self.held[hand_over.request_id] = hand_over
+
+    def _from_token_path(self, frames: list[bytes]) -> None:
+        header = decode(frames[0])
+        assert isinstance(header, TokensHeader)
+        batch = self._decoder.decode(frames[1:] if len(frames) > 2 else frames[1])
+        for (request_id, _, offset), output in zip(header.entries, batch.outputs, strict=True):
+            assert output.request_id == request_id
+            # Prefill and decode engine write to different connections.
+            have = self.tokens[request_id]
+            have[offset : offset + len(output.new_token_ids)] = output.new_token_ids
+            self.outputs[request_id].append(output)
+
+    # ------------------------------------------------------------ whole requests
+
+    def finished(self, request_id: str) -> bool:
+        return any(output.finish_reason is not None for output in self.outputs[request_id])
+
+    def returned(self) -> list[Returned]:
+        return [r for _, m in self.reports if isinstance(m, StepReport) for r in m.returned]
+
+    def lost(self) -> list[EngineLost]:
+        return [m for _, m in self.reports if isinstance(m, EngineLost)]
+
+    def serve(self, model: str, requests: dict[str, bytes]) -> None:
+        """Prefill, hand over, decode, and prefill again what was preempted, until all are finished."""
+        self.lease(f"{model}/prefill", [self.admit(r, body) for r, body in requests.items()])
+        seen = 0
+
+        def progress() -> bool:
+            nonlocal seen
+            new, seen = self.reports[seen:], len(self.reports)
+            for _, report in new:
+                if not isinstance(report, StepReport):
+                    continue
+                adopted = [
+                    self.admit(
+                        h.request_id,
+                        requests[h.request_id],
+                        adopt=h.key,
+                        computed_tokens=h.computed_tokens,
+                        output_tokens=h.output_tokens,
+                    )
+                    for h in report.handed
+                    if h.request_id in requests
+                ]
+                if adopted:
+                    self.lease(f"{model}/decode", adopted)
+                again = [
+                    self.admit(r.request_id, requests[r.request_id], output_tokens=r.output_tokens)
+                    for r in report.returned
+                ]
+                if again:
+                    self.lease(f"{model}/prefill", again)
+            return all(self.finished(request_id) for request_id in requests)
+
+        self.until(progress)
+
+    def abort(self, engine: str, request_ids: list[str]) -> None:
+        self.send(engine, Abort(request_ids))
+
+    def memory(self) -> MemoryClient:
+        return MemoryClient(self.deployment.memory_socket, "test")
+
+    def kill(self, model: str, phase: str) -> None:
+        os.kill(self.pids[model, phase], signal.SIGKILL)
+
+    def fork(self, model: str, phase: str) -> None:
+        self.control.send(json.dumps({"op": "fork", "kind": "engine", "model": model, "phase": phase}).encode())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def engines(models: list[ModelDeployment], pages: int = 8000) -> Iterator[Engines]:
+    """Memory manager, warm parent and both engines of each model."""
+    first = models[0]
+    page_bytes = 2 * first.block_tokens * first.head_dim * 4
+    with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
+        deployment = Deployment(
+            run_dir=run_dir,
+            unit="test",
+            policy="adbs",
+            cores=2,
+            pools=[PoolDeployment("main", page_bytes, pages)],
+            models=models,
+            gateway=GatewayDeployment("127.0.0.1", 0),
+        )
+        deployment.log_dir.mkdir()
+        path = Path(run_dir) / "deployment.json"
+        deployments.save(deployment, path)
+        manager = server.start(deployment)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        log = open(deployment.log_dir / "warm-parent.log", "wb")  # noqa: SIM115
+        parent = subprocess.Popen(
+            [sys.executable, "-m", "muxserve.engine.warm_parent", "--deployment", str(path)]
+            + ["--control-fd", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        theirs.close()
+        family = Engines(deployment, ours, manager)
+        try:
+            _start(family, models)
+            family.until(lambda: len(family.hellos) >= 2 * len(models))
+            yield family
+        except BaseException:
+            for file in sorted(deployment.log_dir.iterdir()):
+                print(f"--- {file.name}\n{file.read_text()[-3000:]}", file=sys.stderr)
+            raise
+        finally:
+            family.close()
+            ours.close()
+            for process in (parent, family.manager):
+                process.terminate()
+                process.wait(10)
+            log.close()
+
+
+def _start(family: Engines, models: list[ModelDeployment]) -> None:
+    family.control.settimeout(START_SECONDS)
+    waiting = {(m.name, p) for m in models for p in ("prefill", "decode")}
+    while waiting:
+        event = json.loads(family.control.recv(1 << 16))
+        if event["event"] == "ready":
+            for model, phase in sorted(waiting):
+                family.fork(model, phase)
+        elif event["event"] == "failed":
+            raise RuntimeError(event["error"])
+        elif event["event"] == "up":
+            family.pids[event["model"], event["phase"]] = event["pid"]
+            waiting.discard((event["model"], event["phase"]))
