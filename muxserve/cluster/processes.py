@@ -1,0 +1,141 @@
+"""Processes of this machine, watched through pidfds: no signal handler, no thread, no pid used twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process:
+    """A running process, a child of ours or not. Made inside a running event loop.
+
+    `returncode` is as in `subprocess`: negative for a signal; None while it runs, and for good if nobody told us.
+    """
+
+    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        """Watch `pid`.
+
+        Raises:
+            ProcessLookupError: it has gone already.
+        """
+        self.pid = pid
+        self.returncode: int | None = None
+        self._popen = popen
+        self._exited = asyncio.Event()
+        self._fd = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._on_exit)
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The read end of its output, if it was started with a pipe."""
+        return self._popen.stdout if self._popen else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs, by the kernel's word, which may be ahead of `wait`."""
+        if self._exited.is_set():
+            return False
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return not poll.poll(0)
+
+    async def wait(self) -> None:
+        """Until it has ended."""
+        await self._exited.wait()
+
+    def send(self, number: int) -> None:
+        """Send a signal; nothing if it has ended."""
+        if not self._exited.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, number)
+
+    async def stop(self, grace: float) -> None:
+        """SIGTERM, and SIGKILL after `grace` seconds; returns when it has ended."""
+        self.send(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.wait(), grace)
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            await self.wait()
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._fd)
+        if self._popen is not None:
+            self.returncode = self._popen.wait()
+        else:
+            # Its parent died, and it came to us (see `adopt_orphans`); otherwise its parent collects the status.
+            with contextlib.suppress(ChildProcessError):
+                ended = os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG)
+                if ended is not None:
+                    killed = ended.si_code != os.CLD_EXITED
+                    self.returncode = -ended.si_status if killed else ended.si_status
+        os.close(self._fd)
+        self._exited.set()
+
+
+def spawn(argv: Sequence[str], log: Path, pass_fds: Sequence[int] = (), pipe_stdout: bool = False) -> Process:
+    """Start a process in a process group of its own, so that Ctrl-C in the terminal reaches only us.
+
+    Its output is appended to `log`; with `pipe_stdout` only stderr is. To be called from the main thread: a process
+    that wants to die with its parent dies with the thread that started it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+        popen = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if pipe_stdout else output,
+            stderr=output,
+            pass_fds=tuple(pass_fds),
+            process_group=0,
+        )
+    return Process(popen.pid, popen)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent dies, so that their end can be seen and nothing is left behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_group(group: int) -> dict[int, int]:
+    """Collect the ended children of ours in process group `group`: pid -> return code as in `subprocess`."""
+    ended = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-group, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = os.waitstatus_to_exitcode(status)
+    return ended
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL whatever is left of process group `group`."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def exit_words(returncode: int | None) -> str:
+    """How a process ended, for people."""
+    if returncode is None:
+        return "ended"
+    if returncode >= 0:
+        return f"exited with status {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    return f"killed by {name}" + (" (is the machine out of memory?)" if returncode == -signal.SIGKILL else "")

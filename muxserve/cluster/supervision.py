@@ -1,0 +1,156 @@
+"""One part of a deployment, kept alive: start, wait, start again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from muxserve.cluster.events import Down, Event, PartId, Up
+from muxserve.cluster.processes import Process, exit_words
+from muxserve.cluster.restarts import RestartPolicy
+
+T = TypeVar("T")
+_STATUS_SECONDS = 0.1  # how long to wait for someone to tell how a process that is not our child ended
+
+
+class PartDied(Exception):  # noqa: N818 -- an end, not necessarily an error of the part's
+    """A part ended. `blameless`: with its parent, so that it does not count against it."""
+
+    def __init__(self, reason: str, blameless: bool = False) -> None:
+        super().__init__(reason)
+        self.blameless = blameless
+
+
+class PartFailed(Exception):  # noqa: N818
+    """A part said that it cannot start, and why."""
+
+
+class GaveUp(Exception):  # noqa: N818
+    """A part kept dying or cannot start."""
+
+    def __init__(self, part: PartId, reason: str) -> None:
+        super().__init__(reason)
+        self.part = part
+
+
+class Part:
+    """State of one part. `start` brings it up: it sets `process` as soon as there is one and returns when it serves."""
+
+    def __init__(self, part: PartId, start: Callable[[Part], Awaitable[None]], timeout: float) -> None:
+        self.id = part
+        self.start = start
+        self.timeout = timeout
+        self.process: Process | None = None
+        self.began = 0.0
+        self.up = asyncio.Event()
+        self.policy = RestartPolicy()
+        self.early_policy = RestartPolicy(max_deaths=2)
+
+    def kill(self) -> None:
+        """SIGKILL, if it runs."""
+        if self.process is not None:
+            self.process.send(signal.SIGKILL)
+
+
+async def while_running(process: Process, awaitable: Awaitable[T]) -> T:
+    """The result of `awaitable`.
+
+    Raises:
+        PartDied: the process ended first.
+    """
+    work = asyncio.ensure_future(awaitable)
+    end = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.wait({work, end}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise PartDied(exit_words(process.returncode))
+    finally:
+        for task in (work, end):
+            if not task.done():
+                task.cancel()
+
+
+class Supervisor:
+    """Keeps parts alive.
+
+    Args:
+        emit: told what happens.
+        on_down: called when a part has ended, before it is started again; answers whether its end counts against it.
+        exit_status: return code of a process that was not our child, if someone has told it.
+        serving: whether the whole deployment has been up once; until then there is less patience.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        on_down: Callable[[Part, str], Awaitable[bool]],
+        exit_status: Callable[[int], int | None],
+        serving: Callable[[], bool],
+    ) -> None:
+        self._emit = emit
+        self._on_down = on_down
+        self._exit_status = exit_status
+        self._serving = serving
+
+    async def keep(self, part: Part) -> None:
+        """Start `part`, and again whenever it ends; never returns.
+
+        Raises:
+            GaveUp: it kept dying, or said at the first start of the deployment that it cannot start.
+        """
+        while True:
+            part.process = None
+            blameless = fatal = False
+            part.began = time.monotonic()
+            try:
+                async with asyncio.timeout(part.timeout):
+                    await part.start(part)
+            except PartDied as death:
+                reason, blameless = str(death), death.blameless
+            except PartFailed as failure:
+                reason, fatal = str(failure), not self._serving()
+            except TimeoutError:
+                reason = f"not ready after {part.timeout:.0f} s"
+            except OSError as error:
+                reason = f"cannot be started: {error}"
+            else:
+                assert part.process is not None
+                part.up.set()
+                self._emit(Up(part.id, part.process.pid, time.monotonic() - part.began))
+                await part.process.wait()
+                reason = exit_words(part.process.returncode)
+            part.up.clear()
+            await self._end(part)
+            blameless |= not await self._on_down(part, reason)
+            reason = await self._why(part, reason)
+            delay = part.policy.delays[0]
+            if not blameless:
+                policy = part.policy if self._serving() else part.early_policy
+                next_delay = policy.died(time.monotonic())
+                if fatal or next_delay is None:
+                    raise GaveUp(part.id, reason)
+                delay = next_delay
+            self._emit(Down(part.id, reason, delay))
+            await asyncio.sleep(delay)
+
+    async def _end(self, part: Part) -> None:
+        """A part that failed while its process still runs must not stay."""
+        if part.process is not None and part.process.running:
+            part.kill()
+            await part.process.wait()
+
+    async def _why(self, part: Part, reason: str) -> str:
+        """Ask for the status of a process that someone else is the parent of."""
+        if part.process is None or part.process.returncode is not None or reason != exit_words(None):
+            return reason
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_SECONDS):
+                while (status := self._exit_status(part.process.pid)) is None:
+                    await asyncio.sleep(_STATUS_SECONDS / 10)
+                return exit_words(status)
+        return reason

@@ -1,0 +1,134 @@
+"""The controller's end of the warm parent's control socket: orders go out, events of the whole family come in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from muxserve.cluster.events import PartId
+from muxserve.cluster.supervision import PartDied, PartFailed
+
+log = logging.getLogger(__name__)
+
+_MAX_MESSAGE = 1 << 16
+
+
+class Birth:
+    """One order to fork a part: resolves to its pid, then to its being up."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.forked: asyncio.Future[int] = loop.create_future()
+        self.up: asyncio.Future[None] = loop.create_future()
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits gets `error`."""
+        for future in (self.forked, self.up):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # nobody may be waiting for this one
+
+
+class WarmLink:
+    """Lives as long as one warm parent.
+
+    Args:
+        on_progress: told what a part says of its start.
+        on_exited: told pid and return code (as in `subprocess`) of every process of the family that ended.
+    """
+
+    def __init__(self, on_progress: Callable[[PartId, str], None], on_exited: Callable[[int, int], None]) -> None:
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ours.setblocking(False)
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._births: dict[PartId, Birth] = {}
+        self._model_parents: dict[int, str] = {}
+        self._on_progress = on_progress
+        self._on_exited = on_exited
+        self._reader = asyncio.create_task(self._read())
+
+    def order(self, part: PartId) -> Birth:
+        """Have `part` forked.
+
+        Raises:
+            PartDied: the warm parent is gone.
+        """
+        birth = self._births[part] = Birth()
+        command = {"op": "fork", "kind": part.kind, "model": part.model, "phase": part.phase}
+        try:
+            self.ours.send(json.dumps(command).encode())
+        except OSError as error:
+            raise PartDied(f"the warm parent does not take orders: {error}", blameless=True) from None
+        return birth
+
+    async def close(self) -> None:
+        """Close the socket; whoever still waits for a part is told that the warm parent died."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._lost()
+        self.ours.close()
+
+    def _lost(self) -> None:
+        gone = PartDied("the warm parent died", blameless=True)
+        for birth in self._births.values():
+            birth.fail(gone)
+        self._births.clear()
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                data = await loop.sock_recv(self.ours, _MAX_MESSAGE)
+            except OSError:
+                data = b""
+            if not data:
+                return
+            try:
+                self._handle(json.loads(data))
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("a message that is none from the warm parent: %r (%s)", data[:200], error)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "ready":
+            if not self.ready.done():
+                self.ready.set_result(None)
+            return
+        if event == "exited":
+            self._exited(int(message["pid"]), int(message["status"]))
+            return
+        if event == "failed" and message["kind"] == "warm_parent":
+            if not self.ready.done():
+                self.ready.set_exception(PartFailed(str(message["error"])))
+            return
+        if event == "forked" and message["kind"] == "model":
+            self._model_parents[int(message["pid"])] = message["model"]
+            return
+        part = PartId(message["kind"], message.get("model", ""), message.get("phase", ""))
+        if event == "progress":
+            self._on_progress(part, str(message["detail"]))
+            return
+        birth = self._births.get(part)
+        if birth is None:
+            return
+        if event == "forked" and not birth.forked.done():
+            birth.forked.set_result(int(message["pid"]))
+        elif event == "up" and not birth.up.done():
+            if not birth.forked.done():  # the child may be quicker than its parent
+                birth.forked.set_result(int(message["pid"]))
+            birth.up.set_result(None)
+        elif event == "failed":
+            birth.fail(PartFailed(str(message["error"])))
+
+    def _exited(self, pid: int, status: int) -> None:
+        model = self._model_parents.pop(pid, None)
+        if model is not None:
+            # Its engines die with it; those that it has not forked yet would never come.
+            for part, birth in self._births.items():
+                if part.model == model:
+                    birth.fail(PartDied(f"the process that loads {model} died"))
+        self._on_exited(pid, status)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from muxserve.cluster.controller import Controller
+from muxserve.cluster.events import Event, PartId, Up
+from muxserve.cluster.launcher import Commands, LocalLauncher
+from muxserve.cluster.restarts import RestartPolicy
+from muxserve.cluster.run_dir import RunDir
+from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment, save
+from tests.cluster import fakes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fake_deployment(run_dir: Path, drain_seconds: float = 5.0) -> Deployment:
+    models = [
+        ModelDeployment(
+            name=name, path="", pool="pool0", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=64,
+            num_blocks=10, quota_pages=20, floor_pages=4, max_len=64, rate=1.0, max_num_seqs=8,
+            max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
+            max_concurrency=8, max_queue=8,
+        )
+        for name in ("one", "two")
+    ]  # fmt: skip
+    return Deployment(
+        run_dir=str(run_dir),
+        unit="unit0",
+        policy="adbs",
+        cores=2,
+        pools=[PoolDeployment("pool0", 65536, 41)],
+        models=models,
+        gateway=GatewayDeployment("127.0.0.1", 0, drain_seconds=drain_seconds),
+    )
+
+
+def fake_commands(file: Path) -> Commands:
+    def fake(*args: object) -> list[str]:
+        return [sys.executable, str(fakes.SELF), *map(str, args)]
+
+    return Commands(
+        memory_manager=fake("memory", file),
+        unit_scheduler=fake("unit", file),
+        warm_parent=lambda control, lifeline: fake("warm", file, control, lifeline),
+    )
+
+
+class Fleet:
+    """A controller over fake processes, and what it said."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self.deployment = fake_deployment(run_dir.path)
+        file = run_dir.path / "deployment.json"
+        save(self.deployment, file)
+        self.events: list[Event] = []
+        self.changed = asyncio.Event()
+        self.controller = Controller(self.deployment, LocalLauncher(fake_commands(file), run_dir.logs), self._emit)
+        for part in self.controller.parts.values():
+            part.policy = RestartPolicy(delays=(0.01,))
+            part.early_policy = RestartPolicy(max_deaths=2, delays=(0.01,))
+        self.task: asyncio.Task[int] | None = None
+
+    def _emit(self, event: Event) -> None:
+        self.events.append(event)
+        self.changed.set()
+
+    def start(self) -> asyncio.Task[int]:
+        self.task = asyncio.create_task(self.controller.run())
+        return self.task
+
+    async def serving(self) -> None:
+        self.start()
+        await self.until(self.controller.ready.is_set)
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                assert self.task is None or not self.task.done(), f"the controller has ended: {self.events[-3:]}"
+                self.changed.clear()
+                waiter = asyncio.ensure_future(self.changed.wait())
+                await asyncio.wait([waiter], timeout=0.05)  # files of fakes change without an event of ours
+                waiter.cancel()
+
+    def pid(self, part: PartId) -> int:
+        return [event.pid for event in self.events if isinstance(event, Up) and event.part == part][-1]
+
+    def ups(self, part: PartId) -> int:
+        return sum(isinstance(event, Up) and event.part == part for event in self.events)
+
+    def pids(self) -> list[int]:
+        return [event.pid for event in self.events if isinstance(event, Up)]
+
+    def tell(self, name: str, text: str = "") -> Path:
+        file = self.run_dir.path / name
+        file.write_text(text)
+        return file
+
+    def journal(self) -> list[str]:
+        file = self.run_dir.path / "journal"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+async def fleet(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    run_dir = RunDir(tmp_path_factory.mktemp("run"))
+    fleet = Fleet(run_dir)
+    yield fleet
+    if fleet.task is not None and not fleet.task.done():
+        fleet.controller.stop()
+        fleet.controller.stop()
+        await asyncio.wait([fleet.task])
+    run_dir.remove()

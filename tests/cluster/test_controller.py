@@ -1,0 +1,214 @@
+"""The controller over real processes that only pretend: start, deaths, restarts, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from muxserve.cluster.controller import EXIT_FORCED, EXIT_KEPT_DYING, EXIT_OK, EXIT_START
+from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
+from muxserve.cluster.restarts import RestartPolicy
+from tests.cluster.conftest import ROOT, Fleet, alive
+
+MEMORY, WARM, UNIT, GATEWAY = PartId("memory"), PartId("warm_parent"), PartId("unit"), PartId("gateway")
+ENGINES = [PartId("engine", model, phase) for model in ("one", "two") for phase in ("prefill", "decode")]
+ALL = [MEMORY, WARM, UNIT, GATEWAY, *ENGINES]
+
+
+def index(events: list[Event], kind: type, part: PartId) -> int:
+    return next(i for i, event in enumerate(events) if isinstance(event, kind) and event.part == part)
+
+
+async def test_everything_comes_up_in_order_and_goes_down_in_order(fleet: Fleet) -> None:
+    await fleet.serving()
+    events = fleet.events
+    assert {event.part for event in events if isinstance(event, Up)} == set(ALL)
+    assert isinstance(events[-1], Ready)
+    for engine in ENGINES:
+        assert index(events, Starting, engine) > index(events, Up, MEMORY)
+        assert index(events, Starting, engine) > index(events, Up, WARM)
+        assert Progress(engine, "loading weights") in events
+    pids = fleet.pids()
+    assert len(set(pids)) == len(ALL)
+    assert all(alive(pid) for pid in pids)
+
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
+    assert not any(alive(pid) for pid in pids)
+    assert any(isinstance(event, Draining) for event in events)
+    stops = [line.removeprefix("stop ") for line in fleet.journal() if line.startswith("stop ")]
+    assert stops[:2] == ["gateway", "unit"]
+    assert sorted(stops[2:6]) == ["one-decode", "one-prefill", "two-decode", "two-prefill"]
+    assert stops[6:] == ["warm", "memory"]
+
+
+@pytest.mark.parametrize("victim", [MEMORY, UNIT, GATEWAY, ENGINES[0]], ids=str)
+async def test_a_killed_part_comes_back_alone(fleet: Fleet, victim: PartId) -> None:
+    await fleet.serving()
+    before = {part: fleet.pid(part) for part in ALL}
+    os.kill(before[victim], signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(victim) == 2)
+    assert fleet.pid(victim) != before[victim]
+    assert alive(fleet.pid(victim))
+    for part in ALL:
+        assert fleet.ups(part) == (2 if part == victim else 1)
+    down = next(event for event in fleet.events if isinstance(event, Down))
+    assert down.part == victim
+    assert "SIGKILL" in down.reason
+
+
+async def test_the_gateway_outlives_the_warm_parent_but_engines_do_not(fleet: Fleet) -> None:
+    await fleet.serving()
+    before = {part: fleet.pid(part) for part in ALL}
+    os.kill(before[WARM], signal.SIGKILL)
+    await fleet.until(lambda: all(fleet.ups(part) == 2 for part in [WARM, *ENGINES]))
+    assert alive(before[GATEWAY])
+    for part in ENGINES:
+        await fleet.until(lambda part=part: not alive(before[part]))
+    # It is forked by the new warm parent when it dies, and the old one's is noticed all the same.
+    os.kill(before[GATEWAY], signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(GATEWAY) == 2)
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
+    assert not any(alive(pid) for pid in fleet.pids())
+
+
+async def test_engines_that_died_with_the_warm_parent_are_not_blamed(fleet: Fleet) -> None:
+    await fleet.serving()
+    for part in fleet.controller.parts.values():
+        deaths = 100 if part.id == WARM else 2
+        part.policy = RestartPolicy(max_deaths=deaths, delays=(0.01,))
+    for count in (2, 3, 4):
+        os.kill(fleet.pid(WARM), signal.SIGKILL)
+        await fleet.until(lambda count=count: all(fleet.ups(part) == count for part in [WARM, *ENGINES]))
+
+
+async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
+    await fleet.serving()
+    os.kill(fleet.pid(ENGINES[2]), signal.SIGKILL)
+    await fleet.until(lambda: "unit got EngineDown two" in fleet.journal())
+    os.kill(fleet.pid(GATEWAY), signal.SIGKILL)
+    await fleet.until(lambda: "unit got GatewayDown" in fleet.journal())
+    await fleet.until(lambda: fleet.ups(GATEWAY) == 2 and fleet.ups(ENGINES[2]) == 2)
+
+
+@pytest.mark.parametrize(
+    ("file", "part", "words"),
+    [
+        ("fail-one-prefill", ENGINES[0], "the weights are of cheese"),
+        ("fail-gateway", GATEWAY, "the weights are of cheese"),
+        ("fail-warm", WARM, "no vLLM here"),
+        ("die-memory", MEMORY, "exited with status 7"),
+        ("die-unit", UNIT, "exited with status 7"),
+        ("die-two-decode", ENGINES[3], "exited with status 9"),
+    ],
+)
+async def test_a_start_that_fails_ends_everything(fleet: Fleet, file: str, part: PartId, words: str) -> None:
+    fleet.tell(file)
+    assert await fleet.start() == EXIT_START
+    failed = next(event for event in fleet.events if isinstance(event, Failed))
+    assert failed.part == part
+    assert "cannot start" in failed.message
+    assert words in failed.message
+    assert not any(alive(pid) for pid in fleet.pids())
+
+
+async def test_the_log_of_what_failed_is_shown(fleet: Fleet) -> None:
+    fleet.tell("die-unit")
+    await fleet.start()
+    failed = next(event for event in fleet.events if isinstance(event, Failed))
+    assert failed.log == fleet.run_dir.logs / "unit.log"
+    assert failed.tail[-1] == "unit dies because the test says so"
+
+
+async def test_a_part_that_keeps_dying_ends_everything(fleet: Fleet) -> None:
+    await fleet.serving()
+    fleet.tell("die-unit")
+    os.kill(fleet.pid(UNIT), signal.SIGKILL)
+    assert await fleet.task == EXIT_KEPT_DYING
+    assert sum(isinstance(event, Down) and event.part == UNIT for event in fleet.events) == 4
+    failed = next(event for event in fleet.events if isinstance(event, Failed))
+    assert failed.part == UNIT
+    assert "keeps dying" in failed.message
+    assert not any(alive(pid) for pid in fleet.pids())
+
+
+async def test_a_failing_engine_lets_the_gateway_drain(fleet: Fleet) -> None:
+    await fleet.serving()
+    fleet.tell("fail-one-decode")
+    os.kill(fleet.pid(ENGINES[1]), signal.SIGKILL)
+    assert await fleet.task == EXIT_KEPT_DYING
+    assert any(isinstance(event, Draining) for event in fleet.events)
+    assert "the weights are of cheese" in next(e.message for e in fleet.events if isinstance(e, Failed))
+
+
+async def test_drain_waits_and_still_restarts_what_requests_need(fleet: Fleet) -> None:
+    await fleet.serving()
+    fleet.tell("slow-gateway", "1.0")
+    fleet.controller.stop()
+    await fleet.until(lambda: any(isinstance(event, Draining) for event in fleet.events))
+    os.kill(fleet.pid(ENGINES[0]), signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(ENGINES[0]) == 2)
+    assert not any(isinstance(event, Stopping) for event in fleet.events)
+    assert await fleet.task == EXIT_OK
+    assert "stop gateway" in fleet.journal()
+
+
+async def test_a_second_stop_does_not_wait(fleet: Fleet) -> None:
+    await fleet.serving()
+    fleet.tell("slow-gateway", "60")
+    fleet.controller.stop()
+    await fleet.until(lambda: any(isinstance(event, Draining) for event in fleet.events))
+    fleet.controller.stop()
+    async with asyncio.timeout(5):
+        assert await fleet.task == EXIT_FORCED
+    journal = fleet.journal()
+    assert "stop memory" in journal  # it has shared memory to remove
+    assert "stop gateway" not in journal
+    assert not any(alive(pid) for pid in fleet.pids())
+
+
+async def test_stop_during_the_start(fleet: Fleet) -> None:
+    fleet.start()
+    await fleet.until(lambda: bool(fleet.events))
+    fleet.controller.stop()
+    async with asyncio.timeout(10):
+        assert await fleet.task == EXIT_OK
+    assert not any(alive(pid) for pid in fleet.pids())
+
+
+HOST = """
+import asyncio, sys
+from pathlib import Path
+from muxserve.cluster.controller import Controller
+from muxserve.cluster.events import Ready, Up
+from muxserve.cluster.launcher import LocalLauncher
+from muxserve.deployment import load
+from tests.cluster.conftest import fake_commands
+file = Path(sys.argv[1])
+def emit(event):
+    if isinstance(event, (Ready, Up)):
+        print(getattr(event, "pid", "ready"), flush=True)
+asyncio.run(Controller(load(file), LocalLauncher(fake_commands(file), file.parent / "logs"), emit).run())
+"""
+
+
+async def test_nothing_outlives_a_killed_controller(fleet: Fleet) -> None:
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST, str(fleet.run_dir.path / "deployment.json")],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert host.stdout is not None
+    pids = [int(line) for line in iter(host.stdout.readline, "ready\n")]
+    assert len(pids) == len(ALL)
+    host.kill()
+    host.wait()
+    await fleet.until(lambda: not any(alive(pid) for pid in pids))
+    assert "gateway lost its controller" in fleet.journal()
