@@ -85,14 +85,6 @@ class Taken:
     dropped: list[Tracked] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Replaced:
-    """A request to be cancelled under `old_id` and submitted again under the new id that `request` has now."""
-
-    old_id: str
-    request: Tracked
-
-
 class RequestTable:
     """All requests in flight of one gateway process, whose wire ids begin with `epoch`."""
 
@@ -115,9 +107,9 @@ class RequestTable:
         """The request of that wire id."""
         return self._by_id.get(request_id)
 
-    def of_model(self, model: str) -> int:
-        """How many requests of `model` are in flight."""
-        return sum(1 for request in self._by_id.values() if request.model == model)
+    def all(self) -> list[Tracked]:
+        """Every request in flight, oldest first."""
+        return list(self._by_id.values())
 
     @property
     def has_gaps(self) -> bool:
@@ -170,19 +162,23 @@ class RequestTable:
                 self._close_gap(request, now, taken)
         return taken
 
-    def overdue(self, now: float) -> list[Replaced]:
-        """Requests with a gap that did not close in time, ready to be submitted anew."""
-        late = [r for r in self._gapped if r.gap_since is not None and now - r.gap_since >= self.gap_seconds]
-        return [self.replace(request) for request in late]
+    def overdue(self, now: float) -> list[Tracked]:
+        """Requests with a gap that did not close in time: `replace` them."""
+        return [r for r in self._gapped if r.gap_since is not None and now - r.gap_since >= self.gap_seconds]
 
-    def replace(self, request: Tracked) -> Replaced:
-        """Give `request` a new id and a new attempt, since its old one may still be served somewhere."""
-        old_id = request.request_id
-        del self._by_id[old_id]
+    def replace(self, request: Tracked) -> bool:
+        """Give `request` a new id and a new attempt, since its old one may still be served somewhere.
+
+        False if it has been tried too often already; then it is forgotten.
+        """
+        if request.tries >= self.max_tries:
+            self._remove(request)
+            return False
+        del self._by_id[request.request_id]
         request.request_id = self.new_id()
         self._by_id[request.request_id] = request
         self._next_attempt(request)
-        return Replaced(old_id, request)
+        return True
 
     # ------------------------------------------------------------ the unit's side
 

@@ -1,0 +1,129 @@
+"""Reading a request's body once: bounded, checked to be JSON, and asked for its model."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+import msgspec
+
+from muxserve.gateway.errors import Message, Receive, RequestError
+from muxserve.gateway.measure import HttpRequest
+
+# A client that is told "too large" while it still sends may never read it. So this much more is read and thrown away.
+DISCARD_BYTES = 16 << 20
+CLOSE = (b"connection", b"close")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+class _Addressed(msgspec.Struct):
+    """The one field that routing needs; msgspec checks the syntax of the rest and keeps none of it."""
+
+    model: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Addressed)
+
+
+async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestError: it is larger than `limit` bytes (413).
+        ClientGoneError: the client closed the connection.
+    """
+    announced = 0
+    for name, value in headers:
+        if name == b"content-length" and value.isdigit():
+            announced = int(value)
+    chunks: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        if max(size, announced) > limit + DISCARD_BYTES:
+            break
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(chunk)
+        if size > limit:
+            chunks.clear()
+        else:
+            chunks.append(chunk)
+    if max(size, announced) > limit:
+        raise RequestError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the request body has {'more than ' if more else ''}{max(size, announced)} bytes; "
+            f"this server takes at most {limit}",
+            headers=[CLOSE],
+        )
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def model_of(body: bytes) -> str | None:
+    """The `model` that a JSON body names; None if it names none.
+
+    Raises:
+        RequestError: the body is no JSON object, or its model no string (400).
+    """
+    try:
+        return _decoder.decode(body).model
+    except msgspec.ValidationError as error:
+        if "$.model" in str(error):
+            raise RequestError(HTTPStatus.BAD_REQUEST, "'model' must be a string", param="model") from None
+        raise RequestError(HTTPStatus.BAD_REQUEST, "the request body must be a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reason = "it is empty" if not body.strip() else str(error)
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"the request body is not valid JSON: {reason}") from None
+    except RecursionError:
+        raise RequestError(HTTPStatus.BAD_REQUEST, "the request body is nested too deeply") from None
+
+
+class Replay:
+    """An ASGI `receive` that gives `body`, already read, and then what comes after it.
+
+    Args:
+        receive: the connection's own.
+        body: the whole body.
+        http: is told when the client closes the connection.
+    """
+
+    __slots__ = ("_after", "_body", "_http", "_receive")
+
+    def __init__(self, receive: Receive, body: bytes, http: HttpRequest) -> None:
+        self._receive = receive
+        self._body: bytes | None = body
+        self._http = http
+        self._after: asyncio.Task[Message] | None = None
+
+    async def __call__(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        message = await (asyncio.shield(self._after) if self._after is not None else self._receive())
+        if message["type"] == "http.disconnect":
+            self._http.disconnected = True
+        return message
+
+    def watch(self) -> asyncio.Task[Message]:
+        """A task that ends when the client closes the connection; for whoever has to wait before the body is used."""
+        if self._after is None:
+            self._after = asyncio.ensure_future(self._wait_for_disconnect())
+        return self._after
+
+    def unwatch(self) -> None:
+        """End the task of `watch`, if there is one."""
+        if self._after is not None:
+            self._after.cancel()
+
+    async def _wait_for_disconnect(self) -> Message:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._http.disconnected = True
+                return message

@@ -1,0 +1,160 @@
+"""vLLM's `EngineCoreClient` over the unit: what a stock `AsyncLLM` believes to be its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.tasks import SupportedTask
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from muxserve.gateway.broker import Broker
+from muxserve.gateway.measure import Outcome, current_http
+from muxserve.gateway.requests import Output, Tracked
+
+TASKS: tuple[SupportedTask, ...] = ("generate",)
+
+
+class UnitEngineClient(EngineCoreClient):
+    """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine."""
+
+    def __init__(self, model: str, broker: Broker) -> None:
+        self.model = model
+        self.broker = broker
+        self.engine_ranks_managed = [0, 1]
+        # Engines die and come back underneath; the client never does.
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._batches: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._processor: OutputProcessor | None = None
+        broker.attach(model, self)
+
+    def bind(self, processor: OutputProcessor) -> None:
+        """Tell the client the output processor of its `AsyncLLM`, which keeps the state of each request."""
+        self._processor = processor
+
+    # ------------------------------------------------------------ called by AsyncLLM
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._batches.get()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        front_id = request.request_id
+        try:
+            self._refuse_unsupported(request)
+            params, prompt = request.sampling_params, request.prompt_token_ids
+            assert params is not None
+            assert prompt is not None
+            wire_id = self.broker.table.new_id()
+            body = self._encode(request, wire_id)
+        except BaseException:
+            # AsyncLLM registered the request before it asked us, and does not take it back itself.
+            self._end(front_id)
+            raise
+        http = current_http.get()
+        self.broker.submit(
+            Tracked(
+                request_id=wire_id,
+                front_id=front_id,
+                model=self.model,
+                body=body,
+                prompt_tokens=len(prompt),
+                max_tokens=params.max_tokens or 0,
+                arrival=http.arrival if http is not None else time.monotonic(),
+                priority=request.priority,
+                context=http,
+            )
+        )
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.broker.cancel(self.model, request_ids, Outcome.of_cancel)
+
+    async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
+        return TASKS
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return TASKS
+
+    async def is_sleeping_async(self) -> bool:
+        return False
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return False
+
+    def dp_engines_running(self) -> bool:
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Nothing: the engines are not ours."""
+
+    # ------------------------------------------------------------ called by the broker
+
+    def decode(self, frames: list[bytes]) -> tuple[EngineCoreOutputs, list[Output]]:
+        """The `EngineCoreOutputs` of a token message and its outputs."""
+        batch: EngineCoreOutputs = self._decoder.decode(frames)
+        outputs: list[Any] = batch.outputs
+        return batch, outputs
+
+    def deliver(self, batch: Any, engine: int, outputs: list[Output]) -> None:
+        """Put `outputs` in place of those of `batch` and hand it to `AsyncLLM`."""
+        batch.outputs = outputs
+        batch.engine_index = engine
+        if outputs or batch.scheduler_stats is not None:
+            self._batches.put_nowait(batch)
+
+    def fail(self, front_id: str, message: str, for_good: bool) -> list[str]:
+        """End a request, and its siblings if it is one of several choices, with an error for the client.
+
+        Returns the front ids of all that ended, `front_id` included.
+        """
+        if for_good:
+            return self._end(front_id, VLLMValidationError(message))
+        return self._end(front_id, GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE))
+
+    # ------------------------------------------------------------ inside
+
+    def _end(self, front_id: str, error: Exception | None = None) -> list[str]:
+        assert self._processor is not None
+        state = self._processor.request_states.get(front_id)
+        if state is None:
+            return []
+        parent = state.parent_req
+        ended: list[str] = self._processor.abort_requests([parent.request_id if parent else front_id], internal=True)
+        if error is not None and state.queue is not None:
+            state.queue.put(error)
+        return ended
+
+    def _encode(self, request: EngineCoreRequest, wire_id: str) -> bytes:
+        """`request` in vLLM's encoding, under the id that the unit knows it by.
+
+        Raises:
+            VLLMValidationError: the request holds tensors.
+        """
+        front_id, request.request_id = request.request_id, wire_id
+        try:
+            frames = self._encoder.encode(request)
+        finally:
+            request.request_id = front_id
+        if len(frames) != 1:
+            raise VLLMValidationError("this endpoint serves text; the request holds tensors")
+        return bytes(frames[0])
+
+    def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
+        if request.mm_features:
+            raise VLLMValidationError("this endpoint serves text; images, audio and video are not supported")
+        if request.prompt_embeds is not None:
+            raise VLLMValidationError("prompt embeddings are not supported", parameter="prompt_embeds")
+        if request.pooling_params is not None or request.sampling_params is None:
+            raise VLLMValidationError("this endpoint generates text; pooling tasks are not supported")
+        if request.lora_request is not None:
+            raise VLLMValidationError("LoRA adapters are not supported", parameter="model")
+        if request.resumable:
+            raise VLLMValidationError("streamed input is not supported")

@@ -1,0 +1,141 @@
+"""What the gateway measures of every request, from the arrival of its HTTP request to its last token.
+
+Admission queue, tokenization and the unit's queues are all inside these times, which is what a client sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from muxserve.deployment import ModelDeployment
+from muxserve.gateway.requests import Tracked
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """The HTTP request that a task works for. `arrival` is in seconds of the monotonic clock."""
+
+    arrival: float
+    disconnected: bool = False
+
+
+current_http: ContextVar[HttpRequest | None] = ContextVar("current_http", default=None)
+
+
+class Outcome(Enum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+    @classmethod
+    def of_finish(cls, finish_reason: int) -> Outcome:
+        """The outcome for vLLM's finish reason: all but `error` (3) are a complete answer."""
+        return cls.FAILED if finish_reason == 3 else cls.COMPLETED
+
+    @classmethod
+    def of_cancel(cls, request: Tracked) -> Outcome:
+        """The outcome when the front end cancels: because of a stop string, unless the client went away."""
+        http = request.context
+        return cls.CANCELLED if http is None or http.disconnected else cls.COMPLETED
+
+
+class Measures:
+    """Latencies, SLO attainment and counts per model, in `registry`."""
+
+    def __init__(self, models: Iterable[ModelDeployment], registry: CollectorRegistry) -> None:
+        self._models = {model.name: model for model in models}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> dict[str, Histogram]:
+            metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+            return {model: metric.labels(model) for model in self._models}
+
+        self._ttft = histogram(
+            "muxserve_time_to_first_token_seconds", "From the arrival of the HTTP request to its first token.", SECONDS
+        )
+        self._tpot = histogram(
+            "muxserve_time_per_output_token_seconds", "Mean time per output token after the first.", TOKEN_SECONDS
+        )
+        self._latency = histogram(
+            "muxserve_request_latency_seconds", "From the arrival of the HTTP request to its last token.", SECONDS
+        )
+        self._requests = Counter(
+            "muxserve_requests", "Requests that ended, by outcome.", ["model_name", "outcome"], registry=registry
+        )
+        self._resubmitted = Counter(
+            "muxserve_requests_resubmitted",
+            "Requests served again from where they were, by reason.",
+            ["model_name", "reason"],
+            registry=registry,
+        )
+        self._rejected = Counter(
+            "muxserve_requests_rejected",
+            "HTTP requests turned away before they reached a model, by reason.",
+            ["model_name", "reason"],
+            registry=registry,
+        )
+        self._slo = Counter(
+            "muxserve_slo_requests",
+            "Completed requests by latency objective (ttft, tpot, all) and whether it was met.",
+            ["model_name", "slo", "met"],
+            registry=registry,
+        )
+        for name, model in self._models.items():
+            for outcome in Outcome:
+                self._requests.labels(name, outcome.value)
+            for slo in self._objectives(model):
+                self._slo.labels(name, slo, "true")
+                self._slo.labels(name, slo, "false")
+
+    def ended(self, request: Tracked, outcome: Outcome, now: float) -> None:
+        """Count a request that ended at `now`."""
+        name = request.model
+        self._requests.labels(name, outcome.value).inc()
+        if outcome is not Outcome.COMPLETED or request.first_token_at is None or request.last_token_at is None:
+            return
+        ttft = request.first_token_at - request.arrival
+        self._ttft[name].observe(ttft)
+        self._latency[name].observe(request.last_token_at - request.arrival)
+        tokens = len(request.emitted)
+        tpot = (request.last_token_at - request.first_token_at) / (tokens - 1) if tokens > 1 else 0.0
+        if tokens > 1:
+            self._tpot[name].observe(tpot)
+        self._judge(self._models[name], ttft, tpot)
+
+    def resubmitted(self, model: str, reason: str) -> None:
+        """Count a request that is served again."""
+        self._resubmitted.labels(model, reason).inc()
+
+    def rejected(self, model: str, reason: str) -> None:
+        """Count a request that was turned away; `model` is empty if it named none that we know."""
+        self._rejected.labels(model, reason).inc()
+
+    @staticmethod
+    def _objectives(model: ModelDeployment) -> list[str]:
+        objectives = []
+        if model.slo_ttft_ms is not None:
+            objectives.append("ttft")
+        if model.slo_tpot_ms is not None:
+            objectives.append("tpot")
+        return [*objectives, "all"] if objectives else []
+
+    def _judge(self, model: ModelDeployment, ttft: float, tpot: float) -> None:
+        met = {}
+        if model.slo_ttft_ms is not None:
+            met["ttft"] = ttft * 1000 <= model.slo_ttft_ms
+        if model.slo_tpot_ms is not None:
+            met["tpot"] = tpot * 1000 <= model.slo_tpot_ms
+        if met:
+            met["all"] = all(met.values())
+        for slo, good in met.items():
+            self._slo.labels(model.name, slo, "true" if good else "false").inc()

