@@ -48,6 +48,7 @@ class Adbs(Policy):
         self._next_prefill = 0
         self._next_decode = 0
         self._prefill_is_owed = False
+        self._firm: dict[int, float] = {}
         self._adapters: list[QuotaAdapter] = []
         self._limits: list[int] = []
         self._adapt_at = 0.0
@@ -84,6 +85,7 @@ class Adbs(Policy):
                     break
                 free -= model.decode.share
                 launched.append(model)
+                self._firm[model.index] = now
             self._prefill_is_owed = bool(launched)
 
         if prefilling is not None:
@@ -161,10 +163,12 @@ class Adbs(Policy):
         recalled: set[int] = set()
         if short_of > 0:
             for model in sorted(leased, key=attrgetter("decode.lease.granted_at")):
-                if short_of <= 0:
+                lease = model.decode.lease
+                if short_of <= 0 or lease is None:
                     break
                 grant = self._recall(model)
-                if grant is not None:
+                # A turn that was waited for that long is not taken away again.
+                if grant is not None and self._firm.get(model.index) != lease.granted_at:
                     grants.append(grant)
                     recalled.add(model.index)
                     short_of -= grant.share
@@ -206,6 +210,9 @@ class Adbs(Policy):
 
     def wakeup(self, ledger: UnitLedger, now: float) -> float:
         return min(self._adapt_at, ledger.next_retry())
+
+    def limit(self, model: ModelState) -> int:
+        return min(model.quota, self._limits[model.index]) if self._limits else model.quota
 
     def capacity(self, model: ModelState) -> int:
         others = sum(other.profile.floor_pages for other in model.pool.models if other is not model)

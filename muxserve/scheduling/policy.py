@@ -39,6 +39,10 @@ class Policy(ABC):
         """When to ask again even if nothing happens; infinity for never."""
         return ledger.next_retry()
 
+    def limit(self, model: ModelState) -> int:
+        """Pages up to which `model` admits requests now; less than its quota while that is being lowered."""
+        return model.quota
+
     def capacity(self, model: ModelState) -> int:
         """Most pages that `model` can ever be given; a request that needs more can never be served."""
         return model.quota

@@ -47,7 +47,9 @@ class RoundRobin(Policy):
                     self._next = slot + 1
                 continue
             if first_left_out is None:
-                first_left_out = self._next = slot
+                first_left_out = slot
+                if not launched:
+                    self._next = slot
             since = still_out[slot] = self._left_out_since.get(slot, now)
             closed = closed or now - since > self.patience
         self._left_out_since = still_out

@@ -1,0 +1,421 @@
+"""A deterministic executor for policies: virtual clock, engines that run steps, a pool that hands out blocks.
+
+It plays what surrounds the scheduling core and checks at every turn what must always hold: engines that run at the same
+moment never take more than the whole unit, every request is in exactly one place, and the ledger's sums are right.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from muxserve.scheduling.adbs import Adbs
+from muxserve.scheduling.admission import wants_prefill
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, Place, PoolProfile, QueuedRequest
+
+
+@dataclass
+class Job:
+    """One request as the machine sees it; `output` is how many tokens it will generate."""
+
+    request_id: str
+    model: str
+    prompt: int
+    output: int
+    arrival: float
+    priority: int = 0
+    made: int = 0
+    computed: int = 0
+    blocks: int = 0
+    lease_id: int = 0
+    first_token: float | None = None
+    done: float | None = None
+
+
+@dataclass
+class Engine:
+    model: str
+    phase: Phase
+    jobs: list[Job] = field(default_factory=list)
+    lease_id: int = 0
+    steps: int = 0
+    deadline: float = 0.0
+    share: int = 0
+    stepping: bool = False
+    up: bool = True
+    life: int = 0
+    ran: list[tuple[float, float]] = field(default_factory=list)
+
+
+def profile(name: str, **changes: object) -> ModelProfile:
+    """A small model; the pool is called `pool`."""
+    values: dict[str, object] = {
+        "name": name,
+        "pool": "pool",
+        "rate": 1.0,
+        "layers": 2,
+        "kv_heads": 2,
+        "block_tokens": 16,
+        "quota_pages": 400,
+        "floor_pages": 80,
+        "prefill_share": 0.5,
+        "decode_share": 0.5,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+    return ModelProfile(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Machine:
+    """Runs `policy` over `profiles`; times are virtual seconds."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        profiles: list[ModelProfile],
+        pages: int,
+        latency: float = 0.0002,
+        prefill_seconds: Callable[[int], float] = lambda tokens: 0.001 + 0.00005 * tokens,
+        decode_seconds: Callable[[int], float] = lambda sequences: 0.002 + 0.0001 * sequences,
+    ) -> None:
+        self.policy = policy
+        self.pages = pages
+        self.ledger = UnitLedger(profiles, [PoolProfile("pool", pages)])
+        self.now = 0.0
+        self.latency = latency
+        self.prefill_seconds = prefill_seconds
+        self.decode_seconds = decode_seconds
+        self.quotas = {p.name: p.quota_pages for p in profiles}
+        self.profiles = {p.name: p for p in profiles}
+        self.engines = {(p.name, phase): Engine(p.name, phase) for p in profiles for phase in Phase}
+        self.jobs: dict[str, Job] = {}
+        self.handed: dict[str, Job] = {}
+        self.cancelled: set[str] = set()
+        self.lost: list[str] = []
+        self.preemptions = 0
+        self.turns = 0
+        self.watch: Callable[[Machine, list[Grant]], None] | None = None
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+        self._lease_id = 0
+        self._wakeup = -1.0
+        for model, phase in self.engines:
+            self.ledger.engine_up(model, phase, 0.0)
+
+    # ------------------------------------------------------------ clock
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (max(time, self.now), self._serial, action))
+
+    def run(self, until: float = float("inf"), most_turns: int = 200_000) -> None:
+        """Play events up to `until`, or until every request is done."""
+        while self._heap and self._heap[0][0] <= until:
+            if until == float("inf") and not self.unfinished() and not self.ledger.requests:
+                return
+            self.now, _, action = heapq.heappop(self._heap)
+            action()
+            self.turn()
+            self.turns += 1
+            assert self.turns < most_turns, f"no end in sight at {self.now:.3f} s: {self.describe()}"
+        self.now = max(self.now, until) if until != float("inf") else self.now
+
+    def unfinished(self) -> list[Job]:
+        return [j for j in self.jobs.values() if j.done is None and j.request_id not in self.cancelled]
+
+    def describe(self) -> str:
+        return ", ".join(
+            f"{m.name}: {len(m.queue)} queued {len(m.prefilling)} prefilling {len(m.handed)} handed "
+            f"{len(m.decoding)} decoding {m.used}/{m.quota} pages"
+            for m in self.ledger.models
+        )
+
+    # ------------------------------------------------------------ what the outside does
+
+    def submit(self, job: Job) -> None:
+        self.jobs[job.request_id] = job
+        self.at(job.arrival, lambda: self._arrive(job))
+
+    def _arrive(self, job: Job, resumed: bool = False) -> None:
+        if job.request_id in self.cancelled:
+            return
+        self.ledger.arrived(
+            QueuedRequest(
+                job.request_id, job.model, job.prompt, job.output, job.arrival, job.priority, job.made, resumed
+            ),
+            self.now,
+        )
+
+    def cancel(self, request_id: str) -> None:
+        job = self.jobs[request_id]
+        self.cancelled.add(request_id)
+        place = self.ledger.cancelled(request_id, self.now)
+        if place in (Place.PREFILLING, Place.DECODING, Place.HANDED):
+            self._free(job)
+            self.handed.pop(request_id, None)
+            for phase in Phase:
+                engine = self.engines[job.model, phase]
+                engine.jobs = [j for j in engine.jobs if j is not job]
+
+    def kill(self, model: str, phase: Phase, seconds: float = 0.5) -> None:
+        """The engine dies and is back after `seconds`; what it held is submitted again, as the gateway does."""
+        engine = self.engines[model, phase]
+        engine.up, engine.life, engine.steps, engine.stepping = False, engine.life + 1, 0, False
+        if engine.ran and engine.ran[-1][1] > self.now:
+            engine.ran[-1] = (engine.ran[-1][0], self.now)
+        gone = self.ledger.engine_down(model, phase, self.now)
+        for job in engine.jobs:
+            self._free(job)
+        engine.jobs = []
+        for request_id in gone:
+            job = self.jobs[request_id]
+            if self.handed.pop(request_id, None) is not None:
+                self._free(job)
+            job.computed = 0
+            self.lost.append(request_id)
+            self._arrive(job, resumed=True)
+
+        def back() -> None:
+            engine.up = True
+            assert self.ledger.engine_up(model, phase, self.now) == []
+
+        self.at(self.now + seconds, back)
+
+    # ------------------------------------------------------------ pages
+
+    def used(self, model: str) -> int:
+        held = sum(j.blocks for phase in Phase for j in self.engines[model, phase].jobs) + sum(
+            j.blocks for j in self.handed.values() if j.model == model
+        )
+        return held * self.profiles[model].pages_per_block
+
+    def _grow(self, job: Job, tokens: int) -> bool:
+        p = self.profiles[job.model]
+        need = -(-tokens // p.block_tokens) - job.blocks
+        if need <= 0:
+            return True
+        pages = need * p.pages_per_block
+        if self.used(job.model) + pages > self.quotas[job.model]:
+            return False
+        if sum(self.used(m) for m in self.profiles) + pages > self.pages:
+            return False
+        job.blocks += need
+        return True
+
+    @staticmethod
+    def _free(job: Job) -> None:
+        job.blocks = job.computed = 0
+
+    # ------------------------------------------------------------ steps
+
+    def _kick(self, engine: Engine) -> None:
+        if engine.stepping or not engine.up or not engine.jobs or engine.steps <= 0 or self.now >= engine.deadline:
+            return
+        engine.stepping = True
+        engine.steps -= 1
+        share = engine.share
+        running = sum(e.share for e in self.engines.values() if e.stepping and e is not engine) + share
+        assert running <= WHOLE, f"{running} of {WHOLE} in use at {self.now}"
+        prefill = engine.phase is Phase.PREFILL
+        work, tokens, returned = self._take_prefill(engine) if prefill else self._take_decode(engine)
+        if not tokens:
+            seconds = 0.0005
+        elif prefill:
+            seconds = self.prefill_seconds(tokens)
+        else:
+            seconds = self.decode_seconds(tokens)
+        life = engine.life
+        engine.ran.append((self.now, self.now + seconds))
+        self.at(self.now + seconds, lambda: self._stepped(engine, life, work, tokens, returned, seconds))
+
+    def _take_prefill(self, engine: Engine) -> tuple[list[tuple[Job, int]], int, list[Job]]:
+        left, work = self.profiles[engine.model].max_num_batched_tokens, []
+        for job in engine.jobs:
+            chunk = min(job.prompt + job.made - job.computed, left)
+            if chunk <= 0 or not self._grow(job, job.computed + chunk):
+                break
+            work.append((job, chunk))
+            left -= chunk
+        return work, sum(chunk for _, chunk in work), []
+
+    def _take_decode(self, engine: Engine) -> tuple[list[tuple[Job, int]], int, list[Job]]:
+        work, returned = [], []
+        jobs = list(engine.jobs)
+        while jobs:
+            job = jobs.pop(0)
+            while not self._grow(job, job.prompt + job.made):
+                victim = jobs.pop() if jobs else job
+                self._free(victim)
+                returned.append(victim)
+                if victim is job:
+                    break
+            else:
+                work.append((job, 1))
+        engine.jobs = [job for job, _ in work]
+        self.preemptions += len(returned)
+        return work, len(work), returned
+
+    def _stepped(
+        self, engine: Engine, life: int, work: list[tuple[Job, int]], tokens: int, returned: list[Job], seconds: float
+    ) -> None:
+        if engine.life != life:
+            return
+        engine.stepping = False
+        finished, handed = [], []
+        for job, count in work:
+            if job.request_id in self.cancelled:
+                continue
+            if engine.phase is Phase.PREFILL:
+                job.computed += count
+                if job.computed < job.prompt + job.made:
+                    continue
+            job.made += 1
+            if job.first_token is None:
+                job.first_token = self.now
+            if job.made >= job.output:
+                job.done = self.now
+                finished.append(job)
+            elif engine.phase is Phase.PREFILL:
+                handed.append(job)
+        gone = {id(j) for j in (*finished, *handed)}
+        engine.jobs = [j for j in engine.jobs if id(j) not in gone]
+        for job in finished:
+            self._free(job)
+        for job in handed:
+            self.handed[job.request_id] = job
+        lease_id, left = engine.lease_id, engine.steps if self.now < engine.deadline else 0
+        remaining = len(engine.jobs)
+        tickets = {j.request_id: j.lease_id for j in (*handed, *returned)}
+
+        def report() -> None:
+            if engine.life != life:
+                return
+            for job in finished:
+                assert self.ledger.finished(job.request_id, engine.phase, lease_id, self.now) or (
+                    job.request_id in self.cancelled
+                )
+            for job in handed:
+                self.ledger.handed_over(job.request_id, tickets[job.request_id], job.made, self.now)
+            for job in returned:
+                self.ledger.returned(job.request_id, tickets[job.request_id], job.made, self.now)
+            self.ledger.stepped(engine.model, engine.phase, lease_id, left, seconds, tokens, remaining, self.now)
+
+        self.at(self.now + self.latency, report)
+        self._kick(engine)
+
+    # ------------------------------------------------------------ the scheduler's turn
+
+    def turn(self) -> list[Grant]:
+        for model in self.ledger.models:
+            self.ledger.pages(model.name, self.used(model.name), 0, self.quotas[model.name])
+        free = self.pages - sum(m.used for m in self.ledger.models)
+        self.ledger.pool_pages("pool", free, 0)
+        changes = self.policy.rebalance(self.ledger, self.now)
+        for change in changes:
+            self.quotas[change.model] = change.pages
+        if changes:
+            self.check_quotas()
+            for model in self.ledger.models:
+                self.ledger.pages(model.name, model.used, 0, self.quotas[model.name])
+        grants = self.policy.decide(self.ledger, self.now)
+        assert len({(g.model, g.phase) for g in grants}) == len(grants), "two grants for one engine"
+        for grant in grants:
+            self._grant(grant)
+        self.check()
+        if self.watch is not None:
+            self.watch(self, grants)
+        wakeup = self.policy.wakeup(self.ledger, self.now)
+        if wakeup < float("inf") and (self._wakeup <= self.now or wakeup < self._wakeup) and self.ledger.requests:
+            self._wakeup = max(wakeup, self.now + 1e-6)
+            self.at(self._wakeup, lambda: None)
+        return grants
+
+    def _grant(self, grant: Grant) -> None:
+        self._lease_id += 1
+        lease_id = self._lease_id
+        self.ledger.granted(grant, lease_id, self.now)
+        engine = self.engines[grant.model, grant.phase]
+        entering = [self.jobs[request_id] for request_id in grant.admit]
+        for job in entering:
+            self.handed.pop(job.request_id, None)
+            job.lease_id = lease_id
+        # Blocks are counted with the engine from here on, whenever the message arrives.
+        engine.jobs += entering
+        life = engine.life
+
+        def arrive() -> None:
+            if engine.life != life:
+                return
+            engine.lease_id, engine.steps, engine.share = lease_id, grant.steps, grant.share
+            engine.deadline = self.now + grant.seconds
+            self._kick(engine)
+
+        self.at(self.now + self.latency, arrive)
+
+    # ------------------------------------------------------------ what must always hold
+
+    def check_quotas(self) -> None:
+        assert sum(self.quotas.values()) <= self.pages
+        for name, quota in self.quotas.items():
+            assert quota >= self.profiles[name].floor_pages
+
+    def check(self) -> None:
+        ledger = self.ledger
+        held = sum(e.lease.share for m in ledger.models for e in (m.prefill, m.decode) if e.lease is not None)
+        assert ledger.share_used == held <= WHOLE
+        assert sum(m.promised for m in ledger.models) == ledger.pools["pool"].promised
+        if len(ledger.requests) > 60 and self.turns % 200:
+            return  # looking at every request every time is for small loads
+        placed: list[str] = []
+        for model in ledger.models:
+            queued = list(model.queue.first(len(model.queue)))
+            assert model.queue.blocks == sum(r.blocks for r in queued)
+            assert [r.key for r in queued] == sorted(r.key for r in queued)
+            assert model.in_engines <= model.max_seqs
+            places = (
+                (Place.QUEUED, queued),
+                (Place.PREFILLING, model.prefilling.values()),
+                (Place.HANDED, model.handed.values()),
+                (Place.DECODING, model.decoding.values()),
+            )
+            for place, requests in places:
+                for request in requests:
+                    assert request.place is place
+                    placed.append(request.request_id)
+            assert model.prefill_tokens == sum(r.tokens for r in model.prefilling.values())
+            assert 0 <= model.outstanding <= model.prefill_tokens
+            if isinstance(self.policy, Adbs):
+                assert sum(m.prefill.lease is not None for m in ledger.models) <= 1
+        assert sorted(placed) == sorted(ledger.requests)
+        arrived = {j.request_id for j in self.jobs.values() if j.arrival <= self.now}
+        over = self.cancelled | {j.request_id for j in self.jobs.values() if j.done is not None}
+        assert set(ledger.requests) - over <= arrived
+        assert {r for r in arrived - over if self.jobs[r].arrival < self.now} <= set(ledger.requests)
+
+
+def idle_although_possible(machine: Machine) -> str | None:
+    """What work conservation forbids: compute is free, something could use it, and nothing else waits for more of it.
+
+    Returns what could have run.
+    """
+    ledger, now = machine.ledger, machine.now
+    free = ledger.share_free
+    prefill_runs = any(m.prefill.lease is not None for m in ledger.models)
+    single = isinstance(machine.policy, Adbs)
+    prefill = (
+        [m for m in ledger.models if wants_prefill(ledger, m, now, machine.policy.limit(m))]
+        if not (single and prefill_runs)
+        else []
+    )
+    decode = [m for m in ledger.models if m.decode.ready(now)]
+    waits_for_more = any(m.prefill.share > free for m in prefill) or any(
+        m.decode.share > free and now - (m.decode.wait_since or now) > 0.1 for m in decode
+    )
+    if waits_for_more:
+        return None
+    fits = [f"{m.name}/prefill" for m in prefill if m.prefill.share <= free]
+    fits += [f"{m.name}/decode" for m in decode if m.decode.share <= free]
+    return ", ".join(fits) or None

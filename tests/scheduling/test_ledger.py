@@ -1,0 +1,330 @@
+"""The ledger: queues, places, leases, pages, told event by event."""
+
+from __future__ import annotations
+
+import pytest
+
+from muxserve.scheduling.admission import admissible, prefill_steps, wants_prefill
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.types import WHOLE, Grant, Phase, Place, PoolProfile, QueuedRequest, share_units
+from tests.scheduling.machine import profile
+
+
+def ledger(**changes: object) -> UnitLedger:
+    made = UnitLedger([profile("a", **changes), profile("b")], [PoolProfile("pool", 1000)])
+    for name in ("a", "b"):
+        for phase in Phase:
+            made.engine_up(name, phase, 0.0)
+    return made
+
+
+def arrive(
+    book: UnitLedger, request_id: str, model: str = "a", prompt: int = 20, at: float = 0.0, **more: object
+) -> None:
+    book.arrived(QueuedRequest(request_id, model, prompt, 10, at, **more), at)  # type: ignore[arg-type]
+
+
+def prefill(book: UnitLedger, *ids: str, model: str = "a", lease: int = 1, steps: int = 2, now: float = 0.0) -> None:
+    share = book.by_name[model].prefill.share
+    book.granted(Grant(model, Phase.PREFILL, steps, 1.0, share, ids), lease, now)
+
+
+def decode(book: UnitLedger, *ids: str, model: str = "a", lease: int = 2, steps: int = 8, now: float = 0.0) -> None:
+    share = book.by_name[model].decode.share
+    book.granted(Grant(model, Phase.DECODE, steps, 1.0, share, ids), lease, now)
+
+
+def queue_ids(book: UnitLedger, model: str = "a") -> list[str]:
+    return [r.request_id for r in book.by_name[model].queue.first(99)]
+
+
+def test_the_queue_is_by_resumed_then_priority_then_arrival() -> None:
+    book = ledger()
+    arrive(book, "late", at=3.0)
+    arrive(book, "early", at=1.0)
+    arrive(book, "urgent", at=4.0, priority=-1)
+    arrive(book, "resumed", at=5.0, resumed=True)
+    arrive(book, "same", at=3.0)
+    assert queue_ids(book) == ["resumed", "urgent", "early", "late", "same"]
+    book.cancelled("early", 6.0)
+    assert queue_ids(book) == ["resumed", "urgent", "late", "same"]
+
+
+def test_a_request_goes_through_its_places() -> None:
+    book = ledger()
+    arrive(book, "r")
+    live, model = book.requests["r"], book.by_name["a"]
+    prefill(book, "r")
+    assert live.place is Place.PREFILLING
+    assert book.share_used == WHOLE // 2
+    assert model.outstanding == 20
+    assert model.promised == (2 + 1) * 4
+    assert book.handed_over("r", 1, 1, 0.1)
+    book.stepped("a", Phase.PREFILL, 1, 1, 0.1, 20, 0, 0.1)
+    assert live.place is Place.HANDED
+    assert live.tokens == 21
+    assert book.share_used == 0
+    assert model.promised == 0
+    assert not model.prefilling
+    decode(book, "r")
+    assert live.place is Place.DECODING
+    book.stepped("a", Phase.DECODE, 2, 7, 0.01, 1, 1, 0.2)
+    assert book.share_used == WHOLE // 2
+    assert book.finished("r", Phase.DECODE, 2, 0.3)
+    assert not book.requests
+    assert book.share_used == 0
+    assert model.tally.finished == 1
+
+
+def test_an_arrival_twice_or_for_nobody_is_refused() -> None:
+    book = ledger()
+    arrive(book, "r")
+    with pytest.raises(ValueError, match="live already"):
+        arrive(book, "r")
+    with pytest.raises(KeyError):
+        arrive(book, "s", model="nobody")
+
+
+def test_words_of_an_earlier_life_are_not_believed() -> None:
+    book = ledger()
+    arrive(book, "r")
+    prefill(book, "r", lease=5)
+    assert not book.finished("r", Phase.PREFILL, 4, 0.1), "a report under a lease older than the admission"
+    assert not book.finished("r", Phase.DECODE, 6, 0.1), "the other engine"
+    assert not book.handed_over("r", 4, 1, 0.1)
+    assert not book.returned("r", 4, 1, 0.1)
+    book.stepped("a", Phase.PREFILL, 4, 0, 0.1, 5, 0, 0.1)
+    assert book.by_name["a"].prefill.lease is not None, "the end of an older lease ends no newer one"
+    assert book.handed_over("r", 5, 1, 0.1)
+    assert not book.handed_over("r", 5, 1, 0.1)
+    assert not book.finished("r", Phase.DECODE, 9, 0.1), "nobody has it yet"
+
+
+def test_a_returned_request_goes_before_others_with_its_tokens() -> None:
+    book = ledger()
+    arrive(book, "r", prompt=30)
+    prefill(book, "r")
+    book.handed_over("r", 1, 1, 0.1)
+    decode(book, "r")
+    arrive(book, "s", at=0.05)
+    assert book.returned("r", 2, 18, 0.2)
+    assert queue_ids(book) == ["r", "s"]
+    assert book.requests["r"].tokens == 48
+    assert book.requests["r"].blocks == 4
+    assert book.by_name["a"].tally.returned == 1
+    assert book.share_used == 0
+
+
+def test_the_death_of_a_prefill_engine_spares_its_hand_overs() -> None:
+    book = ledger()
+    for request_id in ("handed", "inside", "queued"):
+        arrive(book, request_id)
+    prefill(book, "handed", "inside")
+    book.handed_over("handed", 1, 1, 0.1)
+    assert book.engine_down("a", Phase.PREFILL, 0.2) == ["inside"]
+    assert set(book.requests) == {"handed", "queued"}
+    assert book.share_used == 0
+    assert book.by_name["a"].promised == 0
+    assert admissible(book, book.by_name["a"]) is None, "nobody is there to prefill"
+    assert book.engine_up("a", Phase.PREFILL, 0.3) == []
+    assert admissible(book, book.by_name["a"]) is not None
+
+
+def test_the_death_of_a_decode_engine_takes_what_waits_for_it() -> None:
+    book = ledger()
+    for request_id in ("waiting", "inside", "queued"):
+        arrive(book, request_id)
+    prefill(book, "waiting", "inside")
+    book.handed_over("inside", 1, 1, 0.1)
+    decode(book, "inside")
+    book.handed_over("waiting", 1, 1, 0.1)
+    assert sorted(book.engine_down("a", Phase.DECODE, 0.2)) == ["inside", "waiting"]
+    assert set(book.requests) == {"queued"}
+    assert book.share_used == 0
+    assert book.by_name["a"].tally.lost == 2
+
+
+def test_an_engine_that_comes_up_again_has_lost_what_it_held() -> None:
+    book = ledger()
+    arrive(book, "r")
+    prefill(book, "r")
+    assert book.engine_up("a", Phase.PREFILL, 0.1) == ["r"]
+    assert book.by_name["a"].prefill.up
+    assert book.share_used == 0
+
+
+def test_a_lease_ends_when_used_up_timed_out_or_idle() -> None:
+    book = ledger()
+    engine = book.by_name["a"].decode
+    arrive(book, "r")
+    prefill(book, "r")
+    book.handed_over("r", 1, 1, 0.0)
+    decode(book, "r", lease=2, now=0.0)
+    book.stepped("a", Phase.DECODE, 2, 0, 0.01, 1, 1, 0.1)
+    assert engine.lease is None
+    assert engine.wait_since == 0.1
+    decode(book, lease=3, now=0.4)
+    assert engine.waits == 1
+    assert engine.wait_seconds == pytest.approx(0.3)
+    book.stepped("a", Phase.DECODE, 3, 5, 0.01, 1, 1, 1.5)
+    assert engine.lease is None, "its second is over"
+    decode(book, lease=4, now=1.5)
+    assert engine.waits == 1, "a grant in the same moment is no wait"
+    book.cancelled("r", 1.6)
+    assert engine.lease is None
+    assert engine.wait_since is None
+    assert book.share_used == 0
+
+
+def test_a_report_without_a_step_counts_nothing() -> None:
+    book = ledger()
+    arrive(book, "r")
+    arrive(book, "s")
+    prefill(book, "r", "s")
+    book.finished("r", Phase.PREFILL, 1, 0.1)
+    book.stepped("a", Phase.PREFILL, 1, 2, 0.0, 0, 0, 0.1)
+    engine = book.by_name["a"].prefill
+    assert engine.jobs == 0
+    assert engine.lease is not None
+    assert engine.empty_reports == 0
+
+
+def test_an_engine_without_pages_is_tried_again_later_or_when_pages_come_free() -> None:
+    book = ledger()
+    engine = book.by_name["a"].prefill
+    arrive(book, "r")
+    book.pages("a", 300, 0, 400)
+    prefill(book, "r", steps=1)
+    book.stepped("a", Phase.PREFILL, 1, 0, 0.001, 0, 1, 1.0)
+    assert not engine.ready(1.0)
+    assert 1.0 < book.next_retry() < 1.1
+    assert engine.ready(book.next_retry())
+    first = book.next_retry() - 1.0
+    prefill(book, lease=2, steps=1, now=1.01)
+    book.stepped("a", Phase.PREFILL, 2, 0, 0.001, 0, 1, 2.0)
+    assert book.next_retry() - 2.0 == pytest.approx(2 * first)
+    book.pages("a", 200, 0, 400)
+    assert engine.ready(2.0)
+
+
+def test_an_engine_that_says_it_is_empty_is_suspected() -> None:
+    book = ledger()
+    arrive(book, "r")
+    prefill(book, "r")
+    book.stepped("a", Phase.PREFILL, 1, 1, 0.001, 0, 0, 1.0)
+    engine = book.by_name["a"].prefill
+    assert engine.empty_reports == 1
+    assert engine.lease is None
+    prefill(book, lease=2, now=1.1)
+    book.stepped("a", Phase.PREFILL, 2, 1, 0.001, 5, 1, 1.2)
+    assert engine.empty_reports == 0
+
+
+def test_admission_stops_at_the_head_that_does_not_fit() -> None:
+    book = ledger(max_num_batched_tokens=400)
+    model = book.by_name["a"]
+    arrive(book, "first", prompt=100, at=0.0)
+    arrive(book, "large", prompt=300, at=1.0)
+    arrive(book, "small", prompt=5, at=2.0)
+    book.pages("a", 300, 0, 400)  # 25 blocks of 4 pages are left
+    chosen = admissible(book, model)
+    assert chosen is not None
+    assert chosen.request_ids == ("first",)
+    book.pages("a", 100, 0, 400)
+    chosen = admissible(book, model)
+    assert chosen is not None
+    assert chosen.request_ids == ("first", "large")
+    assert chosen.tokens == 400
+
+
+def test_admission_leaves_room_for_what_runs_and_what_was_promised() -> None:
+    book = ledger()
+    model = book.by_name["a"]
+    arrive(book, "r", prompt=40)
+    prefill(book, "r")
+    arrive(book, "s", prompt=15)  # one block
+    book.pages("a", 400 - 4 * (4 + 1 + 1), 0, 400)  # 4 promised to r, 1 for r to grow, 1 for s
+    assert admissible(book, model) is not None
+    book.pages("a", 400 - 4 * (4 + 1), 0, 400)
+    assert admissible(book, model) is None
+    book.pool_pages("pool", 10, 0)
+    book.pages("a", 0, 0, 400)
+    assert admissible(book, model) is None, "the quota has room, the pool has not"
+    book.pool_pages("pool", 10, 20)
+    assert admissible(book, model) is not None, "cached pages can be evicted"
+
+
+def test_a_model_that_holds_nothing_may_use_its_whole_quota() -> None:
+    book = ledger(quota_pages=80)
+    model = book.by_name["a"]
+    arrive(book, "r", prompt=310)
+    book.pages("a", 4, 0, 80)  # counts lag behind
+    chosen = admissible(book, model, limit=20)
+    assert chosen is not None
+    assert chosen.request_ids == ("r",)
+
+
+def test_admission_needs_memory_and_both_engines_and_a_seat() -> None:
+    book = ledger(max_num_seqs=1)
+    model = book.by_name["a"]
+    arrive(book, "r")
+    arrive(book, "s")
+    book.memory_up = False
+    assert admissible(book, model) is None
+    book.memory_up = True
+    book.engine_down("a", Phase.DECODE, 0.0)
+    assert admissible(book, model) is None
+    book.engine_up("a", Phase.DECODE, 0.0)
+    chosen = admissible(book, model)
+    assert chosen is not None
+    assert chosen.request_ids == ("r",)
+    prefill(book, "r")
+    book.handed_over("r", 1, 1, 0.0)
+    assert admissible(book, model) is None
+
+
+def test_a_long_prompt_takes_several_steps_alone() -> None:
+    book = ledger()
+    model = book.by_name["a"]
+    arrive(book, "long", prompt=200)
+    arrive(book, "next", prompt=10)
+    chosen = admissible(book, model)
+    assert chosen is not None
+    assert chosen.request_ids == ("long",)
+    assert prefill_steps(model, chosen.tokens) == 4 + 1
+    prefill(book, "long")
+    assert admissible(book, model, ahead=True) is None
+    book.stepped("a", Phase.PREFILL, 1, 4, 0.01, 64, 1, 0.1)
+    assert model.outstanding == 136
+    book.stepped("a", Phase.PREFILL, 1, 3, 0.01, 64, 1, 0.2)
+    chosen = admissible(book, model, ahead=True)
+    assert chosen is not None
+    assert chosen.request_ids == ("next",)
+
+
+def test_an_unfinished_prefill_wants_to_go_on() -> None:
+    book = ledger()
+    model = book.by_name["a"]
+    arrive(book, "r", prompt=200)
+    prefill(book, "r", steps=1)
+    assert not wants_prefill(book, model, 0.0)
+    book.stepped("a", Phase.PREFILL, 1, 0, 0.01, 64, 1, 0.1)
+    assert wants_prefill(book, model, 0.1)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6, 7, 10, 48])
+def test_equal_shares_fit_together(parts: int) -> None:
+    assert WHOLE - parts <= parts * share_units(1 / parts) <= WHOLE
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
+def test_a_share_is_a_fraction(share: float) -> None:
+    with pytest.raises(ValueError, match="share"):
+        share_units(share)
+
+
+def test_models_and_pools_must_be_known() -> None:
+    with pytest.raises(ValueError, match="two models"):
+        UnitLedger([profile("a"), profile("a")], [PoolProfile("pool", 10)])
+    with pytest.raises(ValueError, match="unknown pool"):
+        UnitLedger([profile("a", pool="lake")], [PoolProfile("pool", 10)])
