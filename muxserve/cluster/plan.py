@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
@@ -20,6 +20,10 @@ class FleetPlan:
     fleet: Fleet
     unit: UnitPlan
     architectures: tuple[ModelArchitecture, ...]
+
+    def with_fleet(self, fleet: Fleet) -> FleetPlan:
+        """The same plan for the same fleet with other model paths."""
+        return replace(self, fleet=fleet)
 
 
 def plan_fleet(fleet: Fleet, machine: Machine, hub: Hub | None = None) -> FleetPlan:

@@ -103,7 +103,8 @@ def _origin(source: Source, at: tuple[str | int, ...], model: dict[str, Any], ba
     directory = _directory(base, path)
     where = (*at, "path")
     if not directory.exists():
-        hint = f"; if it is a hub id, write `hub: {path}`" if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else ""
+        like_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) and not directory.parent.is_dir()
+        hint = f"; if it is a hub id, write `hub: {path}`" if like_hub_id else ""
         yield source.problem(where, f"{directory} does not exist{hint}")
     elif not directory.is_dir():
         yield source.problem(where, f"{directory} is a file; give the directory that holds config.json")

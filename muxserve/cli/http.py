@@ -1,0 +1,94 @@
+"""Small HTTP client of the command line: JSON in, JSON or a stream of events out. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import ssl
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+
+class HTTPFailure(Exception):  # noqa: N818
+    """No usable answer; the message says why."""
+
+
+def get_json(url: str, path: str, key: str | None = None, timeout: float = 10.0) -> tuple[int, Any]:
+    """Status and JSON body of `GET url/path`.
+
+    Raises:
+        HTTPFailure: no connection, or an answer that is not JSON.
+    """
+    with _connection(url, timeout) as (connection, base):
+        connection.request("GET", base + path, headers=_headers(key))
+        response = connection.getresponse()
+        body = response.read()
+        try:
+            return response.status, json.loads(body)
+        except ValueError:
+            raise HTTPFailure(
+                f"{url}{path} answered {response.status} with something that is not JSON; is this a MuxServe endpoint?"
+            ) from None
+
+
+def stream_chat(url: str, model: str, question: str, key: str | None = None, timeout: float = 60.0) -> Iterator[str]:
+    """The pieces of one streamed chat answer.
+
+    Raises:
+        HTTPFailure: no connection, or the endpoint refused.
+    """
+    request = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": 128,
+    }
+    with _connection(url, timeout) as (connection, base):
+        headers = {**_headers(key), "Content-Type": "application/json"}
+        connection.request("POST", f"{base}/v1/chat/completions", json.dumps(request), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise HTTPFailure(f"{response.status}: {response.read(2000).decode(errors='replace')}")
+        for line in response:
+            data = line.decode().strip().removeprefix("data: ")
+            if data == "[DONE]":
+                return
+            if not line.startswith(b"data: "):
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise HTTPFailure(str(event["error"].get("message", event["error"])))
+            for choice in event.get("choices", ()):
+                yield choice["delta"].get("content") or ""
+
+
+@contextlib.contextmanager
+def _connection(url: str, timeout: float) -> Iterator[tuple[http.client.HTTPConnection, str]]:
+    parts = urllib.parse.urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        raise HTTPFailure(f"{url!r} has no valid port") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise HTTPFailure(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            parts.hostname, port, timeout=timeout, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(parts.hostname, port, timeout=timeout)
+    try:
+        yield connection, parts.path.rstrip("/").removesuffix("/v1")
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise HTTPFailure(f"no answer from {url}: {reason}") from None
+    finally:
+        connection.close()
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,70 @@
+"""What commands print: problems on stderr, results on stdout."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from muxserve.config import FleetError
+from muxserve.deployment import Deployment, ModelDeployment
+
+# Where nobody looks at a screen, nothing is cut to the width of one.
+_WIDE = 240
+
+
+def _console(stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=None if stream.isatty() else _WIDE)
+
+
+console = _console(stderr=False)
+errors = _console(stderr=True)
+
+
+def print_problems(error: FleetError, outcome: str) -> None:
+    """Every problem on a line of its own, `file:line: key: what`, as editors and people can follow it.
+
+    `outcome` says what that means.
+    """
+    for problem in error.problems:
+        print(problem, file=sys.stderr)
+    count = len(error.problems)
+    errors.print(f"[bold red]{count} problem{'s' if count > 1 else ''}[/]; {outcome}")
+
+
+def print_error(message: str) -> None:
+    """One line that says what is wrong."""
+    errors.print(f"[bold red]error:[/] {escape(message)}")
+
+
+def escape(text: str) -> str:
+    """`text` with nothing in it that rich would take for markup."""
+    from rich.markup import escape as rich_escape
+
+    return rich_escape(text)
+
+
+def models_table(deployment: Deployment) -> Table:
+    """The models as they are deployed."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("model", "dtype", "layers x KV heads", "pool", "block", "quota", "max_len", "threads"):
+        table.add_column(name, no_wrap=True)
+    for model in deployment.models:
+        table.add_row(
+            escape(model.name),
+            model.dtype,
+            f"{model.layers} x {model.kv_heads} (head {model.head_dim})",
+            model.pool,
+            f"{model.block_tokens} tokens",
+            quota_words(model),
+            f"{model.max_len} tokens",
+            str(model.threads),
+        )
+    return table
+
+
+def quota_words(model: ModelDeployment) -> str:
+    """`6808 pages (425 blocks)`."""
+    return f"{model.quota_pages} pages ({model.quota_pages // model.pages_per_block} blocks)"

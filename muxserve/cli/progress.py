@@ -1,0 +1,122 @@
+"""Renders the controller's events: a live table on a terminal, one line per event elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from muxserve.cli.output import escape
+from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
+
+
+class Renderer(Protocol):
+    """Shows events. `close` is called at the end, whatever happened."""
+
+    def __call__(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def renderer(console: Console, parts: Iterable[PartId]) -> Renderer:
+    """The one that fits where `console` writes to."""
+    lines = Lines(console)
+    return LiveTable(console, parts, lines) if console.is_terminal else lines
+
+
+class Lines:
+    """One line per event, with the seconds since the start."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        text = describe(event)
+        if text:
+            self._console.print(f"{time.monotonic() - self._began:7.1f} s  {escape(text)}")
+        if isinstance(event, Failed) and event.tail:
+            self._console.print(f"last lines of {escape(str(event.log))}:")
+            for line in event.tail:
+                self._console.print(f"  {escape(line)}")
+
+    def close(self) -> None:
+        pass
+
+
+class LiveTable:
+    """A table that lives until the fleet is ready or fails; lines before and after it for what is out of the order."""
+
+    def __init__(self, console: Console, parts: Iterable[PartId], lines: Lines) -> None:
+        self._lines = lines
+        self._rows: dict[PartId, tuple[str, str]] = dict.fromkeys(parts, ("waiting", ""))
+        self._began: dict[PartId, float] = {}
+        self._spinner = Spinner("dots")
+        self._live: Live | None = Live(get_renderable=self._table, console=console, refresh_per_second=10)
+        self._live.start()
+
+    def __call__(self, event: Event) -> None:
+        if self._live is None:
+            self._lines(event)
+            return
+        if getattr(event, "part", None) not in self._rows and not isinstance(event, Ready | Draining | Stopping):
+            return  # rows are drawn by another thread and must not become more
+        match event:
+            case Starting(part):
+                self._rows[part] = ("starting", "")
+                self._began[part] = time.monotonic()
+            case Progress(part, detail):
+                self._rows[part] = ("starting", detail)
+            case Up(part, pid, seconds):
+                self._rows[part] = ("up", f"pid {pid}, {seconds:.1f} s")
+            case Down(part, reason, _):
+                self._rows[part] = ("died", reason)
+                self._lines(event)
+            case Ready() | Draining() | Stopping() | Failed():
+                self.close()
+                self._lines(event)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for part, (state, detail) in self._rows.items():
+            sign = {"up": Text("✓", "green"), "died": Text("✗", "red"), "waiting": Text("·", "dim")}.get(state)
+            if state == "starting":
+                seconds = time.monotonic() - self._began.get(part, time.monotonic())
+                detail = f"{detail or 'starting'} {seconds:.0f} s"
+            table.add_row(
+                sign or self._spinner, Text(str(part), "dim" if state == "waiting" else ""), Text(detail, "dim")
+            )
+        return table
+
+
+def describe(event: Event) -> str:
+    """An event in words; empty for those that are not worth a line."""
+    match event:
+        case Starting(part):
+            return f"{part}: starting"
+        case Progress(part, detail):
+            return f"{part}: {detail}"
+        case Up(part, pid, seconds):
+            return f"{part}: up (pid {pid}, {seconds:.1f} s)"
+        case Down(part, reason, restart_in):
+            return f"{part}: {reason}; starting it again" + (f" in {restart_in:g} s" if restart_in >= 0.5 else "")
+        case Ready(seconds):
+            return f"ready after {seconds:.1f} s"
+        case Draining(seconds):
+            return f"no new requests; running ones have {seconds:g} s to finish (Ctrl-C again: end now)"
+        case Stopping():
+            return "stopping"
+        case Failed(_, message):
+            return f"failed: {message}"
+    return ""

@@ -1,0 +1,85 @@
+"""What `muxserve deploy` shows when the fleet is up: the table, the answers, and lines to copy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+from muxserve.cli.http import HTTPFailure, get_json, stream_chat
+from muxserve.cli.output import console, errors, escape, models_table
+from muxserve.config import Fleet
+from muxserve.deployment import Deployment
+
+_HEALTH_SECONDS = 30.0
+
+
+async def announce(fleet: Fleet, deployment: Deployment, demo: bool) -> None:
+    """Wait until the endpoint says it is healthy, then print everything."""
+    url = endpoint(deployment)
+    if not await asyncio.to_thread(_wait_healthy, url):
+        errors.print(f"[yellow]{url}/health does not answer 200 yet[/]; `muxserve status --url {url}` says more")
+    console.print()
+    console.print(models_table(deployment))
+    if demo:
+        console.print()
+        key = deployment.gateway.api_keys[0] if deployment.gateway.api_keys else None
+        for model in fleet.models:
+            if model.demo:
+                await asyncio.to_thread(_ask, url, model.name, model.demo, key)
+    console.print()
+    console.print(_how_to(fleet, deployment, url), markup=False)
+    console.print(f"\n[bold]serving at {url}/v1[/]  (Ctrl-C to stop)")
+
+
+def endpoint(deployment: Deployment) -> str:
+    """The URL at which a client on this machine reaches the gateway."""
+    host = deployment.gateway.host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{deployment.gateway.port}" if ":" in host else f"http://{host}:{deployment.gateway.port}"
+
+
+def _wait_healthy(url: str) -> bool:
+    deadline = time.monotonic() + _HEALTH_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if get_json(url, "/health", timeout=5)[0] == 200:
+                return True
+        except HTTPFailure:
+            pass
+        time.sleep(0.05)
+    return False
+
+
+def _ask(url: str, model: str, question: str, key: str | None) -> None:
+    """Print one answer as it streams in."""
+    console.print(f"[bold]{escape(model)}[/] > {escape(question)}")
+    try:
+        for piece in stream_chat(url, model, question, key):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except HTTPFailure as error:
+        errors.print(f"[red]no answer:[/] {escape(str(error))}")
+
+
+def _how_to(fleet: Fleet, deployment: Deployment, url: str) -> str:
+    """A curl line and a client snippet that work when pasted."""
+    model = fleet.models[0]
+    question = model.demo or "Hello!"
+    keys = bool(deployment.gateway.api_keys)
+    body = json.dumps({"model": model.name, "messages": [{"role": "user", "content": question}]}, ensure_ascii=False)
+    quoted = body.replace("'", "'\\''")
+    header = ' -H "Authorization: Bearer $MUXSERVE_API_KEY"' if keys else ""
+    key = 'os.environ["MUXSERVE_API_KEY"]' if keys else '"none"'
+    imports = "import os\nfrom openai import OpenAI" if keys else "from openai import OpenAI"
+    return f"""curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{quoted}'
+
+{imports}
+client = OpenAI(base_url="{url}/v1", api_key={key})
+answer = client.chat.completions.create(
+    model={json.dumps(model.name)}, messages=[{{"role": "user", "content": {json.dumps(question)}}}]
+)
+print(answer.choices[0].message.content)"""
