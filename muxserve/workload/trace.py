@@ -1,0 +1,244 @@
+"""The trace format: JSON Lines, one header object, then one array per request.
+
+    {"muxserve_trace":1,"models":["atlas","frontdesk"],"duration":60.0,"about":"..."}
+    [0.125,"atlas",31,120]
+    [0.3,"frontdesk",40,64]
+
+An array is arrival in seconds from the start, model, prompt tokens, output tokens. Arrivals never fall. A path that
+ends in `.gz` is compressed. Reading and writing stream: a trace of any length takes constant memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, cast
+
+import msgspec
+
+VERSION = 1
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read or written; the message names file and line."""
+
+    def __init__(self, path: str | os.PathLike[str], line: int, problem: str) -> None:
+        super().__init__(f"{os.fspath(path)}, line {line}: {problem}")
+        self.path = os.fspath(path)
+        self.line = line
+        self.problem = problem
+
+
+class TraceRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One request. `arrival` is in seconds from the start of the trace; lengths are in tokens, at least 1."""
+
+    arrival: float
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+class TraceHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """First line. `models` are the names that requests may use; `duration` is in seconds (0: unknown); `about` says in
+    words where the trace comes from; `seed` and `parameters` let a generated one be made again."""
+
+    muxserve_trace: int
+    models: list[str]
+    duration: float = 0.0
+    about: str = ""
+    seed: int | None = None
+    parameters: dict[str, object] = {}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace in memory."""
+
+    header: TraceHeader
+    requests: list[TraceRequest]
+
+
+_header_decoder = msgspec.json.Decoder(TraceHeader)
+_request_decoder = msgspec.json.Decoder(TraceRequest)
+_encoder = msgspec.json.Encoder()
+
+
+def _header_problem(header: TraceHeader) -> str | None:
+    if header.muxserve_trace != VERSION:
+        return f"trace version {header.muxserve_trace} is not known, this reader knows version {VERSION}"
+    if not header.models or len(set(header.models)) != len(header.models):
+        return "`models` must list at least one model, and none twice"
+    if not (header.duration >= 0 and math.isfinite(header.duration)):
+        return f"`duration` must be zero or positive, not {header.duration}"
+    return None
+
+
+def _request_problem(request: TraceRequest, models: frozenset[str], before: float) -> str | None:
+    if not (request.arrival >= 0 and math.isfinite(request.arrival)):
+        return f"the arrival must be zero or positive seconds, not {request.arrival}"
+    if request.arrival < before:
+        return f"the arrival {request.arrival} lies before the one above it, {before}"
+    if request.model not in models:
+        return f"model {request.model!r} is not among the header's models ({', '.join(sorted(models))})"
+    if request.prompt_tokens < 1 or request.output_tokens < 1:
+        return f"prompt and output need at least 1 token, not {request.prompt_tokens} and {request.output_tokens}"
+    return None
+
+
+@contextlib.contextmanager
+def open_trace(path: str | os.PathLike[str]) -> Iterator[tuple[TraceHeader, Iterator[TraceRequest]]]:
+    """The header and a stream of the requests, valid inside the `with` block. Blank lines are skipped.
+
+    Raises:
+        TraceError: the header is malformed; while iterating, the first malformed request.
+        OSError: the file cannot be opened.
+    """
+    with _open(path, "rb") as file:
+        lines = _lines(path, file)
+        first = next(lines, None)
+        if first is None:
+            raise TraceError(path, 1, "the file is empty; a trace begins with a header line")
+        number, text = first
+        try:
+            header = _header_decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TraceError(path, number, f"not the header of a trace: {error}") from None
+        problem = _header_problem(header)
+        if problem:
+            raise TraceError(path, number, problem)
+        yield header, _requests(path, lines, header)
+
+
+def _open(path: str | os.PathLike[str], mode: str) -> IO[bytes]:
+    if os.fspath(path).endswith(".gz"):
+        return cast(IO[bytes], gzip.open(path, mode))
+    return cast(IO[bytes], open(path, mode))
+
+
+def _lines(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        for number, text in enumerate(file, start=1):
+            if text.strip():
+                yield number, text
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(path, number + 1, f"the compressed file is damaged or cut off: {error}") from None
+
+
+def _requests(
+    path: str | os.PathLike[str], lines: Iterator[tuple[int, bytes]], header: TraceHeader
+) -> Iterator[TraceRequest]:
+    models = frozenset(header.models)
+    before = 0.0
+    for number, text in lines:
+        try:
+            request = _request_decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            wanted = "[arrival, model, prompt tokens, output tokens]"
+            raise TraceError(path, number, f"not a request {wanted}: {error}") from None
+        problem = _request_problem(request, models, before)
+        if problem:
+            raise TraceError(path, number, problem)
+        before = request.arrival
+        yield request
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """The whole trace in memory.
+
+    Raises:
+        TraceError: the header or a line is malformed.
+        OSError: the file cannot be opened.
+    """
+    with open_trace(path) as (header, requests):
+        return Trace(header, list(requests))
+
+
+class TraceWriter:
+    """Writes a trace request by request; use it in a `with` block. What it writes `open_trace` reads."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        models: Sequence[str],
+        *,
+        duration: float = 0.0,
+        about: str = "",
+        seed: int | None = None,
+        parameters: dict[str, object] | None = None,
+    ) -> None:
+        """
+        Raises:
+            TraceError: the header would not be readable.
+            OSError: the file cannot be written.
+        """
+        self._path = path
+        self._models = frozenset(models)
+        self._before = 0.0
+        self._line = 1
+        header = TraceHeader(VERSION, list(models), duration, about, seed, parameters or {})
+        problem = _header_problem(header)
+        if problem:
+            raise TraceError(path, 1, problem)
+        # The time and the name inside a gzip file would make equal traces differ.
+        self._raw = Path(path).open("wb")  # noqa: SIM115 (closed by `close`)
+        compressed = os.fspath(path).endswith(".gz")
+        self._file = cast(IO[bytes], gzip.GzipFile("", "wb", fileobj=self._raw, mtime=0)) if compressed else self._raw
+        self._file.write(_encoder.encode(header) + b"\n")
+
+    def write(self, request: TraceRequest) -> None:
+        """Append one request.
+
+        Raises:
+            TraceError: it arrives before the one written last, or is not of this trace.
+        """
+        problem = _request_problem(request, self._models, self._before)
+        if problem:
+            raise TraceError(self._path, self._line + 1, problem)
+        self._file.write(_encoder.encode(request) + b"\n")
+        self._before = request.arrival
+        self._line += 1
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+        self._raw.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_trace(
+    path: str | os.PathLike[str],
+    models: Sequence[str],
+    requests: Iterable[TraceRequest],
+    *,
+    duration: float = 0.0,
+    about: str = "",
+    seed: int | None = None,
+    parameters: dict[str, object] | None = None,
+) -> int:
+    """Write a whole trace; returns how many requests it has.
+
+    Raises:
+        TraceError: a request is out of order or not of this trace.
+        OSError: the file cannot be written.
+    """
+    count = 0
+    with TraceWriter(path, models, duration=duration, about=about, seed=seed, parameters=parameters) as writer:
+        for request in requests:
+            writer.write(request)
+            count += 1
+    return count
