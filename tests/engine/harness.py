@@ -104,16 +104,19 @@ class Engines:
     def send(self, engine: str, message: Message) -> None:
         self._router.send_multipart([engine.encode(), encode(message)])
 
-    def body(self, request_id: str, prompt: list[int], **params: Any) -> bytes:
+    def body(self, request_id: str, prompt: list[int], eos: int | None = None, **params: Any) -> bytes:
+        """A request as the gateway's front end would encode it."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
         params.setdefault("temperature", 0.0)
+        sampling_params = SamplingParams(**params)
+        sampling_params.update_from_generation_config({}, eos)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
             mm_features=None,
-            sampling_params=SamplingParams(**params),
+            sampling_params=sampling_params,
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
@@ -196,8 +199,8 @@ class Engines:
 
     def serve(self, model: str, requests: dict[str, bytes]) -> None:
         """Prefill, hand over, decode, and prefill again what was preempted, until all are finished."""
+        seen = len(self.reports)
         self.lease(f"{model}/prefill", [self.admit(r, body) for r, body in requests.items()])
-        seen = 0
 
         def progress() -> bool:
             nonlocal seen

@@ -41,6 +41,7 @@ def main(name: str, path: str, out: str) -> None:
         (result,) = llm.generate([text], SamplingParams(**keywords), use_tqdm=False)
         output = result.outputs[0]
         answers[case] = {
+            "eos": llm.get_tokenizer().eos_token_id,
             "prompt": list(result.prompt_token_ids),
             "tokens": list(output.token_ids),
             "finish": output.finish_reason,

@@ -53,7 +53,9 @@ def owned(family: Engines) -> dict[str, int]:
 
 def bodies(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | None = None) -> dict[str, bytes]:
     return {
-        f"{tag}-{case}": family.body(f"{tag}-{case}", stock[case]["prompt"], **sampling(CASES[case][1]))
+        f"{tag}-{case}": family.body(
+            f"{tag}-{case}", stock[case]["prompt"], stock[case]["eos"], **sampling(CASES[case][1])
+        )
         for case in cases or CASES
     }
 
