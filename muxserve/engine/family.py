@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import selectors
@@ -95,6 +96,9 @@ class ForkingParent:
 
     def fork(self, name: str, log_file: Path, child: Callable[[], None], die_with_parent: bool = True) -> int:
         """Fork a child that runs `child` with its output in `log_file`; returns its pid in the parent."""
+        # What is here now stays: without the collector's touch its pages remain shared with the children.
+        gc.collect()
+        gc.freeze()
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()

@@ -109,7 +109,7 @@ class EngineLoop:
     def _may_step(self) -> bool:
         return self._steps_left > 0 and self.scheduler.has_unfinished_requests() and time.monotonic() < self._deadline
 
-    def _patience(self) -> int | None:
+    def _patience(self) -> int:
         """Milliseconds to wait for messages."""
         if not self._may_step():
             return IDLE_MILLISECONDS

@@ -66,7 +66,7 @@ class PhaseScheduler(Scheduler):
         self.phase: Literal["both", "prefill", "decode"] = "both"
         self.step_tokens = 0
         self.last_scheduled_tokens = 0
-        self._most_tokens = self.max_num_scheduled_tokens
+        self._most_tokens: int = self.max_num_scheduled_tokens
         self._prefilled: list[Prefilled] = []
         self._preempted: list[Preempted] = []
         self._resumed_from: dict[str, int] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from typing import Any
 
 VLLM_VERSION = "0.32.0"
 
@@ -67,7 +68,7 @@ def problems() -> list[str]:
     for module_name, path, names in INTERNALS:
         where = f"{module_name}.{path}"
         try:
-            target = importlib.import_module(module_name)
+            target: Any = importlib.import_module(module_name)
             for part in path.split("."):
                 target = getattr(target, part)
         except (ImportError, AttributeError):

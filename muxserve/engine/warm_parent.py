@@ -37,22 +37,20 @@ def environment(deployment: Deployment) -> dict[str, str]:
 def preload() -> None:
     """Import what engines and gateway need, so that a fork starts with it."""
     import transformers  # noqa: F401
-    import vllm.entrypoints.launchers.api_server.app_state
-    import vllm.entrypoints.launchers.app
     import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen2
     import vllm.model_executor.models.qwen3
     import vllm.v1.attention.backends.cpu_attn
-    import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor  # noqa: F401
 
     import muxserve.engine.process
-    import muxserve.engine.worker
-    import muxserve.gateway.main  # noqa: F401
+    import muxserve.engine.worker  # noqa: F401
     from muxserve.engine import vllm_seam
+    from muxserve.gateway import main as gateway
 
     vllm_seam.check()
+    gateway.preload()
 
 
 class WarmParent:
@@ -116,6 +114,7 @@ class WarmParent:
 
         pid = self._parent.fork(f"model {model}", model_parent.log_file(self.deployment, model), child)
         theirs.close()
+        self.control.event("forked", kind="model", model=model, phase="", pid=pid)
         self._model_parents[model] = (pid, ours)
         return ours
 
