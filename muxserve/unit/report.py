@@ -1,0 +1,110 @@
+"""The unit's state as data: for `/fleet`, `/metrics` and `muxserve status`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from muxserve.deployment import Deployment
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.quotas import normalised_usage
+from muxserve.scheduling.state import EngineState, ModelState
+from muxserve.scheduling.types import WHOLE, Phase
+
+
+def unit_state(
+    deployment: Deployment,
+    ledger: UnitLedger,
+    policy: Policy,
+    epoch: str,
+    uptime: float,
+    now: float,
+    pids: Mapping[tuple[str, Phase], int],
+    gateways: int,
+) -> dict[str, object]:
+    """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool."""
+    return {
+        "unit": deployment.unit,
+        "policy": policy.name,
+        "epoch": epoch,
+        "uptime_seconds": round(uptime, 3),
+        "cores": deployment.cores,
+        "budget_used": ledger.share_used / WHOLE,
+        "memory_connected": ledger.memory_up,
+        "gateways": gateways,
+        "models": {model.name: _model(model, policy, now) for model in ledger.models},
+        "pools": {
+            name: {
+                "total_pages": pool.profile.pages,
+                "free_pages": pool.free,
+                "cached_pages": pool.available - pool.free,
+                "usage": {
+                    m.name: round(r, 4)
+                    for m, r in zip(
+                        pool.models,
+                        normalised_usage(pool, [m.profile for m in pool.models], [m.used for m in pool.models]),
+                        strict=True,
+                    )
+                },
+            }
+            for name, pool in ledger.pools.items()
+        },
+        "engines": {
+            f"{model.name}/{phase}": _engine(model.engine(phase), pids.get((model.name, phase)), now)
+            for model in ledger.models
+            for phase in Phase
+        },
+    }
+
+
+def _model(model: ModelState, policy: Policy, now: float) -> dict[str, object]:
+    tally = model.tally
+    return {
+        "pool": model.pool.profile.name,
+        "queued": len(model.queue),
+        "prefilling": len(model.prefilling),
+        "handed": len(model.handed),
+        "decoding": len(model.decoding),
+        "arrived": tally.arrived,
+        "finished": tally.finished,
+        "returned": tally.returned,
+        "lost": tally.lost,
+        "cancelled": tally.cancelled,
+        "quota_pages": model.quota,
+        "limit_pages": policy.limit(model),
+        "floor_pages": model.profile.floor_pages,
+        "used_pages": model.used,
+        "cached_pages": model.cached,
+        "phases": {str(phase): _phase(model.engine(phase), now) for phase in Phase},
+    }
+
+
+def _phase(engine: EngineState, now: float) -> dict[str, object]:
+    waiting = now - engine.wait_since if engine.wait_since is not None else 0.0
+    return {
+        "jobs": engine.jobs,
+        "tokens": engine.tokens,
+        "busy_seconds": round(engine.busy_seconds, 6),
+        "lease_waits": engine.waits,
+        "lease_wait_seconds": round(engine.wait_seconds + waiting, 6),
+        "share": engine.share / WHOLE,
+        "step_seconds": round(engine.step_seconds, 6),
+    }
+
+
+def _engine(engine: EngineState, pid: int | None, now: float) -> dict[str, object]:
+    lease = engine.lease
+    return {
+        "up": engine.up,
+        "pid": pid,
+        "requests": len(engine.inside),
+        "lease": None
+        if lease is None
+        else {
+            "id": lease.lease_id,
+            "steps": lease.steps,
+            "left": lease.left,
+            "seconds_left": round(lease.deadline - now, 6),
+            "share": lease.share / WHOLE,
+        },
+    }

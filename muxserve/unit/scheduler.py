@@ -1,0 +1,149 @@
+"""The unit scheduler process: `python -m muxserve.unit.scheduler --deployment PATH`.
+
+A ZeroMQ ROUTER and a loop around `UnitExecutor`: it takes in every message that is there, decides once, and sends. An
+arrival to an idle unit is granted in the same turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+
+import msgspec
+import zmq
+
+from muxserve import deployment as deployments
+from muxserve.deployment import Deployment
+from muxserve.scheduling.policies import make_policy
+from muxserve.unit.executor import UnitExecutor
+from muxserve.unit.memory import Memory, MemoryLink
+from muxserve.wire import decode, encode
+
+log = logging.getLogger("muxserve.unit")
+
+# Messages taken in before a decision is made: enough to decide on a burst as a whole, few enough to be quick.
+BATCH = 64
+LONGEST_WAIT_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Stopped:
+    """Turns SIGTERM and SIGINT into something that a poller can wait for."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+
+def serve(deployment: Deployment, memory: Memory) -> None:
+    """Run the unit scheduler until SIGTERM.
+
+    Raises:
+        zmq.ZMQError: the unit's address cannot be bound.
+        ValueError: the deployment contradicts itself.
+    """
+    stopped = Stopped()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.SNDHWM, 0)
+    router.setsockopt(zmq.RCVHWM, 0)
+    # A peer that was started again takes over the identity of the one that died.
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    epoch = secrets.token_hex(8)
+    executor = UnitExecutor(deployment, make_policy(deployment.policy), memory, epoch, time.monotonic())
+    router.bind(deployment.unit_address)
+    poller = zmq.Poller()
+    poller.register(router, zmq.POLLIN)
+    poller.register(stopped.reader.fileno(), zmq.POLLIN)
+    log.info("unit %s, policy %s, epoch %s", deployment.unit, deployment.policy, epoch)
+    # What exists now stays; looking at it again and again would only lengthen the pauses.
+    gc.collect()
+    gc.freeze()
+    try:
+        while True:
+            now = time.monotonic()
+            wait = min(max(executor.wakeup(now) - now, 0.0), LONGEST_WAIT_SECONDS)
+            # Rounded up: waking a little early would only mean to wait again.
+            ready = dict(poller.poll(math.ceil(wait * 1000)))
+            if stopped.reader.fileno() in ready:
+                log.info("stopped")
+                return
+            _take_in(router, executor)
+            for peer, message in executor.turn(time.monotonic()):
+                router.send_multipart((peer, encode(message)), zmq.NOBLOCK, copy=True)
+    finally:
+        router.close()
+        context.term()
+
+
+def _take_in(router: zmq.Socket[bytes], executor: UnitExecutor) -> None:
+    for _ in range(BATCH):
+        try:
+            frames = router.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        peer = frames[0]
+        if len(frames) != 2 or not frames[1]:
+            log.warning("a message of %d frames from %r ignored", len(frames) - 1, peer)
+            continue
+        try:
+            message = decode(frames[1])
+        except msgspec.DecodeError as error:
+            log.warning("a message from %r that is none of ours ignored: %s", peer, error)
+            continue
+        try:
+            executor.handle(peer, message, time.monotonic())
+        except Exception:
+            # The message made sense to nobody who wrote this; the other requests go on.
+            log.exception("a %s from %r could not be handled", type(message).__name__, peer)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0 stopped, 2 bad input, 3 could not start."""
+    parser = argparse.ArgumentParser(prog="python -m muxserve.unit.scheduler", description="The unit scheduler.")
+    parser.add_argument("--deployment", required=True, help="deployment.json, written by the controller")
+    parser.add_argument("--die-with-parent", action="store_true", help="stop when the process that started this ends")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    options = parser.parse_args(arguments)
+    if options.die_with_parent:
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before the kernel was told
+            return 0
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        deployment = deployments.load(options.deployment)
+    except (OSError, msgspec.DecodeError) as error:
+        print(f"{options.deployment}: not a deployment: {error}", file=sys.stderr)
+        return 2
+    try:
+        serve(deployment, MemoryLink(deployment))
+    except ValueError as error:
+        print(f"{options.deployment}: {error}", file=sys.stderr)
+        return 2
+    except zmq.ZMQError as error:
+        print(f"cannot listen on {deployment.unit_address}: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
