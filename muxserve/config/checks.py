@@ -124,8 +124,8 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
     for key in args:
         where = (*at, "engine_args", str(key))
         if not isinstance(key, str):
-            yield source.problem(where, "must be the name of a vLLM option")
-        elif key in _OWN_NAMES:
+            continue
+        if key in _OWN_NAMES:
             yield source.problem(where, f"is set by `{_OWN_NAMES[key]}` of the model; move it there")
         elif key in RESERVED:
             yield source.problem(where, "is decided by MuxServe and cannot be passed through; remove it")

@@ -80,7 +80,10 @@ def parse_fleet(text: str, file: str, base: Path, environ: Mapping[str, str] | N
 
 
 def _problem(source: Source, details: ErrorDetails) -> Problem:
-    path: KeyPath = tuple(details["loc"])
+    # pydantic marks a wrong key of a mapping with a last part of its own.
+    path: KeyPath = tuple(part for part in details["loc"] if part != "[key]")
+    if len(path) < len(details["loc"]):
+        path = (*path[:-1], str(path[-1]))
     return source.problem(path, _message(path, details))
 
 

@@ -10,6 +10,7 @@ import yaml
 from muxserve.config.problems import FleetError, KeyPath, Problem
 
 _MAX_DEPTH = 64
+_MAX_NODES = 100_000  # aliases can make a small file a huge one
 
 
 @dataclass
@@ -46,7 +47,7 @@ def parse_yaml(text: str, file: str) -> Source:
             if node is None:
                 raise FleetError([Problem("the file is empty; it needs at least `models:`", file, 1)])
             problems: list[Problem] = []
-            _walk(node, (), source, problems, 0)
+            _walk(node, (), source, problems)
             if problems:
                 raise FleetError(problems)
             source.data = loader.construct_document(node)
@@ -56,19 +57,24 @@ def parse_yaml(text: str, file: str) -> Source:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
         raise FleetError([Problem(f"not valid YAML: {what}", file, mark.line + 1 if mark else None)]) from None
+    except RecursionError:
+        raise FleetError([Problem("nested too deeply", file)]) from None
     except (yaml.YAMLError, ValueError) as error:
         raise FleetError([Problem(f"not valid YAML: {error}", file)]) from None
     return source
 
 
-def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem], depth: int) -> None:
-    source.lines.setdefault(path, node.start_mark.line + 1)
-    if depth > _MAX_DEPTH:
-        problems.append(Problem("nested too deeply", source.file, node.start_mark.line + 1))
+def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem]) -> None:
+    """Note the lines of `node` and all below it, and the keys given twice."""
+    if node.start_mark is not None:
+        source.lines.setdefault(path, node.start_mark.line + 1)
+    if len(path) > _MAX_DEPTH or len(source.lines) > _MAX_NODES:
+        if not problems or "nested" not in problems[-1].message:
+            problems.append(source.problem(path[:_MAX_DEPTH], "nested too deeply, or repeated too often"))
         return
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _walk(item, (*path, index), source, problems, depth + 1)
+            _walk(item, (*path, index), source, problems)
     elif isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
@@ -76,9 +82,8 @@ def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem
             line = key.start_mark.line + 1
             where = (*path, name)
             if name in seen and name != "<<":
-                problems.append(
-                    Problem(f"given twice (first on line {seen[name]}); keep one", source.file, line, where)
-                )
+                message = f"given twice (first on line {seen[name]}); keep one"
+                problems.append(Problem(message, source.file, line, where))
             seen.setdefault(name, line)
             source.lines.setdefault(where, line)
-            _walk(value, where, source, problems, depth + 1)
+            _walk(value, where, source, problems)

@@ -1,0 +1,150 @@
+"""Every mistake is told with the line on which it stands, and all of them at once."""
+
+# ruff: noqa: E501 -- one case, one line
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from muxserve.config import Fleet, FleetError, parse_fleet
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def problems(text: str, base: Path, **environ: str) -> list[str]:
+    with pytest.raises(FleetError) as caught:
+        parse_fleet(text, "fleet.yaml", base, environ)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def good(text: str, base: Path, **environ: str) -> Fleet:
+    return parse_fleet(text, "fleet.yaml", base, environ)
+
+
+ONE = "models:\n  - name: one\n    path: a\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "fleet.yaml:1: the file is empty; it needs at least `models:`"),
+        ("- 1\n", "fleet.yaml:1: must be a mapping with `models:`, not a list"),
+        ("just words\n", "fleet.yaml:1: must be a mapping with `models:`, not the text 'just words'"),
+        ("models: [\n", "fleet.yaml:2: not valid YAML"),
+        ("a: b: c\n", "fleet.yaml:1: not valid YAML"),
+        ("models: *nothing\n", "fleet.yaml:1: not valid YAML"),
+        ("models: !!python/object/apply:os.system ['true']\n", "fleet.yaml:1: not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "fleet.yaml:2: not valid YAML"),
+        ("policy: adbs\n", "fleet.yaml:1: models: is required"),
+        ("models: []\n", "fleet.yaml:1: models: needs at least one entry"),
+        ("models: one\n", "fleet.yaml:1: models: must be a list, not the text 'one'"),
+        ("models:\n", "fleet.yaml:1: models: must be a list, not empty"),
+        (f"policy: adsb\n{ONE}", "fleet.yaml:1: policy: must be one of adbs, fcfs, round_robin, not 'adsb'; did you mean \"adbs\"?"),
+        (f"polizy: adbs\n{ONE}", 'fleet.yaml:1: polizy: unknown key; did you mean "policy"?'),
+        (f"port: 80\n{ONE}", "fleet.yaml:1: port: unknown key; `port` belongs under `gateway`"),
+        (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, kv_pool, gateway, models"),
+        (f"cluster:\n  gpu: 1\n{ONE}", 'fleet.yaml:2: cluster.gpu: unknown key; did you mean "gpus"?'),
+        (f"cluster: many\n{ONE}", 'fleet.yaml:1: cluster: must be auto or a mapping such as "cores: 2", not \'many\''),
+        (f"cluster: {{cores: 0}}\n{ONE}", "fleet.yaml:1: cluster.cores: must be a whole number of at least 1, or auto, not 0"),
+        (f"kv_pool: {{size: 12XB}}\n{ONE}", "fleet.yaml:1: kv_pool.size: must be a size such as 512MiB or 2GiB, not '12XB' (or auto)"),
+        (f"kv_pool: {{size: -5}}\n{ONE}", "fleet.yaml:1: kv_pool.size: must be larger than zero, not -5 (or auto)"),
+        (f"kv_pool: 1GiB\n{ONE}", "fleet.yaml:1: kv_pool: must be a mapping, not the text '1GiB'"),
+        (f"gateway:\n  port: 70000\n{ONE}", "fleet.yaml:2: gateway.port: must be at most 65535, not 70000"),
+        (f"gateway:\n  port: '8000'\n{ONE}", "fleet.yaml:2: gateway.port: must be a whole number, not the text '8000'"),
+        (f"gateway:\n  drain_seconds: soon\n{ONE}", "fleet.yaml:2: gateway.drain_seconds: must be a number of s or a duration"),
+        (f"gateway:\n  api_keys: [env:NOT_THERE]\n{ONE}", "fleet.yaml:2: gateway.api_keys[0]: the environment variable NOT_THERE is not set; export it, or remove the key"),
+        (f"gateway:\n  api_keys: env:EMPTY\n{ONE}", "fleet.yaml:2: gateway.api_keys: the environment variable EMPTY is not set"),
+        (f"gateway:\n  api_keys: ['']\n{ONE}", "fleet.yaml:2: gateway.api_keys[0]: must not be empty"),
+        (f"gateway:\n  api_keys: [1234]\n{ONE}", "fleet.yaml:2: gateway.api_keys[0]: must be a text, not 1234"),
+        (f"gateway:\n  api_keys: ['a b ']\n{ONE}", "fleet.yaml:2: gateway.api_keys[0]: a key must be printable ASCII"),
+        ("models:\n  - path: a\n", "fleet.yaml:2: models[0].name: is required"),
+        ("models:\n  - name: a/b\n    path: a\n", "fleet.yaml:2: models[0].name: must be letters, digits"),
+        ("models:\n  - name: one\n", "fleet.yaml:2: models[0]: needs `path` (a checkpoint directory) or `hub` (a Hugging Face hub id)"),
+        ("models:\n  - name: one\n    path: a\n    hub: x/y\n", "fleet.yaml:4: models[0].hub: give either `path` or `hub`, not both"),
+        ("models:\n  - name: one\n    hub: x/y/z\n", "fleet.yaml:3: models[0].hub: must be a hub id such as org/name, not 'x/y/z'"),
+        ("models:\n  - name: one\n    path: nowhere\n", "nowhere does not exist"),
+        ("models:\n  - name: one\n    path: org/name\n", "org/name does not exist; if it is a hub id, write `hub: org/name`"),
+        ("models:\n  - name: one\n    path: a/config.json\n", "is a file; give the directory that holds config.json"),
+        (f"{ONE}    rate: 0\n", "fleet.yaml:4: models[0].rate: must be more than 0, not 0"),
+        (f"{ONE}    rate: -1.5\n", "fleet.yaml:4: models[0].rate: must be more than 0, not -1.5"),
+        (f"{ONE}    rate: .nan\n", "fleet.yaml:4: models[0].rate: must be a finite number, not nan"),
+        (f"{ONE}    rate: often\n", "fleet.yaml:4: models[0].rate: must be a number, not the text 'often'"),
+        (f"{ONE}    max_num_seqs: 2.5\n", "fleet.yaml:4: models[0].max_num_seqs: must be a whole number, not 2.5"),
+        (f"{ONE}    prefix_caching: 'on'\n", "fleet.yaml:4: models[0].prefix_caching: must be true or false, not the text 'on'"),
+        (f"{ONE}    slo:\n      ttft_ms: 0\n", "fleet.yaml:5: models[0].slo.ttft_ms: must be more than 0, not 0"),
+        (f"{ONE}    slo: {{ttft: 5}}\n", 'fleet.yaml:4: models[0].slo.ttft: unknown key; did you mean "ttft_ms"?'),
+        (f"{ONE}    max_queue: 5\n", "fleet.yaml:4: models[0].max_queue: unknown key; `max_queue` belongs under `models.limits`"),
+        (f"{ONE}    max_num_seqs: 64\n    max_num_batched_tokens: 32\n", "fleet.yaml:5: models[0].max_num_batched_tokens: one step must have room"),
+        (f"{ONE}    engine_args: {{max_model_len: 5}}\n", "fleet.yaml:4: models[0].engine_args.max_model_len: is set by `max_len` of the model; move it there"),
+        (f"{ONE}    engine_args: {{worker_cls: x}}\n", "fleet.yaml:4: models[0].engine_args.worker_cls: is decided by MuxServe"),
+        (f"{ONE}    engine_args: {{trust_remote_cod: x}}\n", 'vLLM has no such option; did you mean "trust_remote_code"?'),
+        (f"{ONE}    engine_args: {{1: x}}\n", "fleet.yaml:4: models[0].engine_args.1: must be a text, not 1"),
+        (f"{ONE}    rate: 1\n    rate: 2\n", "fleet.yaml:5: models[0].rate: given twice (first on line 4); keep one"),
+    ],
+)  # fmt: skip
+def test_one_mistake(text: str, expected: str, base: Path) -> None:
+    found = problems(text, base, EMPTY=" ")
+    assert len(found) == 1, found
+    assert expected in found[0]
+
+
+def test_all_mistakes_at_once_in_the_order_of_the_file(base: Path) -> None:
+    text = """\
+polici: adbs
+gateway:
+  prot: 80
+models:
+  - name: one
+    path: a
+    rate: none
+  - name: one
+    path: gone
+  - 7
+"""
+    assert [problem.split(": ")[0] for problem in problems(text, base)] == [
+        "fleet.yaml:1",
+        "fleet.yaml:3",
+        "fleet.yaml:7",
+        "fleet.yaml:8",
+        "fleet.yaml:9",
+        "fleet.yaml:10",
+    ]
+
+
+def test_a_duplicate_name_points_to_the_first(base: Path) -> None:
+    text = "models:\n  - {name: one, path: a}\n  - {name: two, path: b}\n  - name: one\n    path: b\n"
+    assert problems(text, base) == ["fleet.yaml:4: models[2].name: 'one' is already the name of the model on line 2"]
+
+
+def test_a_directory_without_weights(base: Path) -> None:
+    (base / "a/model.safetensors").unlink()
+    assert "has no weights (*.safetensors)" in problems(ONE, base)[0]
+    assert good(f"{ONE}    engine_args: {{load_format: dummy}}\n", base).models[0].name == "one"
+
+
+def test_a_directory_without_config(base: Path) -> None:
+    (base / "a/config.json").unlink()
+    assert "has no config.json; is it a Hugging Face checkpoint?" in problems(ONE, base)[0]
+
+
+def test_an_anchor_that_contains_itself_is_refused(base: Path) -> None:
+    assert problems("models: &m\n  - *m\n", base)
+
+
+@pytest.mark.parametrize("depth", [100, 5000])
+def test_deep_nesting_is_refused(depth: int, base: Path) -> None:
+    assert "nested too deeply" in "".join(problems("models: " + "[" * depth + "]" * depth, base))
+
+
+def test_aliases_that_multiply_are_refused(base: Path) -> None:
+    levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
+    assert "repeated too often" in "".join(problems("\n".join(["l0: &l0 [1]", *levels]), base))

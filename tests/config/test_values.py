@@ -1,0 +1,149 @@
+"""What a good fleet file becomes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.config import FleetError, load_fleet, parse_fleet
+from muxserve.config.json_schema import fleet_schema, fleet_schema_text
+from muxserve.config.units import parse_duration, parse_size
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE = "models:\n  - name: one\n    hub: org/one\n"
+
+
+def test_defaults() -> None:
+    fleet = parse_fleet(ONE, "fleet.yaml", Path("/"), {})
+    model = fleet.models[0]
+    assert (fleet.policy, fleet.cluster.cores, fleet.kv_pool.size) == ("adbs", "auto", "auto")
+    assert (fleet.gateway.host, fleet.gateway.port, fleet.gateway.api_keys) == ("127.0.0.1", 8000, [])
+    assert (model.rate, model.dtype, model.max_len, model.prefix_caching) == (1.0, "auto", "auto", True)
+    assert model.slo.ttft_ms is None
+
+
+def test_values() -> None:
+    text = f"""\
+cluster: auto
+policy: fcfs
+kv_pool: {{size: 1.5GiB}}
+gateway: {{host: 0.0.0.0, port: 0, api_keys: [plain, env:KEYS], max_body: 1MB, drain_seconds: 2m}}
+{ONE}    rate: 3
+    slo: {{ttft_ms: 1.5s, tpot_ms: 20}}
+    max_len: 512
+    limits: {{max_concurrency: 2, max_queue: 0}}
+    engine_args: {{trust_remote_code: false}}
+"""
+    fleet = parse_fleet(text, "fleet.yaml", Path("/"), {"KEYS": "k1, k2,plain"})
+    assert fleet.kv_pool.size == 3 << 29
+    assert fleet.gateway.api_keys == ["plain", "k1", "k2"]
+    assert (fleet.gateway.max_body, fleet.gateway.drain_seconds) == (1_000_000, 120.0)
+    model = fleet.models[0]
+    assert (model.rate, model.slo.ttft_ms, model.slo.tpot_ms, model.max_len) == (3.0, 1500.0, 20.0, 512)
+    assert (model.limits.max_concurrency, model.limits.max_queue) == (2, 0)
+    assert model.engine_args == {"trust_remote_code": False}
+
+
+def test_one_key_may_stand_alone() -> None:
+    assert parse_fleet(f"gateway: {{api_keys: secret}}\n{ONE}", "f", Path("/"), {}).gateway.api_keys == ["secret"]
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fleets").mkdir()
+    checkpoint = tmp_path / "models" / "x"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    (tmp_path / "fleets/f.yaml").write_text("models: [{name: x, path: ../models/x}]\n")
+    monkeypatch.chdir("/")
+    path = load_fleet(tmp_path / "fleets/f.yaml").models[0].path
+    assert path is not None
+    assert Path(path).is_absolute()
+    assert Path(path).resolve() == checkpoint.resolve()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "there is no such file"),
+        (lambda path: path.mkdir(), "is a directory"),
+        (lambda path: path.write_bytes(b"models:\n  - \xff\n"), ":2: is not UTF-8 text"),
+    ],
+)
+def test_files_that_cannot_be_read(make: object, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    make(path)  # type: ignore[operator]
+    with pytest.raises(FleetError, match=words):
+        load_fleet(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("512MiB", 512 << 20), ("512 mib", 512 << 20), ("2GB", 2 * 10**9), ("1.5k", 1500), (7, 7)],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@given(st.one_of(st.text(), st.floats(), st.none(), st.booleans(), st.lists(st.integers()), st.integers(max_value=0)))
+def test_no_other_size(value: object) -> None:
+    try:
+        size = parse_size(value)
+    except ValueError:
+        return
+    assert size > 0
+    assert isinstance(value, str)
+
+
+@given(st.one_of(st.text(), st.floats(), st.none(), st.booleans(), st.integers()))
+def test_durations_are_finite_and_not_negative(value: object) -> None:
+    try:
+        duration = parse_duration(value)
+    except ValueError:
+        return
+    assert 0 <= duration < float("inf")
+
+
+def test_the_committed_schema_is_up_to_date() -> None:
+    committed = (ROOT / "configs/fleet.schema.json").read_text()
+    assert committed == fleet_schema_text(), "run: muxserve schema > configs/fleet.schema.json"
+
+
+def test_the_schema_takes_what_we_take_and_refuses_what_we_refuse() -> None:
+    validator = jsonschema.Draft202012Validator(fleet_schema())
+    validator.check_schema(fleet_schema())
+    for file in (ROOT / "configs").glob("*.yaml"):
+        assert not list(validator.iter_errors(yaml.safe_load(file.read_text()))), file
+    good = {"models": [{"name": "a", "hub": "x/y"}], "cluster": "auto", "kv_pool": {"size": "1GiB"}}
+    assert validator.is_valid(good)
+    assert validator.is_valid({**good, "cluster": {"cores": 2}, "gateway": {"drain_seconds": "5s", "api_keys": "k"}})
+    for bad in (
+        {**good, "models": []},
+        {**good, "models": [{"name": "a"}]},
+        {**good, "models": [{"name": "a", "hub": "x", "path": "y"}]},
+        {**good, "polizy": "adbs"},
+        {**good, "cluster": "many"},
+        {**good, "kv_pool": {"size": "12XB"}},
+        {**good, "models": [{"name": "a", "hub": "x", "rate": 0}]},
+    ):
+        assert not validator.is_valid(bad), bad
+
+
+def test_the_quickstart_fleet_reads() -> None:
+    fleet = load_fleet(ROOT / "configs/quickstart.yaml")
+    assert [model.name for model in fleet.models] == ["arithmetic", "atlas", "frontdesk"]
+    assert all(model.demo for model in fleet.models)
+
+
+def test_importing_muxserve_loads_nothing_heavy() -> None:
+    code = "import muxserve, sys, json; print(json.dumps(sorted(sys.modules)))"
+    modules = set(json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)))
+    assert not modules & {"pydantic", "yaml", "typer", "rich", "numpy", "zmq", "torch", "vllm"}

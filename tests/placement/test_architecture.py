@@ -1,0 +1,163 @@
+"""config.json files as they are found on the hub, cut to the fields that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from placement.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "dtype": "bfloat16",
+    "tie_word_embeddings": True,
+}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "max_window_layers": 24,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "n_ctx": 1024,
+    "vocab_size": 50257,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA, (32, 32, 8, 128, 131072, "bfloat16")),
+        (QWEN3, (28, 16, 8, 128, 40960, "bfloat16")),
+        (QWEN2, (24, 14, 2, 64, 32768, "bfloat16")),
+        (MISTRAL, (32, 32, 8, 128, 32768, "bfloat16")),
+        (GPT2, (12, 12, 12, 64, 1024, "float32")),
+        ({**GPT2, "architectures": ["NobodyKnowsForCausalLM"], "model_type": "new"}, (12, 12, 12, 64, 1024, "float32")),
+        ({**QWEN2, "layer_types": ["full_attention"] * 24}, (24, 14, 2, 64, 32768, "bfloat16")),
+        ({**QWEN2, "use_sliding_window": True}, (24, 14, 2, 64, 32768, "bfloat16")),
+        ({**LLAMA, "torch_dtype": "torch.float16"}, (32, 32, 8, 128, 131072, "float16")),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}}, (32, 32, 8, 128, 524288, "bfloat16")),
+        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, (32, 32, 8, 128, 131072, "bfloat16")),
+        ({**GPT2, "multi_query": True}, (12, 12, 1, 64, 1024, "float32")),
+    ],
+)
+def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
+    a = read_architecture(config)
+    assert (a.layers, a.heads, a.kv_heads, a.head_dim, a.max_len, a.dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({**LLAMA, "kv_lora_rank": 512, "architectures": ["DeepseekV3ForCausalLM"]}, "latent attention"),
+        ({**MISTRAL, "sliding_window": 4096}, "sliding_window = 4096"),
+        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 12}, "sliding-window"),
+        ({**QWEN2, "layer_types": ["full_attention", "sliding_attention"] * 12}, "sliding_attention"),
+        ({**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 14}, "linear_attention"),
+        ({**LLAMA, "model_type": "jamba", "attn_layer_period": 8}, "state-space"),
+        ({**LLAMA, "model_type": "mamba"}, "state-space"),
+        ({**LLAMA, "hybrid_override_pattern": "M-M*"}, "state-space"),
+        ({**QWEN3, "full_attention_interval": 4}, "linear-attention"),
+        ({**LLAMA, "attention_chunk_size": 8192}, "chunked attention"),
+        ({**LLAMA, "architectures": ["BertForMaskedLM"], "model_type": "bert"}, "encoder or classifier"),
+        ({**LLAMA, "architectures": ["BertModel"], "model_type": "bert"}, "encoder or classifier"),
+        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "encoder or classifier"),
+        ({**LLAMA, "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "cross attention"),
+        ({**LLAMA, "text_config": {}}, "multi-modal"),
+        ({**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "quantised KV cache"),
+        ({**LLAMA, "num_key_value_heads": [4, 8]}, "differ in KV heads"),
+        ({**LLAMA, "num_kv_shared_layers": 10}, "share the KV cache"),
+        ({**LLAMA, "num_key_value_heads": 7}, "cannot share 7 KV heads evenly"),
+        ({**LLAMA, "num_attention_heads": 30, "num_key_value_heads": 30}, "no multiple of 30 heads"),
+        ({**LLAMA, "num_hidden_layers": None}, "lacks num_hidden_layers"),
+        ({"architectures": ["XForCausalLM"]}, "lacks num_hidden_layers, num_attention_heads, hidden_size"),
+        ({}, "lacks num_hidden_layers"),
+        ({**LLAMA, "num_hidden_layers": -1}, "lacks num_hidden_layers"),
+        ({**LLAMA, "num_hidden_layers": "32"}, "lacks num_hidden_layers"),
+    ],
+)
+def test_what_the_pool_cannot_carry_is_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason.replace("(", r"\(")):
+        read_architecture(config)
+
+
+def test_sizes() -> None:
+    llama = read_architecture(LLAMA)
+    assert llama.pages_per_block == 256
+    assert llama.kv_bytes_per_token("bfloat16") == 2 * 32 * 8 * 128 * 2
+    assert llama.parameters == pytest.approx(8.03e9, rel=0.01)  # Llama 3.1 8B
+    assert llama.weight_bytes("bfloat16") == 2 * llama.parameters
+    assert read_architecture(QWEN3).parameters == pytest.approx(0.6e9, rel=0.05)  # tied embeddings
+
+
+def test_mixture_of_experts_counts_all_experts() -> None:
+    mixtral = read_architecture({**MISTRAL, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8})
+    assert isinstance(mixtral, ModelArchitecture)
+    assert mixtral.parameters == pytest.approx(46.7e9, rel=0.02)
+
+
+def test_longrope_is_meant_for_its_original_length() -> None:
+    phi = read_architecture(
+        {
+            **LLAMA,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]},
+        }
+    )
+    assert (phi.max_len, phi.default_max_len) == (131072, 4096)

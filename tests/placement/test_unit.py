@@ -1,0 +1,185 @@
+# ruff: noqa: E501 -- one case, one line
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from placement import Machine, ModelArchitecture, ModelDemand, PlanError, UnitPlan, plan_unit
+
+MIB = 1 << 20
+GIB = 1 << 30
+MACHINE = Machine(cores=2, memory_bytes=24 * GIB, shared_memory_bytes=12 * GIB)
+
+
+def architecture(layers: int = 4, kv_heads: int = 4, head_dim: int = 64, max_len: int = 2048) -> ModelArchitecture:
+    hidden = 4 * head_dim
+    return ModelArchitecture(
+        "LlamaForCausalLM", layers, 4, kv_heads, head_dim, hidden, 4 * hidden, 512, max_len, max_len, "float32"
+    )
+
+
+def demand(name: str, rate: float = 1.0, asked: int | None = None, **shape: int) -> ModelDemand:
+    """`asked`: the max_len that the user gave."""
+    return ModelDemand(name, architecture(**shape), rate=rate, max_len=asked)
+
+
+QUICKSTART = [
+    demand("arithmetic", 8.0),
+    demand("atlas", 3.0, layers=3, kv_heads=2),
+    demand("frontdesk", 1.0, layers=2, kv_heads=2, head_dim=128),
+]
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[ModelDemand]:
+    models = []
+    for index in range(draw(st.integers(1, 6))):
+        shape = {
+            "layers": draw(st.integers(1, 40)),
+            "kv_heads": draw(st.sampled_from([1, 2, 4])),
+            "head_dim": draw(st.sampled_from([64, 80, 96, 128, 256])),
+            "max_len": draw(st.integers(32, 40000)),
+        }
+        model = demand(f"m{index}", draw(st.floats(0.01, 100)), None, **shape)
+        asked = draw(st.one_of(st.none(), st.integers(1, shape["max_len"])))
+        dtype = draw(st.sampled_from([None, "bfloat16"]))
+        models.append(dataclasses.replace(model, max_len=asked, dtype=dtype))
+    return models
+
+
+def check(plan: UnitPlan, models: list[ModelDemand]) -> None:
+    """What every plan must keep."""
+    assert [model.name for model in plan.models] == [model.name for model in models]
+    pools = {pool.name: pool for pool in plan.pools}
+    for pool in plan.pools:
+        members = [model for model in plan.models if model.pool == pool.name]
+        assert sorted(pool.models) == sorted(model.name for model in members)
+        # Page 0 is the null page; every other page is in somebody's quota.
+        assert sum(model.quota_pages for model in members) == pool.num_pages - 1
+    for wanted, model in zip(models, plan.models, strict=True):
+        shape, pool = wanted.architecture, pools[model.pool]
+        assert pool.page_bytes == 2 * model.block_tokens * shape.head_dim * (2 if model.dtype == "bfloat16" else 4)
+        assert model.floor_pages == math.ceil(model.max_len / model.block_tokens) * shape.pages_per_block
+        assert model.quota_pages >= model.floor_pages, "one sequence of max_len must fit the quota"
+        assert 1 <= model.max_len <= shape.max_len
+        assert wanted.max_len in (None, model.max_len)
+        assert (model.num_blocks - 1) * shape.pages_per_block <= pool.num_pages - 1
+        assert (model.num_blocks - 1) * shape.pages_per_block >= model.floor_pages
+        assert 0 < model.share <= 1
+        assert model.threads == round(model.share * plan.cores)
+
+
+@given(fleets(), st.integers(1, 4096), st.integers(1, 64))
+def test_every_plan_keeps_the_invariants(models: list[ModelDemand], pool_mib: int, cores: int) -> None:
+    machine = Machine(cores, 512 * GIB, 256 * GIB)
+    try:
+        plan = plan_unit(models, machine, pool_bytes=pool_mib * MIB)
+    except PlanError as error:
+        keys = {problem.key for problem in error.problems}
+        assume(keys != {"kv_pool.size"})  # too small a pool is refused; nothing else may be
+        raise
+    assert plan.pool_bytes <= pool_mib * MIB
+    check(plan, models)
+
+
+@given(fleets())
+def test_an_auto_pool_always_holds_one_sequence_of_each_model(models: list[ModelDemand]) -> None:
+    machine = Machine(8, 512 * GIB, 256 * GIB)
+    plan = plan_unit(models, machine)
+    check(plan, models)
+    assert plan.pool_bytes <= machine.memory_bytes // 2
+
+
+@given(fleets())
+def test_the_size_that_an_error_asks_for_is_enough(models: list[ModelDemand]) -> None:
+    machine = Machine(8, 512 * GIB, 256 * GIB)
+    with pytest.raises(PlanError) as caught:
+        plan_unit(models, machine, pool_bytes=1)
+    asked = int(caught.value.problems[0].message.partition("at least ")[2].partition("MiB")[0])
+    check(plan_unit(models, machine, pool_bytes=asked * MIB), models)
+
+
+def test_quickstart() -> None:
+    plan = plan_unit(QUICKSTART, MACHINE, pool_bytes=256 * MIB)
+    check(plan, QUICKSTART)
+    assert len(plan.pools) == 1
+    assert [model.block_tokens for model in plan.models] == [64, 64, 32]
+    assert [model.max_len for model in plan.models] == [2048] * 3
+    assert [(model.threads, model.share) for model in plan.models] == [(1, 0.5)] * 3
+    assert "256 MiB in 8192 pages of 32 KiB" in plan.notes[0]
+
+
+def test_quotas_follow_rate_times_layers_times_heads() -> None:
+    models = [demand("a", 8.0, 64), demand("b", 3.0, 64, layers=3, kv_heads=2), demand("c", 1.0, 64)]
+    plan = plan_unit(models, MACHINE, pool_bytes=256 * MIB)
+    weights = [model.rate * model.architecture.pages_per_block for model in models]
+    for model, weight in zip(plan.models, weights, strict=True):
+        assert model.quota_pages == pytest.approx((plan.pools[0].num_pages - 1) * weight / sum(weights), abs=1.5)
+
+
+def test_pools_share_memory_by_demand_and_it_is_told() -> None:
+    models = [demand("a", 3.0, 64), dataclasses.replace(demand("b", 1.0, 64), dtype="bfloat16")]
+    plan = plan_unit(models, MACHINE, pool_bytes=700 * MIB)
+    by_dtype = {pool.dtype: pool.num_pages * pool.page_bytes for pool in plan.pools}
+    assert by_dtype["float32"] == pytest.approx(600 * MIB, rel=0.001)
+    assert by_dtype["bfloat16"] == pytest.approx(100 * MIB, rel=0.001)
+    assert "pools of their own" in plan.notes[-1]
+
+
+def test_auto_lengths_are_cut_to_what_the_pool_holds_and_it_is_told() -> None:
+    models = [
+        demand("short"),
+        dataclasses.replace(demand("long"), architecture=architecture(max_len=131072)),
+    ]
+    plan = plan_unit(models, MACHINE, pool_bytes=256 * MIB)
+    short, long = plan.models
+    assert short.max_len == 2048
+    assert 2048 <= long.max_len < 131072
+    assert long.max_len % 32 == 0
+    assert any(f"max_len of long is {long.max_len} tokens instead of 131072" in note for note in plan.notes)
+    # both floors take at most half, so that quota can move
+    assert short.floor_pages + long.floor_pages <= plan.pools[0].num_pages // 2
+
+
+@pytest.mark.parametrize(
+    ("models", "machine", "arguments", "key", "words"),
+    [
+        ([demand("a", asked=2048)], MACHINE, {"pool_bytes": MIB}, "kv_pool.size", "must be at least 17MiB"),
+        ([demand("a", asked=2048)], MACHINE, {"pool_bytes": MIB}, "kv_pool.size", "2048 tokens of a alone take 16 MiB"),
+        ([demand("a", asked=4096)], MACHINE, {}, "max_len", "4096 tokens are more than the model was made for (2048)"),
+        ([demand("a", head_dim=72)], MACHINE, {}, "path", "head size 72"),
+        ([demand("a")], MACHINE, {"cores": 3}, "cluster.cores", "3 cores are asked for, but this machine has 2"),
+        ([dataclasses.replace(demand("a"), threads=4)], MACHINE, {}, "threads", "4 threads are more than the 2 cores"),
+        ([demand("a")], Machine(2, 8 * GIB, 64 * MIB), {"pool_bytes": 256 * MIB}, "kv_pool.size", "/dev/shm"),
+        ([demand("a", layers=400, kv_heads=64)], Machine(2, 3 * GIB), {}, "kv_pool.size", "more than half of the memory"),
+        ([demand("a", layers=4000)], Machine(2, 4 * GIB), {"pool_bytes": 2 * GIB}, "models", "do not fit into the memory"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_what_to_change(
+    models: list[ModelDemand], machine: Machine, arguments: dict[str, int], key: str, words: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_unit(models, machine, **arguments)
+    assert key in {problem.key for problem in caught.value.problems}
+    assert words in str(caught.value)
+
+
+def test_an_auto_pool_stays_within_a_tenth_of_the_memory_and_the_shared_memory() -> None:
+    models = [demand("a", 1000.0, layers=32, kv_heads=4)]
+    assert plan_unit(models, Machine(2, 40 * GIB)).pool_bytes <= 4 * GIB
+    assert plan_unit(models, Machine(2, 40 * GIB, GIB)).pool_bytes <= 0.8 * GIB + MIB
+
+
+@pytest.mark.parametrize(("cores", "models", "threads"), [(1, 1, 1), (2, 3, 1), (8, 1, 4), (8, 3, 2), (32, 3, 8)])
+def test_threads_leave_room_for_a_prefill_beside_every_decode(cores: int, models: int, threads: int) -> None:
+    plan = plan_unit([demand(f"m{i}") for i in range(models)], Machine(cores, 24 * GIB))
+    assert {model.threads for model in plan.models} == {threads}
+
+
+def test_nothing_to_plan() -> None:
+    with pytest.raises(ValueError, match="at least one model"):
+        plan_unit([], MACHINE)
