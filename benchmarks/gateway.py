@@ -1,0 +1,130 @@
+"""Our endpoint against one stock vLLM OpenAI server on the same model, both up at once and measured in turns.
+
+    python benchmarks/gateway.py [--model atlas] [--rounds 5] [--out benchmarks/results/gateway.json]
+
+Concurrency 1 and 16, streamed and not: TTFT and tokens per second, and the ratio to stock (target: at least 0.9).
+`routing` is what our gateway adds to a request that no engine sees: median latency of `/tokenize` on one open
+connection, ours less stock's (target: below 0.5 ms).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+from load import Call, Outcome, client, closed_loop, summary
+from report import machine, percentiles, write_report
+from servers import ROOT, ServerError, fleet_with, muxserve_fleet
+from stock_vllm import StockSettings, stock_server
+
+KV_MIB = 256
+
+
+async def tokenize_latencies(url: str, model: str, count: int) -> list[float]:
+    """Milliseconds of `count` calls of `/tokenize`, one after the other on one connection."""
+    body = {"model": model, "prompt": "The capital of France is"}
+    latencies = []
+    async with client(limit=1) as session:
+        for _ in range(count):
+            start = time.perf_counter()
+            async with session.post(f"{url}/tokenize", json=body) as answer:
+                await answer.read()
+                answer.raise_for_status()
+            latencies.append((time.perf_counter() - start) * 1e3)
+    return latencies
+
+
+def compare(urls: dict[str, str], model: str, rounds: int, concurrency: int, stream: bool, output: int) -> dict:
+    """Both sides in turns, the order changing each round; the summaries and the ratio of their medians."""
+    outcomes: dict[str, list[list[Outcome]]] = {side: [] for side in urls}
+    for turn in range(rounds):
+        for side in list(urls) if turn % 2 == 0 else list(urls)[::-1]:
+            # Fresh prompts each turn: none may come from the prefix cache.
+            first = (((concurrency * 2 + stream) * rounds) + turn) * 1000
+            count = max(8, 3 * concurrency)
+            calls = [Call(model, 64, output, seed=first + i, stream=stream) for i in range(count)]
+            outcomes[side].append(asyncio.run(closed_loop(urls[side], calls, concurrency)))
+    result: dict = {}
+    for side, turns in outcomes.items():
+        every = [outcome for turn in turns for outcome in turn]
+        figures = summary(every)
+        # Throughput is taken within each turn: between turns the other side ran.
+        speeds = [summary(turn).get("output_tokens_per_second", 0.0) for turn in turns]
+        for key in ("seconds", "requests_per_second"):
+            figures.pop(key, None)
+        figures["output_tokens_per_second"] = statistics.median(speeds)
+        figures["output_tokens_per_second_of_turns"] = speeds
+        result[side] = figures
+    if all("e2e_ms" in result[side] for side in urls):
+        ours, stock = result["muxserve"], result["stock"]
+        result["ratio"] = {
+            "output_tokens_per_second": round(ours["output_tokens_per_second"] / stock["output_tokens_per_second"], 3)
+        }
+        if stream:
+            result["ratio"]["ttft_p50"] = round(ours["ttft_ms"]["p50"] / stock["ttft_ms"]["p50"], 3)
+    return result
+
+
+def main() -> int:
+    """Run everything; exit code 1 if a server does not come up or a request fails."""
+    parser = argparse.ArgumentParser(description="Compare the MuxServe endpoint with a stock vLLM server.")
+    parser.add_argument("--fleet", type=Path, default=ROOT / "configs/quickstart.yaml")
+    parser.add_argument("--model", default="atlas", help="a model of the fleet file with a local path")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=int, default=128, help="output tokens of each request")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gateway.json")
+    options = parser.parse_args()
+    names = [model["name"] for model in yaml.safe_load(options.fleet.read_text())["models"]]
+    if options.model not in names:
+        parser.error(f"{options.fleet} has no model {options.model!r}; it has {', '.join(names)}")
+    report: dict = {"machine": machine(), "model": options.model, "rounds": options.rounds, "results": {}}
+    try:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            pool = {"size": f"{KV_MIB}MiB"}
+            file = fleet_with(options.fleet, folder / "fleet.yaml", models=[options.model], kv_pool=pool)
+            path = Path(yaml.safe_load(file.read_text())["models"][0]["path"])
+            stock = stack.enter_context(stock_server(path, options.model, StockSettings(kv_bytes=KV_MIB << 20)))
+            ours = stack.enter_context(muxserve_fleet(file))
+            urls = {"stock": stock.url, "muxserve": ours.url}
+            report["start_seconds"] = {"stock": stock.start_seconds, "muxserve": ours.start_seconds}
+            report["pss_mib"] = {"stock": stock.pss_bytes() >> 20, "muxserve": ours.pss_bytes() >> 20}
+            for url in urls.values():
+                asyncio.run(closed_loop(url, [Call(options.model, 64, 32, seed=-1 - i) for i in range(32)], 16))
+                asyncio.run(tokenize_latencies(url, options.model, 100))
+            latencies: dict[str, list[float]] = {side: [] for side in urls}
+            for _ in range(options.rounds):
+                for side, url in urls.items():
+                    latencies[side] += asyncio.run(tokenize_latencies(url, options.model, 200))
+            routing = percentiles(latencies["muxserve"])["p50"] - percentiles(latencies["stock"])["p50"]
+            report["routing"] = {
+                "tokenize_ms": {side: percentiles(values) for side, values in latencies.items()},
+                "overhead_ms": round(routing, 3),
+            }
+            print(f"routing overhead {routing:.3f} ms", flush=True)
+            for concurrency in (1, 16):
+                for stream in (True, False):
+                    name = f"concurrency {concurrency}, {'streamed' if stream else 'whole'}"
+                    row = compare(urls, options.model, options.rounds, concurrency, stream, options.output)
+                    report["results"][name] = row
+                    speeds = ", ".join(f"{side} {row[side].get('output_tokens_per_second')}" for side in urls)
+                    print(f"{name:26s} tokens/s: {speeds}  ratio {row.get('ratio')}", flush=True)
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    write_report(options.out, report)
+    failed = sum(row[side]["failed"] for row in report["results"].values() for side in ("stock", "muxserve"))
+    if failed:
+        print(f"{failed} requests failed; the result file says why", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

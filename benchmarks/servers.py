@@ -1,0 +1,163 @@
+"""Servers under a benchmark: start, wait until they answer, stop. Each runs in a process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ServerError(RuntimeError):
+    """A server did not come up; the message ends with the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers. `url` has no slash at its end; `start_seconds` is from launch to the first healthy
+    answer."""
+
+    url: str
+    pid: int
+    start_seconds: float
+
+    def pss_bytes(self) -> int:
+        """Proportional memory of the server and everything it started."""
+        total = 0
+        root = psutil.Process(self.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_full_info().pss
+        return total
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the server and everything it started have used."""
+        total = 0.0
+        root = psutil.Process(self.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _tail(log: Path, lines: int = 25) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes], first: signal.Signals, grace: float) -> None:
+    """Ask, wait, and only then kill the process group that was started here."""
+    group = process.pid
+    if process.poll() is None:
+        process.send_signal(first)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def server(
+    command: Sequence[str],
+    port: int,
+    *,
+    env: dict[str, str] | None = None,
+    stop_signal: signal.Signals = signal.SIGTERM,
+    timeout: float = 300.0,
+    grace: float = 40.0,
+) -> Iterator[Server]:
+    """Run `command`, which is to listen on `port` of the loopback, for the length of the block.
+
+    Raises:
+        ServerError: it ended, or gave no healthy answer within `timeout` seconds.
+    """
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("wb") as output:
+            started = time.monotonic()
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        try:
+            while not _healthy(url):
+                if process.poll() is not None:
+                    raise ServerError(f"the server ended with code {process.returncode}:\n{_tail(log)}")
+                if time.monotonic() - started > timeout:
+                    raise ServerError(f"no healthy answer within {timeout:.0f} s:\n{_tail(log)}")
+                time.sleep(0.2)
+            yield Server(url, process.pid, time.monotonic() - started)
+        finally:
+            _stop(process, stop_signal, grace)
+
+
+@contextlib.contextmanager
+def muxserve_fleet(fleet: Path, port: int | None = None, timeout: float = 300.0) -> Iterator[Server]:
+    """`muxserve deploy FLEET` for the length of the block; stopped as Ctrl-C would.
+
+    Raises:
+        ServerError: the fleet did not become ready.
+    """
+    port = port or free_port()
+    muxserve = Path(sys.executable).parent / "muxserve"
+    command = [str(muxserve), "deploy", str(fleet), "--port", str(port)]
+    with server(command, port, stop_signal=signal.SIGINT, timeout=timeout) as running:
+        yield running
+
+
+def fleet_with(
+    source: Path,
+    target: Path,
+    models: Sequence[str] | None = None,
+    rates: Mapping[str, float] | None = None,
+    **changes: object,
+) -> Path:
+    """Write a variant of a fleet file to `target`: only `models`, each expecting its rate of `rates`, and other values
+    for top-level keys. A value that is a mapping is merged into the key's own mapping. Model paths become absolute."""
+    fleet = yaml.safe_load(source.read_text())
+    for key, value in changes.items():
+        fleet[key] = {**fleet.get(key, {}), **value} if isinstance(value, dict) else value
+    if models is not None:
+        fleet["models"] = [model for model in fleet["models"] if model["name"] in models]
+    for model in fleet["models"]:
+        if rates is not None:
+            model["rate"] = rates[model["name"]]
+        if "path" in model:
+            model["path"] = str((source.parent / model["path"]).resolve())
+    target.write_text(yaml.safe_dump(fleet, sort_keys=False))
+    return target

@@ -1,0 +1,113 @@
+"""Stock vLLM OpenAI servers to compare with, and which of their settings is best on this machine.
+
+    python benchmarks/stock_vllm.py [--model atlas] [--out benchmarks/results/stock_vllm.json]
+
+On the CPU stock vLLM binds its threads to cores; on two cores that binding stalls it, so `nobind` is given. What
+remains to choose is the number of OpenMP threads and whether the model is compiled: run as a script this measures both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from load import Call, Outcome, closed_loop, summary
+from report import machine, write_report
+from servers import ROOT, Server, free_port, server
+
+
+@dataclass(frozen=True)
+class StockSettings:
+    """How a stock server runs. `kv_bytes` is the size of its KV cache."""
+
+    threads: int = 1
+    eager: bool = True
+    kv_bytes: int = 256 << 20
+    max_len: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    prefix_caching: bool = True
+
+
+@contextlib.contextmanager
+def stock_server(
+    model: Path, name: str, settings: StockSettings | None = None, port: int | None = None
+) -> Iterator[Server]:
+    """A stock vLLM OpenAI server of one model in float32, for the length of the block; stopped by its pid.
+
+    Raises:
+        ServerError: it did not come up.
+    """
+    settings = settings or StockSettings()
+    port = port or free_port()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", name, "--dtype", "float32"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", str(settings.max_len), "--max-num-seqs", str(settings.max_num_seqs)),
+        *("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
+        *("--kv-cache-memory-bytes", str(settings.kv_bytes)),
+        "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
+        *("--disable-uvicorn-access-log",),
+    ]
+    if settings.eager:
+        command.append("--enforce-eager")
+    env = {
+        "OMP_NUM_THREADS": str(settings.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    with server(command, port, env=env) as running:
+        yield running
+
+
+def _calls(model: str, count: int, turn: int) -> list[Call]:
+    # Fresh prompts each turn: none may come from the prefix cache.
+    return [Call(model=model, prompt_tokens=64, output_tokens=96, seed=turn * 10_000 + i) for i in range(count)]
+
+
+def main() -> None:
+    """Measure the settings beside each other, in rounds, so that a busy moment hits all of them."""
+    parser = argparse.ArgumentParser(description="Find the best setting of a stock vLLM server on this machine.")
+    parser.add_argument("--model", default="atlas", help="folder under configs/models")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/stock_vllm.json")
+    options = parser.parse_args()
+    variants = {
+        f"threads={threads} {'eager' if eager else 'compiled'}": StockSettings(threads=threads, eager=eager)
+        for eager in (True, False)
+        for threads in (1, 2)
+    }
+    results: dict[str, dict[str, object]] = {}
+    with contextlib.ExitStack() as stack:
+        running = {
+            name: stack.enter_context(stock_server(ROOT / "configs/models" / options.model, options.model, settings))
+            for name, settings in variants.items()
+        }
+        for name, stock in running.items():
+            results[name] = {"start_seconds": round(stock.start_seconds, 1)}
+            asyncio.run(closed_loop(stock.url, _calls(options.model, 16, 0), 16))
+        for concurrency in (1, 16):
+            outcomes: dict[str, list[list[Outcome]]] = {name: [] for name in running}
+            for turn in range(options.rounds):
+                for name, stock in running.items():
+                    calls = _calls(options.model, 4 * concurrency + 4, concurrency * 100 + turn)
+                    outcomes[name].append(asyncio.run(closed_loop(stock.url, calls, concurrency)))
+            for name, rounds in outcomes.items():
+                best = max((summary(outcome) for outcome in rounds), key=lambda s: s["output_tokens_per_second"])
+                results[name][f"concurrency {concurrency}"] = best
+                print(
+                    f"{name:22s} concurrency {concurrency:2d}: {best['output_tokens_per_second']:8.1f} tokens/s, "
+                    f"TTFT p50 {best['ttft_ms']['p50']:.1f} ms, TPOT p50 {best['tpot_ms']['p50']:.2f} ms"
+                )
+    write_report(options.out, {"machine": machine(), "best_of_rounds": options.rounds, "settings": results})
+
+
+if __name__ == "__main__":
+    main()
