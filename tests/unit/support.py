@@ -1,0 +1,183 @@
+"""A deployment, a memory manager that only counts, and an executor with its peers played by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policies import make_policy
+from muxserve.unit.executor import UnitExecutor
+from muxserve.wire import (
+    Admit,
+    EngineHello,
+    GatewayHello,
+    HandOver,
+    Lease,
+    Message,
+    StepReport,
+    Submit,
+    decode,
+    encode,
+)
+
+M = TypeVar("M", bound=Message)
+Sent = list[tuple[bytes, Message]]
+
+GATEWAY = b"gateway/g1"
+REPLY_TO = "ipc:///nowhere/gateway.sock"
+
+
+def model(name: str, **changes: Any) -> ModelDeployment:
+    values: dict[str, Any] = {
+        "name": name,
+        "path": "/models/" + name,
+        "pool": "main",
+        "dtype": "float32",
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "block_tokens": 16,
+        "num_blocks": 128,
+        "quota_pages": 400,
+        "floor_pages": 100,
+        "max_len": 400,
+        "rate": 1.0,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "prefix_caching": True,
+        "threads": 1,
+        "prefill_share": 0.5,
+        "decode_share": 0.5,
+        "max_concurrency": 64,
+        "max_queue": 64,
+    }
+    return ModelDeployment(**{**values, **changes})
+
+
+def deployment(
+    *models: ModelDeployment, policy: str = "adbs", run_dir: str = "/nowhere", pages: int = 1001
+) -> Deployment:
+    return Deployment(
+        run_dir=run_dir,
+        unit="unit",
+        policy=policy,  # type: ignore[arg-type]
+        cores=2,
+        pools=[PoolDeployment("main", 2 * 16 * 64 * 4, 1001)],
+        models=list(models) or [model("a"), model("b")],
+        gateway=GatewayDeployment("127.0.0.1", 0),
+    )
+
+
+class FakeMemory:
+    """Remembers what it is told. `up` is whether a manager is there to connect to."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.connected = False
+        self.used: dict[str, int] = {}
+        self.quotas: dict[str, int] = {"a": 400, "b": 400}
+        self.set: list[dict[str, int]] = []
+        self.dropped: list[tuple[str, str]] = []
+        self.asked = 0
+
+    def die(self, up: bool = False) -> None:
+        """The manager dies; with `up`, another one is there at once."""
+        self.up = up
+        self.connected = False
+
+    def connect(self) -> bool:
+        self.connected = self.up
+        return self.up
+
+    def alive(self) -> bool:
+        self.asked += 1
+        self.connected = self.connected and self.up
+        return self.connected
+
+    def read(self, ledger: UnitLedger) -> None:
+        free = 1000 - sum(self.used.values())
+        for each in ledger.models:
+            ledger.pages(each.name, self.used.get(each.name, 0), 0, self.quotas[each.name])
+        ledger.pool_pages("main", free, 0)
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> bool:
+        self.set.append(dict(quotas))
+        self.quotas |= quotas
+        return True
+
+    def drop(self, model: str, key: str) -> None:
+        self.dropped.append((model, key))
+
+
+class Bench:
+    """An executor, a clock that the test moves, and the peers' side of the messages."""
+
+    def __init__(self, *models: ModelDeployment, policy: str = "adbs", up: bool = True) -> None:
+        self.now = 1000.0
+        self.memory = FakeMemory()
+        self.deployment = deployment(*models, policy=policy)
+        self.memory.quotas = {m.name: m.quota_pages for m in self.deployment.models}
+        self.unit = UnitExecutor(self.deployment, make_policy(policy), self.memory, "unit-1", self.now)
+        self.sent: Sent = []
+        if up:
+            self.say(GATEWAY, GatewayHello("g1", REPLY_TO))
+            for each in self.deployment.models:
+                for phase in ("prefill", "decode"):
+                    self.say(f"{each.name}/{phase}".encode(), EngineHello(each.name, phase, 100))
+            self.sent.clear()
+
+    def say(self, peer: bytes, message: Message, after: float = 0.001) -> Sent:
+        """The peer says something; returns what the unit sends in the same turn."""
+        self.now += after
+        # Through the wire's encoding, so that what cannot be sent cannot pass a test.
+        self.unit.handle(peer, decode(encode(message)), self.now)
+        return self.turn()
+
+    def turn(self, after: float = 0.0) -> Sent:
+        self.now += after
+        sent = [(peer, decode(encode(message))) for peer, message in self.unit.turn(self.now)]
+        self.sent += sent
+        return sent
+
+    def submit(
+        self, request_id: str, model: str = "a", prompt: int = 20, gateway: bytes = GATEWAY, **more: Any
+    ) -> Sent:
+        values: dict[str, Any] = {"attempt": 0, "max_tokens": 50, "arrival": self.now, "body": request_id.encode()}
+        return self.say(gateway, Submit(request_id, model, prompt_tokens=prompt, **{**values, **more}))
+
+    def lease(self, engine: str) -> Lease:
+        """The last lease sent to that engine."""
+        return [m for peer, m in self.sent if peer == engine.encode() and isinstance(m, Lease)][-1]
+
+    def admitted(self, engine: str) -> list[Admit]:
+        return [a for peer, m in self.sent if peer == engine.encode() and isinstance(m, Lease) for a in m.admit]
+
+    def report(self, engine: str, left: int | None = None, **more: Any) -> Sent:
+        """The engine reports a step under its last lease."""
+        lease = self.lease(engine)
+        values: dict[str, Any] = {"seconds": 0.002, "tokens": 1, "running": 1, "waiting": 0}
+        left = lease.steps - 1 if left is None else left
+        return self.say(engine.encode(), StepReport(lease.lease_id, left, **{**values, **more}))
+
+    def hand_over(self, request_id: str, model: str = "a", tokens: tuple[int, ...] = (7,)) -> Sent:
+        """The prefill engine is done with the request."""
+        (admit,) = [a for a in self.admitted(f"{model}/prefill") if a.request_id == request_id][-1:]
+        handed = HandOver(request_id, admit.incarnation, f"key-{request_id}-{admit.incarnation}", 2, 20, list(tokens))
+        return self.report(f"{model}/prefill", handed=[handed], tokens=20, running=0)
+
+    def decoding(self, request_id: str, model: str = "a") -> Admit:
+        """Bring a request into the decode engine."""
+        self.submit(request_id, model)
+        self.hand_over(request_id, model)
+        return self.admitted(f"{model}/decode")[-1]
+
+    def state(self) -> dict[str, Any]:
+        return self.unit.state(self.now)
+
+
+def to(peer: bytes | str, kind: type[M], messages: Sent) -> list[M]:
+    """The messages of that kind to that peer."""
+    address = peer.encode() if isinstance(peer, str) else peer
+    return [m for p, m in messages if p == address and isinstance(m, kind)]

@@ -1,0 +1,455 @@
+"""The unit scheduler without sockets: every message in, every message out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from muxserve.scheduling.policies import POLICIES
+from muxserve.wire import (
+    Abort,
+    Cancel,
+    EngineDown,
+    EngineHello,
+    EngineLost,
+    GatewayDown,
+    GatewayHello,
+    HandOver,
+    Lease,
+    Lost,
+    Refused,
+    Reset,
+    Returned,
+    StateRequest,
+    StepReport,
+    Stop,
+    Submit,
+    UnitHello,
+    UnitState,
+)
+from tests.unit.support import GATEWAY, REPLY_TO, Bench, model, to
+
+
+def crowded() -> Bench:
+    """Models a and b decode; c's request is handed over, and no compute is left for its decode engine."""
+    shares = {"prefill_share": 0.2, "decode_share": 0.4}
+    bench = Bench(*(model(name, **shares, quota_pages=300) for name in "abc"))
+    for name in "ab":
+        bench.decoding(f"r-{name}", name)
+    bench.submit("r-c", "c")
+    bench.hand_over("r-c", "c")
+    return bench
+
+
+# ---------------------------------------------------------------- a request's way
+
+
+def test_greetings_are_answered() -> None:
+    bench = Bench(up=False)
+    (hello,) = to(GATEWAY, UnitHello, bench.say(GATEWAY, GatewayHello("g1", REPLY_TO)))
+    assert hello.epoch == "unit-1"
+    (reset,) = to("a/prefill", Reset, bench.say(b"a/prefill", EngineHello("a", "prefill", 4711)))
+    assert reset.epoch == "unit-1"
+    assert bench.state()["engines"]["a/prefill"] == {"up": True, "pid": 4711, "requests": 0, "lease": None}
+    assert not bench.state()["engines"]["a/decode"]["up"]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_request_goes_from_queue_to_prefill_to_decode_to_its_end(policy: str) -> None:
+    bench = Bench(policy=policy)
+    (lease,) = to("a/prefill", Lease, bench.submit("r", output_tokens=[], body=b"opaque"))
+    (admit,) = lease.admit
+    assert (admit.request_id, admit.body, admit.adopt, admit.output_tokens) == ("r", b"opaque", "", [])
+    assert (admit.gateway_epoch, admit.reply_to, admit.attempt) == ("g1", REPLY_TO, 0)
+    handed = HandOver("r", admit.incarnation, "key", 2, 20, [7])
+    sent = bench.say(b"a/prefill", StepReport(lease.lease_id, 0, 0.01, 20, 0, 0, handed=[handed]))
+    (lease,) = to("a/decode", Lease, sent)
+    (adopted,) = lease.admit
+    assert (adopted.adopt, adopted.computed_tokens, adopted.output_tokens) == ("key", 20, [7])
+    assert adopted.incarnation > admit.incarnation
+    bench.say(b"a/decode", StepReport(lease.lease_id, 7, 0.01, 1, 1, 0))
+    bench.say(b"a/decode", StepReport(lease.lease_id, 6, 0.01, 1, 0, 0, finished=["r"]))
+    state = bench.state()
+    assert state["models"]["a"]["finished"] == 1
+    assert state["budget_used"] == 0.0
+    assert not bench.unit.desk.held
+    assert not bench.unit.ledger.requests
+    assert bench.memory.dropped == []
+
+
+def test_a_request_that_ends_with_its_first_token_never_sees_the_decode_engine() -> None:
+    bench = Bench()
+    bench.submit("r", max_tokens=1)
+    bench.report("a/prefill", finished=["r"], running=0)
+    assert bench.admitted("a/decode") == []
+    assert not bench.unit.desk.held
+
+
+def test_a_hand_over_during_a_decode_lease_joins_at_once() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    bench.submit("s")
+    first = bench.lease("a/decode").lease_id
+    bench.hand_over("s")
+    lease = bench.lease("a/decode")
+    assert lease.lease_id > first
+    assert [a.request_id for a in lease.admit] == ["s"]
+
+
+def test_a_lease_is_renewed_before_it_is_used_up() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    steps = bench.lease("a/decode").steps
+    assert bench.report("a/decode", left=steps - 1) == []
+    (renewed,) = to("a/decode", Lease, bench.report("a/decode", left=steps // 2))
+    assert renewed.steps >= 4
+    assert renewed.admit == []
+
+
+def test_a_returned_request_is_prefilled_again_before_others_with_its_tokens() -> None:
+    bench = Bench(model("a", max_num_seqs=1), model("b"))
+    admit = bench.decoding("r")
+    bench.submit("s")
+    assert [a.request_id for a in bench.admitted("a/prefill")] == ["r"], "the seat is taken"
+    returned = Returned("r", admit.incarnation, [7, 8, 9])
+    sent = bench.report("a/decode", returned=[returned], running=0)
+    (lease,) = to("a/prefill", Lease, sent)
+    (again,) = lease.admit
+    assert (again.request_id, again.output_tokens, again.adopt) == ("r", [7, 8, 9], "")
+    assert again.incarnation > admit.incarnation
+    assert bench.state()["models"]["a"]["returned"] == 1
+
+
+def test_a_resubmission_keeps_its_output_tokens_and_goes_first() -> None:
+    bench = Bench(model("a", max_num_seqs=1), model("b"))
+    bench.decoding("busy")
+    bench.submit("s")
+    bench.submit("r", attempt=2, output_tokens=[5, 6])
+    bench.report("a/decode", finished=["busy"], running=0)
+    again = bench.admitted("a/prefill")[-1]
+    assert (again.request_id, again.attempt, again.output_tokens) == ("r", 2, [5, 6])
+
+
+# ---------------------------------------------------------------- cancellation
+
+
+def test_cancelling_where_a_request_is() -> None:
+    bench = Bench(model("a", max_num_seqs=3), model("b"))
+    bench.decoding("decoding")
+    bench.submit("prefilling")
+    bench.submit("more", prompt=60)
+    bench.submit("queued")
+    assert "queued" not in [a.request_id for a in bench.admitted("a/prefill")]
+    sent = bench.say(GATEWAY, Cancel(["decoding", "prefilling", "queued", "nobody"]))
+    assert [m.request_ids for m in to("a/decode", Abort, sent)] == [["decoding"]]
+    assert [m.request_ids for m in to("a/prefill", Abort, sent)] == [["prefilling"]]
+    assert set(bench.unit.desk.held) == {"more"}
+    assert bench.state()["models"]["a"]["cancelled"] == 3
+
+
+def test_cancelling_a_hand_over_gives_its_pages_up() -> None:
+    bench = Bench()
+    bench.submit("r")
+    incarnation = bench.admitted("a/prefill")[-1].incarnation
+    # Handed over while the decode engine is away: it waits there.
+    bench.say(b"controller/1", EngineDown("a", "decode", "gone"))
+    bench.hand_over("r")
+    assert bench.state()["models"]["a"]["handed"] == 1
+    bench.say(GATEWAY, Cancel(["r"]))
+    assert bench.memory.dropped == [("a", f"key-r-{incarnation}")]
+
+
+def test_a_hand_over_that_crosses_the_cancellation_is_given_up() -> None:
+    bench = Bench()
+    bench.submit("r")
+    incarnation = bench.admitted("a/prefill")[-1].incarnation
+    bench.say(GATEWAY, Cancel(["r"]))
+    bench.hand_over("r")
+    assert bench.memory.dropped == [("a", f"key-r-{incarnation}")]
+    assert bench.admitted("a/decode") == []
+
+
+def test_nobody_cancels_for_others() -> None:
+    bench = Bench()
+    bench.say(b"gateway/other", GatewayHello("other", "ipc:///elsewhere"))
+    bench.submit("r")
+    assert to("a/prefill", Abort, bench.say(b"gateway/other", Cancel(["r"]))) == []
+    assert "r" in bench.unit.desk.held
+
+
+# ---------------------------------------------------------------- engines die
+
+
+def test_the_death_of_a_prefill_engine() -> None:
+    bench = Bench()
+    bench.decoding("decoding")
+    bench.submit("prefilling")
+    sent = bench.say(b"controller/1", EngineDown("a", "prefill", "killed by signal 9"))
+    (lost,) = to(GATEWAY, Lost, sent)
+    assert lost.request_ids == ["prefilling"]
+    assert "killed by signal 9" in lost.reason
+    assert bench.submit("prefilling", attempt=1) == [], "it waits for the engine"
+    sent = bench.say(b"a/prefill", EngineHello("a", "prefill", 101))
+    assert to("a/prefill", Reset, sent)
+    assert [a.attempt for a in to("a/prefill", Lease, sent)[0].admit] == [1]
+    assert [type(m) for p, m in sent if p == b"a/prefill"] == [Reset, Lease]
+
+
+def test_the_death_of_a_decode_engine_also_loses_what_waits_for_it() -> None:
+    bench = crowded()
+    incarnation = bench.admitted("c/prefill")[-1].incarnation
+    assert bench.state()["models"]["c"]["handed"] == 1
+    sent = bench.say(b"controller/1", EngineDown("c", "decode", "gone"))
+    assert [m.request_ids for m in to(GATEWAY, Lost, sent)] == [["r-c"]]
+    assert bench.memory.dropped == [("c", f"key-r-c-{incarnation}")]
+    sent = bench.say(b"controller/1", EngineDown("a", "decode", "gone"))
+    assert [m.request_ids for m in to(GATEWAY, Lost, sent)] == [["r-a"]]
+    assert bench.memory.dropped[1:] == [("a", f"key-r-a-{bench.admitted('a/prefill')[0].incarnation}")], (
+        "it may have died before it adopted"
+    )
+
+
+def test_an_engine_that_greets_again_has_lost_everything() -> None:
+    bench = Bench()
+    bench.submit("r")
+    sent = bench.say(b"a/prefill", EngineHello("a", "prefill", 100))
+    assert [m.request_ids for m in to(GATEWAY, Lost, sent)] == [["r"]]
+    assert to("a/prefill", Reset, sent)
+
+
+def test_last_words_of_a_dead_engine_are_not_believed() -> None:
+    bench = Bench()
+    bench.submit("r")
+    admit, lease = bench.admitted("a/prefill")[-1], bench.lease("a/prefill")
+    bench.say(b"controller/1", EngineDown("a", "prefill", "gone"))
+    handed = HandOver("r", admit.incarnation, "late", 2, 20, [7])
+    sent = bench.say(b"a/prefill", StepReport(lease.lease_id, 0, 0.01, 20, 0, 0, handed=[handed]))
+    assert sent == []
+    assert bench.memory.dropped == [("a", "late")]
+
+
+def test_words_under_an_older_lease_do_not_end_the_next_life() -> None:
+    bench = Bench()
+    bench.submit("r")
+    old = bench.lease("a/prefill").lease_id
+    bench.submit("r", attempt=1)
+    assert [m.request_ids for m in to("a/prefill", Abort, bench.sent)] == [["r"]]
+    assert [a.attempt for a in bench.admitted("a/prefill")] == [0, 1]
+    bench.say(b"a/prefill", StepReport(old, 1, 0.0, 0, 0, 0, finished=["r"]))
+    assert "r" in bench.unit.desk.held
+    bench.report("a/prefill", finished=["r"], running=0)
+    assert "r" not in bench.unit.desk.held
+
+
+def test_the_same_submission_twice_is_one_request() -> None:
+    bench = Bench()
+    bench.submit("r")
+    assert bench.submit("r") == []
+    assert len(bench.admitted("a/prefill")) == 1
+
+
+def test_an_engine_that_lost_a_request_silently_is_found_out() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    bench.report("a/decode", running=0)  # it should have had one
+    for _ in range(40):
+        bench.turn(after=0.05)
+    assert [m.request_ids for m in to(GATEWAY, Lost, bench.sent)] == [["r"]]
+    assert bench.state()["budget_used"] == 0.0
+
+
+def test_a_lease_that_ran_out_without_a_word_is_asked_after() -> None:
+    bench = crowded()
+    before = bench.lease("a/decode")
+    for _ in range(20):
+        bench.turn(after=0.05)
+    after = bench.lease("a/decode")
+    assert after.lease_id > before.lease_id
+    assert after.steps == 1
+    sent = bench.report("a/decode", left=0)
+    assert to("c/decode", Lease, sent), "its compute is free for others now"
+
+
+def test_a_hung_engine_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.decoding("r")
+    for _ in range(60):
+        bench.turn(after=0.5)
+    assert sum("has not reported" in r.message for r in caplog.records) <= 1
+    bench.submit("s")
+    lease_kept = bench.state()["engines"]["a/decode"]["lease"]
+    assert lease_kept is not None, "its compute is not given away while it may still run"
+
+
+# ---------------------------------------------------------------- gateways come and go
+
+
+def test_a_new_gateway_cancels_what_the_old_one_wanted() -> None:
+    bench = Bench()
+    bench.decoding("old")
+    sent = bench.say(b"gateway/g2", GatewayHello("g2", REPLY_TO))
+    assert [m.request_ids for m in to("a/decode", Abort, sent)] == [["old"]]
+    assert to(b"gateway/g2", UnitHello, sent)
+    assert not bench.unit.desk.held
+
+
+def test_a_gateway_that_greets_again_keeps_its_requests() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    sent = bench.say(GATEWAY, GatewayHello("g1", REPLY_TO))
+    assert to("a/decode", Abort, sent) == []
+    assert "r" in bench.unit.desk.held
+
+
+def test_the_controller_saw_the_gateway_die() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    sent = bench.say(b"controller/1", GatewayDown())
+    assert [m.request_ids for m in to("a/decode", Abort, sent)] == [["r"]]
+    assert bench.state()["gateways"] == 0
+
+
+def test_a_gateway_that_missed_a_restart_learns_of_it() -> None:
+    bench = Bench(up=False)
+    for phase in ("prefill", "decode"):
+        bench.say(f"a/{phase}".encode(), EngineHello("a", phase, 1))
+    sent = bench.submit("r")
+    assert [m.epoch for m in to(GATEWAY, UnitHello, sent)] == ["unit-1"]
+    (admit,) = bench.admitted("a/prefill")
+    assert admit.reply_to == bench.deployment.gateway_address
+    assert admit.gateway_epoch == "g1"
+
+
+# ---------------------------------------------------------------- memory manager
+
+
+def test_hand_overs_die_with_the_memory_manager() -> None:
+    bench = Bench()
+    bench.submit("r")
+    bench.say(b"controller/1", EngineDown("a", "decode", "gone"))
+    bench.hand_over("r")
+    bench.memory.die()
+    (lost,) = to(GATEWAY, Lost, bench.turn(after=0.1))
+    assert lost.request_ids == ["r"]
+    assert "memory manager" in lost.reason
+    assert bench.memory.dropped == []
+    assert not bench.state()["memory_connected"]
+
+
+def test_nothing_is_admitted_without_a_memory_manager() -> None:
+    bench = Bench()
+    bench.memory.die()
+    bench.turn(after=0.1)
+    assert to("a/prefill", Lease, bench.submit("r")) == []
+    bench.memory.up = True
+    assert to("a/prefill", Lease, bench.turn(after=0.1))
+
+
+def test_quotas_are_set_again_after_the_memory_manager_is_back() -> None:
+    bench = Bench()
+    bench.memory.used = {"a": 350}
+    for index in range(80):
+        bench.submit(f"r{index}", prompt=60)
+    for _ in range(5):
+        bench.turn(after=0.6)
+    moved = dict(bench.memory.quotas)
+    assert moved["a"] > 400
+    assert sum(moved.values()) <= 1000
+    bench.memory.die(up=True)
+    bench.memory.quotas = {"a": 400, "b": 400}
+    bench.turn(after=0.1)
+    assert bench.memory.quotas == moved
+
+
+def test_a_unit_that_meets_a_running_memory_manager_takes_over_its_quotas() -> None:
+    bench = Bench(up=False)
+    bench.memory.quotas = {"a": 700, "b": 300}
+    bench.turn(after=0.01)
+    assert bench.memory.set == [] or bench.memory.set[0]["a"] > 500
+    assert bench.state()["models"]["a"]["quota_pages"] > 500
+
+
+def test_what_an_engine_lost_with_its_memory_manager_is_told() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    bench.submit("s")
+    bench.memory.up = False
+    sent = bench.say(b"a/decode", EngineLost(["r"], "the memory manager died"))
+    assert [m.request_ids for m in to(GATEWAY, Lost, sent)] == [["r"]]
+    assert not bench.state()["memory_connected"]
+    sent = bench.say(b"a/prefill", EngineLost(["s"], "the memory manager died"))
+    assert [m.request_ids for m in to(GATEWAY, Lost, sent)] == [["s"]]
+    assert bench.state()["budget_used"] == 0.0
+
+
+def test_one_expired_hand_over_costs_nobody_else_theirs() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    bench.submit("s")
+    bench.say(b"controller/1", EngineDown("b", "decode", "gone"))
+    bench.submit("t", "b")
+    bench.say(b"a/decode", EngineLost(["r"], "the prefilled blocks are gone"))
+    assert [m.request_ids for m in to(GATEWAY, Lost, bench.sent)] == [["r"]]
+    assert bench.state()["memory_connected"]
+
+
+# ---------------------------------------------------------------- bad input, state
+
+
+def test_what_can_never_fit_is_refused_with_figures() -> None:
+    bench = Bench(model("a", quota_pages=200), model("b", floor_pages=800, quota_pages=800))
+    (refused,) = to(GATEWAY, Refused, bench.submit("r", prompt=900, attempt=3))
+    assert refused.attempt == 3
+    assert "949 tokens" in refused.message
+    assert "'a' has room for" in refused.message
+    assert "kv_pool.size" in refused.message
+    assert not bench.unit.desk.held
+    assert to(GATEWAY, Refused, bench.submit("s", prompt=700, max_tokens=20)) == []
+
+
+def test_a_request_that_outgrew_the_pool_is_refused_when_it_returns() -> None:
+    bench = Bench(model("a", max_num_seqs=1, quota_pages=100), model("b", floor_pages=900, quota_pages=900))
+    admit = bench.decoding("r")
+    sent = bench.report("a/decode", returned=[Returned("r", admit.incarnation, [1] * 800)], running=0)
+    assert [m.request_id for m in to(GATEWAY, Refused, sent)] == ["r"]
+    assert not bench.unit.desk.held
+
+
+def test_an_unknown_model_is_refused() -> None:
+    bench = Bench()
+    (refused,) = to(GATEWAY, Refused, bench.submit("r", "nobody"))
+    assert "'nobody'" in refused.message
+
+
+def test_strangers_and_senseless_messages_change_nothing() -> None:
+    bench = Bench()
+    before = json.dumps(bench.state()["models"])
+    assert bench.say(b"x/y", EngineHello("x", "y", 1)) == []
+    assert bench.say(b"a/prefill", EngineHello("b", "decode", 1)) == []
+    assert bench.say(b"\xff\xfe", StepReport(1, 1, 0.1, 1, 1, 1)) == []
+    assert bench.say(b"\xff\xfe", Submit("r", "a", 0, 1, 1, 0.0, b"")) == []
+    assert bench.say(b"\xff\xfe", EngineLost(["r"], "")) == []
+    assert bench.say(b"controller/1", EngineDown("x", "y", "")) == []
+    assert bench.say(GATEWAY, Stop()) == []
+    assert json.dumps(bench.state()["models"]) == before
+
+
+def test_the_state_is_json_and_says_what_there_is() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    bench.submit("s")
+    bench.report("a/decode", tokens=1)
+    (answer,) = to(b"someone", UnitState, bench.say(b"someone", StateRequest()))
+    state = json.loads(json.dumps(answer.state))
+    assert state["policy"] == "adbs"
+    assert state["cores"] == 2
+    assert state["budget_used"] == 1.0
+    a = state["models"]["a"]
+    assert (a["prefilling"], a["decoding"], a["queued"], a["handed"]) == (1, 1, 0, 0)
+    assert a["phases"]["decode"]["jobs"] == 1
+    assert a["phases"]["prefill"]["tokens"] == 20
+    assert a["phases"]["prefill"]["share"] == 0.5
+    assert state["engines"]["a/decode"]["lease"]["left"] > 0
+    assert state["pools"]["main"]["total_pages"] == 1000
+    assert set(state["pools"]["main"]["usage"]) == {"a", "b"}

@@ -1,0 +1,386 @@
+"""The unit scheduler as a process: real sockets, a real memory manager, engines and gateways played by the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+
+from muxserve import deployment as deployments
+from muxserve.deployment import Deployment
+from muxserve.memory import server
+from muxserve.memory.client import MemoryClient
+from muxserve.wire import (
+    Abort,
+    Cancel,
+    EngineDown,
+    EngineHello,
+    GatewayHello,
+    HandOver,
+    Lease,
+    Lost,
+    Message,
+    Reset,
+    StateRequest,
+    StepReport,
+    Submit,
+    UnitHello,
+    UnitState,
+    decode,
+    encode,
+)
+from tests.unit.support import deployment as small_deployment
+from tests.unit.support import model
+
+M = TypeVar("M", bound=Message)
+PATIENCE = 20.0
+
+
+class Peer:
+    """A DEALER that the test plays."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, identity: str) -> None:
+        self.identity = identity
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.identity = identity.encode()
+        self.socket.linger = 0
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        self.socket.connect(address)
+        self.heard: list[Message] = []
+
+    def say(self, message: Message) -> None:
+        self.socket.send(encode(message))
+
+    def hear(self, kind: type[M], seconds: float = PATIENCE) -> M:
+        """The next message of that kind; others before it are kept in `heard`."""
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            if left <= 0 or not self.socket.poll(int(left * 1000) + 1):
+                raise AssertionError(f"{self.identity} heard no {kind.__name__}, but {self.heard}")
+            message = decode(self.socket.recv())
+            self.heard.append(message)
+            if isinstance(message, kind):
+                return message
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class FakeEngine(Peer):
+    """An engine that holds real blocks: prefill reserves them and hands them off, decode adopts them."""
+
+    def __init__(self, context: zmq.Context[Any], deployed: Deployment, name: str, phase: str) -> None:
+        super().__init__(context, deployed.unit_address, f"{name}/{phase}")
+        self.model, self.phase = name, phase
+        self.memory = MemoryClient(deployed.memory_socket, self.identity)
+
+    def greet(self, pid: int = 1) -> Reset:
+        self.say(EngineHello(self.model, self.phase, pid))
+        return self.hear(Reset)
+
+    def prefill(self, lease: Lease, tokens: int = 20) -> list[str]:
+        """Do what the lease says in one step; returns the hand-offs' keys."""
+        handed = []
+        for admit in lease.admit:
+            blocks = self.memory.step(self.model, reserve=2).reserved
+            key = f"{admit.request_id}#{admit.incarnation}"
+            self.memory.hand_off(self.model, key, blocks, 60.0)
+            handed.append(HandOver(admit.request_id, admit.incarnation, key, 2, tokens, [*admit.output_tokens, 7]))
+        self.say(StepReport(lease.lease_id, lease.steps - 1, 0.001, tokens, 0, 0, handed=handed))
+        return [each.key for each in handed]
+
+    def finish(self, lease: Lease) -> None:
+        """Adopt, run one step, end everything."""
+        for admit in lease.admit:
+            self.memory.step(self.model, release=self.memory.adopt(self.model, admit.adopt))
+        finished = [admit.request_id for admit in lease.admit]
+        self.say(StepReport(lease.lease_id, lease.steps - 1, 0.001, len(finished), 0, 0, finished=finished))
+
+    def close(self) -> None:
+        super().close()
+        self.memory.close()
+
+
+class Unit:
+    """A run directory with a memory manager, and a unit scheduler that can be killed and started."""
+
+    def __init__(self, run_dir: Path, policy: str = "adbs", **changes: Any) -> None:
+        self.deployment = small_deployment(
+            model("a", **changes), model("b", **changes), policy=policy, run_dir=str(run_dir)
+        )
+        self.path = run_dir / "deployment.json"
+        deployments.save(self.deployment, self.path)
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.peers: list[Peer] = []
+        self.manager = server.start(self.deployment)
+        self.start()
+
+    def start(self) -> None:
+        self.log = open(Path(self.deployment.run_dir) / "unit.log", "ab")  # noqa: SIM115 - lives as long as the process
+        command = [sys.executable, "-m", "muxserve.unit.scheduler", "--deployment", str(self.path), "--die-with-parent"]
+        self.process = subprocess.Popen(command, stderr=self.log)
+
+    def words(self) -> str:
+        return (Path(self.deployment.run_dir) / "unit.log").read_text()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+    def restart_memory(self) -> None:
+        self.manager.kill()
+        self.manager.wait()
+        self.manager = server.start(self.deployment)
+
+    def peer(self, identity: str) -> Peer:
+        made = Peer(self.context, self.deployment.unit_address, identity)
+        self.peers.append(made)
+        return made
+
+    def gateway(self, epoch: str = "g1") -> Peer:
+        made = self.peer(f"gateway/{epoch}")
+        made.say(GatewayHello(epoch, self.deployment.gateway_address))
+        made.hear(UnitHello)
+        return made
+
+    def engine(self, name: str, phase: str) -> FakeEngine:
+        made = FakeEngine(self.context, self.deployment, name, phase)
+        self.peers.append(made)
+        made.greet()
+        return made
+
+    def state(self, asker: Peer) -> dict[str, Any]:
+        asker.say(StateRequest())
+        state: dict[str, Any] = asker.hear(UnitState).state
+        return state
+
+    def until(self, asker: Peer, wanted: Callable[[Any], bool], seconds: float = PATIENCE) -> Any:
+        """Ask for the state until it is as wanted."""
+        end = time.monotonic() + seconds
+        while True:
+            state = self.state(asker)
+            if wanted(state):
+                return state
+            assert time.monotonic() < end, f"never as wanted: {state}"
+            time.sleep(0.005)  # the state is not announced
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.context.term()
+        if self.process.poll() is None:
+            self.kill()
+        self.log.close()
+        self.manager.terminate()
+        self.manager.wait()
+        for stream in (self.manager.stdout, self.manager.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@contextmanager
+def running(**changes: Any) -> Iterator[Unit]:
+    with tempfile.TemporaryDirectory(prefix="mux-unit-") as run_dir:
+        unit = Unit(Path(run_dir), **changes)
+        try:
+            yield unit
+        finally:
+            unit.close()
+
+
+@pytest.fixture
+def unit() -> Iterator[Unit]:
+    with running() as made:
+        yield made
+
+
+def submit(request_id: str, name: str = "a", **changes: Any) -> Submit:
+    values: dict[str, Any] = {
+        "attempt": 0,
+        "prompt_tokens": 20,
+        "max_tokens": 50,
+        "arrival": time.monotonic(),
+        "body": b"opaque",
+    }
+    return Submit(request_id, name, **{**values, **changes})
+
+
+def test_a_request_from_end_to_end(unit: Unit) -> None:
+    gateway, prefill, decode_ = unit.gateway(), unit.engine("a", "prefill"), unit.engine("a", "decode")
+    unit.until(gateway, lambda state: state["memory_connected"])
+    gateway.say(submit("r", body=bytes(range(256))))
+    lease = prefill.hear(Lease)
+    assert lease.admit[0].body == bytes(range(256))
+    prefill.prefill(lease)
+    lease = decode_.hear(Lease)
+    assert lease.admit[0].output_tokens == [7]
+    state = unit.state(gateway)
+    assert state["models"]["a"]["used_pages"] == 8
+    decode_.finish(lease)
+    state = unit.until(
+        gateway, lambda state: state["models"]["a"]["used_pages"] == 0 and state["models"]["a"]["finished"] == 1
+    )
+    assert state["pools"]["main"]["free_pages"] == state["pools"]["main"]["total_pages"] == 1000
+    assert state["budget_used"] == 0.0
+
+
+def test_cancelling_while_handed_over_frees_the_pages(unit: Unit) -> None:
+    gateway, prefill = unit.gateway(), unit.engine("a", "prefill")
+    decode_ = unit.engine("a", "decode")
+    unit.until(gateway, lambda state: state["memory_connected"])
+    gateway.say(submit("r"))
+    lease = prefill.hear(Lease)
+    gateway.say(Cancel(["r"]))
+    assert prefill.hear(Abort).request_ids == ["r"]
+    prefill.prefill(lease)  # it had run already
+    unit.until(gateway, lambda state: state["models"]["a"]["used_pages"] == 0)
+    assert not [m for m in decode_.heard if isinstance(m, Lease)]
+
+
+def test_kill_of_the_unit_scheduler(unit: Unit) -> None:
+    gateway, prefill = unit.gateway(), unit.engine("a", "prefill")
+    decode_ = unit.engine("a", "decode")
+    unit.until(gateway, lambda state: state["memory_connected"])
+    gateway.say(submit("r"))
+    first = prefill.hear(Lease)
+    unit.kill()
+    unit.start()
+    # Gateway and engines see that the connection is new, and greet.
+    gateway.say(GatewayHello("g1", unit.deployment.gateway_address))
+    epoch = gateway.hear(UnitHello).epoch
+    assert prefill.greet().epoch == epoch
+    decode_.greet()
+    unit.until(gateway, lambda state: state["memory_connected"])
+    gateway.say(submit("r", attempt=1, output_tokens=[7, 8]))
+    lease = prefill.hear(Lease)
+    assert lease.lease_id > first.lease_id
+    (admit,) = lease.admit
+    assert (admit.attempt, admit.output_tokens) == (1, [7, 8])
+    # A late word of the first life, whose ids can be told apart, changes nothing.
+    prefill.say(StepReport(first.lease_id, 0, 0.001, 20, 0, 0, finished=["r"]))
+    prefill.prefill(lease)
+    decode_.finish(decode_.hear(Lease))
+    unit.until(gateway, lambda state: state["models"]["a"]["finished"] == 1 and state["models"]["a"]["used_pages"] == 0)
+
+
+def test_kill_of_the_memory_manager(unit: Unit) -> None:
+    gateway, prefill = unit.gateway(), unit.engine("a", "prefill")
+    unit.until(gateway, lambda state: state["memory_connected"])
+    gateway.say(submit("waiting", "b"))
+    decode_ = unit.engine("a", "decode")
+    gateway.say(submit("handed"))
+    lease = prefill.hear(Lease)
+    decode_.close()
+    unit.peers.remove(decode_)
+    unit.peer("controller/1").say(EngineDown("a", "decode", "killed by signal 9"))
+    unit.until(gateway, lambda state: not state["engines"]["a/decode"]["up"])
+    prefill.prefill(lease)
+    unit.until(gateway, lambda state: state["models"]["a"]["handed"] == 1)
+    unit.restart_memory()
+    lost = gateway.hear(Lost)
+    assert lost.request_ids == ["handed"]
+    state = unit.until(gateway, lambda state: state["memory_connected"])
+    assert state["models"]["a"]["used_pages"] == 0
+    assert state["models"]["b"]["queued"] == 1
+    # The same models, the same sockets, a new memory manager: it goes on.
+    prefill.memory.close()
+    prefill.memory = MemoryClient(unit.deployment.memory_socket, prefill.identity)
+    decode_ = unit.engine("a", "decode")
+    gateway.say(submit("handed", attempt=1))
+    prefill.prefill(prefill.hear(Lease))
+    decode_.finish(decode_.hear(Lease))
+    unit.until(gateway, lambda state: state["models"]["a"]["finished"] == 1 and state["models"]["a"]["used_pages"] == 0)
+
+
+def test_a_restarted_engine_takes_over_its_identity(unit: Unit) -> None:
+    gateway = unit.gateway()
+    old, decode_ = unit.engine("a", "prefill"), unit.engine("a", "decode")
+    assert decode_.identity == "a/decode"
+    unit.until(gateway, lambda state: state["memory_connected"])
+    gateway.say(submit("r"))
+    old.hear(Lease)
+    new = unit.engine("a", "prefill")  # while the old one's connection is still there
+    assert gateway.hear(Lost).request_ids == ["r"]
+    gateway.say(submit("r", attempt=1))
+    assert new.hear(Lease).admit[0].attempt == 1
+
+
+def test_garbage_is_ignored(unit: Unit) -> None:
+    gateway = unit.gateway()
+    stranger = unit.peer("stranger")
+    for frame in (b"", b"\x00", b"\xc1", os.urandom(2000), encode(UnitHello("x"))[:-1], b"\x81\xa1t\xa6Submit"):
+        stranger.socket.send(frame)
+    stranger.socket.send_multipart([b"too", b"many", b"frames"])
+    nobody = unit.context.socket(zmq.DEALER)  # with an identity that ZeroMQ makes up, which is no text
+    nobody.linger = 0
+    nobody.connect(unit.deployment.unit_address)
+    nobody.send(encode(EngineHello("a", "prefill", 1)))
+    nobody.send(encode(StateRequest()))
+    assert nobody.poll(PATIENCE * 1000)
+    nobody.close()
+    stranger.say(StateRequest())
+    assert not stranger.hear(UnitState).state["engines"]["a/prefill"]["up"]  # type: ignore[index, call-overload]
+    assert unit.state(gateway)["models"]["a"]["arrived"] == 0
+    assert unit.process.poll() is None
+    assert "none of ours" in unit.words()
+
+
+def test_sigterm_ends_it_cleanly(unit: Unit) -> None:
+    unit.gateway()
+    unit.process.send_signal(signal.SIGTERM)
+    assert unit.process.wait(10) == 0
+
+
+def test_it_dies_with_its_parent() -> None:
+    with tempfile.TemporaryDirectory(prefix="mux-unit-") as run_dir:
+        path = Path(run_dir) / "deployment.json"
+        deployments.save(small_deployment(run_dir=run_dir), path)
+        # The parent waits until the unit scheduler listens, says its pid, and goes.
+        code = (
+            "import subprocess, sys, time, pathlib\n"
+            "p = subprocess.Popen([sys.executable, '-m', 'muxserve.unit.scheduler', '--deployment', sys.argv[1],"
+            " '--die-with-parent'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+            "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
+            "print(p.pid)\n"
+        )
+        socket = Path(run_dir) / "unit.sock"
+        parent = subprocess.run(
+            [sys.executable, "-c", code, str(path), str(socket)], capture_output=True, text=True, timeout=30, check=True
+        )
+        pid, end = int(parent.stdout), time.monotonic() + PATIENCE
+        while _lives(pid):
+            assert time.monotonic() < end, "the orphan goes on"
+            time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "No such file"), ("{", "not a deployment"), ('{"run_dir": 3}', "not a deployment")]
+)
+def test_bad_deployments_are_refused_without_a_traceback(tmp_path: Path, content: str | None, words: str) -> None:
+    path = tmp_path / "deployment.json"
+    if content is not None:
+        path.write_text(content)
+    command = [sys.executable, "-m", "muxserve.unit.scheduler", "--deployment", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
