@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from muxserve.gateway.app import Page
 from muxserve.gateway.errors import Send, respond, respond_json
-from muxserve.gateway.status import Reports, UnitStatus
+from muxserve.gateway.status import MAX_AGE_SECONDS, Reports, UnitStatus
 
 
 class Pages:
@@ -32,7 +32,8 @@ class Pages:
 
     async def health(self, send: Send) -> None:
         """Readiness, and the state of each model."""
-        await self._unit.refresh()
+        # Whoever waits for the start should not wait for a cache as well.
+        await self._unit.refresh(MAX_AGE_SECONDS if self._unit.was_ready else 0.0)
         status, body = self._reports.health()
         await respond_json(send, body, status)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 
 from muxserve.deployment import Deployment, GatewayDeployment
 from muxserve.gateway import seam
@@ -44,6 +44,7 @@ CLOSE_SECONDS = 2.0
 def serve(deployment: Deployment, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
     """See `muxserve.gateway.main.run`."""
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_CHOICES)
+    disable_created_metrics()  # a third of all series, and nobody reads them
     listener = bind(deployment.gateway)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner, listener:
         runner.run(_serve(deployment, listener, lifeline_fd, on_up))

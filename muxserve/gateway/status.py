@@ -59,9 +59,9 @@ class UnitStatus:
         self._clock = clock
         self._heard_at = -1e9
 
-    async def refresh(self) -> None:
+    async def refresh(self, max_age: float = MAX_AGE_SECONDS) -> None:
         """Ask the unit if what is known is too old; `answered` says whether the unit is there."""
-        if self.answered and self._broker.link.up and self._clock() - self._heard_at <= MAX_AGE_SECONDS:
+        if self.answered and self._broker.link.up and self.age <= max_age:
             return
         state = await self._broker.unit_state(TIMEOUT_SECONDS)
         self.answered = state is not None

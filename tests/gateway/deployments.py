@@ -40,11 +40,11 @@ def model(name: str, path: Path | str = "", **changes: Any) -> ModelDeployment:
     return ModelDeployment(**{**values, **changes})
 
 
-def deployment(run_dir: Path | str, models: list[ModelDeployment], **gateway: Any) -> Deployment:
+def deployment(run_dir: Path | str, models: list[ModelDeployment], unit: str = "test", **gateway: Any) -> Deployment:
     """A deployment of `models` with its gateway on a loopback port."""
     return Deployment(
         run_dir=str(run_dir),
-        unit="test",
+        unit=unit,
         policy="adbs",
         cores=2,
         pools=[PoolDeployment("main", 32768, 2000)],

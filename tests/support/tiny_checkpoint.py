@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +60,12 @@ def byte_token(byte: int) -> int:
     return len(SPECIAL_TOKENS) + _alphabet().index(byte)
 
 
+def token_byte(token: int) -> int:
+    """The byte of a token id that is not special."""
+    return _alphabet()[token - len(SPECIAL_TOKENS)]
+
+
+@cache
 def _alphabet() -> list[int]:
     """Bytes in the order of their token ids: byte-level BPE's letters in code point order."""
     return sorted(range(256), key=lambda byte: ord(_letter(byte)))

@@ -1,0 +1,216 @@
+"""The tests' side of a running gateway and its fake unit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from muxserve import deployment as deployments
+from muxserve.deployment import Deployment
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 120.0
+SECONDS = 20.0
+
+Event = dict[str, Any]
+
+
+class Channel:
+    """Sends commands and collects events of one process."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.events: list[Event] = []
+
+    def send(self, op: str, **fields: Any) -> None:
+        self.ours.send(json.dumps({"op": op, **fields}).encode())
+
+    def mark(self) -> int:
+        """Where the events of now begin, for `wait`."""
+        self._read(0)
+        return len(self.events)
+
+    def since(self, mark: int, event: str | None = None) -> list[Event]:
+        """Events so far."""
+        self._read(0)
+        return [e for e in self.events[mark:] if event in (None, e["event"])]
+
+    def wait(
+        self, event: str, mark: int = 0, when: Callable[[Event], bool] = lambda _: True, seconds: float = SECONDS
+    ) -> Event:
+        """The first such event at or after `mark`; waits for it."""
+        deadline = time.monotonic() + seconds
+        at = mark
+        while True:
+            for each in self.events[at:]:
+                at += 1
+                if each["event"] == event and when(each):
+                    return each
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._read(left):
+                raise AssertionError(f"no {event} within {seconds} s; there came {self.events[mark:]}")
+
+    def _read(self, seconds: float) -> bool:
+        """Take what has come; waits for the first."""
+        got = False
+        while True:
+            self.ours.settimeout(seconds or 1e-6)
+            try:
+                data = self.ours.recv(1 << 20)
+            except (TimeoutError, BlockingIOError):
+                return got
+            if not data:
+                raise AssertionError("the process is gone; see its log")
+            self.events.append(json.loads(data))
+            got, seconds = True, 0.0
+
+
+class Rig:
+    """A process family: spawner, fake unit, and gateways as they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.spawner = Channel()
+        self.unit = Channel()
+        fds = (self.spawner.theirs.fileno(), self.unit.theirs.fileno())
+        log = (directory / "spawner.log").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gateway.spawner", *map(str, fds), str(directory)],
+            pass_fds=fds,
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        log.close()
+        self.spawner.theirs.close()
+        self.unit.theirs.close()
+
+    def ready(self) -> Event:
+        """Wait until gateways can be forked."""
+        return self.spawner.wait("ready", seconds=START_SECONDS)
+
+    def start(self, deployment: Deployment) -> Running:
+        """Start a gateway and, unless it has one, its unit."""
+        path = self.directory / f"{deployment.unit}.json"
+        deployments.save(deployment, path)
+        mark = self.spawner.mark()
+        if not any(e["event"] == "serving" and e["unit"] == deployment.unit for e in self.unit.since(0)):
+            self.unit.send("serve", deployment=str(path))
+            self.unit.wait("serving", when=lambda e: e["unit"] == deployment.unit)
+        self.spawner.send("fork", deployment=str(path))
+        pid = self.spawner.wait("forked", mark)["pid"]
+        self.spawner.wait("up", mark, lambda e: e["pid"] == pid, START_SECONDS)
+        return Running(self, deployment, pid)
+
+    def close(self) -> None:
+        """End everything."""
+        self.spawner.ours.close()
+        self.unit.ours.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Running:
+    """A running gateway."""
+
+    def __init__(self, rig: Rig, deployment: Deployment, pid: int) -> None:
+        self.rig = rig
+        self.deployment = deployment
+        self.pid = pid
+        self.url = f"http://127.0.0.1:{deployment.gateway.port}"
+
+    @property
+    def log(self) -> str:
+        """What it wrote so far."""
+        return (self.rig.directory / f"gateway-{self.deployment.unit}.log").read_text()
+
+    def mark(self) -> int:
+        """Where the unit's events of now begin."""
+        return self.rig.unit.mark()
+
+    def wait(self, event: str, mark: int = 0, when: Callable[[Event], bool] = lambda _: True) -> Event:
+        """An event of this gateway's unit."""
+        return self.rig.unit.wait(event, mark, lambda e: e["unit"] == self.deployment.unit and when(e))
+
+    def events(self, mark: int, event: str) -> list[Event]:
+        """Events so far of this gateway's unit."""
+        return [e for e in self.rig.unit.since(mark, event) if e["unit"] == self.deployment.unit]
+
+    def tell_unit(self, op: str, **fields: Any) -> None:
+        """Command the fake unit."""
+        self.rig.unit.send(op, unit=self.deployment.unit, **fields)
+
+    def engines(self, **up: bool) -> None:
+        """Set which models' engines the unit reports as up; all others are."""
+        state = unit_state(self.deployment, up)
+        mark = self.mark()
+        self.tell_unit("state", state=state)
+        self.wait("state_set", mark)
+
+    def terminate(self) -> None:
+        """Ask it to drain."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def exit_status(self) -> int:
+        """Wait for its end."""
+        status = self.rig.spawner.wait("exited", when=lambda e: e["pid"] == self.pid)["status"]
+        assert isinstance(status, int)
+        return status
+
+
+def free_port() -> int:
+    """A loopback port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert isinstance(port, int)
+    return port
+
+
+def unit_state(deployment: Deployment, up: dict[str, bool]) -> dict[str, Any]:
+    """A unit's state in the shape that the unit scheduler gives it."""
+    phase = {
+        "jobs": 7,
+        "tokens": 70,
+        "busy_seconds": 0.5,
+        "lease_waits": 1,
+        "lease_wait_seconds": 0.01,
+        "share": 0.5,
+    }
+    return {
+        "policy": deployment.policy,
+        "epoch": "unit",
+        "models": {
+            model.name: {
+                "queued": 0,
+                "prefilling": 0,
+                "handed": 0,
+                "decoding": 1,
+                "finished": 3,
+                "returned": 0,
+                "lost": 0,
+                "quota_pages": model.quota_pages,
+                "used_pages": 12,
+                "cached_pages": 4,
+                "phases": {"prefill": phase, "decode": phase},
+            }
+            for model in deployment.models
+        },
+        "pools": {pool.name: {"total_pages": pool.num_pages, "free_pages": 100} for pool in deployment.pools},
+        "engines": {
+            f"{model.name}/{name}": {"up": up.get(model.name, True), "pid": 1}
+            for model in deployment.models
+            for name in ("prefill", "decode")
+        },
+    }

@@ -1,0 +1,111 @@
+"""Imports vLLM once and forks what the tests need from that: the fake unit, and gateways.
+
+python -m tests.gateway.spawner CONTROL_FD UNIT_FD
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+from muxserve import deployment as deployments
+from muxserve.engine.warm_parent import environment
+from muxserve.gateway import main as gateway
+
+
+def fork(child: Callable[[], None], log: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        child()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    unit_control = socket.socket(fileno=int(sys.argv[2]))
+    log_dir = sys.argv[3]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def tell(event: str, **fields: object) -> None:
+        control.send(json.dumps({"event": event, **fields}).encode())
+
+    os.environ.update(environment(deployments.Deployment("", "", "adbs", 1, [], [_any_model()], _no_gateway())))
+    gateway.preload()
+
+    def fake_unit() -> None:
+        from tests.gateway import fake_unit
+
+        control.close()
+        fake_unit.run(unit_control)
+
+    fork(fake_unit, f"{log_dir}/unit.log")
+    unit_control.close()
+    from muxserve.gateway import seam
+
+    tell("ready", problems=seam.problems(), moved=seam.problems("0.33.0"))
+    children: dict[int, int] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not control:
+                    pid = children.pop(key.fd)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    tell("exited", pid=pid, status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                    continue
+                data = control.recv(1 << 16)
+                if not data:
+                    for pid in children.values():
+                        os.kill(pid, signal.SIGKILL)
+                    return
+                command = json.loads(data)
+                deployment = deployments.load(command["deployment"])
+                lifeline, held = os.pipe()
+                os.set_inheritable(lifeline, True)
+
+                def child(
+                    deployment: deployments.Deployment = deployment, lifeline: int = lifeline, held: int = held
+                ) -> None:
+                    os.close(held)
+                    gateway.run(deployment, lifeline, lambda: tell("up", pid=os.getpid()))
+
+                pid = fork(child, f"{log_dir}/gateway-{deployment.unit}.log")
+                os.close(lifeline)
+                fd = os.pidfd_open(pid)
+                children[fd] = pid
+                selector.register(fd, selectors.EVENT_READ)
+                tell("forked", pid=pid)
+
+
+def _any_model() -> deployments.ModelDeployment:
+    from tests.gateway.deployments import model
+
+    return model("any")
+
+
+def _no_gateway() -> deployments.GatewayDeployment:
+    return deployments.GatewayDeployment("", 0)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

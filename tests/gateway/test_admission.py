@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Keys, Verdict, presented_key
+from muxserve.gateway.body import ClientGoneError, Replay
+from muxserve.gateway.errors import Message, RequestError
+from muxserve.gateway.measure import HttpRequest, Measures
+from muxserve.gateway.turnstile import Turnstile
+from tests.gateway.deployments import model
+
+
+def test_no_keys_let_everyone_in() -> None:
+    assert Keys([]).allow(None)
+    assert not Keys([])
+
+
+@pytest.mark.parametrize(
+    ("presented", "allowed"),
+    [(b"one", True), (b"two", True), (b"One", False), (b"on", False), (b"oneone", False), (b"", False), (None, False)],
+)
+def test_only_the_keys_open(presented: bytes | None, allowed: bool) -> None:
+    assert Keys(["one", "two"]).allow(presented) is allowed
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ([(b"authorization", b"Bearer abc")], b"abc"),
+        ([(b"authorization", b"bearer  abc ")], b"abc"),
+        ([(b"authorization", b"Basic abc")], None),
+        ([(b"authorization", b"abc")], None),
+        ([(b"x-api-key", b"abc")], b"abc"),
+        ([(b"x-api-key", b"abc"), (b"authorization", b"Bearer def")], b"def"),
+        ([], None),
+    ],
+)
+def test_where_a_key_is_looked_for(headers: list[tuple[bytes, bytes]], key: bytes | None) -> None:
+    assert presented_key(headers) == key
+
+
+def test_gate_serves_in_order_of_arrival() -> None:
+    gate = Gate(2, 2)
+    assert [gate.arrive(n) for n in range(5)] == [
+        Verdict.ENTER,
+        Verdict.ENTER,
+        Verdict.WAIT,
+        Verdict.WAIT,
+        Verdict.REFUSE,
+    ]
+    assert gate.leave(1.0) == 2
+    assert gate.arrive(5) is Verdict.WAIT
+    assert [gate.leave(1.0), gate.leave(1.0), gate.leave(1.0), gate.leave(1.0)] == [3, 5, None, None]
+    assert (gate.inside, gate.waiting) == (0, 0)
+
+
+def test_no_queue_refuses_at_once() -> None:
+    gate = Gate(1, 0)
+    assert gate.arrive("a") is Verdict.ENTER
+    assert gate.arrive("b") is Verdict.REFUSE
+
+
+def test_retry_after_grows_with_the_queue_and_is_bounded() -> None:
+    gate = Gate(1, 10_000)
+    gate.arrive(0)
+    first = gate.retry_after()
+    for n in range(20):
+        gate.arrive(n)
+    assert 1 <= first < gate.retry_after()
+    for n in range(5000):
+        gate.arrive(n)
+    assert gate.retry_after() == MAX_RETRY_AFTER_SECONDS
+
+
+@given(st.lists(st.sampled_from(["arrive", "leave", "withdraw"]), max_size=60), st.integers(1, 3), st.integers(0, 3))
+def test_gate_never_exceeds_its_limits_and_loses_nobody(steps: list[str], most: int, queue: int) -> None:
+    gate = Gate(most, queue)
+    inside: set[int] = set()
+    waiting: list[int] = []
+    for number, step in enumerate(steps):
+        if step == "arrive":
+            verdict = gate.arrive(number)
+            if verdict is Verdict.ENTER:
+                inside.add(number)
+            elif verdict is Verdict.WAIT:
+                waiting.append(number)
+        elif step == "leave" and inside:
+            inside.pop()
+            entered = gate.leave(0.1)
+            assert entered == (waiting[0] if waiting else None)
+            if waiting:
+                inside.add(waiting.pop(0))
+        elif step == "withdraw" and waiting:
+            assert gate.withdraw(waiting.pop())
+        assert gate.inside == len(inside) <= most
+        assert gate.waiting == len(waiting) <= queue
+        assert not waiting or len(inside) == most
+
+
+class Client:
+    """A connection whose request is read and that closes when told."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+        self.http = HttpRequest(0.0)
+        self.replay = Replay(self._receive, b"{}", self.http)
+
+    async def _receive(self) -> Message:
+        await self.closed.wait()
+        return {"type": "http.disconnect"}
+
+
+def turnstile(**limits: int) -> Turnstile:
+    models = [model("m", **limits)]
+    return Turnstile(models, Measures(models, CollectorRegistry()))
+
+
+async def test_turns_are_taken_one_after_another() -> None:
+    gates = turnstile(max_concurrency=1, max_queue=5)
+    order: list[int] = []
+    doors = [asyncio.Event() for _ in range(3)]
+
+    async def visit(number: int) -> None:
+        async with gates.turn("m", Client().replay):
+            order.append(number)
+            await doors[number].wait()
+
+    visits = [asyncio.ensure_future(visit(n)) for n in range(3)]
+    for n in range(3):
+        while len(order) <= n:
+            await asyncio.sleep(0)
+        assert order == list(range(n + 1))
+        doors[n].set()
+    await asyncio.gather(*visits)
+    assert gates.occupied == 0
+
+
+async def test_full_queue_is_told_when_to_come_back() -> None:
+    gates = turnstile(max_concurrency=1, max_queue=0)
+    async with gates.turn("m", Client().replay):
+        with pytest.raises(RequestError) as caught:
+            async with gates.turn("m", Client().replay):
+                pass
+    assert caught.value.status == 429
+    assert dict(caught.value.headers)[b"retry-after"].isdigit()
+    assert gates.occupied == 0
+
+
+async def test_a_client_that_leaves_the_queue_makes_room() -> None:
+    gates = turnstile(max_concurrency=1, max_queue=1)
+    client = Client()
+
+    async def visit() -> None:
+        async with gates.turn("m", client.replay):
+            raise AssertionError("must not enter")
+
+    async with gates.turn("m", Client().replay):
+        waiting = asyncio.ensure_future(visit())
+        while not gates.gates["m"].waiting:
+            await asyncio.sleep(0)
+        client.closed.set()
+        with pytest.raises(ClientGoneError):
+            await waiting
+        assert client.http.disconnected
+        assert gates.gates["m"].waiting == 0
+    assert gates.occupied == 0
+
+
+async def test_a_turn_given_to_one_who_just_left_goes_to_the_next() -> None:
+    gates = turnstile(max_concurrency=1, max_queue=2)
+    entered = asyncio.Event()
+
+    async def visit(client: Client) -> None:
+        async with gates.turn("m", client.replay):
+            entered.set()
+
+    first = gates.turn("m", Client().replay)
+    await first.__aenter__()
+    leaving, staying = asyncio.ensure_future(visit(Client())), asyncio.ensure_future(visit(Client()))
+    while gates.gates["m"].waiting < 2:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    await first.__aexit__(None, None, None)  # lets the leaving one in before it has noticed that it is cancelled
+    await asyncio.wait_for(entered.wait(), 5)
+    await asyncio.gather(leaving, staying, return_exceptions=True)
+    assert gates.occupied == 0
+
+
+async def test_empty_waits_for_the_last_one() -> None:
+    gates = turnstile(max_concurrency=2, max_queue=2)
+    await gates.empty()
+    turn = gates.turn("m", Client().replay)
+    await turn.__aenter__()
+    empty = asyncio.ensure_future(gates.empty())
+    await asyncio.sleep(0)
+    assert not empty.done()
+    await turn.__aexit__(None, None, None)
+    await asyncio.wait_for(empty, 5)
+
+
+async def test_replay_gives_the_body_then_the_connection() -> None:
+    client = Client()
+    assert (await client.replay())["body"] == b"{}"
+    client.closed.set()
+    assert (await client.replay())["type"] == "http.disconnect"
+    assert client.http.disconnected

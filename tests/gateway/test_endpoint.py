@@ -1,0 +1,501 @@
+"""The real gateway with the real OpenAI client, over a unit that plays what the prompts say."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.gateway.rig import Running
+
+
+def play(say: str, **script: Any) -> str:
+    return "PLAY " + json.dumps({"say": say, **script})
+
+
+def user(say: str, **script: Any) -> list[Any]:
+    return [{"role": "user", "content": play(say, **script)}]
+
+
+def test_vllm_is_the_one_that_the_gateway_was_written_for(gateway: Running) -> None:
+    ready = gateway.rig.ready()
+    assert ready["problems"] == []
+    assert ready["moved"] == ["vLLM 0.33.0 is installed, MuxServe is written for 0.32.0"]
+
+
+# ------------------------------------------------------------ what serves
+
+
+@pytest.mark.parametrize("model", ["alpha", "beta"])
+def test_chat(client: openai.OpenAI, gateway: Running, model: str) -> None:
+    mark = gateway.mark()
+    answer = client.chat.completions.create(model=model, messages=user("Hello, wörld!"))
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason, answer.model) == ("Hello, wörld!", "stop", model)
+    submit = gateway.wait("submit", mark)
+    assert submit["model"] == model
+    assert submit["body_id"] == submit["id"]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == submit["prompt_tokens"]
+    assert answer.usage.completion_tokens == len("Hello, wörld!".encode()) + 1
+    assert submit["max_tokens"] == 1024 - submit["prompt_tokens"]
+
+
+def test_chat_streamed(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="alpha", messages=user("one two three"), stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == "one two three"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len("one two three") + 1
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="beta", prompt=play("abcdefgh"), max_tokens=5)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abcde", "length")
+    streamed = client.completions.create(model="beta", prompt=play("abcdefgh"), max_tokens=5, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "abcde"
+
+
+def test_several_prompts_and_echo(client: openai.OpenAI) -> None:
+    prompts = [play("first"), play("second")]
+    answer = client.completions.create(model="alpha", prompt=prompts)
+    assert [choice.text for choice in answer.choices] == ["first", "second"]
+    answer = client.completions.create(model="alpha", prompt=prompts[0], echo=True)
+    assert answer.choices[0].text == prompts[0] + "first"
+
+
+def test_prompt_of_token_ids(client: openai.OpenAI, http: httpx.Client) -> None:
+    tokens = http.post("/tokenize", json={"model": "alpha", "prompt": play("hi"), "add_special_tokens": False}).json()
+    answer = client.completions.create(model="alpha", prompt=tokens["tokens"])
+    assert answer.choices[0].text == "hi"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices(client: openai.OpenAI, gateway: Running, stream: bool) -> None:
+    mark = gateway.mark()
+    texts = {0: "", 1: "", 2: ""}
+    if stream:
+        for chunk in client.completions.create(model="alpha", prompt=play("thrice"), n=3, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    else:
+        for choice in client.completions.create(model="alpha", prompt=play("thrice"), n=3).choices:
+            texts[choice.index] = choice.text
+    assert set(texts.values()) == {"thrice"}
+    assert len(gateway.events(mark, "submit")) == 3
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="alpha", messages=user("abc"), logprobs=True, top_logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [entry.token for entry in logprobs.content][:3] == ["a", "b", "c"]
+    assert all(len(entry.top_logprobs) >= 2 for entry in logprobs.content)
+    assert len({entry.logprob for entry in logprobs.content[:3]}) == 3
+
+
+def test_logprobs_streamed_in_any_order_and_twice_are_whole(client: openai.OpenAI) -> None:
+    def logprobs(**script: Any) -> list[float]:
+        chunks = client.completions.create(model="alpha", prompt=play("abcdef", **script), logprobs=1, stream=True)
+        return [p for c in chunks if c.choices[0].logprobs for p in c.choices[0].logprobs.token_logprobs or ()]
+
+    plain = logprobs()
+    assert len(plain) == 7
+    assert logprobs(swap=True) == plain
+    assert logprobs(overlap=True) == plain
+    assert logprobs(lose=3) == plain
+
+
+def test_prompt_logprobs(http: httpx.Client) -> None:
+    body = {"model": "alpha", "prompt": play("abc", lose=2), "prompt_logprobs": 1, "max_tokens": 3}
+    answer = http.post("/v1/completions", json=body).json()
+    prompt_logprobs = answer["choices"][0]["prompt_logprobs"]
+    assert len(prompt_logprobs) == answer["usage"]["prompt_tokens"]
+    assert prompt_logprobs[0] is None
+
+
+def test_stop_strings_cancel_the_rest(client: openai.OpenAI, gateway: Running) -> None:
+    mark = gateway.mark()
+    answer = client.chat.completions.create(model="alpha", messages=user("one. two. three.", hold=9), stop=["two"])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("one. ", "stop")
+    submit = gateway.wait("submit", mark)
+    assert gateway.wait("cancel", mark)["ids"] == [submit["id"]]
+
+
+def test_tools_by_name_and_required(client: openai.OpenAI, gateway: Running) -> None:
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+    called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+    for tool_choice in choices:
+        mark = gateway.mark()
+        answer = client.chat.completions.create(
+            model="beta", messages=user(called), tools=[tool], tool_choice=tool_choice
+        )
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.type == "function"
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+        assert gateway.wait("submit", mark)["structured"]
+
+
+def test_tools_of_the_models_own_choice(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    answer = client.chat.completions.create(model="beta", messages=user(called), tools=[tool])
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+    with pytest.raises(openai.BadRequestError, match="tool-call-parser"):
+        client.chat.completions.create(model="alpha", messages=user(called), tools=[tool], tool_choice="auto")
+
+
+def test_response_format(client: openai.OpenAI, gateway: Running) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    mark = gateway.mark()
+    answer = client.chat.completions.create(
+        model="alpha",
+        messages=user('{"n": 3}'),
+        response_format={"type": "json_schema", "json_schema": {"name": "number", "schema": schema}},
+    )
+    assert json.loads(answer.choices[0].message.content or "") == {"n": 3}
+    assert gateway.wait("submit", mark)["structured"]
+
+
+def test_responses_and_messages_apis(client: openai.OpenAI, http: httpx.Client) -> None:
+    response = client.responses.create(model="alpha", input=play("from responses"))
+    assert response.output_text == "from responses"
+    body = {"model": "beta", "max_tokens": 50, "messages": user("from messages")}
+    answer = http.post("/v1/messages", json=body).json()
+    assert answer["content"][0]["text"] == "from messages"
+
+
+def test_tokenize_and_back(http: httpx.Client) -> None:
+    tokens = http.post("/tokenize", json={"model": "beta", "prompt": "héllo", "add_special_tokens": False}).json()
+    assert tokens["count"] == 6
+    text = http.post("/detokenize", json={"model": "beta", "tokens": tokens["tokens"]}).json()
+    assert text["prompt"] == "héllo"
+    chat = http.post("/models/alpha/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert chat["count"] > 2
+
+
+def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert [model.id for model in client.models.list()] == ["alpha", "beta"]
+    assert client.models.retrieve("beta").id == "beta"
+    assert [m["id"] for m in http.get("/models/alpha/v1/models").json()["data"]] == ["alpha"]
+    assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 1024
+
+
+def test_mounted_models_need_no_model_field(gateway: Running) -> None:
+    with openai.OpenAI(base_url=f"{gateway.url}/models/beta/v1", api_key="none", max_retries=0) as mounted:
+        assert mounted.completions.create(model="beta", prompt=play("mounted")).choices[0].text == "mounted"
+        with pytest.raises(openai.NotFoundError):
+            mounted.completions.create(model="alpha", prompt=play("no"))
+    answer = httpx.post(f"{gateway.url}/models/beta/v1/completions", json={"prompt": play("bare")})
+    assert answer.json()["choices"][0]["text"] == "bare"
+
+
+def test_many_at_once_do_not_mix(client: openai.OpenAI) -> None:
+    def ask(n: int) -> tuple[str, str]:
+        stream = client.chat.completions.create(
+            model=("alpha", "beta")[n % 2],
+            messages=user(f"answer {n}", lose=n % 5 if n % 3 else 99, swap=n % 4 == 0),
+            stream=True,
+        )
+        return f"answer {n}", "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    with ThreadPoolExecutor(16) as pool:
+        for expected, got in pool.map(ask, range(64)):
+            assert got == expected
+
+
+# ------------------------------------------------------------ what goes wrong below
+
+
+@pytest.mark.parametrize(
+    "script", [{"lose": 0}, {"lose": 4}, {"swap": True}, {"overlap": True}, {"skip": 0}, {"skip": 3}, {"abort": 2}]
+)
+def test_streams_go_on(client: openai.OpenAI, gateway: Running, script: dict[str, Any]) -> None:
+    mark = gateway.mark()
+    text = f"whole in spite of {script}"
+    stream = client.completions.create(model="alpha", prompt=play(text, **script), stream=True, max_tokens=200)
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    first, *again = gateway.events(mark, "submit")
+    assert (first["attempt"], first["output_tokens"]) == (1, [])
+    if "lose" in script:
+        (second,) = again
+        assert (second["id"], second["attempt"]) == (first["id"], 2)
+        # The news of the death may overtake the last tokens.
+        assert len(second["output_tokens"]) <= script["lose"]
+    elif "skip" in script or "abort" in script:
+        # An engine may still have the request under its first id.
+        (second,) = again
+        assert second["id"] != first["id"]
+        assert (second["attempt"], len(second["output_tokens"])) == (2, script.get("skip", script.get("abort")))
+        assert gateway.wait("cancel", mark)["ids"] == [first["id"]]
+    else:
+        assert again == []
+
+
+def test_usage_counts_each_token_once(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="alpha", prompt=play("twelve chars", lose=5))
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 13
+
+
+def test_a_new_unit_scheduler_gets_everything_again(client: openai.OpenAI, gateway: Running) -> None:
+    mark = gateway.mark()
+    held = client.completions.create(model="beta", prompt=play("held back", hold=4), stream=True)
+    texts = [next(held).choices[0].text]
+    gateway.wait("held", mark)
+    answer = client.completions.create(model="alpha", prompt=play("restarts it", restart=6))
+    assert answer.choices[0].text == "restarts it"
+    again = gateway.wait("submit", mark, lambda e: e["script"].get("hold") == 4 and e["attempt"] == 2)
+    assert bytes(again["output_tokens"]) is not None
+    gateway.wait("held", mark, lambda e: e["id"] == again["id"])
+    gateway.tell_unit("go")
+    texts += [chunk.choices[0].text for chunk in held]
+    assert "".join(texts) == "held back"
+
+
+def test_what_comes_while_there_is_no_unit_waits_for_it(client: openai.OpenAI, gateway: Running) -> None:
+    gateway.tell_unit("down")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: client.completions.create(model="alpha", prompt=play("patience")))
+        gateway.wait("down", 0)
+        gateway.tell_unit("restart")
+        assert answer.result(20).choices[0].text == "patience"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_are_the_clients_to_know(client: openai.OpenAI, stream: bool) -> None:
+    with pytest.raises(openai.APIError, match="longer than the pool") as caught:
+        list(
+            client.completions.create(model="alpha", prompt=play("", refuse="longer than the pool"), stream=stream, n=2)
+        )
+    if not stream:
+        assert isinstance(caught.value, openai.BadRequestError)
+
+
+def test_a_request_that_kills_every_engine_ends(client: openai.OpenAI, gateway: Running) -> None:
+    mark = gateway.mark()
+    with pytest.raises(openai.APIStatusError, match="died") as caught:
+        client.completions.create(model="alpha", prompt=play("poison", always_lost=True))
+    assert caught.value.status_code == 503
+    assert [e["attempt"] for e in gateway.events(mark, "submit")] == list(range(1, 9))
+
+
+def test_engine_errors_are_server_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.InternalServerError):
+        client.completions.create(model="alpha", prompt=play("boom", error=2))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_cancelled(gateway: Running, stream: bool) -> None:
+    mark = gateway.mark()
+    body = {"model": "alpha", "prompt": play("never ending", hold=3), "stream": stream, "n": 2}
+    with httpx.Client(base_url=gateway.url, timeout=20) as leaving:
+        if stream:
+            with leaving.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+                first = gateway.wait("held", mark)
+                gateway.wait("held", mark, lambda e: e["id"] != first["id"])
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post("/v1/completions", json=body, timeout=0.5)
+    ids = {e["id"] for e in gateway.events(mark, "submit")}
+    assert len(ids) == 2
+    for request_id in ids:
+        gateway.wait("cancel", mark, lambda e, wanted=request_id: wanted in e["ids"])
+
+
+# ------------------------------------------------------------ the server about itself
+
+
+def test_health_says_what_is_up(gateway: Running, http: httpx.Client) -> None:
+    gateway.engines()
+    answer = http.get("/health")
+    assert answer.status_code == 200
+    assert answer.json()["status"] == "ok"
+    assert answer.json()["models"]["beta"]["engines"] == {"prefill": "up", "decode": "up"}
+    gateway.engines(beta=False)
+    while (answer := http.get("/health")).json()["status"] == "ok":
+        pass
+    assert answer.status_code == 200
+    assert answer.json()["status"] == "degraded"
+    assert answer.json()["models"]["beta"]["status"] == "restarting"
+    assert answer.json()["models"]["alpha"]["status"] == "up"
+    gateway.engines()
+
+
+def test_fleet(http: httpx.Client) -> None:
+    fleet = http.get("/fleet").json()
+    assert [m["name"] for m in fleet["models"]] == ["alpha", "beta"]
+    assert fleet["models"][0]["limits"] == {"max_concurrency": 64, "max_queue": 64}
+    assert fleet["unit"]["state"]["models"]["alpha"]["used_pages"] == 12
+    assert fleet["gateway"]["requests_in_flight"] == 0
+
+
+def samples(text: str) -> dict[str, float]:
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            assert name not in found, f"{name} twice"
+            found[name] = float(value)
+    return found
+
+
+def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
+    before = samples(http.get("/metrics").text)
+    client.completions.create(model="beta", prompt=play("count me", lose=3))
+    text = http.get("/metrics").text
+    after = samples(text)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    prefill, decode = '{engine="0",model_name="beta"}', '{engine="1",model_name="beta"}'
+    assert grown(f"vllm:generation_tokens_total{prefill}") + grown(f"vllm:generation_tokens_total{decode}") == 9
+    assert grown(f"vllm:time_to_first_token_seconds_count{prefill}") == 1
+    assert grown(f"vllm:time_to_first_token_seconds_count{decode}") == 0
+    assert grown(f"vllm:prompt_tokens_total{prefill}") > 10
+    assert after[f"vllm:kv_cache_usage_perc{decode}"] == 0.5
+    assert '{engine="0",model_name="alpha"}' in text
+    assert grown('muxserve_requests_total{model_name="beta",outcome="completed"}') == 1
+    assert grown('muxserve_requests_resubmitted_total{model_name="beta",reason="engine_lost"}') == 1
+    assert grown('muxserve_time_to_first_token_seconds_count{model_name="beta"}') == 1
+    assert grown('muxserve_slo_requests_total{met="true",model_name="beta",slo="ttft"}') == 1
+    assert grown('muxserve_slo_requests_total{met="false",model_name="beta",slo="tpot"}') == 1
+    assert grown('muxserve_slo_requests_total{met="false",model_name="beta",slo="all"}') == 1
+    assert after['muxserve_pages_used{model_name="alpha"}'] == 12
+    assert after['muxserve_pages_quota{model_name="alpha"}'] == 1000
+    assert after['muxserve_jobs_total{model_name="alpha",phase="decode"}'] == 7
+    assert after['muxserve_sm_share{model_name="beta",phase="prefill"}'] == 0.5
+    assert after['muxserve_pool_pages_free{pool="main"}'] == 100
+    headers = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(headers) == len(set(headers))
+
+
+def test_pages_take_get_only(http: httpx.Client) -> None:
+    assert http.post("/health").status_code == 405
+    assert http.head("/health").status_code == 200
+    assert http.get("/version").json()["version"] == "0.32.0"
+
+
+# ------------------------------------------------------------ keys, limits, draining
+
+
+def test_keys(guarded: Running) -> None:
+    with httpx.Client(base_url=guarded.url, timeout=20) as http:
+        for path in ("/health", "/metrics"):
+            assert http.get(path).status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first-key"}):
+            for path in ("/fleet", "/v1/models", "/models/alpha/v1/models", "/nothing"):
+                answer = http.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["type"] == "AuthenticationError"
+        for headers in ({"Authorization": "Bearer first-key"}, {"X-Api-Key": "second-key"}):
+            assert http.get("/fleet", headers=headers).status_code == 200
+            assert http.get("/v1/models", headers=headers).status_code == 200
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="second-key", max_retries=0) as client:
+        # One model only: its name may be left out.
+        assert client.completions.create(model="alpha", prompt=play("open")).choices[0].text == "open"
+    with (
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.completions.create(model="alpha", prompt=play("closed"))
+
+
+def test_limits(guarded: Running) -> None:
+    mark = guarded.mark()
+    headers = {"Authorization": "Bearer first-key"}
+    with httpx.Client(base_url=guarded.url, headers=headers, timeout=20) as http, ThreadPoolExecutor(2) as pool:
+
+        def ask(say: str, **script: Any) -> httpx.Response:
+            return http.post("/v1/completions", json={"prompt": play(say, **script)})
+
+        def waiting() -> int:
+            count = http.get("/fleet").json()["models"][0]["gateway"]["waiting"]
+            assert isinstance(count, int)
+            return count
+
+        first = pool.submit(ask, "first", hold=2)
+        guarded.wait("held", mark)
+        second = pool.submit(ask, "second")
+        while not waiting():
+            pass
+        third = ask("third")
+        assert third.status_code == 429
+        assert third.json()["error"]["type"] == "RateLimitError"
+        assert int(third.headers["retry-after"]) >= 1
+        # What needs no engine is not held up.
+        assert http.post("/tokenize", json={"prompt": "abc"}).status_code == 200
+        assert len(guarded.events(mark, "submit")) == 1
+        guarded.tell_unit("go")
+        assert first.result(20).json()["choices"][0]["text"] == "first"
+        assert second.result(20).json()["choices"][0]["text"] == "second"
+
+
+def test_a_client_that_leaves_the_queue_never_enters(guarded: Running) -> None:
+    mark = guarded.mark()
+    headers = {"Authorization": "Bearer first-key"}
+    with httpx.Client(base_url=guarded.url, headers=headers, timeout=20) as http, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(http.post, "/v1/completions", json={"prompt": play("stays", hold=2)})
+        guarded.wait("held", mark)
+        with httpx.Client(base_url=guarded.url, headers=headers) as leaving, pytest.raises(httpx.ReadTimeout):
+            leaving.post("/v1/completions", json={"prompt": play("leaves")}, timeout=0.3)
+        while http.get("/fleet").json()["models"][0]["gateway"]["waiting"]:
+            pass
+        guarded.tell_unit("go")
+        assert first.result(20).json()["choices"][0]["text"] == "stays"
+    assert [e["script"]["say"] for e in guarded.events(mark, "submit")] == ["stays"]
+
+
+def test_draining_lets_running_requests_finish(guarded: Running) -> None:
+    """Last of the tests with this gateway: it ends."""
+    mark = guarded.mark()
+    headers = {"Authorization": "Bearer first-key"}
+    got: list[str] = []
+    begun = threading.Event()
+
+    def stream() -> None:
+        body = {"prompt": play("to the end", hold=4), "stream": True}
+        with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=headers, timeout=20) as answer:
+            for line in answer.iter_lines():
+                begun.set()
+                if line.startswith("data: {"):
+                    got.append(json.loads(line[6:])["choices"][0]["text"])
+
+    with httpx.Client(base_url=guarded.url, headers=headers, timeout=20) as http, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stream)
+        guarded.wait("held", mark)
+        begun.wait(20)
+        guarded.terminate()
+        while (answer := http.get("/health")).status_code == 200:
+            pass
+        assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+        answer = http.post("/v1/completions", json={"prompt": play("too late")})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+        guarded.tell_unit("go")
+        running.result(20)
+    assert "".join(got) == "to the end"
+    assert guarded.exit_status() == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{guarded.url}/health")
