@@ -19,11 +19,12 @@ class Quanta:
 
     A lease is counted in steps, as many as fit into a quantum of time at the engine's usual pace. Its bound in seconds
     is only for steps that take far longer than usual, so it is generous. While others wait (`contended`) the quantum is
-    short. When nobody does (`open`) it is long, and at least four steps, so that it can be renewed before it ends.
+    short, but at least two steps, since the unit is idle for a moment at each change. When nobody does (`open`) it is long, and at least four steps, so that it can be renewed before it ends.
     """
 
     contended_steps: int = 8
     contended_seconds: float = 0.02
+    least_contended_steps: int = 2
     open_steps: int = 64
     open_seconds: float = 0.1
     least_open_steps: int = 4
@@ -33,7 +34,7 @@ class Quanta:
     def decode(self, step_seconds: float, contended: bool) -> Length:
         """Length of a decode lease; `step_seconds` is the engine's usual step, 0 when not known."""
         if contended:
-            most, least, quantum = self.contended_steps, 1, self.contended_seconds
+            most, least, quantum = self.contended_steps, self.least_contended_steps, self.contended_seconds
         else:
             most, least, quantum = self.open_steps, self.least_open_steps, self.open_seconds
         steps = most if step_seconds <= 0.0 else min(most, max(least, int(quantum / step_seconds)))

@@ -82,15 +82,17 @@ def serve(deployment: Deployment, memory: Memory) -> None:
             if stopped.reader.fileno() in ready:
                 log.info("stopped")
                 return
-            _take_in(router, executor)
-            for peer, message in executor.turn(time.monotonic()):
+            # One moment for the whole turn: what is granted in the turn in which it became possible has not waited.
+            now = time.monotonic()
+            _take_in(router, executor, now)
+            for peer, message in executor.turn(now):
                 router.send_multipart((peer, encode(message)), zmq.NOBLOCK, copy=True)
     finally:
         router.close()
         context.term()
 
 
-def _take_in(router: zmq.Socket[bytes], executor: UnitExecutor) -> None:
+def _take_in(router: zmq.Socket[bytes], executor: UnitExecutor, now: float) -> None:
     for _ in range(BATCH):
         try:
             frames = router.recv_multipart(zmq.NOBLOCK)
@@ -106,7 +108,7 @@ def _take_in(router: zmq.Socket[bytes], executor: UnitExecutor) -> None:
             log.warning("a message from %r that is none of ours ignored: %s", peer, error)
             continue
         try:
-            executor.handle(peer, message, time.monotonic())
+            executor.handle(peer, message, now)
         except Exception:
             # The message made sense to nobody who wrote this; the other requests go on.
             log.exception("a %s from %r could not be handled", type(message).__name__, peer)

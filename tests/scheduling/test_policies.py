@@ -301,7 +301,7 @@ def test_leases_are_as_long_as_their_quantum() -> None:
     assert quanta.decode(0.0, contended=True).steps == 8
     assert quanta.decode(0.0001, contended=True).steps == 8
     assert quanta.decode(0.01, contended=True).steps == 2
-    assert quanta.decode(0.5, contended=True).steps == 1
+    assert quanta.decode(0.5, contended=True).steps == 2
     assert quanta.decode(0.5, contended=False).steps == 4, "renewable before it ends"
     assert quanta.decode(0.0001, contended=False).steps == 64
     for step in (0.0, 0.001, 0.03, 2.0):
