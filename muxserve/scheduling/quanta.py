@@ -19,7 +19,8 @@ class Quanta:
 
     A lease is counted in steps, as many as fit into a quantum of time at the engine's usual pace. Its bound in seconds
     is only for steps that take far longer than usual, so it is generous. While others wait (`contended`) the quantum is
-    short, but at least two steps, since the unit is idle for a moment at each change. When nobody does (`open`) it is long, and at least four steps, so that it can be renewed before it ends.
+    short, but at least two steps, since compute is idle for a moment at each change. When nobody does (`open`) it is
+    long, and at least four steps, so that it can be renewed before it ends.
     """
 
     contended_steps: int = 8
