@@ -15,7 +15,7 @@ from muxserve.wire import Cancel, Lost, Message, Refused, StateRequest, TokensHe
 
 log = logging.getLogger(__name__)
 
-GAP_CHECK_SECONDS = 0.25
+CHECK_SECONDS = 0.25
 
 
 class FrontEnd(Protocol):
@@ -45,7 +45,7 @@ class Broker:
         self._front_ends: dict[str, FrontEnd] = {}
         self._cancelled_while_down: list[str] = []
         self._state_waiters: list[asyncio.Future[dict[str, object] | None]] = []
-        self._gap_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.link = UnitLink(
             epoch,
             unit_address,
@@ -69,8 +69,8 @@ class Broker:
         left = [request.request_id for request in self.table.all()]
         if left and self.link.up:
             self.link.send(Cancel(left))
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self.link.close()
 
     # ------------------------------------------------------------ from the front ends
@@ -80,6 +80,7 @@ class Broker:
         self.table.add(request)
         if self.link.up:
             self._send(request)
+        self._look_later()
 
     def cancel(self, model: str, front_ids: Iterable[str], outcome: Callable[[Tracked], Outcome]) -> None:
         """The front end wants no more of these requests."""
@@ -186,19 +187,28 @@ class Broker:
             ready.append(output)
             if output.finish_reason is not None:
                 self.measures.ended(request, Outcome.of_finish(output.finish_reason), now)
+                if request.asked and self.link.up:
+                    # The unit may have been asked for it again just when it had finished.
+                    self.link.send(Cancel([request.request_id]))
         front_end.deliver(batch, header.engine, ready)
         for request in taken.dropped:
             self._replace(request, "dropped")
-        if self.table.has_gaps and self._gap_timer is None:
-            self._gap_timer = asyncio.get_running_loop().call_later(GAP_CHECK_SECONDS, self._check_gaps)
 
-    def _check_gaps(self) -> None:
-        self._gap_timer = None
-        for request in self.table.overdue(time.monotonic()):
+    def _look_later(self) -> None:
+        if self._timer is None and len(self.table):
+            self._timer = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Look for requests whose tokens were lost on the way."""
+        self._timer = None
+        now = time.monotonic()
+        for request in self.table.overdue(now):
             log.warning("tokens of request %s were lost on the way; serving it again", request.request_id)
             self._replace(request, "tokens_lost")
-        if self.table.has_gaps:
-            self._gap_timer = asyncio.get_running_loop().call_later(GAP_CHECK_SECONDS, self._check_gaps)
+        if self.link.up:
+            for request in self.table.quiet(now):
+                self._send(request)
+        self._look_later()
 
     def _replace(self, request: Tracked, why: str) -> None:
         """Serve `request` again under a new id, since an engine may still have it under the old one."""

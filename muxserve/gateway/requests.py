@@ -23,6 +23,11 @@ MAX_TRIES = 8
 # are held back this long before the request is served again from where the hole begins.
 GAP_SECONDS = 2.0
 
+# Likewise its last words of all: then nobody has the request any more, and nobody says so. So the unit is asked again
+# for a request of which nothing was heard for this long; again after twice as long, and so on up to the longest.
+QUIET_SECONDS = 5.0
+LONGEST_QUIET_SECONDS = 60.0
+
 
 class Output(Protocol):
     """The part of vLLM's `EngineCoreOutput` that is looked at here."""
@@ -51,7 +56,7 @@ class Tracked:
     arrival: float
     priority: int = 0
     context: Any = None
-    attempt: int = 1
+    attempt: int = 0
     sent: bool = False
     tries: int = 1
     emitted: list[int] = field(default_factory=list)
@@ -60,6 +65,9 @@ class Tracked:
     prompt_logprobs_told: bool = False
     first_token_at: float | None = None
     last_token_at: float | None = None
+    heard_at: float = 0.0
+    patience: float = QUIET_SECONDS
+    asked: bool = False
 
     def submit(self) -> Submit:
         """The message that asks the unit to serve the request, or what is left of it."""
@@ -125,6 +133,7 @@ class RequestTable:
 
     def add(self, request: Tracked) -> None:
         """Track a new request."""
+        request.heard_at = request.arrival
         self._by_id[request.request_id] = request
         self._by_front[request.model, request.front_id] = request
 
@@ -165,6 +174,20 @@ class RequestTable:
     def overdue(self, now: float) -> list[Tracked]:
         """Requests with a gap that did not close in time: `replace` them."""
         return [r for r in self._gapped if r.gap_since is not None and now - r.gap_since >= self.gap_seconds]
+
+    def quiet(self, now: float) -> list[Tracked]:
+        """Requests to be submitted again as they are, since nothing was heard of them for long.
+
+        A unit scheduler that has the request takes no notice. One that believes it finished serves the rest of it.
+        """
+        found = []
+        for request in self._by_id.values():
+            if request.sent and now - request.heard_at >= request.patience:
+                request.heard_at = now
+                request.patience = min(2 * request.patience, LONGEST_QUIET_SECONDS)
+                request.asked = True
+                found.append(request)
+        return found
 
     def replace(self, request: Tracked) -> bool:
         """Give `request` a new id and a new attempt, since its old one may still be served somewhere.
@@ -250,7 +273,8 @@ class RequestTable:
         if output.new_token_ids:
             request.emitted += output.new_token_ids
             request.tries = 1
-            request.last_token_at = now
+            request.last_token_at = request.heard_at = now
+            request.patience = QUIET_SECONDS
             if request.first_token_at is None:
                 request.first_token_at = now
         if output.finish_reason is None:

@@ -11,9 +11,9 @@ the prefill engine, the others from the decode engine, one message each. More ke
     overlap        send each token twice, the second time together with the next one
     skip: n        on the first id, never send token n
     abort: n       on the first id, finish with reason "abort" after n tokens
+    forget: n      the first time, believe after n tokens that it is finished
     error: n       finish with reason "error" after n tokens
     refuse: text   refuse the request
-    preempted      send statistics that count one preemption
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class FakeUnit:
 
     def play(self, play: Play) -> None:
         script, submit = play.script, play.submit
-        first_attempt = submit.attempt == 1
+        first_attempt = submit.attempt == 0
         if script.get("always_lost"):
             self.lose(play)
             return
@@ -194,6 +194,8 @@ class FakeUnit:
                 self.flush(play)
                 self.restart()
                 return
+            if play.first_id and script.get("forget") == at:
+                break
             if script.get("error") == at:
                 self.emit(play, [], FinishReason.ERROR)
                 break

@@ -52,9 +52,9 @@ def table() -> RequestTable:
 
 def test_tokens_pass_under_the_front_ends_id(table: RequestTable) -> None:
     request = add(table)
-    (out,) = give(table, request.request_id, 1, 0, Out(request.request_id, [5]), now=2.0)
+    (out,) = give(table, request.request_id, 0, 0, Out(request.request_id, [5]), now=2.0)
     assert (out.request_id, out.new_token_ids) == ("front", [5])
-    (out,) = give(table, request.request_id, 1, 1, Out(request.request_id, [6, 7], finish_reason=STOP), now=3.0)
+    (out,) = give(table, request.request_id, 0, 1, Out(request.request_id, [6, 7], finish_reason=STOP), now=3.0)
     assert out.new_token_ids == [6, 7]
     assert request.emitted == [5, 6, 7]
     assert (request.first_token_at, request.last_token_at) == (2.0, 3.0)
@@ -64,36 +64,36 @@ def test_tokens_pass_under_the_front_ends_id(table: RequestTable) -> None:
 
 def test_tokens_of_others_are_dropped(table: RequestTable) -> None:
     request = add(table)
-    assert give(table, "unknown", 1, 0, Out("unknown", [5])) == []
-    assert give(table, request.request_id, 2, 0, Out(request.request_id, [5])) == []
+    assert give(table, "unknown", 0, 0, Out("unknown", [5])) == []
+    assert give(table, request.request_id, 1, 0, Out(request.request_id, [5])) == []
     assert request.emitted == []
 
 
 def test_lost_requests_go_on_from_what_was_emitted(table: RequestTable) -> None:
     request = add(table)
-    give(table, request.request_id, 1, 0, Out(request.request_id, [5, 6]))
+    give(table, request.request_id, 0, 0, Out(request.request_id, [5, 6]))
     again, given_up = table.lost([request.request_id, "unknown"])
     assert (again, given_up) == ([request], [])
     submit = request.submit()
-    assert (submit.attempt, submit.output_tokens, submit.body, submit.prompt_tokens) == (2, [5, 6], b"body", 7)
-    assert give(table, request.request_id, 1, 2, Out(request.request_id, [99])) == []
-    (out,) = give(table, request.request_id, 2, 2, Out(request.request_id, [7]))
+    assert (submit.attempt, submit.output_tokens, submit.body, submit.prompt_tokens) == (1, [5, 6], b"body", 7)
+    assert give(table, request.request_id, 0, 2, Out(request.request_id, [99])) == []
+    (out,) = give(table, request.request_id, 1, 2, Out(request.request_id, [7]))
     assert out.new_token_ids == [7]
 
 
 def test_a_submit_does_not_change_with_later_tokens(table: RequestTable) -> None:
     request = add(table)
     submit = request.submit()
-    give(table, request.request_id, 1, 0, Out(request.request_id, [5]))
+    give(table, request.request_id, 0, 0, Out(request.request_id, [5]))
     assert submit.output_tokens == []
 
 
 def test_decode_tokens_that_overtake_the_first_wait_for_it(table: RequestTable) -> None:
     request = add(table)
-    assert give(table, request.request_id, 1, 2, Out(request.request_id, [7], finish_reason=STOP)) == []
-    assert give(table, request.request_id, 1, 1, Out(request.request_id, [6])) == []
+    assert give(table, request.request_id, 0, 2, Out(request.request_id, [7], finish_reason=STOP)) == []
+    assert give(table, request.request_id, 0, 1, Out(request.request_id, [6])) == []
     assert table.has_gaps
-    outs = give(table, request.request_id, 1, 0, Out(request.request_id, [5]))
+    outs = give(table, request.request_id, 0, 0, Out(request.request_id, [5]))
     assert [out.new_token_ids for out in outs] == [[5], [6], [7]]
     assert outs[-1].finish_reason == STOP
     assert not table.has_gaps
@@ -102,50 +102,50 @@ def test_decode_tokens_that_overtake_the_first_wait_for_it(table: RequestTable) 
 
 def test_seen_tokens_are_cut_off_with_their_logprobs(table: RequestTable) -> None:
     request = add(table)
-    give(table, request.request_id, 1, 0, Out(request.request_id, [5, 6]))
-    (out,) = give(table, request.request_id, 1, 1, Out(request.request_id, [6, 7, 8], Rows([60, 70, 80])))
+    give(table, request.request_id, 0, 0, Out(request.request_id, [5, 6]))
+    (out,) = give(table, request.request_id, 0, 1, Out(request.request_id, [6, 7, 8], Rows([60, 70, 80])))
     assert out.new_token_ids == [7, 8]
     assert out.new_logprobs.rows == [70, 80]
-    assert give(table, request.request_id, 1, 0, Out(request.request_id, [5, 6], Rows([50, 60]))) == []
+    assert give(table, request.request_id, 0, 0, Out(request.request_id, [5, 6], Rows([50, 60]))) == []
     assert request.emitted == [5, 6, 7, 8]
 
 
 def test_a_finish_without_new_tokens_still_ends_the_request(table: RequestTable) -> None:
     request = add(table)
-    give(table, request.request_id, 1, 0, Out(request.request_id, [5]))
-    (out,) = give(table, request.request_id, 1, 0, Out(request.request_id, [5], finish_reason=STOP))
+    give(table, request.request_id, 0, 0, Out(request.request_id, [5]))
+    (out,) = give(table, request.request_id, 0, 0, Out(request.request_id, [5], finish_reason=STOP))
     assert (out.new_token_ids, out.finish_reason) == ([], STOP)
     assert len(table) == 0
 
 
 def test_prompt_logprobs_are_told_once(table: RequestTable) -> None:
     request = add(table)
-    (out,) = give(table, request.request_id, 1, 0, Out(request.request_id, [5], None, "prompt"))
+    (out,) = give(table, request.request_id, 0, 0, Out(request.request_id, [5], None, "prompt"))
     assert out.new_prompt_logprobs_tensors == "prompt"
     table.lost([request.request_id])
-    (out,) = give(table, request.request_id, 2, 1, Out(request.request_id, [6], None, "prompt again"))
+    (out,) = give(table, request.request_id, 1, 1, Out(request.request_id, [6], None, "prompt again"))
     assert out.new_prompt_logprobs_tensors is None
 
 
 def test_a_gap_that_stays_open_is_served_anew_under_another_id(table: RequestTable) -> None:
     request = add(table)
     old_id = request.request_id
-    give(table, old_id, 1, 0, Out(old_id, [5]), now=10.0)
-    give(table, old_id, 1, 2, Out(old_id, [7]), now=11.0)
+    give(table, old_id, 0, 0, Out(old_id, [5]), now=10.0)
+    give(table, old_id, 0, 2, Out(old_id, [7]), now=11.0)
     assert table.overdue(11.5) == []
     assert table.overdue(13.0) == [request]
     assert table.replace(request)
     assert request.request_id != old_id
-    assert (request.submit().attempt, request.submit().output_tokens) == (2, [5])
+    assert (request.submit().attempt, request.submit().output_tokens) == (1, [5])
     assert not table.has_gaps
-    assert give(table, old_id, 1, 1, Out(old_id, [6])) == []
-    (out,) = give(table, request.request_id, 2, 1, Out(request.request_id, [6]))
+    assert give(table, old_id, 0, 1, Out(old_id, [6])) == []
+    (out,) = give(table, request.request_id, 1, 1, Out(request.request_id, [6]))
     assert (out.request_id, out.new_token_ids) == ("front", [6])
 
 
 def test_what_an_engine_drops_is_not_finished(table: RequestTable) -> None:
     request = add(table)
-    taken = table.outputs([(request.request_id, 1, 0)], [Out(request.request_id, [5], finish_reason=FINISH_ABORT)], 0.0)
+    taken = table.outputs([(request.request_id, 0, 0)], [Out(request.request_id, [5], finish_reason=FINISH_ABORT)], 0.0)
     assert taken.dropped == [request]
     ((_, out),) = taken.ready
     assert (out.new_token_ids, out.finish_reason) == ([5], None)
@@ -182,23 +182,38 @@ def test_a_new_unit_scheduler_gets_only_what_the_old_one_had(table: RequestTable
     had_not.sent = False
     assert table.unit_restarted() == ([had], [])
     assert table.unsent() == [had_not]
-    assert (had.attempt, had_not.attempt) == (2, 1)
+    assert (had.attempt, had_not.attempt) == (1, 0)
 
 
 def test_cancel_forgets_and_says_what_was_in_flight(table: RequestTable) -> None:
     mine, other = add(table, "same", "m"), add(table, "same", "n")
     assert table.cancel("m", ["same", "unknown"]) == [mine]
     assert table.cancel("m", ["same"]) == []
-    assert give(table, mine.request_id, 1, 0, Out(mine.request_id, [5])) == []
+    assert give(table, mine.request_id, 0, 0, Out(mine.request_id, [5])) == []
     assert table.all() == [other]
 
 
 def test_refusal_counts_for_the_present_attempt_only(table: RequestTable) -> None:
     request = add(table)
     table.lost([request.request_id])
+    assert table.refused(request.request_id, 0) is None
+    assert table.refused(request.request_id, 1) is request
     assert table.refused(request.request_id, 1) is None
-    assert table.refused(request.request_id, 2) is request
-    assert table.refused(request.request_id, 2) is None
+
+
+def test_the_unit_is_asked_again_for_what_has_gone_quiet(table: RequestTable) -> None:
+    request = add(table)
+    unsent = add(table, "other")
+    unsent.sent = False
+    give(table, request.request_id, 0, 0, Out(request.request_id, [5]), now=10.0)
+    assert table.quiet(14.0) == []
+    assert table.quiet(15.0) == [request]
+    assert (request.submit().attempt, request.submit().output_tokens, request.asked) == (0, [5], True)
+    assert table.quiet(24.0) == []
+    assert table.quiet(25.0) == [request]
+    give(table, request.request_id, 0, 1, Out(request.request_id, [6]), now=26.0)
+    assert table.quiet(30.0) == []
+    assert table.quiet(31.0) == [request]
 
 
 def test_ids_are_short_and_never_reused() -> None:
