@@ -56,7 +56,7 @@ class Fleet:
 
     def processes(self) -> list[psutil.Process]:
         """All of the fleet, including those whose parent has died."""
-        session = os.getsid(self.process.pid)
+        session = self.process.pid  # it leads a session of its own
         found = []
         for process in psutil.process_iter():
             try:
