@@ -7,7 +7,9 @@ memory: the children see the parent's pages until someone writes, and nobody doe
 from __future__ import annotations
 
 import logging
+import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
         for phase in ("prefill", "decode"):
             control.event("failed", kind="engine", model=model, phase=phase, error=_words(error))
         raise
-    config, executor = loaded
+    config, executor, set_threads = loaded
 
     def handle(command: dict[str, Any]) -> None:
         phase = command["phase"]
@@ -35,6 +37,7 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
             from muxserve.engine.process import run_engine
 
             commands.close()
+            set_threads(deployment.model(model).threads)
             control.event("progress", kind="engine", model=model, phase=phase, detail="warming up")
             try:
                 run_engine(
@@ -43,7 +46,7 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
                     phase,
                     config,
                     executor,
-                    lambda: control.event("up", kind="engine", model=model, phase=phase, pid=_pid()),
+                    lambda: control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid()),
                 )
             except Exception as error:
                 control.event("failed", kind="engine", model=model, phase=phase, error=_words(error))
@@ -62,7 +65,9 @@ def log_file(deployment: Deployment, model: str) -> Path:
     return deployment.log_dir / f"model-{_file(model)}.log"
 
 
-def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, Any]:
+def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, Any, Callable[[int], None]]:
+    """vLLM's configuration, an executor with the weights loaded, and torch's own way to set the number of threads,
+    which vLLM's worker puts out of use."""
     import torch
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -75,14 +80,15 @@ def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, An
     for phase in ("prefill", "decode"):
         control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")
     # No OpenMP team may exist before the fork: its threads would not live on in the children.
-    torch.set_num_threads(deployed.threads)
+    set_threads = torch.set_num_threads
+    set_threads(1)
     config = EngineArgs(**engine_args(deployed)).create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = Executor.get_class(config)(config)
     specs = {name: spec for worker in executor.get_kv_cache_specs() for name, spec in worker.items()}
     reason = unsupported(specs, deployed)
     if reason:
         raise ValueError(f"model {model!r} cannot be served: {reason}")
-    return config, executor
+    return config, executor, set_threads
 
 
 def _file(model: str) -> str:
@@ -91,9 +97,3 @@ def _file(model: str) -> str:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:500]
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()

@@ -27,7 +27,8 @@ def environment(deployment: Deployment) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "OMP_NUM_THREADS": str(max(model.threads for model in deployment.models)),
+        # An engine that may use more threads makes its team after it was forked.
+        "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # vLLM salts its block hashes with this; engines that share a prefix index must agree, also after a restart.
         "PYTHONHASHSEED": str(int.from_bytes(secrets.token_bytes(4), "little")),
