@@ -18,7 +18,7 @@ _HEALTH_SECONDS = 30.0
 async def announce(fleet: Fleet, deployment: Deployment, demo: bool) -> None:
     """Wait until the endpoint says it is healthy, then print everything."""
     url = endpoint(deployment)
-    if not await asyncio.to_thread(_wait_healthy, url):
+    if not await _wait_healthy(url):
         errors.print(f"[yellow]{url}/health does not answer 200 yet[/]; `muxserve status --url {url}` says more")
     console.print()
     console.print(models_table(deployment))
@@ -40,15 +40,16 @@ def endpoint(deployment: Deployment) -> str:
     return f"http://[{host}]:{deployment.gateway.port}" if ":" in host else f"http://{host}:{deployment.gateway.port}"
 
 
-def _wait_healthy(url: str) -> bool:
+async def _wait_healthy(url: str) -> bool:
     deadline = time.monotonic() + _HEALTH_SECONDS
     while time.monotonic() < deadline:
         try:
-            if get_json(url, "/health", timeout=5)[0] == 200:
+            # One question per thread, so that being stopped meanwhile never waits for more than one answer.
+            if (await asyncio.to_thread(get_json, url, "/health", timeout=5))[0] == 200:
                 return True
         except HTTPFailure:
             pass
-        time.sleep(0.05)
+        await asyncio.sleep(0.05)
     return False
 
 
@@ -57,12 +58,17 @@ def _ask(url: str, model: str, question: str, key: str | None) -> None:
     console.print(f"[bold]{escape(model)}[/] > {escape(question)}")
     try:
         for piece in stream_chat(url, model, question, key):
-            sys.stdout.write(piece)
+            sys.stdout.write(_printable(piece))
             sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
     except HTTPFailure as error:
         errors.print(f"[red]no answer:[/] {escape(str(error))}")
+
+
+def _printable(text: str) -> str:
+    """`text` without control characters: what a model says must not steer the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _how_to(fleet: Fleet, deployment: Deployment, url: str) -> str:

@@ -138,4 +138,6 @@ def exit_words(returncode: int | None) -> str:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
-    return f"killed by {name}" + (" (is the machine out of memory?)" if returncode == -signal.SIGKILL else "")
+    return f"killed by {name}" + (
+        " (by someone, or by the kernel for want of memory)" if returncode == -signal.SIGKILL else ""
+    )

@@ -2,19 +2,22 @@
 
     python fakes.py memory|unit|warm DEPLOYMENT [CONTROL_FD LIFELINE_FD]
 
-Files in the run directory change what they do: `die-KIND` (die at once), `fail-NAME` (say that they cannot start),
-`slow-gateway` (seconds that draining takes). What they see and do is written to `journal`, one line each.
+Files in the run directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME` (say that they
+cannot start), `slow-gateway` (seconds that draining takes). The gateway serves the fewest pages that `muxserve deploy`
+wants. What they see and do is written to `journal`, one line each.
 """
 
 from __future__ import annotations
 
 import ctypes
+import http.server
 import json
 import os
 import select
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,11 @@ def main() -> None:
     kind, file = sys.argv[1:3]
     run_dir = Path(file).parent
     journal = Journal(run_dir)
-    if (run_dir / f"die-{kind}").exists():
+    if told(run_dir, f"die-{kind}"):
         print(f"{kind} dies because the test says so", flush=True)
         sys.exit(7)
     if kind == "warm":
-        Warm(run_dir, journal, int(sys.argv[3]), int(sys.argv[4])).run()
+        Warm(file, run_dir, journal, int(sys.argv[3]), int(sys.argv[4])).run()
         return
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: (journal.write(f"stop {kind}"), os._exit(0)))
@@ -39,6 +42,12 @@ def main() -> None:
         while True:
             signal.pause()
     unit(file, journal)
+
+
+def told(run_dir: Path, name: str) -> Path | None:
+    """The file of that name, if the test has made it."""
+    places = [run_dir / name, Path(os.environ.get("FAKES", run_dir)) / name]
+    return next((place for place in places if place.exists()), None)
 
 
 class Journal:
@@ -70,7 +79,8 @@ def unit(file: str, journal: Journal) -> None:
 
 
 class Warm:
-    def __init__(self, run_dir: Path, journal: Journal, control: int, lifeline: int) -> None:
+    def __init__(self, file: str, run_dir: Path, journal: Journal, control: int, lifeline: int) -> None:
+        self.file = file
         self.run_dir, self.journal, self.lifeline = run_dir, journal, lifeline
         self.control = socket.socket(fileno=control)
         self.children: set[int] = set()
@@ -79,7 +89,7 @@ class Warm:
         self.control.send(json.dumps({"event": event, **fields}).encode())
 
     def run(self) -> None:
-        if (self.run_dir / "fail-warm").exists():
+        if told(self.run_dir, "fail-warm"):
             self.event("failed", kind="warm_parent", model="", phase="", error="no vLLM here")
             sys.exit(1)
         signal.signal(signal.SIGTERM, lambda *_: (self.journal.write("stop warm"), os._exit(0)))
@@ -112,13 +122,15 @@ class Warm:
         name = order["kind"] if order["kind"] == "gateway" else f"{order['model']}-{order['phase']}"
         if order["kind"] != "gateway":
             die_with_parent(signal.SIGKILL)
-        if (self.run_dir / f"fail-{name}").exists():
+        if told(self.run_dir, f"fail-{name}"):
             self.event("failed", error="the weights are of cheese", **who)
             os._exit(1)
-        if (self.run_dir / f"die-{name}").exists():
+        if told(self.run_dir, f"die-{name}"):
             os._exit(9)
         signal.signal(signal.SIGTERM, lambda *_: self.leave(name))
         self.event("progress", detail="loading weights", **who)
+        if name == "gateway":
+            serve_pages(self.file)
         self.event("up", pid=os.getpid(), **who)
         if order["kind"] == "gateway":
             os.read(self.lifeline, 1)
@@ -129,11 +141,42 @@ class Warm:
 
     def leave(self, name: str) -> None:
         if name == "gateway":
-            slow = self.run_dir / "slow-gateway"
-            if slow.exists():
+            slow = told(self.run_dir, "slow-gateway")
+            if slow:
                 time.sleep(float(slow.read_text()))
         self.journal.write(f"stop {name}")
         os._exit(0)
+
+
+def serve_pages(file: str) -> None:
+    """`/health` and one streamed answer, in a thread of this process."""
+    from muxserve import deployment
+
+    gateway = deployment.load(file).gateway
+
+    class Pages(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(json.dumps({"status": "ok", "unit": "up", "models": {}}), "application/json")
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            words = [f"{body['model']} was asked: ", body["messages"][0]["content"], "\x1b"]
+            events = [{"choices": [{"delta": {"content": word}}]} for word in words]
+            lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+            self.answer("".join([*lines, "data: [DONE]\n\n"]), "text/event-stream")
+
+        def answer(self, text: str, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer((gateway.host, gateway.port), Pages)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -210,5 +211,9 @@ async def test_nothing_outlives_a_killed_controller(fleet: Fleet) -> None:
     assert len(pids) == len(ALL)
     host.kill()
     host.wait()
-    await fleet.until(lambda: not any(alive(pid) for pid in pids))
+    try:
+        await fleet.until(lambda: not any(alive(pid) for pid in pids))
+    except TimeoutError:
+        left = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in pids if alive(pid)]
+        pytest.fail(f"still there: {left}; journal: {fleet.journal()}")
     assert "gateway lost its controller" in fleet.journal()

