@@ -185,8 +185,9 @@ class Adbs(Policy):
         """Cut a long lease to a turn, now that others wait."""
         lease = model.decode.lease
         assert lease is not None
-        length = self.quanta.decode(model.decode.step_seconds, contended=True)
-        if not lease.renewable or lease.left <= 2 * length.steps:
+        if not lease.renewable or lease.left <= 2 * self.quanta.least_contended_steps:
+            return None
+        if lease.left <= 2 * self.quanta.decode(model.decode.step_seconds, contended=True).steps:
             return None
         return self._decode_grant(model, contended=True, share=lease.share)
 

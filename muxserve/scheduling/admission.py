@@ -26,41 +26,52 @@ def admissible(
     limit: int | None = None,
     reserved: int = 0,
     ahead: bool = False,
-    most: int = 0,
 ) -> Admission | None:
     """What `model` may admit, up to `limit` pages if that is less than its quota; None when nothing.
 
     Bounded by the tokens of one step (a longer prompt goes alone, in several steps), or `ahead` of a running job by
     those of one more step, and by the seats of the decode engine. `reserved` pages of the pool are spoken for by
-    others in the same decision. A request is admitted whatever the headroom if its model holds nothing else. `most`
-    bounds the number of requests (0: no bound).
+    others in the same decision. A request is admitted whatever the headroom if its model holds nothing else.
     """
-    queue = model.queue
-    if not queue or not ledger.memory_up or not (model.prefill.up and model.decode.up):
+    tokens_left = model.batch_tokens * (2 if ahead else 1) - model.outstanding
+    if tokens_left <= 0 or not head_fits(ledger, model, limit, reserved):
         return None
     seated = model.in_engines
-    seats = model.max_seqs - seated
-    tokens_left = model.batch_tokens * (2 if ahead else 1) - model.outstanding
-    if seats <= 0 or tokens_left <= 0:
-        return None
-    pool = model.pool
-    quota = model.quota if limit is None else min(limit, model.quota)
-    pages = min(quota - model.used - model.promised, pool.available - pool.promised - reserved)
-    room = pages // model.pages_per_block - seated
+    room = _room(model, seated, limit, reserved)
     chosen: list[str] = []
     tokens = 0
-    for live in queue.first(most or min(seats, tokens_left)):
+    for live in model.queue.first(min(model.max_seqs - seated, tokens_left)):
         needed = live.tokens
-        if chosen and tokens + needed > tokens_left:
-            break
-        if live.blocks > room and (chosen or seated or not _fits_alone(live.blocks, model, reserved)):
+        if chosen and (tokens + needed > tokens_left or live.blocks > room):
             break
         room -= live.blocks
         tokens += needed
         chosen.append(live.request_id)
         if tokens >= tokens_left:
             break
-    return Admission(tuple(chosen), tokens) if chosen else None
+    return Admission(tuple(chosen), tokens)
+
+
+def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None, reserved: int = 0) -> bool:
+    """Whether somebody waits for `model` whose oldest request could be admitted, tokens of a step apart."""
+    if not model.queue or not ledger.memory_up or not (model.prefill.up and model.decode.up):
+        return False
+    seated = len(model.prefilling) + len(model.handed) + len(model.decoding)
+    if seated >= model.max_seqs:
+        return False
+    blocks = model.queue.head().blocks
+    if blocks <= _room(model, seated, limit, reserved):
+        return True
+    return not seated and _fits_alone(blocks, model, reserved)
+
+
+def _room(model: ModelState, seated: int, limit: int | None, reserved: int) -> int:
+    """Blocks for new requests, beside those promised and one for each of the `seated` to grow into."""
+    pool = model.pool
+    quota = model.quota if limit is None or limit > model.quota else limit
+    in_quota = quota - model.used - model.promised
+    in_pool = pool.available - pool.promised - reserved
+    return (in_quota if in_quota < in_pool else in_pool) // model.pages_per_block - seated
 
 
 def _fits_alone(blocks: int, model: ModelState, reserved: int) -> bool:
@@ -78,7 +89,7 @@ def wants_prefill(
         return False
     if engine.inside:
         return engine.retry_at <= now
-    return admissible(ledger, model, limit, reserved, most=1) is not None
+    return head_fits(ledger, model, limit, reserved)
 
 
 def prefill_steps(model: ModelState, tokens: int) -> int:
