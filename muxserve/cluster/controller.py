@@ -49,6 +49,7 @@ class Controller:
         self._exits: dict[int, int] = {}
         self._warm_group: int | None = None
         self._warm: WarmLink | None = None
+        self._parent_of: dict[PartId, WarmLink] = {}
         self._unit: UnitLink | None = None
         self._lifeline_read, self._lifeline_write = os.pipe()
         # Model loading is mostly computing; more at once than this only makes each of them later.
@@ -143,6 +144,7 @@ class Controller:
         part.began = time.monotonic()
         self._emit(Starting(part.id))
         birth = link.order(part.id)
+        self._parent_of[part.id] = link
         pid = await birth.forked
         try:
             part.process = Process(pid)
@@ -165,7 +167,7 @@ class Controller:
     async def _on_down(self, part: Part, reason: str) -> bool:
         counts = True
         if part.id.kind == "engine":
-            counts = self._runs(WARM)  # otherwise it died with its parent
+            counts = self._runs(WARM) and self._parent_of.get(part.id) is self._warm  # or it died with its parent
             await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason))
         elif part.id == GATEWAY:
             await self._tell(wire.GatewayDown())

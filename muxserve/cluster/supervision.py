@@ -127,7 +127,7 @@ class Supervisor:
             part.up.clear()
             await self._end(part)
             blameless |= not await self._on_down(part, reason)
-            reason = await self._why(part, reason)
+            reason = "ended with the process that it was forked from" if blameless else await self._why(part, reason)
             delay = part.policy.delays[0]
             if not blameless:
                 policy = part.policy if self._serving() else part.early_policy

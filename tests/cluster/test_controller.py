@@ -87,6 +87,8 @@ async def test_engines_that_died_with_the_warm_parent_are_not_blamed(fleet: Flee
     for count in (2, 3, 4):
         os.kill(fleet.pid(WARM), signal.SIGKILL)
         await fleet.until(lambda count=count: all(fleet.ups(part) == count for part in [WARM, *ENGINES]))
+    reasons = {event.reason for event in fleet.events if isinstance(event, Down) and event.part in ENGINES}
+    assert reasons == {"ended with the process that it was forked from"}
 
 
 async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
