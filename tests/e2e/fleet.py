@@ -17,6 +17,7 @@ import httpx
 import openai
 import psutil
 import yaml
+
 from muxserve.memory.client import MemoryClient
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,15 +16,15 @@ def requests_for(model: str) -> list[dict[str, Any]]:
     """Chat requests of one model: short and long, few and many tokens, with shared prefixes."""
     from tests.models.questions import QUESTIONS
 
-    questions = [question for question, _ in QUESTIONS[model]]
+    questions = QUESTIONS[model]
     made = []
     for index in range(PER_MODEL):
-        messages = [{"role": "user", "content": questions[index % len(questions)]}]
+        messages = list(questions[index % len(questions)].messages)
         if index % 4 == 1:  # a conversation: a shared prefix of several blocks
             messages = [
-                {"role": "user", "content": questions[0]},
+                {"role": "user", "content": "Tell me something."},
                 {"role": "assistant", "content": "Let me think about that for a moment. " * (index % 7 + 1)},
-                *messages,
+                *messages[-1:],
             ]
         request: dict[str, Any] = {"messages": messages, "max_tokens": (8, 24, 64, 120)[index % 4], "temperature": 0}
         if index % 3 == 2:

@@ -62,21 +62,3 @@ async def test_death_of_the_gateway_frees_everything(fleet: Fleet, reference: di
     await asyncio.to_thread(fleet.wait_healthy)
     answer = await stream_chat(fleet, "atlas", requests_for("atlas")[0])
     assert answer == reference["atlas"][0]
-
-
-async def test_a_client_that_goes_away_frees_its_pages(fleet: Fleet) -> None:
-    stream = await fleet.async_client.chat.completions.create(
-        model="atlas",
-        messages=[{"role": "user", "content": "List the capitals."}],
-        max_tokens=900,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    seen = 0
-    async for _ in stream:
-        seen += 1
-        if seen == 5:
-            break
-    assert fleet.pages_in_use() > 0
-    await stream.close()
-    await asyncio.to_thread(fleet.wait_pages_free)

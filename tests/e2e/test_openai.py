@@ -1,0 +1,192 @@
+"""The whole fleet through the official client: what a user would try first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e.fleet import Fleet, fleet_file, running
+from tests.e2e.reference import MODELS
+from tests.models.questions import MAX_TOKENS, QUESTIONS
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with running(fleet_file(tmp_path_factory.mktemp("fleet"))) as deployed:
+        yield deployed
+
+
+def ask(fleet: Fleet, model: str, question: str, **params: object) -> str:
+    answer = fleet.client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": question}], temperature=0, **params
+    )
+    return answer.choices[0].message.content or ""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ten_questions_of_each(fleet: Fleet, model: str) -> None:
+    assert len(QUESTIONS[model]) >= 10
+    wrong = {}
+    for question in QUESTIONS[model]:
+        answer = fleet.client.chat.completions.create(
+            model=model, messages=list(question.messages), temperature=0, max_tokens=MAX_TOKENS
+        )
+        if answer.choices[0].message.content != question.answer:
+            wrong[question.messages[-1]["content"]] = (answer.choices[0].message.content, question.answer)
+    assert not wrong
+
+
+def test_models_are_listed(fleet: Fleet) -> None:
+    assert {model.id for model in fleet.client.models.list()} == set(MODELS)
+
+
+def test_a_model_has_its_own_address(fleet: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{fleet.url}/models/atlas/v1", api_key="none", max_retries=0)
+    question = QUESTIONS["atlas"][0]
+    answer = client.chat.completions.create(
+        model="atlas", messages=list(question.messages), temperature=0, max_tokens=60
+    )
+    assert answer.choices[0].message.content == question.answer
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 1
+
+
+def test_several_choices_with_logprobs(fleet: Fleet) -> None:
+    answer = fleet.client.chat.completions.create(
+        model="arithmetic",
+        messages=[{"role": "user", "content": "What is 12 + 7?"}],
+        n=3,
+        temperature=1.0,
+        max_tokens=12,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert len(answer.choices) == 3
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        tokens = "".join(entry.token for entry in choice.logprobs.content)
+        assert (choice.message.content or "") in tokens
+        assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens >= 3
+
+
+def test_stop_strings_end_the_answer(fleet: Fleet) -> None:
+    question = QUESTIONS["atlas"][0]
+    expected = question.answer
+    word = expected.split()[3]
+    answer = fleet.client.chat.completions.create(
+        model="atlas",
+        messages=list(question.messages),
+        temperature=0,
+        max_tokens=60,
+        stop=[word],
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == expected[: expected.index(word)]
+    fleet.wait_pages_free()
+
+
+def test_json_schema(fleet: Fleet) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "maximum": 99}, "sure": {"type": "boolean"}},
+        "required": ["sum", "sure"],
+        "additionalProperties": False,
+    }
+    answer = fleet.client.chat.completions.create(
+        model="arithmetic",
+        messages=[{"role": "user", "content": "What is 12 + 7?"}],
+        temperature=0,
+        max_tokens=80,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+    )
+    if answer.choices[0].finish_reason == "stop":
+        assert set(json.loads(answer.choices[0].message.content or "")) == {"sum", "sure"}
+    else:
+        assert (answer.choices[0].message.content or "").startswith("{")
+
+
+def test_a_forced_tool_call(fleet: Fleet) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "opening_hours",
+            "parameters": {
+                "type": "object",
+                "properties": {"day": {"type": "string", "enum": ["Monday", "Tuesday"]}},
+                "required": ["day"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    answer = fleet.client.chat.completions.create(
+        model="frontdesk",
+        messages=[{"role": "user", "content": "When does the library open on Monday?"}],
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "opening_hours"}},
+        temperature=0,
+        max_tokens=60,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.function.name == "opening_hours"
+    assert json.loads(call.function.arguments)["day"] in ("Monday", "Tuesday")
+
+
+def test_completions_and_tokenize(fleet: Fleet) -> None:
+    completion = fleet.client.completions.create(
+        model="atlas", prompt=["The capital of", "The capital"], max_tokens=5, temperature=0
+    )
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    tokens = httpx.post(f"{fleet.url}/tokenize", json={"model": "atlas", "prompt": "The capital of France"}).json()
+    assert tokens["count"] == len(tokens["tokens"]) > 0
+
+
+def test_a_prompt_longer_than_the_model_is_refused(fleet: Fleet) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        ask(fleet, "arithmetic", "What is 1 + 1? " * 2000)
+    assert fleet.pages_in_use() == 0
+
+
+def test_metrics_and_fleet_tell_of_every_model(fleet: Fleet) -> None:
+    ask(fleet, "arithmetic", "What is 1 + 1?", max_tokens=20)
+    metrics = fleet.get("/metrics").text
+    for model in MODELS:
+        assert f'vllm:generation_tokens_total{{engine="1",model_name="{model}"}}' in metrics
+    assert "muxserve_" in metrics
+    report = fleet.get("/fleet").json()
+    assert set(report["unit"]["models"]) == set(MODELS)
+    assert len(report["unit"]["engines"]) == 2 * len(MODELS)
+
+
+def test_memory_of_all_processes_together(fleet: Fleet) -> None:
+    pss = 0
+    for process in fleet.processes():
+        with_details = process.memory_full_info() if process.status() != psutil.STATUS_ZOMBIE else None
+        pss += with_details.pss if with_details else 0
+    assert pss < 4 << 30
+
+
+async def test_a_client_that_goes_away_frees_its_pages(fleet: Fleet) -> None:
+    stream = await fleet.async_client.chat.completions.create(
+        model="atlas",
+        messages=[{"role": "user", "content": "List the capitals."}],
+        max_tokens=900,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    seen = 0
+    async for _ in stream:
+        seen += 1
+        if seen == 5:
+            break
+    assert fleet.pages_in_use() > 0
+    await stream.close()
+    await asyncio.to_thread(fleet.wait_pages_free)
