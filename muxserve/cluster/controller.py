@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,8 @@ class Controller:
         self._forced = asyncio.Event()
         self._served = False
         self._exits: dict[int, int] = {}
-        self._warm_group: int | None = None
+        # Process groups of warm parents that died: what they leave behind becomes our child and is ours to collect.
+        self._orphaned: set[int] = set()
         self._warm: WarmLink | None = None
         self._parent_of: dict[PartId, WarmLink] = {}
         self._unit: UnitLink | None = None
@@ -75,6 +77,8 @@ class Controller:
     async def run(self) -> int:
         """Serve until `stop` or until a part cannot be kept alive; returns the exit code."""
         adopt_orphans()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._reap)
         began = time.monotonic()
         self._unit = UnitLink(self.deployment.unit_address)
         supervisor = Supervisor(self._emit, self._on_down, self._exits.get, lambda: self._served)
@@ -97,6 +101,7 @@ class Controller:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
             await self._stop_all()
+            loop.remove_signal_handler(signal.SIGCHLD)
             await self._close()
         return code
 
@@ -115,7 +120,6 @@ class Controller:
 
     async def _start_warm(self, part: Part) -> None:
         self._emit(Starting(part.id))
-        self._reap()
         if self._warm is not None:
             await self._warm.close()
         self._warm = WarmLink(lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__)
@@ -124,7 +128,6 @@ class Controller:
         finally:
             self._warm.theirs.close()
         self._emit(Progress(part.id, "importing vLLM"))
-        self._warm_group = part.process.pid
         await while_running(part.process, self._warm.ready)
 
     async def _start_forked(self, part: Part) -> None:
@@ -179,7 +182,9 @@ class Controller:
             if self._warm is not None:
                 await self._warm.close()
                 self._warm = None
-        self._reap()
+            if part.process is not None:
+                self._orphaned.add(part.process.pid)
+                self._reap()
         return counts
 
     def _runs(self, part: PartId) -> bool:
@@ -192,9 +197,9 @@ class Controller:
             await self._unit.send(message)
 
     def _reap(self) -> None:
-        """Collect orphans of the warm parent that nobody watches (the processes that load models)."""
-        if self._warm_group is not None:
-            self._exits.update(reap_group(self._warm_group))
+        """Collect what dead warm parents have left; the processes that load models are watched by nobody else."""
+        for group in self._orphaned:
+            self._exits.update(reap_group(group))
 
     async def _fail(self, failure: BaseException, tasks: dict[PartId, asyncio.Task[None]]) -> int:
         if not isinstance(failure, GaveUp):
@@ -239,9 +244,12 @@ class Controller:
         for group in ([GATEWAY, UNIT], engines, [WARM], [MEMORY]):
             processes = [p for p in (self.parts[part].process for part in group) if p is not None and p.running]
             await asyncio.gather(*(process.stop(_STOP_SECONDS) for process in processes))
-        if self._warm_group is not None:
-            kill_group(self._warm_group)
-            self._reap()
+        warm = self.parts[WARM].process
+        if warm is not None:
+            self._orphaned.add(warm.pid)
+        for orphans in self._orphaned:
+            kill_group(orphans)
+        self._reap()
 
     async def _close(self) -> None:
         for fd in (self._lifeline_read, self._lifeline_write):

@@ -123,8 +123,12 @@ def reap_group(group: int) -> dict[int, int]:
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL whatever is left of process group `group`."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    """SIGKILL whatever is left of process group `group`, if a child of ours is in it.
+
+    Without one the number may long be somebody else's.
+    """
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         os.killpg(group, signal.SIGKILL)
 
 

@@ -79,7 +79,7 @@ class Fleet:
         self.start()
         await self.until(self.controller.ready.is_set)
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 assert self.task is None or not self.task.done(), f"the controller has ended: {self.events[-3:]}"

@@ -83,7 +83,6 @@ class Warm:
         self.file = file
         self.run_dir, self.journal, self.lifeline = run_dir, journal, lifeline
         self.control = socket.socket(fileno=control)
-        self.children: set[int] = set()
 
     def event(self, event: str, **fields: Any) -> None:
         self.control.send(json.dumps({"event": event, **fields}).encode())
@@ -93,6 +92,10 @@ class Warm:
             self.event("failed", kind="warm_parent", model="", phase="", error="no vLLM here")
             sys.exit(1)
         signal.signal(signal.SIGTERM, lambda *_: (self.journal.write("stop warm"), os._exit(0)))
+        if os.fork() == 0:  # stands for a process that loads a model: nobody is told of it
+            die_with_parent(signal.SIGKILL)
+            while True:
+                signal.pause()
         self.event("ready")
         while True:
             readable = select.select([self.control], [], [], 0.01)[0]
@@ -105,18 +108,16 @@ class Warm:
             self.fork(json.loads(data))
 
     def reap(self) -> None:
-        while self.children:
+        while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            self.children.discard(pid)
             self.event("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
 
     def fork(self, order: dict[str, Any]) -> None:
         who = {key: order[key] for key in ("kind", "model", "phase")}
         pid = os.fork()
         if pid:
-            self.children.add(pid)
             self.event("forked", pid=pid, **who)
             return
         name = order["kind"] if order["kind"] == "gateway" else f"{order['model']}-{order['phase']}"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from muxserve.cluster.controller import EXIT_FORCED, EXIT_KEPT_DYING, EXIT_OK, EXIT_START
@@ -23,6 +24,11 @@ ALL = [MEMORY, WARM, UNIT, GATEWAY, *ENGINES]
 
 def index(events: list[Event], kind: type, part: PartId) -> int:
     return next(i for i, event in enumerate(events) if isinstance(event, kind) and event.part == part)
+
+
+def zombies() -> list[int]:
+    """Ended children of this process that nobody has collected."""
+    return [child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE]
 
 
 async def test_everything_comes_up_in_order_and_goes_down_in_order(fleet: Fleet) -> None:
@@ -71,6 +77,7 @@ async def test_the_gateway_outlives_the_warm_parent_but_engines_do_not(fleet: Fl
     assert alive(before[GATEWAY])
     for part in ENGINES:
         await fleet.until(lambda part=part: not alive(before[part]))
+    await fleet.until(lambda: not zombies())
     # It is forked by the new warm parent when it dies, and the old one's is noticed all the same.
     os.kill(before[GATEWAY], signal.SIGKILL)
     await fleet.until(lambda: fleet.ups(GATEWAY) == 2)
