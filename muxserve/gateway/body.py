@@ -72,12 +72,16 @@ def model_of(body: bytes) -> str | None:
         RequestError: the body is no JSON object, or its model no string (400).
     """
     try:
+        if not body.isascii():
+            str(body, "utf-8")  # msgspec does not look into strings that it skips
         return _decoder.decode(body).model
     except msgspec.ValidationError as error:
         if "$.model" in str(error):
             raise RequestError(HTTPStatus.BAD_REQUEST, "'model' must be a string", param="model") from None
         raise RequestError(HTTPStatus.BAD_REQUEST, "the request body must be a JSON object") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"the request body is not UTF-8: {error.reason}") from None
+    except msgspec.DecodeError as error:
         reason = "it is empty" if not body.strip() else str(error)
         raise RequestError(HTTPStatus.BAD_REQUEST, f"the request body is not valid JSON: {reason}") from None
     except RecursionError:

@@ -6,6 +6,7 @@ each model has a registry of its own; they are merged when they are read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from vllm.config import SupportsMetricsInfo
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.perf import PerfMetricsProm
+
+log = logging.getLogger(__name__)
 
 
 def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatLogger]:
@@ -30,6 +33,12 @@ def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatL
         _counter_cls: Any = counter
         _histogram_cls: Any = staticmethod(partial(Histogram, registry=registry))
         _perf_metrics_cls: Any = ModelPerfMetrics
+
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                super().record(*args, **kwargs)
+            except Exception:  # statistics must not end the loop that delivers everyone's tokens
+                log.exception("statistics of %s could not be counted", model)
 
         def log_metrics_info(self, type: str, config_obj: SupportsMetricsInfo) -> None:
             # vLLM's version has no model_name label: it knows of one model only.

@@ -143,9 +143,11 @@ class FakeUnit:
 
     def submit(self, gateway: bytes, message: Submit) -> None:
         request: EngineCoreRequest = self.decoder.decode(message.body)
-        text = bytes(token_byte(t) for t in request.prompt_token_ids or () if t >= len(SPECIAL_TOKENS)).decode()
-        _, _, marked = text.rpartition("PLAY ")
-        script = json.JSONDecoder().raw_decode(marked)[0] if marked else {"say": "ok"}
+        text = bytes(token_byte(t) for t in request.prompt_token_ids or () if t >= len(SPECIAL_TOKENS)).decode(
+            errors="replace"
+        )
+        _, played, marked = text.rpartition("PLAY ")
+        script = json.JSONDecoder().raw_decode(marked)[0] if played else {"say": "ok"}
         params = request.sampling_params
         assert params is not None
         self.tell(
@@ -237,8 +239,8 @@ class FakeUnit:
         if engine == 0:
             prompt = play.request.prompt_token_ids or []
             output.prefill_stats = PrefillStats(
-                num_prompt_tokens=len(prompt), num_computed_tokens=len(prompt) - 4, num_cached_tokens=4,
-                num_local_cached_tokens=4,
+                num_prompt_tokens=len(prompt), num_computed_tokens=len(prompt) - 1, num_cached_tokens=1,
+                num_local_cached_tokens=1,
             )  # fmt: skip
             if params.prompt_logprobs is not None:
                 output.new_prompt_logprobs_tensors = prompt_logprobs_of(prompt, params.prompt_logprobs)

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,53 +24,72 @@ Event = dict[str, Any]
 
 
 class Channel:
-    """Sends commands and collects events of one process."""
+    """Sends commands to one process and collects its events, whether anyone waits for them or not."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.events: list[Event] = []
+        self._changed = threading.Condition()
+        self._gone = False
+        threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, op: str, **fields: Any) -> None:
         self.ours.send(json.dumps({"op": op, **fields}).encode())
 
+    def close(self) -> None:
+        """Tell the process to end."""
+        self.ours.shutdown(socket.SHUT_RDWR)
+
     def mark(self) -> int:
         """Where the events of now begin, for `wait`."""
-        self._read(0)
         return len(self.events)
 
     def since(self, mark: int, event: str | None = None) -> list[Event]:
         """Events so far."""
-        self._read(0)
         return [e for e in self.events[mark:] if event in (None, e["event"])]
 
     def wait(
         self, event: str, mark: int = 0, when: Callable[[Event], bool] = lambda _: True, seconds: float = SECONDS
     ) -> Event:
         """The first such event at or after `mark`; waits for it."""
-        deadline = time.monotonic() + seconds
         at = mark
-        while True:
+
+        def found() -> Event | None:
+            nonlocal at
             for each in self.events[at:]:
                 at += 1
                 if each["event"] == event and when(each):
                     return each
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._read(left):
-                raise AssertionError(f"no {event} within {seconds} s; there came {self.events[mark:]}")
+            return None
 
-    def _read(self, seconds: float) -> bool:
-        """Take what has come; waits for the first."""
-        got = False
+        result: list[Event] = []
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._keep(result, found()) or self._gone, seconds)
+        if not result:
+            why = f"no {event} within {seconds} s" if not came else f"the process ended without a {event}; see its log"
+            raise AssertionError(f"{why}; there came {self.events[mark:]}")
+        return result[0]
+
+    @staticmethod
+    def _keep(result: list[Event], found: Event | None) -> bool:
+        if found is not None:
+            result.append(found)
+        return bool(result)
+
+    def _read(self) -> None:
         while True:
-            self.ours.settimeout(seconds or 1e-6)
             try:
                 data = self.ours.recv(1 << 20)
-            except (TimeoutError, BlockingIOError):
-                return got
+            except OSError:
+                data = b""
+            with self._changed:
+                if data:
+                    self.events.append(json.loads(data))
+                else:
+                    self._gone = True
+                self._changed.notify_all()
             if not data:
-                raise AssertionError("the process is gone; see its log")
-            self.events.append(json.loads(data))
-            got, seconds = True, 0.0
+                return
 
 
 class Rig:
@@ -112,8 +131,8 @@ class Rig:
 
     def close(self) -> None:
         """End everything."""
-        self.spawner.ours.close()
-        self.unit.ours.close()
+        self.spawner.close()
+        self.unit.close()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
