@@ -2,6 +2,13 @@
 
 namespace muxserve::memory {
 
+std::vector<std::string> HandOffs::keys() const {
+  std::vector<std::string> keys;
+  keys.reserve(entries_.size());
+  for (const auto& entry : entries_) keys.push_back(entry.first);
+  return keys;
+}
+
 void HandOffs::add(const std::string& key, std::vector<std::int32_t> blocks, std::int64_t deadline) {
   const auto at = by_deadline_.emplace(deadline, key);
   entries_.emplace(key, Entry{std::move(blocks), at});

@@ -22,6 +22,9 @@ class HandOffs {
   bool contains(const std::string& key) const { return entries_.count(key) != 0; }
   std::size_t size() const { return entries_.size(); }
 
+  // All keys, in no order.
+  std::vector<std::string> keys() const;
+
   // Adds an entry; the key must be new.
   void add(const std::string& key, std::vector<std::int32_t> blocks, std::int64_t deadline);
 

@@ -65,6 +65,9 @@ std::string Manager::statistics() const {
     out.member("cached_pages", n.cached_pages).member("published_blocks", n.published);
     out.member("evicted_blocks", n.evictions).member("lookups", n.lookups).member("hits", n.hits);
     out.member("hand_offs", n.hand_offs).member("expired_hand_offs", n.expired);
+    out.key("hand_off_keys").open_array();
+    for (const std::string& key : model->hand_offs().keys()) out.value(key);
+    out.close_array();
     out.close_object();
   }
   out.close_array();

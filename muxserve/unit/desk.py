@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from muxserve.deployment import Deployment
@@ -64,6 +64,7 @@ class RequestDesk:
         self._memory = memory
         self._out = out
         self._epoch = epoch
+        self._orphans: set[tuple[str, str]] = set()
 
     def greeted(self, peer: bytes, hello: GatewayHello, now: float) -> None:
         """A gateway is there."""
@@ -201,6 +202,19 @@ class RequestDesk:
             held = self.held.get(request_id)
             if held is not None and held.key:
                 self._memory.drop(model.name, held.key)
+
+    def drop_orphans(self, waiting: Mapping[str, Iterable[str]]) -> None:
+        """Give up hand-offs (keys by model) that no request here knows.
+
+        An engine that dies between handing over and saying so leaves one, and so does a unit scheduler that dies. What
+        is met for the first time may be on its way, so it goes only when it is still unknown at the next look.
+        """
+        known = {held.key for held in self.held.values()}
+        unknown = {(model, key) for model, keys in waiting.items() for key in keys if key not in known}
+        for model, key in unknown & self._orphans:
+            log.warning("giving up the hand-off %s of %s, which no request waits for", key, model)
+            self._memory.drop(model, key)
+        self._orphans = unknown
 
     def hand_offs_void(self, request_ids: Iterable[str]) -> None:
         """The memory manager died, and these hand-offs with it."""

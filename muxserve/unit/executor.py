@@ -259,7 +259,9 @@ class UnitExecutor:
     def _mind_memory(self, now: float) -> None:
         memory, ledger = self.memory, self.ledger
         if memory.connected and now >= self._memory_at:
-            memory.alive()
+            waiting = memory.hand_offs()
+            if waiting is not None:
+                self.desk.drop_orphans(waiting)
         if ledger.memory_up and not memory.connected:
             self._memory_gone(now)
         if not memory.connected:

@@ -26,6 +26,9 @@ class Memory(Protocol):
     def alive(self) -> bool:
         """Ask the manager for a sign of life."""
 
+    def hand_offs(self) -> dict[str, list[str]] | None:
+        """Keys of the hand-offs that wait in the manager, by model; None if it is gone."""
+
     def read(self, ledger: UnitLedger) -> None:
         """Bring the ledger's page counts up to date."""
 
@@ -69,6 +72,14 @@ class MemoryLink:
 
     def alive(self) -> bool:
         return self._ask(lambda client: client.stats())
+
+    def hand_offs(self) -> dict[str, list[str]] | None:
+        found: dict[str, list[str]] = {}
+
+        def read(client: Any) -> None:
+            found.update({model["name"]: model["hand_off_keys"] for model in client.stats()["models"]})
+
+        return found if self._ask(read) else None
 
     def read(self, ledger: UnitLedger) -> None:
         for name, _, counters in self._counters:
