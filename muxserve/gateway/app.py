@@ -79,6 +79,7 @@ class Endpoint:
         self._max_body_bytes = max_body_bytes
         self._only = next(iter(self._apps)) if len(self._apps) == 1 else None
         self.draining = False
+        self.ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -138,10 +139,7 @@ class Endpoint:
         self, name: str | None, path: str, scope: Scope, receive: Receive, send: Send, http: HttpRequest
     ) -> None:
         if self.draining:
-            self._measures.rejected(name or "", "draining")
-            raise RequestError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "this server is shutting down", headers=[(b"retry-after", b"5")]
-            )
+            raise self._shutting_down(name)
         body = await read_body(receive, scope["headers"], self._max_body_bytes)
         asked = model_of(body)
         if name is None:
@@ -151,6 +149,8 @@ class Endpoint:
         try:
             if path in GENERATE:
                 async with self._turnstile.turn(name, replay):
+                    if self.ended:  # while it waited for its turn
+                        raise self._shutting_down(name)
                     await self._apps[name](inner, replay, send)
             else:
                 await self._apps[name](inner, replay, send)
@@ -174,6 +174,12 @@ class Endpoint:
         if name not in self._cards:
             raise self._unknown_model(name)
         await respond_json(send, self._cards[name])
+
+    def _shutting_down(self, name: str | None) -> RequestError:
+        self._measures.rejected(name or "", "draining")
+        return RequestError(
+            HTTPStatus.SERVICE_UNAVAILABLE, "this server is shutting down", headers=[(b"retry-after", b"5")]
+        )
 
     def _unknown_model(self, name: str) -> RequestError:
         self._measures.rejected("", "unknown_model")

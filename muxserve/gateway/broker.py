@@ -95,6 +95,15 @@ class Broker:
         else:
             self._cancelled_while_down += sent
 
+    def end_all(self, message: str) -> None:
+        """End every request with an error."""
+        for request in self.table.all():
+            # Choices of one prompt end together; the others of this list may be gone already.
+            if self.table.cancel(request.model, [request.front_id]):
+                if request.sent and self.link.up:
+                    self.link.send(Cancel([request.request_id]))
+                self._fail(request, message, for_good=False)
+
     async def unit_state(self, timeout: float) -> dict[str, object] | None:
         """The unit's state, asked for now; None if it does not answer within `timeout` seconds."""
         if not self.link.up:

@@ -16,12 +16,13 @@ from typing import Any
 import uvicorn
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 
-from muxserve.deployment import Deployment, GatewayDeployment
+from muxserve.deployment import Deployment
 from muxserve.gateway import seam
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.engine_client import UnitEngineClient
+from muxserve.gateway.listener import bind
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.pages import Pages
 from muxserve.gateway.status import Reports, UnitCollector, UnitStatus
@@ -48,25 +49,6 @@ def serve(deployment: Deployment, lifeline_fd: int | None, on_up: Callable[[], N
     listener = bind(deployment.gateway)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner, listener:
         runner.run(_serve(deployment, listener, lifeline_fd, on_up))
-
-
-def bind(gateway: GatewayDeployment) -> socket.socket:
-    """A socket bound to the endpoint's address, not listening yet: clients are refused until all is ready.
-
-    Raises:
-        OSError: the address is not one of this machine's, or is in use.
-    """
-    where = f"{gateway.host}:{gateway.port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            gateway.host, gateway.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {where}: {error.strerror or error}") from None
-    return listener
 
 
 async def _serve(
@@ -193,13 +175,17 @@ class Drain:
             self._end(at_once=True)
 
     async def _drain(self) -> None:
+        empty = self._gateway.turnstile.empty
         try:
-            await asyncio.wait_for(self._gateway.turnstile.empty(), self._seconds)
+            await asyncio.wait_for(empty(), self._seconds)
         except TimeoutError:
-            log.warning("%d requests did not finish within %.0f s", self._gateway.turnstile.occupied, self._seconds)
-            self._end(at_once=True)
-        else:
-            self._end(at_once=False)
+            turnstile, broker = self._gateway.turnstile, self._gateway.broker
+            log.warning("%d requests did not finish within %.0f s", turnstile.occupied, self._seconds)
+            self._endpoint.ended = True
+            broker.end_all("the server shut down before the request was finished")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(empty(), CLOSE_SECONDS)
+        self._end(at_once=False)
 
     def _end(self, at_once: bool) -> None:
         self._server.should_exit = True

@@ -181,6 +181,10 @@ class Running:
         """Ask it to drain."""
         os.kill(self.pid, signal.SIGTERM)
 
+    def cut_lifeline(self) -> None:
+        """Do as if the controller had died."""
+        self.rig.spawner.send("cut", pid=self.pid)
+
     def exit_status(self) -> int:
         """Wait for its end."""
         status = self.rig.spawner.wait("exited", when=lambda e: e["pid"] == self.pid)["status"]

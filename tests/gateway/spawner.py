@@ -62,12 +62,14 @@ def main() -> None:
 
     tell("ready", problems=seam.problems(), moved=seam.problems("0.33.0"))
     children: dict[int, int] = {}
+    lifelines: dict[int, int] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.fileobj is not control:
                     pid = children.pop(key.fd)
+                    os.close(lifelines.pop(pid))
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     tell("exited", pid=pid, status=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -78,6 +80,10 @@ def main() -> None:
                         os.kill(pid, signal.SIGKILL)
                     return
                 command = json.loads(data)
+                if command["op"] == "cut":
+                    os.close(lifelines[command["pid"]])
+                    lifelines[command["pid"]] = os.open(os.devnull, os.O_RDONLY)
+                    continue
                 deployment = deployments.load(command["deployment"])
                 lifeline, held = os.pipe()
                 os.set_inheritable(lifeline, True)
@@ -85,11 +91,13 @@ def main() -> None:
                 def child(
                     deployment: deployments.Deployment = deployment, lifeline: int = lifeline, held: int = held
                 ) -> None:
-                    os.close(held)
+                    for fd in (held, *lifelines.values()):
+                        os.close(fd)
                     gateway.run(deployment, lifeline, lambda: tell("up", pid=os.getpid()))
 
                 pid = fork(child, f"{log_dir}/gateway-{deployment.unit}.log")
                 os.close(lifeline)
+                lifelines[pid] = held
                 fd = os.pidfd_open(pid)
                 children[fd] = pid
                 selector.register(fd, selectors.EVENT_READ)

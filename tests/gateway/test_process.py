@@ -1,0 +1,101 @@
+"""How a gateway process begins and ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from muxserve.deployment import Deployment, GatewayDeployment
+from muxserve.gateway.listener import bind
+from muxserve.gateway.main import main
+from tests.gateway.deployments import deployment, model
+from tests.gateway.rig import Rig, Running, free_port
+from tests.gateway.test_endpoint import play
+from tests.support.tiny_checkpoint import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def hasty(rig: Rig, gateway: Running) -> Deployment:
+    """A deployment that gives requests a moment to finish. Its gateways begin after `gateway`."""
+    directory = rig.directory / "hasty"
+    directory.mkdir()
+    return deployment(
+        directory,
+        [model("alpha", tiny_checkpoint(), max_concurrency=1)],
+        unit="hasty",
+        port=free_port(),
+        drain_seconds=0.2,
+    )
+
+
+def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: Deployment) -> None:
+    running = rig.start(hasty)
+    mark = running.mark()
+    with ThreadPoolExecutor(2) as pool:
+        url = f"{running.url}/v1/completions"
+        asked = pool.submit(httpx.post, url, json={"prompt": play("never", hold=2)}, timeout=20)
+        request_id = running.wait("held", mark)["id"]
+        waiting = pool.submit(httpx.post, url, json={"prompt": play("nor this", hold=2)}, timeout=20)
+        while not httpx.get(f"{running.url}/fleet").json()["models"][0]["gateway"]["waiting"]:
+            pass
+        running.terminate()
+        assert running.exit_status() == 0
+        for answer in (asked.result(20), waiting.result(20)):
+            assert answer.status_code == 503
+            assert re.search("shut(ting)? down", answer.json()["error"]["message"])
+    assert len(running.events(mark, "submit")) == 1
+    assert running.wait("cancel", mark)["ids"] == [request_id]
+
+
+def test_a_gateway_follows_one_that_was_killed_and_ends_with_its_controller(rig: Rig, hasty: Deployment) -> None:
+    killed = rig.start(hasty)
+    mark = killed.mark()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            httpx.post, f"{killed.url}/v1/completions", json={"prompt": play("dies with it", hold=2)}, timeout=20
+        )
+        killed.wait("held", mark)
+        os.kill(killed.pid, signal.SIGKILL)
+        assert killed.exit_status() == -signal.SIGKILL
+        assert isinstance(asked.exception(20), httpx.TransportError)
+    running = rig.start(hasty)
+    answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": play("alive")}, timeout=20)
+    assert answer.json()["choices"][0]["text"] == "alive"
+    # Tokens meant for the one before are none of its business.
+    running.tell_unit("go")
+    assert httpx.get(f"{running.url}/fleet").json()["gateway"]["requests_in_flight"] == 0
+    running.cut_lifeline()
+    assert running.exit_status() == 1
+
+
+def test_a_deployment_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--deployment", str(tmp_path / "nothing.json")]) == 2
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"run_dir": 3}')
+    assert main(["--deployment", str(broken)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all("cannot read" in error and str(tmp_path) in error for error in errors)
+
+
+def test_an_address_that_cannot_be_had() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            bind(GatewayDeployment("127.0.0.1", port))
+    with pytest.raises(OSError, match=r"cannot listen on no\.such\.host\.invalid:80"):
+        bind(GatewayDeployment("no.such.host.invalid", 80))
+
+
+def test_nobody_is_served_before_all_is_ready() -> None:
+    with bind(GatewayDeployment("127.0.0.1", 0)) as bound, socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", bound.getsockname()[1])) != 0
