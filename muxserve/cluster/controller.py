@@ -14,7 +14,7 @@ from pathlib import Path
 from muxserve import wire
 from muxserve.cluster.events import Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping
 from muxserve.cluster.launcher import Launcher
-from muxserve.cluster.processes import Process, adopt_orphans, exit_words, kill_group, reap_group
+from muxserve.cluster.processes import Process, adopt_orphans, exit_words, has_children, kill_group, reap_group
 from muxserve.cluster.supervision import GaveUp, Part, PartDied, Supervisor, while_running
 from muxserve.cluster.unit_link import UnitLink
 from muxserve.cluster.warm_link import WarmLink
@@ -29,6 +29,7 @@ _START_SECONDS = {"memory": 60.0, "unit": 30.0, "warm_parent": 300.0, "gateway":
 _STOP_SECONDS = 5.0
 _DRAIN_MARGIN = 5.0  # on top of what the gateway itself allows its requests
 _TAIL_LINES = 15
+_LAST_WORDS_SECONDS = 0.1
 
 
 class Controller:
@@ -150,11 +151,18 @@ class Controller:
         self._parent_of[part.id] = link
         pid = await birth.forked
         try:
-            part.process = Process(pid)
-        except ProcessLookupError:
-            raise PartDied(exit_words(self._exits.get(pid))) from None
-        self._exits.pop(pid, None)  # of an earlier process with that pid
-        await while_running(part.process, birth.up)
+            try:
+                part.process = Process(pid)
+            except ProcessLookupError:
+                raise PartDied(exit_words(self._exits.get(pid))) from None
+            self._exits.pop(pid, None)  # of an earlier process with that pid
+            await while_running(part.process, asyncio.shield(birth.up))
+        except PartDied:
+            # It may have said why just before it ended.
+            await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
+            if birth.up.done():
+                birth.up.result()
+            raise
 
     async def _watch_ready(self, began: float) -> None:
         parts = self.parts.values()
@@ -247,9 +255,13 @@ class Controller:
         warm = self.parts[WARM].process
         if warm is not None:
             self._orphaned.add(warm.pid)
-        for orphans in self._orphaned:
-            kill_group(orphans)
-        self._reap()
+        # What dies with its parent comes to us a moment later.
+        deadline = time.monotonic() + _STOP_SECONDS
+        while any(map(has_children, self._orphaned)) and time.monotonic() < deadline:
+            for orphans in self._orphaned:
+                kill_group(orphans)
+            self._reap()
+            await asyncio.sleep(0.01)
 
     async def _close(self) -> None:
         for fd in (self._lifeline_read, self._lifeline_write):

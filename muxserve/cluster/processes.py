@@ -122,14 +122,23 @@ def reap_group(group: int) -> dict[int, int]:
     return ended
 
 
+def has_children(group: int) -> bool:
+    """Whether a child of ours is in process group `group`, running or not yet collected."""
+    try:
+        os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def kill_group(group: int) -> None:
     """SIGKILL whatever is left of process group `group`, if a child of ours is in it.
 
     Without one the number may long be somebody else's.
     """
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):
-        os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        os.killpg(group, signal.SIGKILL)
+    if has_children(group):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def exit_words(returncode: int | None) -> str:

@@ -70,6 +70,9 @@ def unit(file: str, journal: Journal) -> None:
     sock = zmq.Context().socket(zmq.ROUTER)
     sock.bind(deployment.load(file).unit_address)
     while True:
+        # A signal may be delivered to one of ZeroMQ's threads; Python's handler waits for this one to come back.
+        if not sock.poll(20):
+            continue
         identity, frame = sock.recv_multipart()
         message = wire.decode(frame)
         if isinstance(message, wire.StateRequest):

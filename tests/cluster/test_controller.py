@@ -52,6 +52,7 @@ async def test_everything_comes_up_in_order_and_goes_down_in_order(fleet: Fleet)
     assert stops[:2] == ["gateway", "unit"]
     assert sorted(stops[2:6]) == ["one-decode", "one-prefill", "two-decode", "two-prefill"]
     assert stops[6:] == ["warm", "memory"]
+    assert not zombies()
 
 
 @pytest.mark.parametrize("victim", [MEMORY, UNIT, GATEWAY, ENGINES[0]], ids=str)

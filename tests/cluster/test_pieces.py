@@ -1,0 +1,142 @@
+"""The controller's pieces on their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.cluster import machine
+from muxserve.cluster.processes import Process, exit_words, spawn
+from muxserve.cluster.restarts import RestartPolicy
+from muxserve.cluster.run_dir import RunDir, RunDirError, default_base
+
+
+def test_the_first_restart_is_quick_and_the_last_death_is_final() -> None:
+    policy = RestartPolicy(max_deaths=5, window=60, delays=(0.05, 0.5, 1.0, 2.0))
+    assert [policy.died(float(now)) for now in range(5)] == [0.05, 0.5, 1.0, 2.0, None]
+
+
+def test_old_deaths_are_forgotten() -> None:
+    policy = RestartPolicy(max_deaths=3, window=60, delays=(0.1, 0.2))
+    assert [policy.died(now) for now in (0.0, 10.0, 65.0, 66.0)] == [0.1, 0.2, 0.2, None]
+    policy = RestartPolicy(max_deaths=3, window=60, delays=(0.1, 0.2))
+    assert [policy.died(now) for now in (0.0, 60.0, 120.0, 180.0)] == [0.1] * 4
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.integers(2, 6))
+def test_given_up_exactly_when_there_were_too_many(gaps: list[float], most: int) -> None:
+    policy = RestartPolicy(max_deaths=most, window=60, delays=(0.1,))
+    deaths: list[float] = []
+    for gap in gaps:
+        now = (deaths[-1] if deaths else 0.0) + gap
+        deaths.append(now)
+        given_up = policy.died(now) is None
+        assert given_up == (sum(now - 60 < death for death in deaths) >= most)
+        if given_up:
+            return
+
+
+async def test_a_process_and_how_it_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = spawn([sys.executable, "-c", "print('words'); raise SystemExit(3)"], log)
+    await process.wait()
+    assert (process.returncode, process.running) == (3, False)
+    assert log.read_text() == "words\n"
+    assert log.stat().st_mode & 0o777 == 0o600
+    process.send(signal.SIGKILL)  # nothing happens
+
+
+async def test_stop_asks_first_and_insists_later(tmp_path: Path) -> None:
+    polite = spawn([sys.executable, "-c", "import time; time.sleep(100)"], tmp_path / "log")
+    await polite.stop(60)
+    assert polite.returncode == -signal.SIGTERM
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+    )
+    stubborn = spawn([sys.executable, "-c", code], tmp_path / "log", pipe_stdout=True)
+    assert stubborn.stdout is not None
+    assert await asyncio.to_thread(stubborn.stdout.readline) == b"up\n"
+    await stubborn.stop(0.05)
+    assert stubborn.returncode == -signal.SIGKILL
+
+
+async def test_ctrl_c_does_not_reach_what_was_spawned(tmp_path: Path) -> None:
+    process = spawn([sys.executable, "-c", "import time; time.sleep(100)"], tmp_path / "log")
+    assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
+    assert os.getsid(process.pid) == os.getsid(0)
+    await process.stop(5)
+
+
+async def test_a_pid_that_has_gone() -> None:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        Process(pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exited with status 0"), (3, "status 3"), (-15, "killed by SIGTERM"), (-9, "SIGKILL")]
+)
+def test_ends_in_words(code: int | None, words: str) -> None:
+    assert words in exit_words(code)
+
+
+def test_a_run_directory_is_ours_alone_and_short(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "base")
+    assert run_dir.path.stat().st_mode & 0o777 == 0o700
+    assert run_dir.base.stat().st_mode & 0o777 == 0o700
+    run_dir.remove()
+    assert not run_dir.path.exists()
+
+
+def test_what_a_dead_controller_left_is_swept_and_what_is_in_use_stays(tmp_path: Path) -> None:
+    in_use, dead = RunDir(tmp_path), RunDir(tmp_path)
+    dead.release()
+    assert dead.path.exists()
+    RunDir(tmp_path)
+    assert in_use.path.exists()
+    assert not dead.path.exists()
+
+
+def test_a_base_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(RunDirError, match="not a directory of yours"):
+        RunDir(tmp_path / "link")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError):
+        RunDir(tmp_path / "file")
+
+
+def test_a_base_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="XDG_RUNTIME_DIR"):
+        RunDir(tmp_path / ("x" * 100))
+
+
+def test_where_run_directories_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_base() == tmp_path / "muxserve"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    assert default_base() == Path(tempfile.gettempdir()) / f"muxserve-{os.getuid()}"
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = machine.this_machine()
+    assert 1 <= here.cores <= (os.cpu_count() or 1)
+    assert here.memory_bytes > 1 << 28
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text("150000 100000")
+    (tmp_path / "memory.max").write_text(str(1 << 30))
+    assert machine.usable_cores() == 1
+    assert machine.usable_memory() == 1 << 30
+    (tmp_path / "cpu.max").write_text("max 100000")
+    (tmp_path / "memory.max").write_text("max")
+    assert machine.usable_cores() == len(os.sched_getaffinity(0))

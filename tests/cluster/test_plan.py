@@ -1,0 +1,121 @@
+"""From a fleet file to a deployment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from muxserve.cluster.checkpoints import CheckpointError
+from muxserve.cluster.plan import deployment_of, fetch, plan_fleet
+from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.deployment import load, save
+from placement import Machine
+
+MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+
+
+class FakeHub:
+    """Two repositories in a directory; `org/broken` cannot be had."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.asked: list[str] = []
+
+    def config(self, repo: str, revision: str | None) -> Path:
+        self.asked.append(f"config {repo} {revision}")
+        if repo == "org/broken":
+            raise CheckpointError("cannot get org/broken from the hub")
+        file = self.base / repo.replace("/", "-") / "config.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(CONFIG))
+        return file
+
+    def snapshot(self, repo: str, revision: str | None) -> Path:
+        self.asked.append(f"snapshot {repo} {revision}")
+        return self.config(repo, revision).parent
+
+
+def fleet(text: str) -> Fleet:
+    return parse_fleet(text, "fleet.yaml", Path("/"), {})
+
+
+def test_everything_of_the_file_reaches_the_deployment(tmp_path: Path) -> None:
+    hub = FakeHub(tmp_path)
+    text = """\
+policy: round_robin
+kv_pool: {size: 64MiB}
+gateway: {host: 0.0.0.0, port: 9000, api_keys: [k], max_body: 1MiB, drain_seconds: 7}
+models:
+  - name: a
+    hub: org/a
+    revision: v1
+    rate: 3
+    slo: {ttft_ms: 100, tpot_ms: 10}
+    dtype: float32
+    max_len: 256
+    max_num_seqs: 8
+    max_num_batched_tokens: 128
+    prefix_caching: false
+    threads: 2
+    limits: {max_concurrency: 5, max_queue: 6}
+    engine_args: {trust_remote_code: false}
+  - {name: b, hub: org/b}
+"""
+    parsed = fleet(text)
+    plan = plan_fleet(parsed, MACHINE, hub)
+    assert [entry for entry in hub.asked if entry.startswith("snapshot")] == []
+    told: list[str] = []
+    local = fetch(parsed, told.append, hub)
+    assert told == ["fetching org/a", "fetching org/b"]
+    assert "snapshot org/a v1" in hub.asked
+    deployment = deployment_of(plan.with_fleet(local), str(tmp_path), port=9001)
+    assert deployment.policy == "round_robin"
+    assert deployment.cores == 4
+    gateway = deployment.gateway
+    assert (gateway.host, gateway.port, gateway.api_keys) == ("0.0.0.0", 9001, ["k"])
+    assert (gateway.max_body_bytes, gateway.drain_seconds) == (1 << 20, 7.0)
+    a, b = deployment.models
+    assert a.path == str(tmp_path / "org-a")
+    assert (a.layers, a.kv_heads, a.head_dim, a.dtype, b.dtype) == (2, 2, 128, "float32", "bfloat16")
+    assert (a.rate, a.slo_ttft_ms, a.slo_tpot_ms, a.max_len, b.max_len) == (3.0, 100.0, 10.0, 256, 512)
+    assert (a.max_num_seqs, a.max_num_batched_tokens, a.prefix_caching) == (8, 128, False)
+    assert (a.threads, a.prefill_share, a.decode_share) == (2, 0.5, 0.5)
+    assert (a.max_concurrency, a.max_queue, a.engine_args) == (5, 6, {"trust_remote_code": False})
+    assert {pool.name for pool in deployment.pools} == {a.pool, b.pool}
+    assert a.pool != b.pool  # another dtype
+    for model in deployment.models:
+        pool = deployment.pool(model.pool)
+        assert model.floor_pages <= model.quota_pages <= pool.num_pages - 1
+        item = 4 if model.dtype == "float32" else 2
+        assert pool.page_bytes == 2 * model.block_tokens * model.head_dim * item
+    save(deployment, tmp_path / "deployment.json")
+    assert load(tmp_path / "deployment.json") == deployment
+
+
+def test_what_the_hub_does_not_have_is_told_with_its_line(tmp_path: Path) -> None:
+    parsed = fleet("models:\n  - {name: a, hub: org/a}\n  - name: b\n    hub: org/broken\n")
+    with pytest.raises(FleetError) as caught:
+        plan_fleet(parsed, MACHINE, FakeHub(tmp_path))
+    assert [str(problem) for problem in caught.value.problems] == [
+        "fleet.yaml:4: models[1].hub: cannot get org/broken from the hub"
+    ]
+
+
+def test_overrides_of_the_config_count(tmp_path: Path) -> None:
+    parsed = fleet(
+        "models: [{name: a, hub: org/a, max_len: 4096, engine_args: {hf_overrides: {max_position_embeddings: 4096}}}]"
+    )
+    assert plan_fleet(parsed, MACHINE, FakeHub(tmp_path)).unit.models[0].max_len == 4096
