@@ -68,7 +68,16 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         raise CheckpointError(f"cannot be served: {error}") from None
 
 
+_HUB_ERRORS = {
+    "GatedRepoError": "access to it must be asked for on its page, and HF_TOKEN must be set",
+    "RepositoryNotFoundError": "there is no such repository, or it is private and HF_TOKEN is not set",
+    "RevisionNotFoundError": "it has no such revision",
+    "EntryNotFoundError": "it has no config.json",
+    "RemoteEntryNotFoundError": "it has no config.json",
+    "LocalEntryNotFoundError": "it is not in the local cache, and the hub cannot be reached",
+}
+
+
 def _hub_error(repo: str, error: Exception) -> str:
-    words = str(error).strip().splitlines()
-    reason = words[0] if words else type(error).__name__
-    return f"cannot get {repo} from the hub ({type(error).__name__}: {reason}); is the id right and the network up?"
+    words = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"cannot get {repo} from the hub: {_HUB_ERRORS.get(type(error).__name__, words)}"
