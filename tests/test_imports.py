@@ -11,8 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LIVE = {"torch", "vllm", "transformers", "socket", "socketserver", "zmq", "asyncio", "multiprocessing", "subprocess"}
 LIVE_MUXSERVE = {"muxserve.engine", "muxserve.gateway", "muxserve.unit", "muxserve.memory", "muxserve.cli"}
-# The live half of `cluster`: everything else in it is policy.
-CLUSTER_LIVE = {"controller.py", "launcher.py", "processes.py", "unit_link.py", "supervision.py"}
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:

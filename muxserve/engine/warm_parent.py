@@ -6,6 +6,7 @@ python -m muxserve.engine.warm_parent --deployment FILE --control-fd N --lifelin
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import secrets
@@ -75,7 +76,7 @@ class WarmParent:
         elif command["kind"] == "gateway":
             self._fork_gateway()
         else:
-            self._model_parent(command["model"]).send(b'{"op":"fork","phase":"%s"}' % command["phase"].encode())
+            self._order_engine(command["model"], json.dumps(command).encode())
 
     def _fork_gateway(self) -> None:
         def child() -> None:
@@ -98,10 +99,19 @@ class WarmParent:
         pid = self._parent.fork("gateway", log_file, child, die_with_parent=False)
         self.control.event("forked", kind="gateway", model="", phase="", pid=pid)
 
-    def _model_parent(self, model: str) -> socket.socket:
+    def _order_engine(self, model: str, order: bytes) -> None:
         known = self._model_parents.get(model)
         if known is not None:
-            return known[1]
+            try:
+                known[1].send(order)
+                return
+            except OSError:
+                # It died, and its end has not been collected yet.
+                known[1].close()
+                del self._model_parents[model]
+        self._fork_model_parent(model).send(order)
+
+    def _fork_model_parent(self, model: str) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def child() -> None:
