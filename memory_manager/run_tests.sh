@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Builds and runs the C++ unit tests three times: plain, with AddressSanitizer and UndefinedBehaviorSanitizer, and
+# with ThreadSanitizer. Needs cmake, ninja, a C++17 compiler and GoogleTest; where GoogleTest is not installed, the
+# Debian package is unpacked below build/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+prefix=()
+if ! echo '#include <gtest/gtest.h>' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1; then
+  if [ ! -d build/googletest/usr/include/gtest ]; then
+    if ! command -v apt-get >/dev/null; then
+      echo "GoogleTest is missing: install it (Debian and Ubuntu: apt-get install libgtest-dev)" >&2
+      exit 1
+    fi
+    mkdir -p build/googletest
+    echo "Fetching GoogleTest into build/googletest"
+    (cd build/googletest && apt-get -q download libgtest-dev && for deb in ./*.deb; do dpkg -x "$deb" .; done) || {
+      rm -rf build/googletest
+      echo "cannot fetch GoogleTest: install it (Debian and Ubuntu: apt-get install libgtest-dev)" >&2
+      exit 1
+    }
+  fi
+  prefix=("-DCMAKE_PREFIX_PATH=$PWD/build/googletest/usr")
+fi
+
+run() {
+  local name=$1 sanitizers=$2 flags=$3
+  local dir=build/cpp-$name
+  echo "== C++ tests: $name"
+  cmake -S . -B "$dir" -G Ninja --log-level=ERROR -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="$flags" -DMUXSERVE_BUILD_PYTHON=OFF \
+    -DMUXSERVE_BUILD_TESTS=ON -DMUXSERVE_SANITIZE="$sanitizers" "${prefix[@]}" >/dev/null
+  ninja -C "$dir" -j "${JOBS:-2}" --quiet memory_manager_tests
+  "$dir/memory_manager_tests" --gtest_brief=1
+}
+
+export ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1" UBSAN_OPTIONS="print_stacktrace=1"
+export TSAN_OPTIONS="halt_on_error=1"
+run plain "" "-O0 -g1"
+run asan address,undefined "-O1 -g1"
+run tsan thread "-O1 -g1"

@@ -1,0 +1,285 @@
+// The server on a real socket with real clients in other threads.
+#include "server.hpp"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "client/client.hpp"
+#include "support.hpp"
+
+namespace muxserve::memory::testing {
+namespace {
+
+class ServerTest : public ::testing::Test {
+ protected:
+  ServerTest() {
+    char name[] = "/tmp/mux-memory-XXXXXX";
+    directory_ = mkdtemp(name);
+    path_ = directory_ + "/s";
+    server_ = std::make_unique<Server>(dispatcher_, path_);
+    thread_ = std::thread([this] { server_->run(); });
+  }
+
+  ~ServerTest() override {
+    stop();
+    rmdir(directory_.c_str());
+  }
+
+  void stop() {
+    if (!thread_.joinable()) return;
+    server_->stop();
+    thread_.join();
+    fixture_.manager.check();
+    server_.reset();
+  }
+
+  int connect_raw() {
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::strncpy(address.sun_path, path_.c_str(), sizeof address.sun_path - 1);
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    EXPECT_EQ(connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+    return fd;
+  }
+
+  static std::vector<std::int32_t> reserve(Client& client, std::uint32_t model, std::uint32_t count) {
+    StepRequest request;
+    request.model = model;
+    request.reserve = count;
+    StepReply reply;
+    client.step(request, reply);
+    return reply.reserved;
+  }
+
+  static void release(Client& client, std::uint32_t model, const std::vector<std::int32_t>& blocks) {
+    StepRequest request;
+    request.model = model;
+    request.release = blocks;
+    client.post(request);
+  }
+
+  // The status of the one frame that the server sends before it closes the connection.
+  static Code last_words(int fd) {
+    Header header{};
+    EXPECT_EQ(recv(fd, &header, sizeof header, MSG_WAITALL), static_cast<ssize_t>(sizeof header));
+    char rest[512];
+    while (recv(fd, rest, sizeof rest, 0) > 0) {
+    }
+    return static_cast<Code>(header.status);
+  }
+
+  Fixture fixture_;
+  Dispatcher dispatcher_{fixture_.manager, {"posix:x"}};
+  std::string directory_, path_;
+  std::unique_ptr<Server> server_;
+  std::thread thread_;
+};
+
+TEST_F(ServerTest, ServesAClient) {
+  Client client(path_, "c", 10);
+  EXPECT_EQ(client.generation(), 7u);
+  const auto blocks = reserve(client, kA, 3);
+  EXPECT_EQ(blocks.size(), 3u);
+  EXPECT_NE(client.statistics().find("\"owned_pages\": 18"), std::string::npos);
+  client.hand_off(kA, "k", blocks, blocks, 100);
+  EXPECT_EQ(client.adopt(kA, "k"), blocks);
+  EXPECT_EQ(refusal([&] { client.drop(kA, "k"); }), Code::kUnknownKey);
+  release(client, kA, blocks);
+  EXPECT_NE(client.statistics().find("\"owned_pages\": 0"), std::string::npos);
+}
+
+TEST_F(ServerTest, TellsOfARefusedPostLater) {
+  Client client(path_, "c", 10);
+  release(client, kA, {5});
+  client.describe();  // meets the refusal, and is carried out
+  EXPECT_EQ(refusal([&] { client.describe(); }), Code::kNotOwner);
+  EXPECT_EQ(refusal([&] { client.describe(); }), Code::kOk);
+}
+
+TEST_F(ServerTest, ReleasesWhatADeadClientHeld) {
+  {
+    Client client(path_, "dying", 10);
+    reserve(client, kA, 5);
+  }
+  Client other(path_, "other", 10);
+  while (other.statistics().find("\"owned_pages\": 0") == std::string::npos) std::this_thread::yield();
+}
+
+TEST_F(ServerTest, ManyThreadsAtOnce) {
+  std::atomic<int> granted{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 6; ++i) {
+    threads.emplace_back([&, i] {
+      for (int life = 0; life < 4; ++life) {
+        Client client(path_, "thread", 60);
+        for (int round = 0; round < 50; ++round) {
+          const auto model = static_cast<std::uint32_t>((i + round) % 2);
+          const auto blocks = reserve(client, model, 2);
+          granted += static_cast<int>(blocks.size());
+          if (!blocks.empty() && round != 49) release(client, model, blocks);  // the last ones die with the client
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GT(granted, 0);
+  Client client(path_, "last", 60);
+  while (client.statistics().find("\"id\": 1") != std::string::npos) std::this_thread::yield();
+  stop();
+  EXPECT_EQ(fixture_.free_pages(), 100);
+}
+
+TEST_F(ServerTest, OneClientInManyThreads) {
+  Client client(path_, "shared", 60);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      for (int round = 0; round < 100; ++round) {
+        const auto blocks = reserve(client, kB, 1);
+        if (!blocks.empty()) release(client, kB, blocks);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_NE(client.statistics().find("\"held_pages\": 0"), std::string::npos);
+}
+
+TEST_F(ServerTest, AnswersGarbageAndCloses) {
+  const int fd = connect_raw();
+  const char garbage[] = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+  ASSERT_GT(send(fd, garbage, sizeof garbage, MSG_NOSIGNAL), 0);
+  EXPECT_EQ(last_words(fd), Code::kBadMagic);
+  close(fd);
+}
+
+TEST_F(ServerTest, RefusesOversizedMessagesWithoutReadingThem) {
+  const int fd = connect_raw();
+  Header header;
+  header.length = kMaxPayload + 4;
+  ASSERT_EQ(send(fd, &header, sizeof header, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof header));
+  EXPECT_EQ(last_words(fd), Code::kTooLarge);
+  close(fd);
+}
+
+TEST_F(ServerTest, TakesMessagesInAnyPieces) {
+  const int fd = connect_raw();
+  Bytes out;
+  for (std::uint32_t i = 1; i <= 3; ++i) {
+    Header header;
+    header.operation = static_cast<std::uint16_t>(i == 1 ? Operation::kHello : Operation::kDescribe);
+    header.generation = 7;
+    header.sequence = i;
+    FrameWriter frame(out, header);
+    if (i == 1) frame.text("bytewise").u32(1);
+    frame.finish();
+  }
+  for (const std::uint8_t byte : out) ASSERT_EQ(send(fd, &byte, 1, MSG_NOSIGNAL), 1);
+  for (std::uint32_t i = 1; i <= 3; ++i) {
+    Header header{};
+    ASSERT_EQ(recv(fd, &header, sizeof header, MSG_WAITALL), static_cast<ssize_t>(sizeof header));
+    EXPECT_EQ(header.sequence, i);
+    EXPECT_EQ(header.status, 0u);
+    Bytes payload(header.length);
+    ASSERT_EQ(recv(fd, payload.data(), payload.size(), MSG_WAITALL), static_cast<ssize_t>(payload.size()));
+  }
+  close(fd);
+}
+
+TEST_F(ServerTest, CarriesOutLargeMessages) {
+  Client client(path_, "large", 60);
+  std::vector<Hash> hashes(100'000);
+  const std::vector<std::uint32_t> lengths{100'000};
+  StepRequest request;
+  request.lookup_lengths = lengths;
+  request.lookup_hashes = hashes;
+  StepReply reply;
+  client.step(request, reply);
+  EXPECT_EQ(reply.hit_lengths, (std::vector<std::uint32_t>{0}));
+  hashes.resize(300'000);
+  const std::vector<std::uint32_t> more{300'000};
+  request.lookup_lengths = more;
+  request.lookup_hashes = hashes;
+  EXPECT_EQ(refusal([&] { client.step(request, reply); }), Code::kTooLarge);
+  EXPECT_EQ(reserve(client, kA, 1).size(), 1u);  // the connection still works
+}
+
+TEST_F(ServerTest, DropsAClientThatDoesNotRead) {
+  const int fd = connect_raw();
+  Bytes hello;
+  Header header;
+  header.operation = static_cast<std::uint16_t>(Operation::kHello);
+  FrameWriter frame(hello, header);
+  frame.text("deaf").u32(1).finish();
+  ASSERT_GT(send(fd, hello.data(), hello.size(), MSG_NOSIGNAL), 0);
+  header.operation = static_cast<std::uint16_t>(Operation::kStatistics);
+  header.generation = 7;
+  Bytes many;
+  for (int i = 0; i < 1000; ++i) FrameWriter(many, header).finish();
+  bool dropped = false;
+  for (int i = 0; i < 1000 && !dropped; ++i) dropped = send(fd, many.data(), many.size(), MSG_NOSIGNAL) < 0;
+  EXPECT_TRUE(dropped);
+  close(fd);
+  Client client(path_, "other", 60);  // and the others are served
+  EXPECT_EQ(reserve(client, kA, 1).size(), 1u);
+}
+
+TEST_F(ServerTest, StrangersDoNotKeepClientsOut) {
+  std::vector<int> strangers;
+  for (int i = 0; i < 300; ++i) strangers.push_back(connect_raw());
+  Client client(path_, "client", 60);
+  EXPECT_EQ(reserve(client, kA, 1).size(), 1u);
+  for (const int fd : strangers) close(fd);
+}
+
+TEST_F(ServerTest, OnlyOneListens) {
+  Fixture other;
+  Dispatcher dispatcher(other.manager, {});
+  EXPECT_THROW(Server(dispatcher, path_), ServerError);
+  EXPECT_THROW(Server(dispatcher, std::string(200, 'x')), ServerError);
+  EXPECT_THROW(Server(dispatcher, directory_), ServerError);
+  EXPECT_THROW(Server(dispatcher, directory_ + "/no/such"), ServerError);
+  Client client(path_, "c", 10);
+}
+
+TEST_F(ServerTest, ClientsNoticeItsEnd) {
+  Client client(path_, "c", 10);
+  stop();
+  EXPECT_THROW(reserve(client, kA, 1), Gone);
+  EXPECT_FALSE(client.connected());
+  EXPECT_THROW(reserve(client, kA, 1), Gone);
+  EXPECT_THROW(Client(path_, "c", 10), Gone);
+}
+
+TEST(Server, ReleasesExpiredHandOffsByItself) {
+  char name[] = "/tmp/mux-memory-XXXXXX";
+  const std::string directory = mkdtemp(name);
+  Fixture fixture;
+  Dispatcher dispatcher(fixture.manager, {});
+  Server server(dispatcher, directory + "/s");
+  std::thread thread([&] { server.run(); });
+  {
+    Client client(directory + "/s", "c", 60);
+    StepRequest request;
+    request.reserve = 2;
+    StepReply reply;
+    client.step(request, reply);
+    client.hand_off(kA, "k", reply.reserved, reply.reserved, 0.01);
+    // Nobody talks to the server now: it has to wake up by itself.
+    while (load(fixture.segments.counters().models[kA].used_pages) != 0) std::this_thread::yield();
+  }
+  server.stop();
+  thread.join();
+  fixture.manager.check();
+  unlink((directory + "/s").c_str());
+  rmdir(directory.c_str());
+}
+
+}  // namespace
+}  // namespace muxserve::memory::testing

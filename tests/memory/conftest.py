@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from muxserve.deployment import Deployment
+from muxserve.memory import server
+from muxserve.memory.client import MemoryClient
+from tests.memory.support import deployment
+
+Start = Callable[[Deployment], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts managers and stops them at the end of the test."""
+    running: list[tuple[Deployment, subprocess.Popen[bytes]]] = []
+
+    def run(of: Deployment) -> subprocess.Popen[bytes]:
+        process = server.start(of)
+        running.append((of, process))
+        return process
+
+    yield run
+    for of, process in running:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, process.stderr.read() if process.stderr else ""
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+        server.remove_segments(of)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Deployment:
+    return deployment(tmp_path)
+
+
+@pytest.fixture
+def manager(start: Start, small: Deployment) -> subprocess.Popen[bytes]:
+    return start(small)
+
+
+@pytest.fixture
+def connect(manager: subprocess.Popen[bytes], small: Deployment) -> Iterator[Callable[[str], MemoryClient]]:
+    """Makes clients of the manager."""
+    clients: list[MemoryClient] = []
+
+    def make(name: str = "test") -> MemoryClient:
+        clients.append(MemoryClient(small.memory_socket, name, timeout_s=60))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
