@@ -68,7 +68,10 @@ class UnitLedger:
         return live
 
     def cancelled(self, request_id: str, now: float) -> Place | None:
-        """A request is not wanted any more. Returns where it was, None if it is not live."""
+        """A request is not wanted any more. Returns where it was, None if it is not live.
+
+        Its engine may be in the middle of a step: the lease stays until the engine has answered.
+        """
         live = self.requests.get(request_id)
         if live is None:
             return None
@@ -129,11 +132,12 @@ class UnitLedger:
             live = self.requests.get(request_id)
             if live is not None:
                 live.model.tally.lost += 1
-                self._leave(live, now)
+                self._leave(live, now, idle=True)
                 gone.append(request_id)
         return gone
 
-    def _leave(self, live: LiveRequest, now: float) -> None:
+    def _leave(self, live: LiveRequest, now: float, idle: bool = False) -> None:
+        """Forget a request; with `idle`, its engine runs no step, and has no use for a lease if that was the last."""
         model, request_id = live.model, live.request_id
         del self.requests[request_id]
         match live.place:
@@ -142,13 +146,13 @@ class UnitLedger:
             case Place.PREFILLING:
                 del model.prefilling[request_id]
                 self._prefilled(model, live)
-                self._settle(model.prefill, now)
+                self._settle(model.prefill, now, idle)
             case Place.HANDED:
                 del model.handed[request_id]
                 self._settle(model.decode, now)
             case Place.DECODING:
                 del model.decoding[request_id]
-                self._settle(model.decode, now)
+                self._settle(model.decode, now, idle)
         if not model.live:
             model.work_since = None
 
@@ -241,12 +245,21 @@ class UnitLedger:
             if phase is Phase.PREFILL and tokens:
                 model.promise(max(0, model.outstanding - tokens))
         lease = engine.lease
-        if lease is None or lease.lease_id != lease_id:
-            return
+        if not remaining and not engine.inside:
+            # Whatever lease the report is about, a later one brought nothing in.
+            self._end_lease(engine)
+        elif lease is not None and lease.lease_id == lease_id:
+            self._reported(engine, lease, left, seconds, tokens, remaining, now)
+        self._settle(engine, now)
+
+    def _reported(
+        self, engine: EngineState, lease: LeaseState, left: int, seconds: float, tokens: int, remaining: int, now: float
+    ) -> None:
         lease.left = left
+        # Without a step it may have been asked in the middle of taking requests in.
         emptied = seconds > 0.0 and not remaining
         if seconds > 0.0:
-            engine.empty_reports = engine.empty_reports + 1 if emptied and engine.inside else 0
+            engine.empty_reports = engine.empty_reports + 1 if emptied else 0
         if left <= 0 or emptied or now >= lease.deadline:
             self._end_lease(engine)
             if tokens:
@@ -254,7 +267,6 @@ class UnitLedger:
             elif seconds > 0.0:
                 engine.retry_delay = min(max(engine.retry_delay * 2, _FIRST_RETRY_SECONDS), _LAST_RETRY_SECONDS)
                 engine.retry_at = now + engine.retry_delay
-        self._settle(engine, now)
 
     def lease_void(self, name: str, phase: Phase, now: float) -> None:
         """The engine dropped its lease by itself."""
@@ -279,9 +291,9 @@ class UnitLedger:
             self.share_used -= engine.lease.share
             engine.lease = None
 
-    def _settle(self, engine: EngineState, now: float) -> None:
-        """Keep lease and waiting time in line with the engine's work: an engine without requests holds no share."""
-        if engine.lease is not None and not engine.inside:
+    def _settle(self, engine: EngineState, now: float, idle: bool = False) -> None:
+        """Keep the waiting time in line with the engine's work; an `idle` engine without requests loses its lease."""
+        if idle and not engine.inside:
             self._end_lease(engine)
         if engine.up and engine.lease is None and (engine.inside or engine.incoming):
             if engine.wait_since is None:

@@ -46,6 +46,7 @@ class Engine:
     share: int = 0
     stepping: bool = False
     up: bool = True
+    aborts: list[Job] = field(default_factory=list)
     life: int = 0
     ran: list[tuple[float, float]] = field(default_factory=list)
 
@@ -150,20 +151,46 @@ class Machine:
         )
 
     def cancel(self, request_id: str) -> None:
+        """An engine that holds the request hears of it a little later, and drops it between two steps."""
         job = self.jobs[request_id]
         self.cancelled.add(request_id)
         place = self.ledger.cancelled(request_id, self.now)
-        if place in (Place.PREFILLING, Place.DECODING, Place.HANDED):
+        if place is Place.HANDED:
+            self._free(self.handed.pop(request_id))
+        elif place in (Place.PREFILLING, Place.DECODING):
+            engine = self.engines[job.model, Phase.PREFILL if place is Place.PREFILLING else Phase.DECODE]
+            life = engine.life
+
+            def arrive() -> None:
+                if engine.life == life:
+                    engine.aborts.append(job)
+                    if not engine.stepping:
+                        self._abort(engine)
+
+            self.at(self.now + self.latency, arrive)
+
+    def _abort(self, engine: Engine) -> None:
+        aborted = [job for job in engine.aborts if any(job is each for each in engine.jobs)]
+        engine.aborts = []
+        if not aborted:
+            return
+        engine.jobs = [job for job in engine.jobs if not any(job is each for each in aborted)]
+        for job in aborted:
             self._free(job)
-            self.handed.pop(request_id, None)
-            for phase in Phase:
-                engine = self.engines[job.model, phase]
-                engine.jobs = [j for j in engine.jobs if j is not job]
+        life, lease_id, remaining = engine.life, engine.lease_id, len(engine.jobs)
+        left = engine.steps if self.now < engine.deadline else 0
+
+        def report() -> None:
+            if engine.life == life:
+                self.ledger.stepped(engine.model, engine.phase, lease_id, left, 0.0, 0, remaining, self.now)
+
+        self.at(self.now + self.latency, report)
 
     def kill(self, model: str, phase: Phase, seconds: float = 0.5) -> None:
         """The engine dies and is back after `seconds`; what it held is submitted again, as the gateway does."""
         engine = self.engines[model, phase]
         engine.up, engine.life, engine.steps, engine.stepping = False, engine.life + 1, 0, False
+        engine.aborts = []
         if engine.ran and engine.ran[-1][1] > self.now:
             engine.ran[-1] = (engine.ran[-1][0], self.now)
         gone = self.ledger.engine_down(model, phase, self.now)
@@ -266,8 +293,6 @@ class Machine:
         engine.stepping = False
         finished, handed = [], []
         for job, count in work:
-            if job.request_id in self.cancelled:
-                continue
             if engine.phase is Phase.PREFILL:
                 job.computed += count
                 if job.computed < job.prompt + job.made:
@@ -298,12 +323,15 @@ class Machine:
                     job.request_id in self.cancelled
                 )
             for job in handed:
-                self.ledger.handed_over(job.request_id, tickets[job.request_id], job.made, self.now)
+                if not self.ledger.handed_over(job.request_id, tickets[job.request_id], job.made, self.now):
+                    assert job.request_id in self.cancelled
+                    self._free(self.handed.pop(job.request_id))
             for job in returned:
                 self.ledger.returned(job.request_id, tickets[job.request_id], job.made, self.now)
             self.ledger.stepped(engine.model, engine.phase, lease_id, left, seconds, tokens, remaining, self.now)
 
         self.at(self.now + self.latency, report)
+        self._abort(engine)
         self._kick(engine)
 
     # ------------------------------------------------------------ the scheduler's turn

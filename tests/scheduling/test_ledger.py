@@ -34,6 +34,12 @@ def decode(book: UnitLedger, *ids: str, model: str = "a", lease: int = 2, steps:
     book.granted(Grant(model, Phase.DECODE, steps, 1.0, share, ids), lease, now)
 
 
+def hand_over(book: UnitLedger, request_id: str, lease: int = 1, now: float = 0.1) -> None:
+    """The prefill engine of a reports that it is done with the request, and what it still has."""
+    assert book.handed_over(request_id, lease, 1, now)
+    book.stepped("a", Phase.PREFILL, lease, 1, 0.01, 20, len(book.by_name["a"].prefilling), now)
+
+
 def queue_ids(book: UnitLedger, model: str = "a") -> list[str]:
     return [r.request_id for r in book.by_name[model].queue.first(99)]
 
@@ -71,6 +77,7 @@ def test_a_request_goes_through_its_places() -> None:
     book.stepped("a", Phase.DECODE, 2, 7, 0.01, 1, 1, 0.2)
     assert book.share_used == WHOLE // 2
     assert book.finished("r", Phase.DECODE, 2, 0.3)
+    book.stepped("a", Phase.DECODE, 2, 6, 0.01, 1, 0, 0.3)
     assert not book.requests
     assert book.share_used == 0
     assert model.tally.finished == 1
@@ -104,10 +111,11 @@ def test_a_returned_request_goes_before_others_with_its_tokens() -> None:
     book = ledger()
     arrive(book, "r", prompt=30)
     prefill(book, "r")
-    book.handed_over("r", 1, 1, 0.1)
+    hand_over(book, "r")
     decode(book, "r")
     arrive(book, "s", at=0.05)
     assert book.returned("r", 2, 18, 0.2)
+    book.stepped("a", Phase.DECODE, 2, 7, 0.01, 0, 0, 0.2)
     assert queue_ids(book) == ["r", "s"]
     assert book.requests["r"].tokens == 48
     assert book.requests["r"].blocks == 4
@@ -135,9 +143,9 @@ def test_the_death_of_a_decode_engine_takes_what_waits_for_it() -> None:
     for request_id in ("waiting", "inside", "queued"):
         arrive(book, request_id)
     prefill(book, "waiting", "inside")
-    book.handed_over("inside", 1, 1, 0.1)
+    hand_over(book, "inside")
     decode(book, "inside")
-    book.handed_over("waiting", 1, 1, 0.1)
+    hand_over(book, "waiting")
     assert sorted(book.engine_down("a", Phase.DECODE, 0.2)) == ["inside", "waiting"]
     assert set(book.requests) == {"queued"}
     assert book.share_used == 0
@@ -158,7 +166,7 @@ def test_a_lease_ends_when_used_up_timed_out_or_idle() -> None:
     engine = book.by_name["a"].decode
     arrive(book, "r")
     prefill(book, "r")
-    book.handed_over("r", 1, 1, 0.0)
+    hand_over(book, "r", now=0.0)
     decode(book, "r", lease=2, now=0.0)
     book.stepped("a", Phase.DECODE, 2, 0, 0.01, 1, 1, 0.1)
     assert engine.lease is None
@@ -171,8 +179,21 @@ def test_a_lease_ends_when_used_up_timed_out_or_idle() -> None:
     decode(book, lease=4, now=1.5)
     assert engine.waits == 1, "a grant in the same moment is no wait"
     book.cancelled("r", 1.6)
+    assert engine.lease is not None, "it may be in the middle of a step"
+    book.stepped("a", Phase.DECODE, 4, 7, 0.01, 1, 1, 1.7)
+    assert engine.lease is not None, "it had not heard of it yet when that step ended"
+    book.stepped("a", Phase.DECODE, 4, 7, 0.0, 0, 0, 1.8)
     assert engine.lease is None
     assert engine.wait_since is None
+    assert book.share_used == 0
+
+
+def test_a_lease_does_not_outlive_requests_that_the_engine_lost_itself() -> None:
+    book = ledger()
+    arrive(book, "r")
+    prefill(book, "r")
+    assert book.lost(["r", "nobody"], 0.1) == ["r"]
+    assert book.by_name["a"].prefill.lease is None
     assert book.share_used == 0
 
 
@@ -279,7 +300,7 @@ def test_admission_needs_memory_and_both_engines_and_a_seat() -> None:
     assert chosen is not None
     assert chosen.request_ids == ("r",)
     prefill(book, "r")
-    book.handed_over("r", 1, 1, 0.0)
+    hand_over(book, "r", now=0.0)
     assert admissible(book, model) is None
 
 

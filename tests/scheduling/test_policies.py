@@ -64,6 +64,8 @@ class Table:
         self.last += 1
         self.ledger.granted(Grant(model, Phase.PREFILL, 1, 1.0, 0, (request_id,)), self.last, now)
         self.ledger.handed_over(request_id, self.last, 1, now)
+        left = len(self.ledger.by_name[model].prefilling)
+        self.ledger.stepped(model, Phase.PREFILL, self.last, 0, 0.002, 20, left, now)
         return self.decide(now)
 
 

@@ -81,6 +81,7 @@ class FakeMemory:
         self.set: list[dict[str, int]] = []
         self.dropped: list[tuple[str, str]] = []
         self.asked = 0
+        self.waiting: dict[str, list[str]] = {}
 
     def die(self, up: bool = False) -> None:
         """The manager dies; with `up`, another one is there at once."""
@@ -95,6 +96,9 @@ class FakeMemory:
         self.asked += 1
         self.connected = self.connected and self.up
         return self.connected
+
+    def hand_offs(self) -> dict[str, list[str]] | None:
+        return dict(self.waiting) if self.alive() else None
 
     def read(self, ledger: UnitLedger) -> None:
         free = 1000 - sum(self.used.values())
