@@ -39,6 +39,7 @@ MEMORY_RETRY_SECONDS = 0.05
 MEMORY_CHECK_SECONDS = 1.0
 ENGINE_CHECK_SECONDS = 0.05
 SILENCE_SECONDS = 0.25
+EMPTY_SECONDS = 1.0
 HUNG_SECONDS = 10.0
 
 
@@ -190,6 +191,9 @@ class UnitExecutor:
             self.ledger.lease_void(engine.model.name, engine.phase, now)
         mine = [r for r in message.request_ids if r in engine.state.inside]
         self.desk.tell_lost(self.ledger.lost(mine, now), message.reason)
+        if not engine.state.inside:
+            # Also when all that it lost had been cancelled: it has nothing to use its lease on.
+            self.ledger.lease_void(engine.model.name, engine.phase, now)
 
     def _step_report(self, peer: bytes, report: StepReport, now: float) -> None:
         engine = self._peers.get(peer)
@@ -232,7 +236,8 @@ class UnitExecutor:
         """Look after leases whose engines are silent.
 
         A lease can run out in the engine between two steps without a word; one more step makes it speak up. An engine
-        that said it had no request left and stays silent when it is told to run has lost those that it should have.
+        that said it had no request left and stays silent when it is told to run has lost those that it should have. One
+        whose requests were all cancelled answers that; if the answer does not come, its lease ends some time after.
         """
         self._engines_at = now + ENGINE_CHECK_SECONDS
         for peer in self._peers.values():
@@ -247,6 +252,10 @@ class UnitExecutor:
                 self.ledger.lease_void(peer.model.name, peer.phase, now)
                 self.desk.tell_lost(self.ledger.lost(ids, now), f"engine {shown(peer.address)} does not have them")
                 state.empty_reports = 0
+            elif not state.inside:
+                if now > lease.deadline + max(EMPTY_SECONDS, 20 * state.step_seconds):
+                    log.warning("engine %s did not say that it is empty", shown(peer.address))
+                    self.ledger.lease_void(peer.model.name, peer.phase, now)
             elif now > lease.deadline + SILENCE_SECONDS:
                 length = 2 * max(lease.deadline - lease.granted_at, SILENCE_SECONDS)
                 self._grant(Grant(peer.model.name, peer.phase, 1, length, lease.share), now)

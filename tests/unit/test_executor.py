@@ -170,6 +170,43 @@ def test_a_hand_over_that_crosses_the_cancellation_is_given_up() -> None:
     assert bench.admitted("a/decode") == []
 
 
+def test_compute_of_a_cancelled_request_is_free_when_its_engine_has_answered() -> None:
+    bench = crowded()
+    lease = bench.lease("a/decode")
+    sent = bench.say(GATEWAY, Cancel(["r-a"]))
+    assert to("a/decode", Abort, sent)
+    assert to("c/decode", Lease, sent) == [], "a may be in the middle of a step"
+    sent = bench.say(b"a/decode", StepReport(lease.lease_id, 3, 0.0, 0, 0, 0, finished=["r-a"]))
+    assert to("c/decode", Lease, sent)
+
+
+def test_an_engine_that_does_not_answer_a_cancellation_keeps_its_compute_for_a_while_only() -> None:
+    bench = crowded()
+    bench.say(GATEWAY, Cancel(["r-a"]))
+    assert to("c/decode", Lease, bench.turn(after=0.01)) == []
+    for _ in range(60):
+        bench.turn(after=0.05)
+    assert bench.admitted("c/decode")
+
+
+def test_an_engine_that_lost_what_was_cancelled_has_no_use_for_its_lease() -> None:
+    bench = crowded()
+    bench.say(GATEWAY, Cancel(["r-a"]))
+    sent = bench.say(b"a/decode", EngineLost(["r-a"], "the prefilled blocks are gone"))
+    assert to(GATEWAY, Lost, sent) == []
+    assert to("c/decode", Lease, sent)
+
+
+def test_hand_offs_that_nobody_knows_are_given_up_at_the_second_look() -> None:
+    bench = crowded()
+    known = f"key-r-c-{bench.admitted('c/prefill')[-1].incarnation}"
+    bench.memory.waiting = {"c": [known, "orphan"]}
+    bench.turn(after=1.1)
+    assert bench.memory.dropped == [], "its report may be on the way"
+    bench.turn(after=1.1)
+    assert bench.memory.dropped == [("c", "orphan")]
+
+
 def test_nobody_cancels_for_others() -> None:
     bench = Bench()
     bench.say(b"gateway/other", GatewayHello("other", "ipc:///elsewhere"))
