@@ -20,6 +20,11 @@ from muxserve.engine.vllm_args import RESERVED
 
 _ENV = "env:"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+# Where vLLM declares its options.
+_VLLM_OPTIONS = {
+    "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
+    "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
+}
 # Options of vLLM that have a name of their own in a fleet file.
 _OWN_NAMES = {
     "model": "path",
@@ -137,7 +142,7 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
 
 @functools.cache
 def vllm_options() -> frozenset[str]:
-    """Names of vLLM's engine options; empty when vLLM is not installed.
+    """Names of vLLM's options, of the engine and of the OpenAI server; empty when vLLM is not installed.
 
     They are read from its source, because importing vLLM takes seconds.
     """
@@ -145,13 +150,16 @@ def vllm_options() -> frozenset[str]:
         spec = importlib.util.find_spec("vllm")
         if spec is None or not spec.submodule_search_locations:
             return frozenset()
-        tree = ast.parse((Path(spec.submodule_search_locations[0]) / "engine/arg_utils.py").read_bytes())
+        root = Path(spec.submodule_search_locations[0])
+        trees = [ast.parse((root / name).read_bytes()) for name in _VLLM_OPTIONS]
     except (OSError, SyntaxError, ImportError, ValueError):
         return frozenset()
+    classes = {name for names in _VLLM_OPTIONS.values() for name in names}
     return frozenset(
         statement.target.id
+        for tree in trees
         for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        if isinstance(node, ast.ClassDef) and node.name in classes
         for statement in node.body
         if isinstance(statement, ast.AnnAssign)
         and isinstance(statement.target, ast.Name)

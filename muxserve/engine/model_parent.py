@@ -6,6 +6,7 @@ memory: the children see the parent's pages until someone writes, and nobody doe
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import socket
@@ -82,7 +83,10 @@ def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, An
     # No OpenMP team may exist before the fork: its threads would not live on in the children.
     set_threads = torch.set_num_threads
     set_threads(1)
-    config = EngineArgs(**engine_args(deployed)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # The rest of `engine_args` is for the OpenAI server, which is the gateway's business.
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    options = {name: value for name, value in engine_args(deployed).items() if name in names}
+    config = EngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = Executor.get_class(config)(config)
     specs = {name: spec for worker in executor.get_kv_cache_specs() for name, spec in worker.items()}
     reason = unsupported(specs, deployed)

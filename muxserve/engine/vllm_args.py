@@ -32,6 +32,19 @@ RESERVED = frozenset(
         "data_parallel_size",
         "kv_cache_dtype",
         "attention_backend",
+        # Of the OpenAI server: one gateway listens for all models.
+        "host",
+        "port",
+        "uds",
+        "api_key",
+        "root_path",
+        "middleware",
+        "ssl_keyfile",
+        "ssl_certfile",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "lora_modules",
+        "enable_lora",
     }
 )
 

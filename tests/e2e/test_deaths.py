@@ -48,7 +48,7 @@ async def test_streams_survive(fleet: Fleet, reference: dict[str, Any], part: st
 
 
 def decoding(fleet: Fleet) -> int:
-    models = fleet.get("/fleet").json()["unit"]["models"]
+    models = fleet.get("/fleet").json()["unit"]["state"]["models"]
     return sum(model["decoding"] for model in models.values())
 
 

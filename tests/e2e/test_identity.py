@@ -24,7 +24,7 @@ async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, refere
         answers = await all_requests(fleet)
         assert len(answers) >= 200
         assert not differences(answers, reference)
-        models = fleet.get("/fleet").json()["unit"]["models"]
+        models = fleet.get("/fleet").json()["unit"]["state"]["models"]
         if name == "tight pool":
             assert sum(model["preempted"] for model in models.values()) > 0, "the pool was not tight"
         hits = sum(model["hits"] for model in fleet.memory()["models"])

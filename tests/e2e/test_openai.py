@@ -162,8 +162,8 @@ def test_metrics_and_fleet_tell_of_every_model(fleet: Fleet) -> None:
         assert f'vllm:generation_tokens_total{{engine="1",model_name="{model}"}}' in metrics
     assert "muxserve_" in metrics
     report = fleet.get("/fleet").json()
-    assert set(report["unit"]["models"]) == set(MODELS)
-    assert len(report["unit"]["engines"]) == 2 * len(MODELS)
+    assert set(report["unit"]["state"]["models"]) == set(MODELS)
+    assert len(report["unit"]["state"]["engines"]) == 2 * len(MODELS)
 
 
 def test_memory_of_all_processes_together(fleet: Fleet) -> None:
