@@ -1,25 +1,21 @@
 #include "client.hpp"
 
-#include <fcntl.h>
-#include <poll.h>
-#include <sched.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cmath>
 #include <cstring>
 
 namespace muxserve::memory {
 namespace {
 
-// How long a reply is looked for before the thread sleeps. The manager answers within this time when it is awake, and
-// being woken up costs more than looking.
-constexpr std::int64_t kSpinTime = 20'000;
 constexpr std::uint32_t kMaxReply = 4 * kMaxPayload;
+// How long a reply is looked for before the thread sleeps, where that pays: the time of a manager that has to be woken.
+constexpr std::int64_t kSpinTime = 40'000;
 
 std::int64_t clock_now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -39,10 +35,15 @@ Client::Client(const std::string& path, const std::string& name, double timeout_
   fd_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (fd_ < 0 || connect(fd_, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) {
     const std::string why = std::strerror(errno);
-    close();
+    disconnect();
     throw Gone("no memory manager answers on \"" + path + "\": " + why);
   }
-  fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_NONBLOCK);
+  // Blocking calls with a time limit: one system call each way.
+  timeval limit{};
+  limit.tv_sec = timeout_ns_ / 1'000'000'000;
+  limit.tv_usec = timeout_ns_ % 1'000'000'000 / 1000;
+  setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
   in_.resize(64 << 10);
   try {
     FrameWriter frame = begin(Operation::kHello);
@@ -52,7 +53,7 @@ Client::Client(const std::string& path, const std::string& name, double timeout_
     description_ = reader.text();
     generation_ = header_.generation;
   } catch (...) {
-    close();
+    disconnect();
     throw;
   }
 }
@@ -60,16 +61,26 @@ Client::Client(const std::string& path, const std::string& name, double timeout_
 Client::~Client() { close(); }
 
 void Client::close() {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
+  // The descriptor itself is closed under the lock only, so that no other thread can be using it.
+  const int fd = fd_;
+  if (fd >= 0) shutdown(fd, SHUT_RDWR);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  disconnect();
+}
+
+void Client::disconnect() {
+  const int fd = fd_.exchange(-1);
+  if (fd >= 0) ::close(fd);
 }
 
 void Client::lose(const std::string& why) {
-  close();
+  disconnect();
   throw Gone("the memory manager on \"" + path_ + "\" is gone: " + why);
 }
 
-std::int64_t Client::deadline() const { return clock_now() + timeout_ns_; }
+void Client::lose_by_time() {
+  lose("no answer within " + std::to_string(static_cast<double>(timeout_ns_) / 1e9) + " s");
+}
 
 FrameWriter Client::begin(Operation operation) {
   if (fd_ < 0) throw Gone("the connection to the memory manager on \"" + path_ + "\" is closed");
@@ -117,14 +128,13 @@ void Client::send_frame(FrameWriter& frame) {
 }
 
 void Client::send_all(const std::uint8_t* data, std::size_t size) {
-  const std::int64_t end = deadline();
   while (size > 0) {
     const ssize_t put = send(fd_, data, size, MSG_NOSIGNAL);
     if (put >= 0) {
       data += put;
       size -= static_cast<std::size_t>(put);
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      wait_for(POLLOUT, end);
+      lose_by_time();
     } else if (errno != EINTR) {
       lose(std::strerror(errno));
     }
@@ -132,17 +142,34 @@ void Client::send_all(const std::uint8_t* data, std::size_t size) {
 }
 
 void Client::read_reply() {
-  const std::int64_t end = deadline();
-  receive_at_least(sizeof(Header), end);
+  if (begin_ == end_) look_for_reply();
+  receive_at_least(sizeof(Header));
   std::memcpy(&header_, in_.data() + begin_, sizeof header_);
   if (header_.magic != kMagic || header_.version != kVersion || header_.length > kMaxReply)
     lose("it does not speak this protocol");
-  receive_at_least(sizeof(Header) + header_.length, end);
+  receive_at_least(sizeof(Header) + header_.length);
   begin_ += sizeof(Header) + header_.length;
 }
 
+// Looks for the reply for a moment, where that pays. Whatever happens, receive_at_least() goes on from there.
+void Client::look_for_reply() {
+  if (!spin_.worth_it()) return;
+  begin_ = end_ = 0;
+  const std::int64_t end = clock_now() + kSpinTime;
+  do {
+    const ssize_t got = recv(fd_, in_.data(), in_.size(), MSG_DONTWAIT);
+    if (got > 0) {
+      end_ = static_cast<std::size_t>(got);
+      spin_.found(true);
+      return;
+    }
+    for (int i = 0; i < 8; ++i) relax();
+  } while (clock_now() < end);
+  spin_.found(false);
+}
+
 // Until in_[begin_, end_) has that many bytes.
-void Client::receive_at_least(std::size_t bytes, std::int64_t deadline) {
+void Client::receive_at_least(std::size_t bytes) {
   if (begin_ == end_) begin_ = end_ = 0;
   if (begin_ + bytes > in_.size()) {
     std::memmove(in_.data(), in_.data() + begin_, end_ - begin_);
@@ -150,34 +177,17 @@ void Client::receive_at_least(std::size_t bytes, std::int64_t deadline) {
     begin_ = 0;
     if (bytes > in_.size()) in_.resize(bytes);
   }
-  std::int64_t spin_end = 0;
   while (end_ - begin_ < bytes) {
-    const ssize_t got = recv(fd_, in_.data() + end_, in_.size() - end_, MSG_DONTWAIT);
+    const ssize_t got = recv(fd_, in_.data() + end_, in_.size() - end_, 0);
     if (got > 0) {
       end_ += static_cast<std::size_t>(got);
     } else if (got == 0) {
       lose("it closed the connection");
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      const std::int64_t now = clock_now();
-      if (spin_end == 0) spin_end = now + kSpinTime;
-      if (now < spin_end)
-        sched_yield();  // the manager may be waiting for this very core
-      else
-        wait_for(POLLIN, deadline);
+      lose_by_time();
     } else if (errno != EINTR) {
       lose(std::strerror(errno));
     }
-  }
-}
-
-void Client::wait_for(short events, std::int64_t deadline) {
-  while (true) {
-    const std::int64_t left = deadline - clock_now();
-    if (left <= 0) lose("no answer within " + std::to_string(static_cast<double>(timeout_ns_) / 1e9) + " s");
-    pollfd what{fd_, events, 0};
-    const int ready = poll(&what, 1, static_cast<int>(std::min<std::int64_t>(left / 1'000'000 + 1, 60'000)));
-    if (ready > 0) return;
-    if (ready < 0 && errno != EINTR) lose(std::strerror(errno));
   }
 }
 

@@ -1,6 +1,7 @@
 // A client of the memory manager: one connection, one request at a time.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <stdexcept>
@@ -8,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "adaptive_spin.hpp"
 #include "protocol.hpp"
 
 namespace muxserve::memory {
@@ -33,6 +35,7 @@ class Client {
   // What HELLO answered: pools and models as JSON.
   const std::string& description() const { return description_; }
   bool connected() const { return fd_ >= 0; }
+  // Ends the connection; a call that waits for its answer in another thread throws Gone.
   void close();
 
   // See Manager::step. `reply` keeps its memory from call to call.
@@ -59,21 +62,23 @@ class Client {
   void send_frame(FrameWriter& frame);
   void send_all(const std::uint8_t* data, std::size_t size);
   void read_reply();
-  void receive_at_least(std::size_t bytes, std::int64_t deadline);
-  void wait_for(short events, std::int64_t deadline);
+  void look_for_reply();
+  void receive_at_least(std::size_t bytes);
   void throw_late_refusal();
+  void disconnect();
   [[noreturn]] void lose(const std::string& why);
+  [[noreturn]] void lose_by_time();
   void append_step(FrameWriter& frame, const StepRequest& request);
-  std::int64_t deadline() const;
 
   std::mutex mutex_;
   std::string path_;
   std::int64_t timeout_ns_;
-  int fd_ = -1;
+  std::atomic<int> fd_{-1};
   std::uint64_t generation_ = 0;
   int client_id_ = -1;
   std::string description_;
   std::uint32_t sequence_ = 0;
+  AdaptiveSpin spin_;
   Bytes out_;
   Bytes in_;
   std::size_t begin_ = 0;  // in_[begin_, end_) is received and not consumed

@@ -25,8 +25,7 @@ namespace {
 // Connections that have not said HELLO: so many may be open, for so long.
 constexpr std::ptrdiff_t kMaxStrangers = 128;
 constexpr std::int64_t kGreetingTime = 10'000'000'000;
-// After a request the loop looks for the next one for so long before it sleeps: engines release and reserve in bursts,
-// and waking a sleeping thread costs more than the request itself.
+// How long the next request is looked for before the thread sleeps, where that pays.
 constexpr std::int64_t kSpinTime = 20'000;
 
 std::int64_t clock_now() {
@@ -120,9 +119,11 @@ void Server::stop() {
 void Server::run() {
   now_ = clock_now();
   while (!stopping_) {
-    if (!dispatch(timeout())) continue;
+    if (!dispatch(timeout()) || !spin_.worth_it()) continue;
     const std::int64_t end = now_ + kSpinTime;
-    while (!stopping_ && now_ < end && !dispatch(0)) now_ = clock_now();
+    bool found = false;
+    while (!stopping_ && !found && now_ < end) found = dispatch(0);
+    spin_.found(found);
   }
 }
 

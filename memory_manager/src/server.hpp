@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "adaptive_spin.hpp"
 #include "dispatcher.hpp"
 
 namespace muxserve::memory {
@@ -55,6 +56,7 @@ class Server {
   bool stopping_ = false;
   std::vector<std::unique_ptr<Connection>> connections_;
   std::int64_t now_ = 0;
+  AdaptiveSpin spin_;
   std::int64_t next_sweep_;  // when a connection may have to be closed
 };
 

@@ -5,6 +5,7 @@
 #include <random>
 #include <unordered_map>
 
+#include "adaptive_spin.hpp"
 #include "config.hpp"
 #include "hand_off.hpp"
 #include "json.hpp"
@@ -73,6 +74,30 @@ TEST(PrefixIndex, UsesEveryByteOfAHash) {
     index.insert(byte + 1, hash);
   }
   EXPECT_EQ(index.size(), 32);
+}
+
+TEST(AdaptiveSpin, GivesUpMoreAndMoreWhereItFindsNothing) {
+  AdaptiveSpin spin;
+  const auto skipped = [&] {
+    int count = 0;
+    while (!spin.worth_it()) ++count;
+    return count;
+  };
+  EXPECT_EQ(skipped(), 0);
+  spin.found(true);
+  EXPECT_EQ(skipped(), 0);
+  int longest = 0;
+  for (int i = 0; i < 20; ++i) {
+    spin.found(false);
+    const int count = skipped();
+    EXPECT_GE(count, longest);
+    longest = count;
+  }
+  EXPECT_GT(longest, 100);
+  spin.found(true);
+  EXPECT_EQ(skipped(), 0);
+  spin.found(false);
+  EXPECT_LT(skipped(), 10);
 }
 
 TEST(HandOffs, AreTakenByKeyOrByTime) {

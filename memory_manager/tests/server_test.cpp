@@ -248,6 +248,22 @@ TEST_F(ServerTest, OnlyOneListens) {
   Client client(path_, "c", 10);
 }
 
+TEST_F(ServerTest, ClosingAClientEndsACallOfAnotherThread) {
+  Client client(path_, "c", 60);
+  std::atomic<bool> begun{false};
+  std::thread caller([&] {
+    EXPECT_THROW(
+        while (true) {
+          reserve(client, kA, 1);
+          begun = true;
+        },
+        Gone);
+  });
+  while (!begun) std::this_thread::yield();
+  client.close();
+  caller.join();
+}
+
 TEST_F(ServerTest, ClientsNoticeItsEnd) {
   Client client(path_, "c", 10);
   stop();
