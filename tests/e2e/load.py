@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import openai
+
 from tests.e2e.fleet import Fleet
 from tests.e2e.reference import MODELS, requests_for
 
 
-async def stream_chat(fleet: Fleet, model: str, request: dict[str, Any]) -> dict[str, Any]:
+async def stream_chat(client: openai.AsyncOpenAI, model: str, request: dict[str, Any]) -> dict[str, Any]:
     """One streamed answer: its text, finish reason and usage as the client saw them."""
     text, finish, usage = "", None, None
-    stream = await fleet.async_client.chat.completions.create(
+    stream = await client.chat.completions.create(
         model=model, stream=True, stream_options={"include_usage": True}, **request
     )
     async for chunk in stream:
@@ -30,18 +32,21 @@ async def stream_chat(fleet: Fleet, model: str, request: dict[str, Any]) -> dict
     }
 
 
-async def all_requests(fleet: Fleet, concurrency: int = 32) -> dict[tuple[str, int], dict[str, Any]]:
-    """Every request of every model, `concurrency` at a time, models interleaved."""
+async def all_requests(
+    fleet: Fleet, concurrency: int = 32, per_model: int | None = None
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Every request of every model (or the first `per_model`), `concurrency` at a time, models interleaved."""
     gate = asyncio.Semaphore(concurrency)
+    client = fleet.async_client()
     answers: dict[tuple[str, int], dict[str, Any]] = {}
 
     async def one(model: str, index: int, request: dict[str, Any]) -> None:
         async with gate:
-            answers[model, index] = await stream_chat(fleet, model, request)
+            answers[model, index] = await stream_chat(client, model, request)
 
     work = [
         one(model, index, request)
-        for index in range(len(requests_for(MODELS[0])))
+        for index in range(per_model or len(requests_for(MODELS[0])))
         for model in MODELS
         for request in [requests_for(model)[index]]
     ]

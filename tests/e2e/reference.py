@@ -1,12 +1,12 @@
-"""What stock vLLM answers to the end-to-end requests: `python -m tests.e2e.reference OUT MODEL_DIR...` writes JSON."""
+"""What stock vLLM answers to the end-to-end requests: `python -m tests.e2e.reference OUT_DIR MODEL_DIR...`."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.engine.stock import write_each
 
 MODELS = ("arithmetic", "atlas", "frontdesk")
 PER_MODEL = 67  # three models: a little over 200 requests
@@ -35,43 +35,36 @@ def requests_for(model: str) -> list[dict[str, Any]]:
     return made
 
 
-def main(out: str, *paths: str) -> None:
-    from tests.engine.stock import SETTINGS
-
-    os.environ.update(SETTINGS)
+def answers(path: Path) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
     from muxserve.engine.vllm_args import frontend_args
     from tests.engine.harness import deployed_model
 
-    answers = {}
-    for path in map(Path, paths):
-        args = frontend_args(deployed_model(path.name, path))
-        del args["served_model_name"]
-        llm = LLM(**args, kv_cache_memory_bytes=64 << 20)
-        requests = requests_for(path.name)
-        params = [
-            SamplingParams(
-                max_tokens=r["max_tokens"],
-                temperature=r["temperature"],
-                seed=r.get("seed"),
-                ignore_eos=r.get("extra_body", {}).get("ignore_eos", False),
-            )
-            for r in requests
-        ]
-        results = llm.chat([r["messages"] for r in requests], params, use_tqdm=False)
-        answers[path.name] = [
-            {
-                "text": result.outputs[0].text,
-                "finish": result.outputs[0].finish_reason,
-                "prompt_tokens": len(result.prompt_token_ids),
-                "completion_tokens": len(result.outputs[0].token_ids),
-            }
-            for result in results
-        ]
-        del llm
-    Path(out).write_text(json.dumps(answers))
+    # All prompts in one step: stock vLLM on CPU dies when a seeded request is prefilled in chunks.
+    args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=16384, max_num_seqs=128))
+    del args["served_model_name"]
+    llm = LLM(**args, kv_cache_memory_bytes=64 << 20)
+    requests = requests_for(path.name)
+    params = [
+        SamplingParams(
+            max_tokens=r["max_tokens"],
+            temperature=r["temperature"],
+            seed=r.get("seed"),
+            ignore_eos=r.get("extra_body", {}).get("ignore_eos", False),
+        )
+        for r in requests
+    ]
+    return [
+        {
+            "text": result.outputs[0].text,
+            "finish": result.outputs[0].finish_reason,
+            "prompt_tokens": len(result.prompt_token_ids),
+            "completion_tokens": len(result.outputs[0].token_ids),
+        }
+        for result in llm.chat([r["messages"] for r in requests], params, use_tqdm=False)
+    ]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_each(answers, Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]])

@@ -114,32 +114,6 @@ def test_json_schema(fleet: Fleet) -> None:
         assert (answer.choices[0].message.content or "").startswith("{")
 
 
-def test_a_forced_tool_call(fleet: Fleet) -> None:
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "opening_hours",
-            "parameters": {
-                "type": "object",
-                "properties": {"day": {"type": "string", "enum": ["Monday", "Tuesday"]}},
-                "required": ["day"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    answer = fleet.client.chat.completions.create(
-        model="frontdesk",
-        messages=[{"role": "user", "content": "When does the library open on Monday?"}],
-        tools=[tool],
-        tool_choice={"type": "function", "function": {"name": "opening_hours"}},
-        temperature=0,
-        max_tokens=60,
-    )
-    (call,) = answer.choices[0].message.tool_calls or []
-    assert call.function.name == "opening_hours"
-    assert json.loads(call.function.arguments)["day"] in ("Monday", "Tuesday")
-
-
 def test_completions_and_tokenize(fleet: Fleet) -> None:
     completion = fleet.client.completions.create(
         model="atlas", prompt=["The capital of", "The capital"], max_tokens=5, temperature=0
@@ -175,7 +149,7 @@ def test_memory_of_all_processes_together(fleet: Fleet) -> None:
 
 
 async def test_a_client_that_goes_away_frees_its_pages(fleet: Fleet) -> None:
-    stream = await fleet.async_client.chat.completions.create(
+    stream = await fleet.async_client().chat.completions.create(
         model="atlas",
         messages=[{"role": "user", "content": "List the capitals."}],
         max_tokens=900,

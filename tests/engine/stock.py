@@ -1,6 +1,6 @@
-"""Stock vLLM's answers to the cases, as JSON: `python -m tests.engine.stock NAME MODEL_DIR OUT`.
+"""Stock vLLM's answers to the cases: `python -m tests.engine.stock OUT_DIR MODEL_DIR...` writes OUT_DIR/NAME.json.
 
-Alone in its process, with vLLM's own block pool, scheduler, worker and attention.
+Each model alone in a process, with vLLM's own block pool, scheduler, worker and attention.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -21,18 +23,17 @@ SETTINGS = {
 }
 
 
-def main(name: str, path: str, out: str) -> None:
-    os.environ.update(SETTINGS)
+def answers(path: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from muxserve.engine.vllm_args import frontend_args
     from tests.engine.cases import CASES, sampling
     from tests.engine.harness import deployed_model
 
-    args = frontend_args(deployed_model(name, Path(path), max_num_batched_tokens=1024))
+    args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=1024))
     del args["served_model_name"]
     llm = LLM(**args, kv_cache_memory_bytes=64 << 20)
-    answers = {}
+    found = {}
     for case, (text, params) in CASES.items():
         keywords = sampling(params)
         structured = keywords.get("structured_outputs")
@@ -40,7 +41,7 @@ def main(name: str, path: str, out: str) -> None:
             structured._backend = None  # the front end chooses, as it does behind the gateway
         (result,) = llm.generate([text], SamplingParams(**keywords), use_tqdm=False)
         output = result.outputs[0]
-        answers[case] = {
+        found[case] = {
             "eos": llm.get_tokenizer().eos_token_id,
             "prompt": list(result.prompt_token_ids),
             "tokens": list(output.token_ids),
@@ -49,8 +50,31 @@ def main(name: str, path: str, out: str) -> None:
                 {token: entry.logprob for token, entry in position.items()} for position in output.logprobs or []
             ],
         }
-    Path(out).write_text(json.dumps(answers))
+    return found
+
+
+def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path]) -> None:
+    """`answer` of each model into `out`, each in a fork of this process, so that vLLM is imported once.
+
+    Raises:
+        SystemExit: one failed.
+    """
+    os.environ.update(SETTINGS)
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    for path in models:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                (out / f"{path.name}.json").write_text(json.dumps(answer(path)))
+                status = 0
+            finally:
+                os._exit(status)
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise SystemExit(f"stock vLLM failed on {path.name}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_each(answers, Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]])

@@ -25,13 +25,10 @@ MHA, QWEN = MODELS
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    answers = {}
-    for name, path in MODELS.items():
-        out = tmp_path_factory.mktemp("stock") / f"{name}.json"
-        command = [sys.executable, "-m", "tests.engine.stock", name, str(path), str(out)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        answers[name] = json.loads(out.read_text())
-    return answers
+    out = tmp_path_factory.mktemp("stock")
+    command = [sys.executable, "-m", "tests.engine.stock", str(out), *map(str, MODELS.values())]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return {name: json.loads((out / f"{path.name}.json").read_text()) for name, path in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
