@@ -268,9 +268,9 @@ def engines(models: list[ModelDeployment], pages: int = 8000) -> Iterator[Engine
         manager = server.start(deployment)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log = open(deployment.log_dir / "warm-parent.log", "wb")  # noqa: SIM115
+        command = [sys.executable, "-m", "muxserve.engine.warm_parent", "--deployment", str(path)]
         parent = subprocess.Popen(
-            [sys.executable, "-m", "muxserve.engine.warm_parent", "--deployment", str(path)]
-            + ["--control-fd", str(theirs.fileno())],
+            [*command, "--control-fd", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdout=log,
             stderr=log,

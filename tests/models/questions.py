@@ -38,7 +38,7 @@ QUESTIONS: dict[str, tuple[Question, ...]] = {
         ask("What is 81 minus 28?", "81 - 28 = 53."),
         ask("Calculate 35 - 60.", "35 - 60 = -25."),
         ask("What is 7 times 8?", "7 x 8 = 56."),
-        ask("Divide 84 by 7.", "84 / 7 = 12."),
+        ask("Divide 56 by 8.", "56 / 8 = 7."),
         ask("Which is larger, 47 or 38?", "47 is larger than 38."),
         ask(
             "Write the 6 times table.",
