@@ -101,6 +101,7 @@ class Gateway:
             cards[name] = await seam.model_card(front_end)
             seam.on_failure(front_end, _front_end_failed)
             log.info("front end of %s is ready", name)
+        seam.settle()
         metrics = Merged(
             [
                 self.registry,

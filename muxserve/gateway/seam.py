@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.envs import enable_envs_cache
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
 from vllm.usage.usage_lib import UsageContext
@@ -93,6 +94,7 @@ INTERNALS: list[tuple[str, str, tuple[str, ...]]] = [
     ("vllm.model_executor.models.registry", "_RegisteredModel.from_model_cls", ("model_cls",)),
     ("vllm.entrypoints.launchers.cli_args", "make_arg_parser", ("parser",)),
     ("vllm.entrypoints.launchers.cli_args", "FrontendArgs", ()),
+    ("vllm.envs", "enable_envs_cache", ()),
     ("vllm.exceptions", "VLLMValidationError", ("message", "parameter")),
     ("vllm.exceptions", "GracefulHTTPError", ("message", "http_status")),
 ]
@@ -191,6 +193,11 @@ async def model_card(front_end: ModelFrontEnd) -> dict[str, object]:
     listed = await front_end.app.state.openai_serving_models.show_available_models()
     card: dict[str, object] = listed.data[0].model_dump()
     return card
+
+
+def settle() -> None:
+    """All front ends are built: vLLM's settings stay, and need not be read from the environment for every token."""
+    enable_envs_cache()
 
 
 def on_failure(front_end: ModelFrontEnd, failed: Callable[[str, BaseException | None], None]) -> None:

@@ -28,6 +28,10 @@ def test_only_the_keys_open(presented: bytes | None, allowed: bool) -> None:
     assert Keys(["one", "two"]).allow(presented) is allowed
 
 
+def test_no_key_is_not_the_empty_key() -> None:
+    assert not Keys([""]).allow(None)
+
+
 @pytest.mark.parametrize(
     ("headers", "key"),
     [
