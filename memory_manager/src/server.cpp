@@ -119,11 +119,14 @@ void Server::stop() {
 void Server::run() {
   now_ = clock_now();
   while (!stopping_) {
-    if (!dispatch(timeout()) || !spin_.worth_it()) continue;
-    const std::int64_t end = now_ + kSpinTime;
-    bool found = false;
-    while (!stopping_ && !found && now_ < end) found = dispatch(0);
-    spin_.found(found);
+    bool served = dispatch(timeout());
+    while (served && !stopping_ && spin_.worth_it()) {
+      const std::int64_t end = now_ + kSpinTime;
+      do {
+        served = dispatch(0);
+      } while (!served && !stopping_ && now_ < end);
+      spin_.found(served);
+    }
   }
 }
 
