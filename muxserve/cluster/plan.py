@@ -35,12 +35,14 @@ def plan_fleet(fleet: Fleet, machine: Machine, hub: Hub | None = None) -> FleetP
     hub = hub or HuggingFaceHub()
     problems: list[Problem] = []
     demands: list[ModelDemand] = []
+    # With temporal multiplexing an engine has the whole machine while it runs.
+    threads = (_known(fleet.cluster.cores) or machine.cores) if fleet.policy == "fcfs" else None
     if fleet.cluster.gpus:
         message = "this version serves on CPU; leave gpus out or set it to 0"
         problems.append(fleet.problem(("cluster", "gpus"), message))
     for index, model in enumerate(fleet.models):
         try:
-            demands.append(_demand(model, architecture_of(model, hub)))
+            demands.append(_demand(model, architecture_of(model, hub), threads))
         except CheckpointError as error:
             problems.append(fleet.problem(("models", index, "path" if model.path else "hub"), str(error)))
     if problems:
@@ -95,7 +97,7 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
     )
 
 
-def _demand(model: Model, architecture: ModelArchitecture) -> ModelDemand:
+def _demand(model: Model, architecture: ModelArchitecture, threads: int | None) -> ModelDemand:
     return ModelDemand(
         name=model.name,
         architecture=architecture,
@@ -103,7 +105,7 @@ def _demand(model: Model, architecture: ModelArchitecture) -> ModelDemand:
         rate=model.rate,
         max_len=_known(model.max_len),
         max_num_seqs=model.max_num_seqs,
-        threads=_known(model.threads),
+        threads=_known(model.threads) or threads,
     )
 
 
