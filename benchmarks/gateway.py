@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 from load import Call, Outcome, client, closed_loop, summary
 from report import machine, percentiles, write_report
-from servers import ROOT, ServerError, fleet_with, muxserve_fleet
+from servers import ROOT, ServerError, end_cleanly, fleet_with, muxserve_fleet
 from stock_vllm import StockSettings, stock_server
 
 KV_MIB = 256
@@ -81,6 +81,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=128, help="output tokens of each request")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gateway.json")
     options = parser.parse_args()
+    end_cleanly()
     names = [model["name"] for model in yaml.safe_load(options.fleet.read_text())["models"]]
     if options.model not in names:
         parser.error(f"{options.fleet} has no model {options.model!r}; it has {', '.join(names)}")

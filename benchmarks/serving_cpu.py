@@ -27,7 +27,7 @@ import numpy as np
 import yaml
 from load import Call, Outcome, closed_loop, open_loop, summary
 from report import machine, write_report
-from servers import ROOT, Server, ServerError, fleet_with, muxserve_fleet
+from servers import ROOT, Server, ServerError, end_cleanly, fleet_with, muxserve_fleet
 from stock_vllm import StockSettings, stock_server
 
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
@@ -165,6 +165,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Run everything; exit code 1 if a server does not come up."""
     options = parse()
+    end_cleanly()
     fleet = yaml.safe_load(options.fleet.read_text())
     # Most popular first, as the fleet file expects them.
     declared = sorted(fleet["models"], key=lambda model: -model.get("rate", 1.0))

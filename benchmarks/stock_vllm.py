@@ -18,7 +18,7 @@ from pathlib import Path
 
 from load import Call, Outcome, closed_loop, summary
 from report import machine, write_report
-from servers import ROOT, Server, free_port, server
+from servers import ROOT, Server, end_cleanly, free_port, server
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/stock_vllm.json")
     options = parser.parse_args()
+    end_cleanly()
     variants = {
         f"threads={threads} {'eager' if eager else 'compiled'}": StockSettings(threads=threads, eager=eager)
         for eager in (True, False)
