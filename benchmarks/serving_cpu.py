@@ -1,10 +1,11 @@
-"""One skewed Poisson load on three models, served in three ways on the same machine:
+"""One skewed Poisson load on three models, served in several ways on the same machine:
 
-(a) `stock`: one stock vLLM server per model, the KV memory split between them and one thread each;
+(a) `stock`: one stock vLLM server per model, the KV memory split between them and one thread each, eager as our
+    engines are; `stock-compiled`: the same with compiled models, the faster setting of stock;
 (b) `fcfs`: a MuxServe fleet with temporal multiplexing;
 (c) `adbs`: a MuxServe fleet with spatial and temporal multiplexing.
 
-    python benchmarks/serving_cpu.py [--systems stock fcfs adbs] [--rates 4 8 12] [--duration 60]
+    python benchmarks/serving_cpu.py [--systems stock stock-compiled fcfs adbs] [--rates 4 8 12] [--duration 60]
 
 Each system gets the very same requests (arrival, model, prompt, output length). Reported are throughput, SLO attainment
 and percentiles of TTFT, TPOT and end-to-end latency. A request meets its SLO at scale s when it ends within s times
@@ -33,7 +34,7 @@ from stock_vllm import StockSettings, stock_server
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 
 SCALES = (2, 4, 8, 16, 32)
-SYSTEMS = ("stock", "fcfs", "adbs")
+SYSTEMS = ("stock", "stock-compiled", "fcfs", "adbs")
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,11 @@ def drive(urls: dict[str, str], servers: Sequence[Server], calls: Sequence[Call]
 def show(system: str, rate: float, result: dict) -> None:
     """One line of the table."""
     if "e2e_ms" not in result:
-        print(f"{system:6s} rate {rate:5.1f}: no request was served: {result.get('errors')}", flush=True)
+        print(f"{system:14s} rate {rate:5.1f}: no request was served: {result.get('errors')}", flush=True)
         return
     slo = result["slo_attainment"]["e2e"]
     print(
-        f"{system:6s} rate {rate:5.1f}: {result['requests_per_second']:6.2f} requests/s "
+        f"{system:14s} rate {rate:5.1f}: {result['requests_per_second']:6.2f} requests/s "
         f"{result['output_tokens_per_second']:7.1f} tokens/s"
         f"  SLO x4 {slo['4']:.2f} x8 {slo['8']:.2f} x16 {slo['16']:.2f}"
         f"  TTFT p50/p99 {result['ttft_ms']['p50']:.0f}/{result['ttft_ms']['p99']:.0f}"
@@ -144,7 +145,7 @@ def show(system: str, rate: float, result: dict) -> None:
 
 def parse() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Compare three ways of serving three models on one machine.")
+    parser = argparse.ArgumentParser(description="Compare ways of serving three models on one machine.")
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 12.0], help="requests/s, all models")
@@ -192,8 +193,9 @@ def main() -> int:
         for system in options.systems:
             rows = report["results"][system] = {}
             with contextlib.ExitStack() as stack:
-                if system == "stock":
-                    servers = stack.enter_context(stock_servers(paths, settings))
+                if system.startswith("stock"):
+                    variant = replace(settings, eager=system == "stock")
+                    servers = stack.enter_context(stock_servers(paths, variant))
                     urls = {name: server.url for name, server in servers.items()}
                     running = list(servers.values())
                 else:
