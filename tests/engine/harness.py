@@ -200,6 +200,7 @@ class Engines:
     def serve(self, model: str, requests: dict[str, bytes]) -> None:
         """Prefill, hand over, decode, and prefill again what was preempted, until all are finished."""
         seen = len(self.reports)
+        reported: set[str] = set()
         self.lease(f"{model}/prefill", [self.admit(r, body) for r, body in requests.items()])
 
         def progress() -> bool:
@@ -208,6 +209,7 @@ class Engines:
             for _, report in new:
                 if not isinstance(report, StepReport):
                     continue
+                reported.update(report.finished)
                 adopted = [
                     self.admit(
                         h.request_id,
@@ -227,7 +229,8 @@ class Engines:
                 ]
                 if again:
                     self.lease(f"{model}/prefill", again)
-            return all(self.finished(request_id) for request_id in requests)
+            # The last token may come before the report of the step that computed it.
+            return all(self.finished(request_id) and request_id in reported for request_id in requests)
 
         self.until(progress)
 

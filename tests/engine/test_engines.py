@@ -194,10 +194,10 @@ def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engin
     per_block = family.deployment.model(MHA).pages_per_block
     client.reset_cache(view)
     try:
-        client.set_quotas({MHA: 14 * per_block})
+        client.set_quotas({MHA: 12 * per_block})
         before = len(family.returned())
         requests = bodies(family, stock[MHA], "tight", cases)
-        requests |= {f"tight{i}": family.body(f"tight{i}", stock[MHA]["greedy"]["prompt"], max_tokens=120,
+        requests |= {f"tight{i}": family.body(f"tight{i}", stock[MHA]["greedy"]["prompt"], max_tokens=250,
                                               ignore_eos=True) for i in range(6)}  # fmt: skip
         family.serve(MHA, requests)
     finally:
