@@ -20,7 +20,7 @@ from muxserve.engine.family import Control, ForkingParent
 log = logging.getLogger(__name__)
 
 
-def environment(deployment: Deployment) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """What vLLM must find in the environment before it is imported."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -149,7 +149,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     deployment = load(args.deployment)
-    os.environ.update(environment(deployment))
+    os.environ.update(environment())
     control = Control(socket.socket(fileno=args.control_fd))
     try:
         preload()

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, msgspec.MsgspecError) as error:
         print(f"cannot read {args.deployment}: {error}", file=sys.stderr)
         return BAD_INPUT
-    os.environ.update(environment(deployment))
+    os.environ.update(environment())
     address = f"http://{deployment.gateway.host}:{deployment.gateway.port}"
     try:
         run(deployment, args.lifeline_fd, lambda: logging.getLogger(__name__).info("listening on %s", address))

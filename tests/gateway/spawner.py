@@ -47,7 +47,7 @@ def main() -> None:
     def tell(event: str, **fields: object) -> None:
         control.send(json.dumps({"event": event, **fields}).encode())
 
-    os.environ.update(environment(deployments.Deployment("", "", "adbs", 1, [], [_any_model()], _no_gateway())))
+    os.environ.update(environment())
     gateway.preload()
 
     def fake_unit() -> None:
@@ -103,15 +103,6 @@ def main() -> None:
                 selector.register(fd, selectors.EVENT_READ)
                 tell("forked", pid=pid)
 
-
-def _any_model() -> deployments.ModelDeployment:
-    from tests.gateway.deployments import model
-
-    return model("any")
-
-
-def _no_gateway() -> deployments.GatewayDeployment:
-    return deployments.GatewayDeployment("", 0)
 
 
 if __name__ == "__main__":
