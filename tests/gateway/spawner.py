@@ -104,7 +104,6 @@ def main() -> None:
                 tell("forked", pid=pid)
 
 
-
 if __name__ == "__main__":
     main()
     os._exit(0)
