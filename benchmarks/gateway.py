@@ -1,6 +1,6 @@
 """Our endpoint against stock vLLM OpenAI servers on the same model, all up at once and measured in turns.
 
-    python benchmarks/gateway.py [--model atlas] [--rounds 5] [--out benchmarks/results/gateway.json]
+    python benchmarks/gateway.py [--model atlas] [--rounds 9] [--out benchmarks/results/gateway.json]
 
 Concurrency 1 and 16, streamed and not: TTFT and tokens per second, and our ratio to stock (target: at least 0.9).
 `stock` runs eagerly as our engines do; `stock-compiled` compiles the model, which is the faster setting of the two.
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--model", default="atlas", help="a model of the fleet file with a local path")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=int, default=128, help="output tokens of each request")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gateway.json")
     options = parser.parse_args()
