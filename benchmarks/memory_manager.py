@@ -13,7 +13,7 @@ within each round:
 * `BlockPool`, `allocate_slots`: vLLM's, in this process. They count blocks: no page tables, no quotas, no sharing.
 
 Every sample is one operation. Percentiles are over the samples of all rounds; the median and p99 of each round are
-listed too, because on a shared machine the rounds differ.
+listed too, with how much of the machine others were using meanwhile, because on a shared machine the rounds differ.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from report import machine, write_report
 
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
@@ -222,8 +223,29 @@ def summary(times: list[float], rounds: list[list[float]], blocks: int) -> dict[
     }
 
 
-def run(rounds: int, counts: dict[str, int]) -> dict[str, dict[str, list[list[float]]]]:
-    """Samples in microseconds by shape, contender and round."""
+class Elsewhere:
+    """How many cores other processes used since the last look."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.processes = [psutil.Process(), *map(psutil.Process, pids)]
+        self.last = self.now()
+
+    def now(self) -> tuple[float, float]:
+        """Wall time, and processor seconds of everybody but this benchmark."""
+        machine_times = psutil.cpu_times()
+        busy = sum(machine_times) - machine_times.idle - machine_times.iowait - machine_times.guest
+        for process in self.processes:
+            times = process.cpu_times()
+            busy -= times.user + times.system + times.children_user + times.children_system
+        return time.monotonic(), busy
+
+    def cores(self) -> float:
+        before, self.last = self.last, self.now()
+        return round((self.last[1] - before[1]) / (self.last[0] - before[0]), 2)
+
+
+def run(rounds: int, counts: dict[str, int]) -> tuple[dict[str, dict[str, list[list[float]]]], list[float]]:
+    """Samples in microseconds by shape, contender and round; and cores used by others in each round."""
     binary = build()
     round_trip = RoundTrip()
     contenders = {
@@ -235,6 +257,8 @@ def run(rounds: int, counts: dict[str, int]) -> dict[str, dict[str, list[list[fl
     samples: dict[str, dict[str, list[list[float]]]] = {shape: {} for shape in SHAPES}
     gc.collect()
     gc.freeze()
+    elsewhere = Elsewhere([round_trip.process.pid])
+    others = []
     try:
         for _ in range(rounds):
             for shape, blocks in SHAPES.items():
@@ -245,10 +269,11 @@ def run(rounds: int, counts: dict[str, int]) -> dict[str, dict[str, list[list[fl
                 mine.setdefault("... every ms", []).append(paused)
                 for name, times in in_cpp(binary, blocks, counts[shape]).items():
                     mine.setdefault(name, []).append(times)
+            others.append(elsewhere.cores())
         round_trip.check()
     finally:
         round_trip.close()
-    return samples
+    return samples, others
 
 
 def main() -> None:
@@ -259,7 +284,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "memory_manager.json")
     args = parser.parse_args()
     report: dict[str, Any] = {"machine": machine(), "targets": TARGETS}
-    samples = run(args.rounds, {"decode": args.decodes, "prefill": args.prefills})
+    samples, others = run(args.rounds, {"decode": args.decodes, "prefill": args.prefills})
+    report["cores_used_by_others_by_round"] = others
+    print("cores used by others, by round:", *others)
     for shape, contenders in samples.items():
         print(f"\n{shape}: {SHAPES[shape]} blocks = {SHAPES[shape] * PAGES_PER_BLOCK} head pages, freed and allocated")
         print(f"{'':18s} {'median':>9s} {'p90':>9s} {'p99':>9s} us   {'best round':>17s}   {'head pages/s':>12s}")

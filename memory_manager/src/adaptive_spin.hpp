@@ -20,13 +20,22 @@ class AdaptiveSpin {
   }
 
   void found(bool it) {
-    pause_ = it ? kFirstPause : std::min(2 * pause_, kLongestPause);
-    skip_ = it ? 0 : pause_;
+    if (it) {
+      misses_ = 0;
+      pause_ = kFirstPause;
+    } else if (++misses_ >= kMisses) {
+      skip_ = pause_;
+      pause_ = std::min(2 * pause_, kLongestPause);
+    }
   }
 
  private:
-  static constexpr std::uint32_t kFirstPause = 2;
-  static constexpr std::uint32_t kLongestPause = 1024;
+  // A single miss says little: one of the two was preempted. The longest pause keeps what is lost by looking in vain
+  // out of the 99th percentile.
+  static constexpr std::uint32_t kMisses = 3;
+  static constexpr std::uint32_t kFirstPause = 4;
+  static constexpr std::uint32_t kLongestPause = 256;
+  std::uint32_t misses_ = 0;  // since something was found last
   std::uint32_t skip_ = 0;
   std::uint32_t pause_ = kFirstPause;
 };

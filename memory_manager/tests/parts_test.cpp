@@ -85,7 +85,9 @@ TEST(AdaptiveSpin, GivesUpMoreAndMoreWhereItFindsNothing) {
   };
   EXPECT_EQ(skipped(), 0);
   spin.found(true);
-  EXPECT_EQ(skipped(), 0);
+  spin.found(false);
+  spin.found(false);
+  EXPECT_EQ(skipped(), 0);  // may be chance
   int longest = 0;
   for (int i = 0; i < 20; ++i) {
     spin.found(false);
@@ -95,9 +97,8 @@ TEST(AdaptiveSpin, GivesUpMoreAndMoreWhereItFindsNothing) {
   }
   EXPECT_GT(longest, 100);
   spin.found(true);
-  EXPECT_EQ(skipped(), 0);
   spin.found(false);
-  EXPECT_LT(skipped(), 10);
+  EXPECT_EQ(skipped(), 0);
 }
 
 TEST(HandOffs, AreTakenByKeyOrByTime) {
