@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 import pytest_asyncio
 import yaml
@@ -168,9 +172,42 @@ def test_fleet_with(bench, tmp_path: Path) -> None:
     }
 
 
-def test_a_server_that_ends_is_reported_with_its_log(bench) -> None:
-    import sys
+SERVE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+TERMINATED = """
+import os, signal, sys
+from servers import end_cleanly, free_port, server
 
+class Swallows:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10000):
+            pass
+
+end_cleanly()
+port = free_port()
+with server([sys.executable, "-c", sys.argv[1], str(port)], port) as running:
+    print(running.pid, flush=True)
+    swallows = Swallows()
+    del swallows
+    while True:
+        pass
+"""
+
+
+def test_no_server_outlives_a_terminated_benchmark(bench) -> None:
+    command = [sys.executable, "-c", TERMINATED, SERVE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=BENCHMARKS, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert not psutil.pid_exists(int(ended.stdout))
+
+
+def test_a_server_that_ends_is_reported_with_its_log(bench) -> None:
     servers = bench["servers"]
     command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
     with pytest.raises(servers.ServerError, match=r"code 3:\nno such model"), servers.server(command, 1):
