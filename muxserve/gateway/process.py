@@ -45,6 +45,8 @@ CLOSE_SECONDS = 2.0
 def serve(deployment: Deployment, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
     """See `muxserve.gateway.main.run`."""
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_CHOICES)
+    ours = logging.getLogger("muxserve")
+    ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them
     listener = bind(deployment.gateway)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner, listener:

@@ -251,6 +251,12 @@ def test_streams_go_on(client: openai.OpenAI, gateway: Running, script: dict[str
         assert again == []
 
 
+def test_deaths_below_are_in_the_log(client: openai.OpenAI, gateway: Running) -> None:
+    before = gateway.log.count("requests lost: the engine was killed")
+    client.completions.create(model="alpha", prompt=play("logged", lose=1))
+    assert gateway.log.count("requests lost: the engine was killed") == before + 1
+
+
 def test_usage_counts_each_token_once(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="alpha", prompt=play("twelve chars", lose=5))
     assert answer.usage is not None
