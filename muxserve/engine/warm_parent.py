@@ -55,6 +55,13 @@ def preload() -> None:
     gateway.preload()
 
 
+def _register(deployment: Deployment) -> None:
+    """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine."""
+    from muxserve.gateway import seam
+
+    seam.register_architectures(deployment.models)
+
+
 class WarmParent:
     """Forks the gateway itself and passes orders for engines on to the parent of their model."""
 
@@ -153,6 +160,7 @@ def main() -> None:
     control = Control(socket.socket(fileno=args.control_fd))
     try:
         preload()
+        _register(deployment)
     except Exception as error:
         control.event("failed", kind="warm_parent", model="", phase="", error=f"{type(error).__name__}: {error}")
         raise
