@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint32_t kMaxReply = 4 * kMaxPayload;
 // How long a reply is looked for before the thread sleeps, where that pays: the time of a manager that has to be woken.
-constexpr std::int64_t kSpinTime = 40'000;
+constexpr std::int64_t kSpinTime = 100'000;
 
 std::int64_t clock_now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -90,6 +90,7 @@ FrameWriter Client::begin(Operation operation) {
   header.operation = static_cast<std::uint16_t>(operation);
   header.generation = generation_;
   header.sequence = ++sequence_;
+  header.core = this_core();
   return FrameWriter(out_, header);
 }
 
@@ -153,7 +154,7 @@ void Client::read_reply() {
 
 // Looks for the reply for a moment, where that pays. Whatever happens, receive_at_least() goes on from there.
 void Client::look_for_reply() {
-  if (!spin_.worth_it()) return;
+  if (!spin_.worth_it(header_.core)) return;
   begin_ = end_ = 0;
   const std::int64_t end = clock_now() + kSpinTime;
   do {

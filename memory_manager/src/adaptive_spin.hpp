@@ -4,16 +4,20 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "protocol.hpp"
+
 namespace muxserve::memory {
 
 // Waking a thread that sleeps on another core costs tens of microseconds, more than most requests. Looking for the
-// message instead pays if the other side runs on another core at that moment; on a busy machine it may be waiting for
-// this very core, and looking only delays it. So looking is given up for a growing number of times whenever it finds
-// nothing, and resumed when it does.
+// message instead pays if the other side runs on another core at that moment. On the same core it only keeps the other
+// side from running, so messages say where their sender runs. And looking is given up for a growing number of times
+// while it finds nothing, and resumed when it does.
 class AdaptiveSpin {
  public:
-  // Whether to look this time. If so, found() must be told how it went.
-  bool worth_it() {
+  // Whether to look this time, the other side having run on that core (as in Header::core) when it sent its last
+  // message. If so, found() must be told how it went.
+  bool worth_it(std::uint32_t other_core) {
+    if (other_core == this_core()) return false;
     if (skip_ == 0) return true;
     --skip_;
     return false;
@@ -32,9 +36,9 @@ class AdaptiveSpin {
  private:
   // A single miss says little: one of the two was preempted. The longest pause keeps what is lost by looking in vain
   // out of the 99th percentile.
-  static constexpr std::uint32_t kMisses = 3;
+  static constexpr std::uint32_t kMisses = 8;
   static constexpr std::uint32_t kFirstPause = 4;
-  static constexpr std::uint32_t kLongestPause = 256;
+  static constexpr std::uint32_t kLongestPause = 512;
   std::uint32_t misses_ = 0;  // since something was found last
   std::uint32_t skip_ = 0;
   std::uint32_t pause_ = kFirstPause;

@@ -10,6 +10,7 @@ Header Dispatcher::reply_to(const Header& header, Code status) const {
   reply.generation = manager_.generation();
   reply.sequence = header.sequence;
   reply.status = static_cast<std::uint32_t>(status);
+  reply.core = this_core();
   return reply;
 }
 
@@ -42,6 +43,7 @@ bool Dispatcher::check_header(const Header& header, Bytes& out) const {
 bool Dispatcher::handle(Session& session, const Header& header, Span<std::uint8_t> payload, std::int64_t now,
                         Bytes& out) {
   const std::size_t before = out.size();
+  session.core = header.core;
   try {
     const bool hello = header.operation == static_cast<std::uint16_t>(Operation::kHello);
     if (!hello && session.client < 0) throw Refused(Code::kNotGreeted, "say HELLO first");

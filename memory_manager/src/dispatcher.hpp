@@ -11,7 +11,8 @@ namespace muxserve::memory {
 
 // What the dispatcher remembers of one connection.
 struct Session {
-  int client = -1;  // the manager's client slot, -1 before HELLO
+  int client = -1;         // the manager's client slot, -1 before HELLO
+  std::uint32_t core = 0;  // Header::core of the last request
 };
 
 class Dispatcher {

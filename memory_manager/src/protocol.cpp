@@ -1,6 +1,13 @@
 #include "protocol.hpp"
 
+#include <sched.h>
+
 namespace muxserve::memory {
+
+std::uint32_t this_core() {
+  const int core = sched_getcpu();
+  return core < 0 ? 0 : static_cast<std::uint32_t>(core) + 1;
+}
 
 void Reader::too_short() { throw Refused(Code::kMalformed, "the payload ends too early; nothing was done"); }
 

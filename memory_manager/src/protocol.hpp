@@ -67,9 +67,12 @@ struct Header {
   std::uint32_t sequence = 0;
   std::uint32_t length = 0;  // of the payload
   std::uint32_t status = 0;  // a Code, in replies
-  std::uint32_t reserved = 0;
+  std::uint32_t core = 0;    // 1 + the processor core that the sender runs on, 0 if unknown: see AdaptiveSpin
 };
 static_assert(sizeof(Header) == 32);
+
+// What to put into Header::core.
+std::uint32_t this_core();
 
 // Reads a payload. Every method throws Refused(kMalformed) where the payload is too short.
 class Reader {

@@ -26,7 +26,7 @@ namespace {
 constexpr std::ptrdiff_t kMaxStrangers = 128;
 constexpr std::int64_t kGreetingTime = 10'000'000'000;
 // How long the next request is looked for before the thread sleeps, where that pays.
-constexpr std::int64_t kSpinTime = 20'000;
+constexpr std::int64_t kSpinTime = 100'000;
 
 std::int64_t clock_now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -120,7 +120,7 @@ void Server::run() {
   now_ = clock_now();
   while (!stopping_) {
     bool served = dispatch(timeout());
-    while (served && !stopping_ && spin_.worth_it()) {
+    while (served && !stopping_ && spin_.worth_it(last_core_)) {
       const std::int64_t end = now_ + kSpinTime;
       do {
         served = dispatch(0);
@@ -145,6 +145,7 @@ bool Server::dispatch(int timeout_ms) {
       accept_all();
     } else {
       serve(*static_cast<Connection*>(tag), events[static_cast<std::size_t>(i)].events);
+      last_core_ = static_cast<Connection*>(tag)->session().core;
       served = true;
     }
   }

@@ -57,7 +57,8 @@ class Server {
   std::vector<std::unique_ptr<Connection>> connections_;
   std::int64_t now_ = 0;
   AdaptiveSpin spin_;
-  std::int64_t next_sweep_;  // when a connection may have to be closed
+  std::uint32_t last_core_ = 0;  // where the client of the last request runs
+  std::int64_t next_sweep_;      // when a connection may have to be closed
 };
 
 }  // namespace muxserve::memory

@@ -1,5 +1,6 @@
 // Page pool, prefix index, hand-offs, configuration, JSON.
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <cstdlib>
 #include <random>
@@ -80,7 +81,7 @@ TEST(AdaptiveSpin, GivesUpMoreAndMoreWhereItFindsNothing) {
   AdaptiveSpin spin;
   const auto skipped = [&] {
     int count = 0;
-    while (!spin.worth_it()) ++count;
+    while (!spin.worth_it(0)) ++count;
     return count;
   };
   EXPECT_EQ(skipped(), 0);
@@ -99,6 +100,18 @@ TEST(AdaptiveSpin, GivesUpMoreAndMoreWhereItFindsNothing) {
   spin.found(true);
   spin.found(false);
   EXPECT_EQ(skipped(), 0);
+}
+
+TEST(AdaptiveSpin, NeverKeepsTheOtherSideFromItsCore) {
+  cpu_set_t before, one;
+  ASSERT_EQ(sched_getaffinity(0, sizeof before, &before), 0);
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  ASSERT_EQ(sched_setaffinity(0, sizeof one, &one), 0);  // or the test itself may move
+  AdaptiveSpin spin;
+  EXPECT_FALSE(spin.worth_it(this_core()));
+  EXPECT_TRUE(spin.worth_it(this_core() + 1));
+  sched_setaffinity(0, sizeof before, &before);
 }
 
 TEST(HandOffs, AreTakenByKeyOrByTime) {
