@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -227,23 +228,24 @@ class EngineLoop:
 
     def _step(self) -> None:
         began = time.monotonic()
+        finished: list[str] = []
         try:
             with self.binding.client.writing():
                 outputs, ran = self.core.step()
             self.core.post_step(ran)
+            # Tokens before bookkeeping: a client waits for them, and nobody for the pages.
+            for batch in outputs.values():
+                self._tokens.send(batch, self._requests)
+                finished += [self._forget(o.request_id).request_id for o in batch.outputs if o.finish_reason is not None]
             handed = self._hand_over()
             self.scheduler.pool.end_step()
         except MemoryManagerGone:
-            self._recover_memory()
+            self._recover_memory(finished)
             return
         seconds = time.monotonic() - began
         self._stalled = not ran
         self._steps_left -= 1
 
-        finished: list[str] = []
-        for batch in outputs.values():
-            self._tokens.send(batch, self._requests)
-            finished += [self._forget(o.request_id).request_id for o in batch.outputs if o.finish_reason is not None]
         returned = []
         for each in self.scheduler.take_preempted():
             admitted = self._forget(each.request_id)
@@ -289,10 +291,13 @@ class EngineLoop:
 
     # ------------------------------------------------------------ a dead memory manager
 
-    def _recover_memory(self) -> None:
-        """Drop everything, since no block is ours any more, and bind to the memory manager that comes up next."""
+    def _recover_memory(self, finished: Sequence[str] = ()) -> None:
+        """Drop everything, since no block is ours any more, and bind to the memory manager that comes up next.
+
+        `finished` are requests that ended in the present step, which the unit scheduler still counts as in here.
+        """
         self.scheduler.forget_all()
-        lost = [admitted.request_id for admitted in self._requests.values()]
+        lost = [*finished, *(admitted.request_id for admitted in self._requests.values())]
         self._requests.clear()
         self._internal.clear()
         self._steps_left = 0
