@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placement.architecture import ITEM_BYTES
+from muxserve.costs.architecture import ITEM_BYTES
 
 # The CPU attention kernel works on multiples of 32 tokens; larger blocks waste the end of every sequence.
 BLOCK_STEP = 32

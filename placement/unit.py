@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from placement.architecture import ModelArchitecture
+from muxserve.costs.architecture import ModelArchitecture
 from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
 from placement.shares import share_out
 from placement.words import enumerate_words, format_size

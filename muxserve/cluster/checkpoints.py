@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from muxserve.config import Model
-from placement import ModelArchitecture, UnsupportedModelError, read_architecture
+from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
 
 
 class CheckpointError(Exception):

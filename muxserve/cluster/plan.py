@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
+from muxserve.costs.architecture import ModelArchitecture
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
-from placement import Machine, ModelArchitecture, ModelDemand, ModelPlan, PlanError, PlanProblem, UnitPlan, plan_unit
+from placement import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, UnitPlan, plan_unit
 
 UNIT = "unit0"
 

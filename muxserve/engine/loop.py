@@ -236,7 +236,9 @@ class EngineLoop:
             # Tokens before bookkeeping: a client waits for them, and nobody for the pages.
             for batch in outputs.values():
                 self._tokens.send(batch, self._requests)
-                finished += [self._forget(o.request_id).request_id for o in batch.outputs if o.finish_reason is not None]
+                finished += [
+                    self._forget(o.request_id).request_id for o in batch.outputs if o.finish_reason is not None
+                ]
             handed = self._hand_over()
             self.scheduler.pool.end_step()
         except MemoryManagerGone:

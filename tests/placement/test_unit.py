@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from placement import Machine, ModelArchitecture, ModelDemand, PlanError, UnitPlan, plan_unit
+from muxserve.costs.architecture import ModelArchitecture
+from placement import Machine, ModelDemand, PlanError, UnitPlan, plan_unit
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from placement.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
+from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,58 @@
+"""What the planner works with and what it answers: clusters, and the units placed on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine: `count` devices of one type (a name of `muxserve.costs.devices`). Meshes do not cross nodes unless
+    they take whole nodes."""
+
+    device: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Machines. Devices are numbered through: those of node 0 first, then those of node 1, and so on."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def devices(self) -> int:
+        """All devices together."""
+        return sum(node.count for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """One replica of a model in a unit. It takes `rate` requests per second of the model's load. Shares are of the
+    compute of each device of the unit; quotas and floors are left to the unit's own plan."""
+
+    model: str
+    rate: float
+    prefill_share: float
+    decode_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedUnit:
+    """Models colocated on one mesh, `devices` (numbers in the cluster) of one type; every model is split over all of
+    them (tensor parallel). `kv_bytes` is what each device has left for the page pool."""
+
+    name: str
+    device: str
+    devices: tuple[int, ...]
+    models: tuple[PlacedModel, ...]
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where every replica of a fleet runs. `notes` says in words what was decided and what limits it."""
+
+    cluster: Cluster
+    units: tuple[PlacedUnit, ...]
+    notes: tuple[str, ...] = ()
