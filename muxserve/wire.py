@@ -176,10 +176,11 @@ class EngineLost(Message):
 
 
 class StepReport(Message):
-    """What one step did. `seconds` is its duration, `tokens` the tokens it computed.
+    """What an engine did since its last report: `steps` steps, with `seconds` and `tokens` of all of them.
 
-    `running` and `waiting` count the requests left in the engine; `lease_left` the steps left of lease `lease_id`.
-    `finished` lists (request id) of those that ended here, for whatever reason.
+    Without a step (requests that were cancelled or could not be run) all three are 0. `running` and `waiting` count the
+    requests left in the engine; `lease_left` the steps left of lease `lease_id`. `finished` lists (request id) of those
+    that ended here, for whatever reason.
     """
 
     lease_id: int
@@ -191,6 +192,7 @@ class StepReport(Message):
     finished: list[str] = []
     handed: list[HandOver] = []
     returned: list[Returned] = []
+    steps: int = 1
 
 
 # ---------------------------------------------------------------- controller or gateway <-> unit scheduler

@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from muxserve.deployment import Deployment
 from muxserve.engine.binding import Binding
+from muxserve.engine.lease import HeldLease
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
@@ -31,7 +32,6 @@ from muxserve.wire import (
     Message,
     Reset,
     Returned,
-    StepReport,
     Stop,
     decode,
     encode,
@@ -76,9 +76,7 @@ class EngineLoop:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._requests: dict[str, Admitted] = {}
         self._internal: dict[str, str] = {}
-        self._lease_id = 0
-        self._steps_left = 0
-        self._deadline = 0.0
+        self._lease = HeldLease(self._send, core.scheduler.get_request_counts, every_step=binding.phase == "prefill")
         self._stalled = False
         self._stopping = False
         self._hand_offs = 0
@@ -106,9 +104,11 @@ class EngineLoop:
                 self._recover_memory()
             if self._may_step():
                 self._step()
+            else:
+                self._lease.tell_untold()
 
     def _may_step(self) -> bool:
-        return self._steps_left > 0 and self.scheduler.has_unfinished_requests() and time.monotonic() < self._deadline
+        return self._lease.usable() and self.scheduler.has_unfinished_requests()
 
     def _patience(self) -> int:
         """Milliseconds to wait for messages."""
@@ -137,9 +137,7 @@ class EngineLoop:
     def _handle(self, message: object) -> None:
         match message:
             case Lease():
-                self._lease_id = message.lease_id
-                self._steps_left = message.steps
-                self._deadline = time.monotonic() + message.seconds
+                self._lease.take(message)
                 self.scheduler.step_tokens = message.tokens
                 for admit in message.admit:
                     self._admit(admit)
@@ -147,7 +145,7 @@ class EngineLoop:
                 self._abort(message.request_ids)
             case Reset():
                 log.info("unit scheduler %s: dropping %d requests", message.epoch, len(self._requests))
-                self._steps_left = 0
+                self._lease.drop()
                 self._abort([admitted.request_id for admitted in self._requests.values()], report=False)
             case Stop():
                 self._stopping = True
@@ -201,7 +199,7 @@ class EngineLoop:
         self._tokens.send(EngineCoreOutputs(outputs=[output]), self._requests)
         request_id = self._requests[internal].request_id
         self._forget(internal)
-        self._report(0.0, 0, finished=[request_id])
+        self._lease.ended_outside([request_id])
 
     def _abort(self, request_ids: list[str], report: bool = True) -> None:
         internal = [self._internal[r] for r in request_ids if r in self._internal]
@@ -216,7 +214,7 @@ class EngineLoop:
             self._recover_memory()
             return
         if report:
-            self._report(0.0, 0, finished=request_ids)
+            self._lease.ended_outside(request_ids)
 
     def _forget(self, internal: str) -> Admitted:
         admitted = self._requests.pop(internal)
@@ -246,7 +244,6 @@ class EngineLoop:
             return
         seconds = time.monotonic() - began
         self._stalled = not ran
-        self._steps_left -= 1
 
         returned = []
         for each in self.scheduler.take_preempted():
@@ -254,7 +251,7 @@ class EngineLoop:
             returned.append(Returned(admitted.request_id, admitted.incarnation, each.output_tokens))
         for hand_over in handed:
             self._forget(self._internal[hand_over.request_id])
-        self._report(seconds, self.scheduler.last_scheduled_tokens, finished, handed, returned)
+        self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, finished, handed, returned)
 
     def _hand_over(self) -> list[HandOver]:
         handed = []
@@ -275,22 +272,6 @@ class EngineLoop:
             )
         return handed
 
-    def _report(
-        self,
-        seconds: float,
-        tokens: int,
-        finished: list[str] | None = None,
-        handed: list[HandOver] | None = None,
-        returned: list[Returned] | None = None,
-    ) -> None:
-        running, waiting = self.scheduler.get_request_counts()
-        left = self._steps_left if time.monotonic() < self._deadline else 0
-        self._send(
-            StepReport(
-                self._lease_id, left, seconds, tokens, running, waiting, finished or [], handed or [], returned or []
-            )
-        )
-
     # ------------------------------------------------------------ a dead memory manager
 
     def _recover_memory(self, finished: Sequence[str] = ()) -> None:
@@ -302,7 +283,7 @@ class EngineLoop:
         lost = [*finished, *(admitted.request_id for admitted in self._requests.values())]
         self._requests.clear()
         self._internal.clear()
-        self._steps_left = 0
+        self._lease.drop()
         log.warning("the memory manager is gone; %d requests lost, waiting for a new one", len(lost))
         self._send(EngineLost(lost, "the memory manager died"))
         self.binding.client.close()

@@ -230,9 +230,11 @@ class UnitLedger:
         tokens: int,
         remaining: int,
         now: float,
+        steps: int = 1,
     ) -> None:
-        """An engine reports: `left` steps of lease `lease_id`, `remaining` requests in it. To be told after what the
-        step finished, handed over and returned. A report without `seconds` says that no step was run.
+        """An engine reports `steps` steps of `seconds` and `tokens` in all, `left` steps of lease `lease_id`, and
+        `remaining` requests in it. To be told after what the steps finished, handed over and returned. A report without
+        `seconds` says that no step was run.
 
         Whatever is left, a lease is over when the engine is empty or the time is up. A step that computed nothing with
         requests at hand means that they wait for pages (or a grammar): the engine is tried again after a short while,
@@ -241,7 +243,7 @@ class UnitLedger:
         model = self.by_name[name]
         engine = model.engine(phase)
         if seconds > 0.0:
-            engine.stepped(seconds, tokens)
+            engine.stepped(seconds, tokens, steps)
             if phase is Phase.PREFILL and tokens:
                 model.promise(max(0, model.outstanding - tokens))
         lease = engine.lease

@@ -139,13 +139,13 @@ class EngineState:
     tokens: int = 0
     busy_seconds: float = 0.0
 
-    def stepped(self, seconds: float, tokens: int) -> None:
-        """Count one step and learn how long steps take."""
-        self.jobs += 1
+    def stepped(self, seconds: float, tokens: int, steps: int = 1) -> None:
+        """Count steps that took `seconds` in all, and learn how long one takes."""
+        self.jobs += steps
         self.tokens += tokens
         self.busy_seconds += seconds
-        known = self.step_seconds
-        self.step_seconds = seconds if known == 0.0 else known + _SMOOTHING * (seconds - known)
+        known, mean = self.step_seconds, seconds / steps
+        self.step_seconds = mean if known == 0.0 else mean + (1.0 - _SMOOTHING) ** steps * (known - mean)
 
     def ready(self, now: float) -> bool:
         """It has work, no lease, and is not sitting out a shortage of pages."""

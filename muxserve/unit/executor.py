@@ -221,6 +221,7 @@ class UnitExecutor:
             report.tokens,
             report.running + report.waiting,
             now,
+            report.steps,
         )
 
     # ------------------------------------------------------------ leases

@@ -146,8 +146,11 @@ def test_steps_run_only_under_a_lease(family: Engines, stock: dict[str, Any]) ->
     # A message that is answered at once shows that no further step came in between.
     family.abort(f"{MHA}/decode", ["leased"])
     family.until(lambda: last().finished == ["leased"])
-    steps = [r for e, r in family.reports[since:] if r.lease_id == lease and r.tokens]
-    assert len(steps) == 5
+    reports = [r for e, r in family.reports[since:] if r.lease_id == lease and r.steps]
+    assert sum(r.steps for r in reports) == 5
+    assert sum(r.tokens for r in reports) == 5
+    # The first with what came with the lease, then when half of it was used, then its end.
+    assert [r.lease_left for r in reports] == [4, 2, 0]
     family.until(lambda: len(family.tokens["leased"]) == 6)
     assert owned(family)[MHA] == 0
 

@@ -1,0 +1,119 @@
+"""When an engine reports. No vLLM: the lease alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from muxserve.engine import lease as module
+from muxserve.engine.lease import HeldLease
+from muxserve.wire import Admit, Lease, StepReport
+
+ADMIT = Admit("r", 1, 1, "epoch", "ipc://nowhere", b"")
+
+
+class Engine:
+    """A lease under a clock of its own, with `requests` requests in the engine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, every_step: bool = False) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        self.requests = 3
+        self.told: list[StepReport] = []
+        self.lease = HeldLease(self.told.append, lambda: (self.requests, 0), every_step)
+
+    def run(self, steps: int, seconds: float = 0.001, tokens: int = 3, **news: list) -> list[StepReport]:
+        since = len(self.told)
+        for _ in range(steps):
+            assert self.lease.usable()
+            self.now += seconds
+            self.lease.stepped(seconds, tokens, news.get("finished", []), [], [])
+        return self.told[since:]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    return Engine(monkeypatch)
+
+
+def test_a_quiet_lease_is_reported_half_way_and_at_its_end(engine: Engine) -> None:
+    engine.lease.take(Lease(7, 8, 10.0))
+    reports = engine.run(8)
+    assert [(r.lease_id, r.lease_left, r.steps, r.tokens) for r in reports] == [(7, 4, 4, 12), (7, 0, 4, 12)]
+    assert sum(r.seconds for r in reports) == pytest.approx(0.008)
+    assert not engine.lease.usable()
+
+
+def test_half_of_the_time_counts_as_half_of_the_steps(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 100, 1.0))
+    reports = engine.run(4, seconds=0.3)
+    assert [(r.steps, r.lease_left) for r in reports] == [(2, 98), (2, 0)]
+
+
+def test_news_are_told_at_once_with_all_steps_before(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 100, 10.0))
+    assert engine.run(5) == []
+    (report,) = engine.run(1, finished=["r"])
+    assert (report.steps, report.tokens, report.finished) == (6, 18, ["r"])
+
+
+def test_the_first_step_with_what_came_with_the_lease_is_told(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 100, 10.0, [ADMIT]))
+    assert [r.steps for r in engine.run(10)] == [1]
+
+
+def test_a_step_in_vain_is_told_apart_from_those_before(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 100, 10.0))
+    assert engine.run(3) == []
+    assert [(r.steps, r.tokens) for r in engine.run(1, tokens=0)] == [(3, 9), (1, 0)]
+
+
+def test_an_empty_engine_says_so(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 100, 10.0))
+    engine.run(2)
+    engine.requests = 0
+    (report,) = engine.run(1)
+    assert (report.running + report.waiting, report.steps) == (0, 3)
+
+
+def test_what_is_untold_when_no_step_can_follow(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 100, 1.0))
+    engine.run(3)
+    engine.now += 5.0
+    assert not engine.lease.usable()
+    engine.lease.tell_untold()
+    engine.lease.tell_untold()
+    assert [(r.steps, r.lease_left) for r in engine.told] == [(3, 0)]
+
+
+def test_requests_that_end_without_a_step_leave_the_account_alone(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 8, 10.0))
+    engine.run(2)
+    engine.lease.ended_outside(["x"])
+    assert (engine.told[-1].steps, engine.told[-1].seconds, engine.told[-1].finished) == (0, 0.0, ["x"])
+    (report,) = engine.run(2)
+    assert report.steps == 4
+
+
+def test_a_renewal_carries_the_account_on(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 8, 10.0))
+    engine.run(3)
+    engine.lease.take(Lease(2, 8, 10.0))
+    (report,) = engine.run(4)
+    assert (report.lease_id, report.steps, report.lease_left) == (2, 7, 4)
+
+
+def test_dropping_forgets_what_was_not_told(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 8, 10.0))
+    engine.run(3)
+    engine.lease.drop()
+    engine.lease.tell_untold()
+    assert not engine.lease.usable()
+    assert engine.told == []
+
+
+def test_prefill_engines_report_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, every_step=True)
+    engine.lease.take(Lease(1, 8, 10.0))
+    assert [r.steps for r in engine.run(3)] == [1, 1, 1]
