@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 import aiohttp
 from report import percentiles
 
+from muxserve.metrics import RequestRecord, time_per_token
+from muxserve.metrics.summary import summarise
+
 # Ids below are special tokens and bytes in the quickstart models' vocabularies; all of theirs are larger than the end.
 FIRST_TOKEN, LAST_TOKEN = 10, 400
 
@@ -76,7 +79,21 @@ class Outcome:
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first, seconds; None for answers of one token."""
-        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+        return time_per_token(self.first, self.last, self.tokens)
+
+    @property
+    def record(self) -> RequestRecord:
+        """In the terms of `muxserve.metrics`, its arrival being when it was sent. Without streaming nobody knows when
+        the first token was made."""
+        return RequestRecord(
+            self.call.model,
+            self.sent,
+            self.call.prompt_tokens,
+            self.tokens,
+            first_token=self.first if self.call.stream else None,
+            finish=self.last,
+            error=self.error,
+        )
 
 
 def client(limit: int = 0) -> aiohttp.ClientSession:
@@ -168,13 +185,15 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
         result["errors"] = errors[:5]
     if not done:
         return result
-    seconds = max(outcome.last for outcome in done) - min(outcome.sent for outcome in outcomes)
+    figures = summarise(
+        (outcome.record for outcome in outcomes), start=min(outcome.sent for outcome in outcomes)
+    ).overall
     streamed = [outcome for outcome in done if outcome.call.stream]
     tpots = [outcome.tpot for outcome in streamed if outcome.tpot is not None]
     result |= {
-        "seconds": round(seconds, 3),
-        "requests_per_second": round(len(done) / seconds, 3),
-        "output_tokens_per_second": round(sum(outcome.tokens for outcome in done) / seconds, 1),
+        "seconds": round(figures.seconds, 3),
+        "requests_per_second": round(figures.requests_per_second, 3),
+        "output_tokens_per_second": round(figures.output_tokens_per_second, 1),
         "e2e_ms": percentiles([outcome.e2e * 1e3 for outcome in done]),
     }
     if streamed:

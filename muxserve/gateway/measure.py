@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from muxserve.deployment import ModelDeployment
 from muxserve.gateway.requests import Tracked
+from muxserve.metrics import Objectives, time_per_token
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
@@ -54,11 +55,13 @@ class Measures:
     """Latencies, SLO attainment and counts per model, in `registry`."""
 
     def __init__(self, models: Iterable[ModelDeployment], registry: CollectorRegistry) -> None:
-        self._models = {model.name: model for model in models}
+        self._objectives = {
+            model.name: Objectives.of_milliseconds(model.slo_ttft_ms, model.slo_tpot_ms) for model in models
+        }
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> dict[str, Histogram]:
             metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
-            return {model: metric.labels(model) for model in self._models}
+            return {model: metric.labels(model) for model in self._objectives}
 
         self._ttft = histogram(
             "muxserve_time_to_first_token_seconds", "From the arrival of the HTTP request to its first token.", SECONDS
@@ -90,10 +93,10 @@ class Measures:
             ["model_name", "slo", "met"],
             registry=registry,
         )
-        for name, model in self._models.items():
+        for name, objectives in self._objectives.items():
             for outcome in Outcome:
                 self._requests.labels(name, outcome.value)
-            for slo in self._objectives(model):
+            for slo in objectives.names:
                 self._slo.labels(name, slo, "true")
                 self._slo.labels(name, slo, "false")
 
@@ -106,11 +109,11 @@ class Measures:
         ttft = request.first_token_at - request.arrival
         self._ttft[name].observe(ttft)
         self._latency[name].observe(request.last_token_at - request.arrival)
-        tokens = len(request.emitted)
-        tpot = (request.last_token_at - request.first_token_at) / (tokens - 1) if tokens > 1 else 0.0
-        if tokens > 1:
+        tpot = time_per_token(request.first_token_at, request.last_token_at, len(request.emitted))
+        if tpot is not None:
             self._tpot[name].observe(tpot)
-        self._judge(self._models[name], ttft, tpot)
+        for slo, good in self._objectives[name].met(ttft, tpot).items():
+            self._slo.labels(name, slo, "true" if good else "false").inc()
 
     def resubmitted(self, model: str, reason: str) -> None:
         """Count a request that is served again."""
@@ -119,23 +122,3 @@ class Measures:
     def rejected(self, model: str, reason: str) -> None:
         """Count a request that was turned away; `model` is empty if it named none that we know."""
         self._rejected.labels(model, reason).inc()
-
-    @staticmethod
-    def _objectives(model: ModelDeployment) -> list[str]:
-        objectives = []
-        if model.slo_ttft_ms is not None:
-            objectives.append("ttft")
-        if model.slo_tpot_ms is not None:
-            objectives.append("tpot")
-        return [*objectives, "all"] if objectives else []
-
-    def _judge(self, model: ModelDeployment, ttft: float, tpot: float) -> None:
-        met = {}
-        if model.slo_ttft_ms is not None:
-            met["ttft"] = ttft * 1000 <= model.slo_ttft_ms
-        if model.slo_tpot_ms is not None:
-            met["tpot"] = tpot * 1000 <= model.slo_tpot_ms
-        if met:
-            met["all"] = all(met.values())
-        for slo, good in met.items():
-            self._slo.labels(model.name, slo, "true" if good else "false").inc()

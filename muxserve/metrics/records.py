@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from muxserve.metrics.definitions import time_per_token
+
 
 class RequestRecord(msgspec.Struct, gc=False):
     """Times are seconds of one clock, from the start of the workload. `first_token` and `finish` are None until then;
@@ -31,9 +33,9 @@ class RequestRecord(msgspec.Struct, gc=False):
     @property
     def tpot(self) -> float | None:
         """Mean time per output token after the first, seconds; None for answers of one token."""
-        if self.finish is None or self.first_token is None or self.output_tokens < 2:
+        if self.finish is None or self.first_token is None:
             return None
-        return (self.finish - self.first_token) / (self.output_tokens - 1)
+        return time_per_token(self.first_token, self.finish, self.output_tokens)
 
     @property
     def latency(self) -> float | None:
