@@ -3,6 +3,8 @@
 architecture = read_architecture(config)                       # of a checkpoint's config.json
 costs = latency_model.engine(architecture, placement)          # of one engine
 costs.prefill(tokens=512, pairs=512 * 513 // 2, sequences=1)   # seconds
+
+`Roofline` (costs.roofline) and `MeasuredCosts` (costs.measured) are the latency models.
 """
 
 from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture

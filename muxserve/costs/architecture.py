@@ -22,6 +22,7 @@ _MAX_LEN = (
     "n_ctx",
 )
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
 
 # Rope types whose position limit in config.json is already the scaled one; vLLM multiplies for all others.
 _SCALED_ROPES = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
@@ -68,7 +69,8 @@ class ModelArchitecture:
     """A decoder-only transformer with full attention in every layer.
 
     `max_len` is the longest sequence in tokens that the checkpoint allows; `default_max_len` what it is meant for when
-    nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own.
+    nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own. Of a mixture of experts each
+    token takes `active_experts` of `experts` and the MLP of width `shared_intermediate` that all share (0: none).
     """
 
     name: str
@@ -84,6 +86,8 @@ class ModelArchitecture:
     dtype: str
     experts: int = 1
     tied_embeddings: bool = False
+    active_experts: int = 1
+    shared_intermediate: int = 0
 
     @property
     def pages_per_block(self) -> int:
@@ -94,7 +98,7 @@ class ModelArchitecture:
     def parameters(self) -> int:
         """Estimated number of weights: attention, gated MLPs of all experts, embeddings."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = 3 * self.hidden * self.intermediate * self.experts
+        mlp = 3 * self.hidden * (self.intermediate * self.experts + self.shared_intermediate)
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         return self.layers * (attention + mlp) + embeddings
 
@@ -136,6 +140,11 @@ def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
         head_dim = hidden // heads
     max_len, default_max_len = _max_len(config)
     experts = _count(config, _EXPERTS) or 1
+    intermediate = (
+        (_count(config, ("moe_intermediate_size",)) if experts > 1 else None)
+        or _count(config, _INTERMEDIATE)
+        or 4 * hidden
+    )
     return ModelArchitecture(
         name=name,
         layers=layers,
@@ -143,16 +152,24 @@ def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
         kv_heads=kv_heads,
         head_dim=head_dim,
         hidden=hidden,
-        intermediate=(_count(config, ("moe_intermediate_size",)) if experts > 1 else None)
-        or _count(config, _INTERMEDIATE)
-        or 4 * hidden,
+        intermediate=intermediate,
         vocab=_count(config, ("vocab_size", "padded_vocab_size")) or 0,
         max_len=max_len,
         default_max_len=default_max_len,
         dtype=_dtype(config),
         experts=experts,
         tied_embeddings=config.get("tie_word_embeddings") is True,
+        active_experts=min(experts, _count(config, _ACTIVE_EXPERTS) or 1),
+        shared_intermediate=_shared_intermediate(config, intermediate) if experts > 1 else 0,
     )
+
+
+def _shared_intermediate(config: Mapping[str, object], intermediate: int) -> int:
+    """Width of the MLP beside the routed experts, together if there are several."""
+    width = _count(config, ("shared_expert_intermediate_size", "shared_intermediate_size"))
+    if width is not None:
+        return width
+    return (_count(config, ("n_shared_experts", "num_shared_experts", "num_shared_expert")) or 0) * intermediate
 
 
 def _name(config: Mapping[str, object]) -> str:

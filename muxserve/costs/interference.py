@@ -1,0 +1,63 @@
+"""How much jobs on one device slow each other down.
+
+Alone, job j needs the fraction b_j of the device's bandwidth and c_j of its compute. Together they cannot get more than
+there is. Where they ask for more, the part of each job that waits for that resource is stretched by one common factor
+sigma (tau for compute): the job then takes `1 + b_j (sigma - 1)` times as long, so it asks for less per second, and
+sigma is the smallest factor at which the demands fit:
+
+    sum_j b_j / (1 + b_j (sigma - 1)) = capacity        sigma >= 1
+
+What is left beyond conservation are the constants of `Interference`: which part of a resource several jobs reach
+together, and what neighbours cost even where everything fits (shared caches, clocks). They are fitted from
+measurements of pairs; without any they are 1 and 0, which is the least that colocation costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from muxserve.costs.latency import Load
+
+_PRECISION = 1e-9
+
+
+class Interference(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Constants of a device.
+
+    `bandwidth` and `compute` are the fractions of the device that jobs reach together, relative to what one reaches
+    alone. `friction` is the slowdown that a neighbour brings which uses all of the device's compute, in addition.
+    """
+
+    bandwidth: float = 1.0
+    compute: float = 1.0
+    friction: float = 0.0
+
+
+def slowdown(constants: Interference, mine: Load, others: Sequence[Load]) -> float:
+    """Factor (at least 1) by which `mine` is slower beside `others`; 1 without others."""
+    if not others:
+        return 1.0
+    memory = stretch([mine.bandwidth, *(other.bandwidth for other in others)], constants.bandwidth)
+    compute = stretch([mine.compute, *(other.compute for other in others)], constants.compute)
+    rubbing = constants.friction * min(1.0, sum(other.compute for other in others))
+    return 1.0 + mine.bandwidth * (memory - 1.0) + mine.compute * (compute - 1.0) + rubbing
+
+
+def stretch(demands: Iterable[float], capacity: float) -> float:
+    """The smallest factor of at least 1 by which the waiting parts of jobs must be stretched for their demands
+    (fractions of a resource) to fit into `capacity`."""
+    needed = [min(1.0, demand) for demand in demands if demand > 0.0]
+    if sum(needed) <= capacity:
+        return 1.0
+
+    # With x = sigma - 1 each term is b / (1 + b x), convex and falling: Newton from x = 0 rises to the root and never
+    # passes it. Every term is at most 1 / x, so the root is below n / capacity.
+    x = 0.0
+    for _ in range(64):
+        value = sum(b / (1.0 + b * x) for b in needed) - capacity
+        if value < _PRECISION:
+            break
+        x += value / sum((b / (1.0 + b * x)) ** 2 for b in needed)
+    return 1.0 + x

@@ -1,0 +1,200 @@
+"""The profile file: measured step times of engines, as JSON. docs/costs.md describes the format."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.cells import DecodeCell, PrefillCell
+from muxserve.costs.interference import Interference
+from muxserve.costs.latency import CostError, EngineShape, Load
+
+VERSION = 1
+
+
+class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What tells models apart whose steps take differently long: shape, not weights, names or limits."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    experts: int = 1
+    active_experts: int = 1
+    shared_intermediate: int = 0
+
+    @classmethod
+    def of(cls, architecture: ModelArchitecture) -> ProfiledModel:
+        """The shape of an architecture."""
+        return cls(**{field: getattr(architecture, field) for field in cls.__struct_fields__})
+
+    def architecture(self, name: str) -> ModelArchitecture:
+        """An architecture of this shape, for computing how much work its steps are; its limits mean nothing."""
+        return ModelArchitecture(
+            name=name,
+            max_len=1 << 30,
+            default_max_len=1 << 30,
+            dtype="bfloat16",
+            **{field: getattr(self, field) for field in self.__struct_fields__},
+        )
+
+
+class EngineProfile(msgspec.Struct, omit_defaults=True):
+    """Cells of one model on devices of one type in one way."""
+
+    model: str
+    shape: ProfiledModel
+    device: str
+    dtype: str
+    tp: int = 1
+    share: float = 1.0
+    prefill: list[PrefillCell] = []
+    decode: list[DecodeCell] = []
+
+    @property
+    def where(self) -> EngineShape:
+        """The shape of the engine that was measured."""
+        return EngineShape(self.device, self.tp, self.share, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.tp} x {self.device} at {self.share:.0%} in {self.dtype}"
+
+
+class Job(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job of a measured pair: cell `place` of an engine of `model`, in `phase`, at `share`."""
+
+    model: str
+    phase: str
+    share: float
+    place: tuple[int, ...]
+
+
+class PairCell(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Two jobs that ran over and over beside each other on one device. Their step times (medians, seconds) alone and
+    together, and what each asked of the device alone: (bandwidth, compute)."""
+
+    device: str
+    jobs: tuple[Job, Job]
+    alone: tuple[float, float]
+    together: tuple[float, float]
+    loads: tuple[tuple[float, float], tuple[float, float]]
+
+    def slowdowns(self) -> tuple[float, float]:
+        """How much slower each was."""
+        return self.together[0] / self.alone[0], self.together[1] / self.alone[1]
+
+    def load(self, index: int) -> Load:
+        """What job `index` asked of the device."""
+        return Load(*self.loads[index])
+
+
+class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds that a request spends outside steps: `admission` from the unit scheduler's grant to the first step's
+    start, `report` from a step's end to the unit scheduler's hearing of it, `between` from the end of one step to the
+    start of the next of a running lease."""
+
+    admission: float = 0.0
+    report: float = 0.0
+    between: float = 0.0
+
+
+class Profile(msgspec.Struct, omit_defaults=True):
+    """A profile file."""
+
+    muxserve_profile: int = VERSION
+    about: str = ""
+    machine: str = ""
+    engines: list[EngineProfile] = []
+    pairs: list[PairCell] = []
+    interference: dict[str, Interference] = {}
+    overheads: dict[str, Overheads] = {}
+
+    def find(self, model: ProfiledModel, where: EngineShape) -> EngineProfile | None:
+        """The engine measured exactly so."""
+        for engine in self.engines:
+            if engine.shape == model and engine.where == where:
+                return engine
+        return None
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read a profile file.
+
+    Raises:
+        CostError: it cannot be read, or it is no profile of a version that is known; the message names the file.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CostError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        version = msgspec.json.decode(data, type=_Version).muxserve_profile
+        if version != VERSION:
+            raise CostError(f"{path}: is of version {version}; this program reads version {VERSION}")
+        profile = msgspec.json.decode(data, type=Profile)
+    except msgspec.DecodeError as error:
+        raise CostError(f"{path}: is not a profile as `muxserve profile` writes it: {error}") from None
+    for engine in profile.engines:
+        _check(engine, path)
+    return profile
+
+
+def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Write a profile file; whoever reads it meanwhile sees the old one or the new one, never a part.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = Path(path)
+    text = msgspec.json.format(msgspec.json.encode(profile), indent=1)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_bytes(_compact(text) + b"\n")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Version(msgspec.Struct):
+    muxserve_profile: int
+
+
+def _check(engine: EngineProfile, path: str | os.PathLike[str]) -> None:
+    if not 0.0 < engine.share <= 1.0 or engine.tp < 1:
+        raise CostError(f"{path}: {engine}: share must be in (0, 1] and tp at least 1")
+    prefill: list[tuple[tuple[int, ...], float]] = [(cell.place, cell.seconds) for cell in engine.prefill]
+    decode: list[tuple[tuple[int, ...], float]] = [(cell.place, cell.seconds) for cell in engine.decode]
+    for phase, cells, least in (("prefill", prefill, (1, 1, 0)), ("decode", decode, (1, 0))):
+        for place, seconds in cells:
+            if seconds <= 0.0 or any(value < low for value, low in zip(place, least, strict=True)):
+                raise CostError(f"{path}: {engine}: {phase} cell {[*place, seconds]} is no measurement")
+        if len({place for place, _ in cells}) != len(cells):
+            raise CostError(f"{path}: {engine}: a {phase} cell is there twice")
+
+
+def _compact(text: bytes) -> bytes:
+    """Put arrays that hold only numbers on one line each."""
+    out: list[bytes] = []
+    pending: list[bytes] = []
+    for line in text.split(b"\n"):
+        if pending:
+            pending.append(line.strip())
+            closed = line.strip().rstrip(b",") == b"]"
+            if closed or line.rstrip().endswith((b"[", b"{")):
+                if closed:
+                    out.append(b"".join([pending[0], b" ".join(pending[1:-1]), pending[-1]]))
+                else:
+                    out.extend(pending)
+                pending = []
+        elif line.endswith(b"["):
+            pending = [line]
+        else:
+            out.append(line)
+    return b"\n".join([*out, *pending])

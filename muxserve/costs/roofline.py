@@ -1,0 +1,136 @@
+"""Costs from first principles: a step takes as long as its operations at the device's speed or its bytes at the
+device's bandwidth, plus attention, plus all-reduces, and never less than the host needs to launch it.
+
+With W the weights of the layers on one device (n of them), t tokens, F the speed and B the bandwidth that the share
+gives (both times an efficiency), norm p:
+
+    linear  = ((2 W t / F)^p + (bytes(W) / B)^p)^(1/p)             and the same for the LM head, one row per sequence
+    prefill = linear + 4 L H d pairs / (n F_attention) + reduce(t)
+    decode  = linear + kv_bytes context / B_kv + reduce(batch)
+    reduce  = 2 L (2 (n-1)/n * t * hidden bytes / link + log2(n) latency)
+    step    = max(that, launches) + step_seconds
+"""
+
+from __future__ import annotations
+
+import math
+
+from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
+from muxserve.costs.calibration import Calibration, calibration_of
+from muxserve.costs.devices import Device, device
+from muxserve.costs.interference import Interference, slowdown
+from muxserve.costs.latency import CostError, Decode, EngineShape, Load
+from muxserve.costs.work import LayerWork, layer_work
+
+
+class Roofline:
+    """A `LatencyModel` that needs no measurement.
+
+    Args:
+        calibration: constants for every device; by default those of the device's kind.
+        interference: constants of colocation; by default nothing but conservation.
+    """
+
+    def __init__(self, calibration: Calibration | None = None, interference: Interference | None = None) -> None:
+        self._calibration = calibration
+        self._interference = interference or Interference()
+        self._engines: dict[tuple[ModelArchitecture, EngineShape], RooflineCosts] = {}
+
+    def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> RooflineCosts:
+        """Costs of that engine.
+
+        Raises:
+            CostError: unknown device or dtype, heads that cannot be split, or a share outside (0, 1].
+        """
+        key = (architecture, shape)
+        costs = self._engines.get(key)
+        if costs is None:
+            on = device(shape.device)
+            costs = RooflineCosts(architecture, shape, on, self._calibration or calibration_of(on.kind))
+            self._engines[key] = costs
+        return costs
+
+    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+        """See `costs.interference`; the same constants for all devices."""
+        return slowdown(self._interference, mine, others)
+
+
+class RooflineCosts:
+    """`EngineCosts` of one engine."""
+
+    def __init__(self, architecture: ModelArchitecture, shape: EngineShape, on: Device, by: Calibration) -> None:
+        if not 0.0 < shape.share <= 1.0:
+            raise CostError(f"the share of an engine must be in (0, 1], not {shape.share}")
+        peak = on.peak(shape.dtype)
+        self.work: LayerWork = layer_work(architecture, shape.tp, shape.dtype)
+        self._overlap = by.overlap
+        self._full_speed = peak * by.compute_efficiency
+        self._full_bandwidth = on.bandwidth * by.bandwidth_efficiency
+        self._speed = self._full_speed * by.compute_share(shape.share)
+        self._bandwidth = self._full_bandwidth * by.bandwidth_share(shape.share)
+        self._attention_speed = peak * by.attention_efficiency * by.compute_share(shape.share)
+        self._kv_bandwidth = on.bandwidth * by.kv_efficiency * by.bandwidth_share(shape.share)
+        parallel = shape.tp > 1
+        layers = architecture.layers
+        self._prefill_floor = layers * (by.prefill_launch + (by.prefill_launch_tp if parallel else 0.0))
+        self._decode_floor = layers * (by.decode_launch + (by.decode_launch_tp if parallel else 0.0))
+        self._step = by.step_seconds
+        sent = 2.0 * (shape.tp - 1) / shape.tp * architecture.hidden * ITEM_BYTES[shape.dtype]
+        self._reduce_token = 2.0 * layers * sent / (on.link_bandwidth * by.link_efficiency)
+        self._reduce_fixed = 2.0 * layers * math.log2(shape.tp) * on.link_latency if parallel else 0.0
+        self._kv_second = self.work.kv_bytes_per_token / self._kv_bandwidth
+        self._batches: dict[int, tuple[Decode, Decode | None]] = {}
+
+    def _linear(self, tokens: int, rows: int) -> float:
+        work, p = self.work, self._overlap
+        compute = tokens * work.flops_per_token / self._speed
+        memory = (work.weight_bytes(tokens) + tokens * work.activation_bytes) / self._bandwidth
+        layers = (compute**p + memory**p) ** (1.0 / p)
+        compute, memory = rows * work.head_flops / self._speed, work.head_bytes / self._bandwidth
+        return float(layers + (compute**p + memory**p) ** (1.0 / p))
+
+    def _reduce(self, tokens: int) -> float:
+        return tokens * self._reduce_token + self._reduce_fixed
+
+    def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
+        """See `EngineCosts.prefill`."""
+        attention = pairs * self.work.flops_per_pair / self._attention_speed
+        busy = self._linear(tokens, sequences) + attention + self._reduce(tokens)
+        return max(busy, self._prefill_floor) + self._step
+
+    def decode(self, batch: int, context: int) -> Decode:
+        """See `EngineCosts.decode`: flat while the host is slower than the device, then affine."""
+        pieces = self._batches.get(batch)
+        if pieces is None:
+            pieces = self._batches[batch] = self._pieces(batch)
+        flat, rising = pieces
+        return flat if rising is None or context <= flat.until else rising
+
+    def _pieces(self, batch: int) -> tuple[Decode, Decode | None]:
+        fixed = self._linear(batch, batch) + self._reduce(batch)
+        rising = Decode(fixed + self._step, self._kv_second)
+        if fixed >= self._decode_floor:
+            return rising, None
+        return Decode(self._decode_floor + self._step, 0.0, (self._decode_floor - fixed) / self._kv_second), rising
+
+    def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
+        """See `EngineCosts.prefill_load`; 1 is what the device really reaches, not its peak."""
+        work = self.work
+        moved = work.weight_bytes(tokens) + work.head_bytes + tokens * work.activation_bytes
+        flops = tokens * work.flops_per_token + sequences * work.head_flops
+        seconds = self.prefill(tokens, pairs, sequences)
+        attention = pairs * work.flops_per_pair / self._attention_speed * (self._speed / self._full_speed)
+        return _load(moved / self._full_bandwidth, flops / self._full_speed + attention, seconds)
+
+    def decode_load(self, batch: int, context: int) -> Load:
+        """See `EngineCosts.decode_load`; 1 is what the device really reaches, not its peak."""
+        work = self.work
+        kv = context * self._kv_second * (self._bandwidth / self._full_bandwidth)
+        moved = work.weight_bytes(batch) + work.head_bytes + batch * work.activation_bytes
+        flops = batch * (work.flops_per_token + work.head_flops)
+        seconds = self.decode(batch, context).seconds(context)
+        return _load(moved / self._full_bandwidth + kv, flops / self._full_speed, seconds)
+
+
+def _load(memory: float, compute: float, seconds: float) -> Load:
+    return Load(min(1.0, memory / seconds), min(1.0, compute / seconds))

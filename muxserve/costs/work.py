@@ -1,0 +1,83 @@
+"""How much there is to do: floating-point operations and bytes of a job, from the architecture alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
+from muxserve.costs.latency import CostError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """What the layers of one model do on each of `tp` devices, per token or in all.
+
+    `flops_per_token` counts two per weight and token of the linear layers, `flops_per_pair` those of a (query, key)
+    pair of attention. `dense_bytes` are weights that every token reads (attention, shared experts), `expert_bytes`
+    those of all routed experts. `kv_bytes_per_token` is K and V of a token; `head_flops` (per row) and `head_bytes` are
+    the LM head's; `activation_bytes` is what the layers read and write per token besides weights and KV.
+    """
+
+    flops_per_token: float
+    flops_per_pair: float
+    dense_bytes: float
+    expert_bytes: float
+    kv_bytes_per_token: float
+    head_flops: float
+    head_bytes: float
+    activation_bytes: float
+    experts: int
+    active_experts: int
+
+    def weight_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a step over `tokens` tokens reads, LM head apart. Of the experts only those that some
+        token is routed to: with even routing a fraction `1 - (1 - active/experts)^tokens` of them."""
+        if self.experts <= 1:
+            return self.dense_bytes + self.expert_bytes
+        missed = (1.0 - self.active_experts / self.experts) ** tokens
+        return self.dense_bytes + self.expert_bytes * (1.0 - missed)
+
+
+def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWork:
+    """The work of `architecture` when it is split over `tp` devices and computed in `dtype`.
+
+    KV heads are split too; when there are fewer of them than devices, each device holds a copy of one.
+
+    Raises:
+        CostError: the dtype is unknown, or the heads cannot be split that way.
+    """
+    if dtype not in ITEM_BYTES:
+        raise CostError(f"dtype {dtype!r} is unknown; known are {', '.join(ITEM_BYTES)}")
+    if tp < 1:
+        raise CostError(f"tensor parallelism must be at least 1, not {tp}")
+    a = architecture
+    if a.heads % tp:
+        raise CostError(f"{a.name}: {a.heads} attention heads cannot be split over {tp} devices")
+    item = ITEM_BYTES[dtype]
+    local_kv = max(1.0, a.kv_heads / tp)
+    attention = a.hidden * a.head_dim * (2 * a.heads / tp + 2 * local_kv)
+    expert = 3 * a.hidden * a.intermediate / tp
+    routed = expert * (a.experts if a.experts > 1 else 0)
+    dense = attention + (0.0 if a.experts > 1 else expert) + 3 * a.hidden * a.shared_intermediate / tp
+    used = dense + (expert * a.active_experts if a.experts > 1 else 0.0)
+    head = a.vocab * a.hidden / tp
+    return LayerWork(
+        flops_per_token=2.0 * a.layers * used,
+        flops_per_pair=4.0 * a.layers * a.heads / tp * a.head_dim,
+        dense_bytes=a.layers * dense * item,
+        expert_bytes=a.layers * routed * item,
+        kv_bytes_per_token=2.0 * a.layers * local_kv * a.head_dim * item,
+        head_flops=2.0 * head,
+        head_bytes=head * item,
+        # Per layer and token: residual stream read and written by both norms and both additions, and what lies between
+        # the linear layers, written once and read once.
+        activation_bytes=a.layers
+        * item
+        * (
+            8.0 * a.hidden
+            + 2.0 * (2 * a.heads + 2 * a.kv_heads) * a.head_dim / tp
+            + 6.0 * a.intermediate * a.active_experts / tp
+        ),
+        experts=a.experts,
+        active_experts=a.active_experts,
+    )
