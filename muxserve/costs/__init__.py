@@ -4,7 +4,8 @@ architecture = read_architecture(config)                       # of a checkpoint
 costs = latency_model.engine(architecture, placement)          # of one engine
 costs.prefill(tokens=512, pairs=512 * 513 // 2, sequences=1)   # seconds
 
-`Roofline` (costs.roofline) and `MeasuredCosts` (costs.measured) are the latency models.
+`Roofline` (costs.roofline) and `ProfileModel` (costs.measured, over a file that costs.profile reads) are the latency
+models. Names of devices are in costs.devices.
 """
 
 from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture

@@ -50,8 +50,8 @@ GPU = Calibration(
     compute_efficiency=0.686,
     bandwidth_efficiency=0.599,
     kv_efficiency=0.441,
-    # Not fitted: with prompts of at most 512 tokens the attention is too little to be seen. FlashAttention-2 (Dao, 2023)
-    # reports 50 to 73 % of an A100's peak on long causal sequences; less is reached on prompts of mixed lengths.
+    # Not fitted: with prompts of at most 512 tokens attention is too little to be seen. FlashAttention-2 (Dao, 2023)
+    # reports 50 to 73 % of an A100's peak on long sequences; less is reached on prompts of mixed lengths.
     attention_efficiency=0.4,
     link_efficiency=0.281,
     compute_shape=1.097,

@@ -14,6 +14,8 @@ measurements of pairs; without any they are 1 and 0, which is the least that col
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -61,3 +63,31 @@ def stretch(demands: Iterable[float], capacity: float) -> float:
             break
         x += value / sum((b / (1.0 + b * x)) ** 2 for b in needed)
     return 1.0 + x
+
+
+def fit(measured: Sequence[tuple[Load, tuple[Load, ...], float]]) -> Interference:
+    """The constants that explain measured slowdowns best: (the job's load, its neighbours' loads, factor) each.
+
+    Least squares of the logarithms, searched on a grid that is refined around the best point. A constant that the
+    measurements do not tell anything about keeps its neutral value.
+    """
+    if not measured:
+        return Interference()
+
+    def error(constants: Interference) -> float:
+        # A pull to the neutral values, far below what any measurement weighs.
+        pull = (constants.bandwidth - 1) ** 2 + (constants.compute - 1) ** 2 + constants.friction**2
+        wrong = sum(math.log(slowdown(constants, mine, others) / factor) ** 2 for mine, others, factor in measured)
+        return wrong / len(measured) + 1e-6 * pull
+
+    best = Interference()
+    step = 0.25
+    for _ in range(6):
+        around = (-2 * step, -step, 0.0, step, 2 * step)
+        candidates = [
+            Interference(max(0.2, best.bandwidth + b), max(0.2, best.compute + c), max(0.0, best.friction + f))
+            for b, c, f in itertools.product(around, around, around)
+        ]
+        best = min([best, *candidates], key=error)
+        step /= 2.5
+    return best

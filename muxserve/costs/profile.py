@@ -105,12 +105,21 @@ class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     between: float = 0.0
 
 
+class Machine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the device itself was measured to reach: `flops` per second of a large matrix product by dtype, bytes per
+    second read and written by a large copy, with all `cores`."""
+
+    bandwidth: float
+    flops: dict[str, float]
+    cores: int
+
+
 class Profile(msgspec.Struct, omit_defaults=True):
-    """A profile file."""
+    """A profile file. `machines`, `interference` and `overheads` are by device."""
 
     muxserve_profile: int = VERSION
     about: str = ""
-    machine: str = ""
+    machines: dict[str, Machine] = {}
     engines: list[EngineProfile] = []
     pairs: list[PairCell] = []
     interference: dict[str, Interference] = {}
