@@ -1,0 +1,185 @@
+"""A decode engine's batch, and its steps in closed form.
+
+Steps are counted from the engine's start. A *run* is a row of steps of the same batch; each sequence grows by a token
+a step, so the work of its first n steps is quadratic in n (`Decode.run`), and so are the moments at which they end.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import sqrt
+
+from muxserve.costs import Decode
+from muxserve.simulator.requests import SimRequest
+
+_FOREVER = 1 << 60
+
+
+class DecodeBatch:
+    """Sequences that decode together.
+
+    `counter` steps have been accounted for; `context` is the tokens that the next one reads, its own included. Which
+    steps need a block for how many sequences repeats with a period of `block_tokens` steps: `needs[s % block_tokens]`
+    is the number for step s.
+    """
+
+    __slots__ = (
+        "_at",
+        "_ending",
+        "_floor",
+        "_growth",
+        "_linear",
+        "_serial",
+        "_work",
+        "block_tokens",
+        "context",
+        "counter",
+        "first",
+        "generated",
+        "needs",
+        "running",
+        "slow",
+        "until",
+    )
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.needs = [0] * block_tokens
+        self.running: dict[SimRequest, None] = {}
+        self.counter = 0
+        self.context = 0
+        self.generated = 0
+        self._ending: list[tuple[int, int, SimRequest]] = []
+        self._serial = 0
+        # The run: its first step, the step from which its cost is another; work of n steps = n * (linear + growth * n).
+        self.first = 0
+        self.until = 0
+        self._linear = 0.0
+        self._growth = 0.0
+        # At time `_at` the work `_work` of the run is done, and `_floor` steps; a second of work takes `slow` seconds.
+        self._at = 0.0
+        self._work = 0.0
+        self._floor = 0
+        self.slow = 1.0
+
+    # ------------------------------------------------------------ sequences
+
+    def add(self, request: SimRequest) -> None:
+        """A sequence joins before the next step, with KV of all its tokens but the last."""
+        tokens = request.prompt + request.made
+        self._serial += 1
+        request.serial = self._serial
+        request.base = tokens - 1 - self.counter
+        request.ends_at = self.counter + request.output - request.made
+        self.needs[-request.base % self.block_tokens] += 1
+        self.context += tokens
+        self.running[request] = None
+        heappush(self._ending, (request.ends_at, request.serial, request))
+
+    def remove(self, request: SimRequest) -> int:
+        """A sequence leaves before the next step; returns the blocks that it holds."""
+        del self.running[request]
+        computed = request.base + self.counter
+        self.needs[-request.base % self.block_tokens] -= 1
+        self.context -= computed + 1
+        request.made = computed + 1 - request.prompt
+        request.serial = 0
+        return -(-computed // self.block_tokens)
+
+    def next_end(self) -> int:
+        """The counter at which the next sequence has its last token."""
+        ending = self._ending
+        while ending:
+            head = ending[0]
+            if head[2].serial == head[1]:
+                return head[0]
+            heappop(ending)
+        return _FOREVER
+
+    def ended(self) -> list[SimRequest]:
+        """Sequences that have their last token, in the order in which they joined."""
+        found = []
+        ending, counter = self._ending, self.counter
+        while ending and ending[0][0] <= counter:
+            _, serial, request = heappop(ending)
+            if request.serial == serial:
+                found.append(request)
+        return found
+
+    def growth(self, first: int, end: int) -> int:
+        """Blocks that the steps from `first` up to, not including, `end` need."""
+        period = self.block_tokens
+        count = end - first
+        if count <= 0:
+            return 0
+        needs = self.needs
+        start = first % period
+        if count <= period - start:
+            return sum(needs[start : start + count])
+        rounds, rest = divmod(count, period)
+        blocks = rounds * len(self.running)
+        end_index = start + rest
+        if end_index <= period:
+            return blocks + sum(needs[start:end_index])
+        return blocks + sum(needs[start:]) + sum(needs[: end_index - period])
+
+    def furthest(self, first: int, end: int, blocks: int) -> int:
+        """The last step count up to `end` such that the steps from `first` to there need at most `blocks`."""
+        needs, period = self.needs, self.block_tokens
+        for step in range(first, end):
+            blocks -= needs[step % period]
+            if blocks < 0:
+                return step
+        return end
+
+    def advance(self, counter: int) -> None:
+        """Steps up to `counter` are done."""
+        tokens = len(self.running) * (counter - self.counter)
+        self.context += tokens
+        self.generated += tokens
+        self.counter = counter
+
+    # ------------------------------------------------------------ the run
+
+    def begin(self, cost: Decode, now: float) -> None:
+        """A run begins now with the next step, at that cost."""
+        batch = len(self.running)
+        self.first = self._floor = self.counter
+        self._growth = cost.per_token * batch / 2
+        self._linear = cost.fixed + cost.per_token * self.context - self._growth
+        steps = (cost.until - self.context) / batch
+        self.until = _FOREVER if steps > _FOREVER else self.counter + max(1, int(steps) + 1)
+        self._at = now
+        self._work = 0.0
+
+    def resume(self) -> None:
+        """The next step follows the last one."""
+        self._floor = self.counter
+
+    def time_of(self, counter: int) -> float:
+        """When that many steps are done."""
+        steps = counter - self.first
+        return self._at + (steps * (self._linear + self._growth * steps) - self._work) * self.slow
+
+    def done_by(self, now: float) -> int:
+        """Steps that are done at `now`, which is not before what was told last."""
+        counter = self._floor
+        work = self._work + (now - self._at) / self.slow
+        if work > 0.0:
+            linear = self._linear
+            root = sqrt(linear * linear + 4.0 * self._growth * work)
+            guess = self.first + int(2.0 * work / (linear + root))
+            if guess > counter:
+                counter = guess
+        while self.time_of(counter + 1) <= now:
+            counter += 1
+        while counter > self._floor and self.time_of(counter) > now:
+            counter -= 1
+        return counter
+
+    def retime(self, slow: float, now: float) -> None:
+        """From now on work takes `slow` times as long as alone; the step under way is stretched from here."""
+        self._floor = self.done_by(now)
+        self._work += (now - self._at) / self.slow
+        self._at = now
+        self.slow = slow

@@ -1,0 +1,376 @@
+"""Engines under leases, as `muxserve.engine` runs them: continuous batching, chunked prefill, hand-over, preemption.
+
+They report as engines do (`muxserve.engine.lease`): prefill engines every step, decode engines when something ended,
+when half of the lease is used, when it is over, and after the first step with new sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from muxserve.costs import EngineCosts
+from muxserve.scheduling.types import Phase, share_units
+from muxserve.simulator.leaps import BOUNDARY, IDLE, STALLED, STEPPING, Engine, Host, LeapingEngine
+from muxserve.simulator.pages import ModelPages
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.setup import SimModel
+
+
+class LeasedHost(Host, Protocol):
+    """A unit with a scheduler."""
+
+    def report(
+        self,
+        engine: DecodeEngine | PrefillEngine,
+        left: int,
+        seconds: float,
+        tokens: int,
+        steps: int,
+        remaining: int,
+        now: float,
+        finished: list[SimRequest],
+        handed: list[SimRequest],
+        returned: list[SimRequest],
+    ) -> None:
+        """An engine's `StepReport`."""
+        ...
+
+
+class Lease:
+    """What an engine is told: `steps` steps, not after `deadline`, on `share` millionths of the unit."""
+
+    __slots__ = ("admit", "begun", "deadline", "lease_id", "share", "steps")
+
+    def __init__(
+        self, lease_id: int, steps: int, share: int, begun: float, seconds: float, admit: list[SimRequest]
+    ) -> None:
+        self.lease_id = lease_id
+        self.steps = steps
+        self.share = share
+        self.begun = begun
+        self.deadline = begun + seconds
+        self.admit = admit
+
+
+class Leased(Engine):
+    """The part of an engine that holds a lease."""
+
+    unit: LeasedHost
+    _costs: EngineCosts | None
+
+    def _without_lease(self, unit: LeasedHost) -> None:
+        self.unit = unit
+        self.lease_id = 0
+        self._pending: Lease | None = None
+        self._entering: list[SimRequest] = []
+        self._granted_share = 0
+        self._deadline = 0.0
+        self._costs = None
+
+    def receive(self, lease: Lease, now: float) -> None:
+        """A lease arrives."""
+        self._pending = lease
+        self._entering += lease.admit
+        if self.state == IDLE:
+            self.state = BOUNDARY
+            self.unit.at_boundary(self)
+        elif self.state == STEPPING:
+            self.interrupt(now)
+
+    def _accept(self, lease: Lease, phase: Phase) -> bool:
+        """The lease replaces the one before; whether the engine's costs are others than before."""
+        self._pending = None
+        self.lease_id = lease.lease_id
+        self._deadline = lease.deadline
+        if self._granted_share == lease.share and self._costs is not None:
+            return False
+        self._granted_share = lease.share
+        profile = self.model.profile
+        own = profile.prefill_share if phase is Phase.PREFILL else profile.decode_share
+        self._costs = self.unit.costs(self.model, lease.share, share_units(own), phase)
+        return True
+
+
+class DecodeEngine(LeapingEngine, Leased):
+    """The decode engine of one model."""
+
+    def __init__(self, unit: LeasedHost, model: SimModel, order: int, pages: ModelPages) -> None:
+        super().__init__(unit, model, Phase.DECODE, order, pages)
+        self._without_lease(unit)
+        self._steps = 0
+        self._end = 0
+        self._begun = 0.0
+        self._fresh = False
+        self._half_told = False
+        self._returned: list[SimRequest] = []
+        self._told_at = 0.0
+        self._told_counter = 0
+        self._told_generated = 0
+
+    # ------------------------------------------------------------ between steps
+
+    def boundary(self, now: float) -> None:
+        host, batch = self.host, self.batch
+        if self.state == STALLED:
+            self._stalled(now)
+            return
+        self._arrive(self._planned, now)
+        counter = batch.counter
+        finished = batch.ended()
+        if finished:
+            pages = self.pages
+            for request in finished:
+                pages.release(batch.remove(request))
+                host.finished(request, now)
+            self._dirty = True
+            host.freed(pages, now)
+        left = self._end - counter
+        over = left <= 0 or now >= self._deadline
+        half = left * 2 <= self._steps or now - self._begun >= self._deadline - now
+        if finished or self._returned or self._fresh or over or (half and not self._half_told) or not batch.running:
+            self._half_told = half
+            self._fresh = False
+            self._tell(0 if now >= self._deadline else left, now, finished)
+        host.at_boundary(self)
+
+    def _tell(self, left: int, now: float, finished: list[SimRequest]) -> None:
+        batch = self.batch
+        returned, self._returned = self._returned, []
+        steps, tokens = batch.counter - self._told_counter, batch.generated - self._told_generated
+        seconds, self._told_at = now - self._told_at, now
+        self._told_counter, self._told_generated = batch.counter, batch.generated
+        self.jobs += steps
+        self.tokens += tokens
+        self.unit.report(self, left, seconds, tokens, steps, len(batch.running), now, finished, [], returned)
+
+    def _stalled(self, now: float) -> None:
+        """A step that lost all its sequences is over."""
+        self._end -= 1
+        returned, self._returned = self._returned, []
+        self._told_at = now
+        left = self._end - self.batch.counter if now < self._deadline else 0
+        self.state = BOUNDARY
+        self.jobs += 1
+        self.unit.report(self, left, self.host.overheads.stall, 0, 1, 0, now, [], [], returned)
+        self.host.at_boundary(self)
+
+    def kick(self, now: float) -> None:
+        host, batch = self.host, self.batch
+        if self._pending is not None:
+            self._take(self._pending)
+        counter = batch.counter
+        if not batch.running or counter >= self._end or now >= self._deadline:
+            self.state = IDLE
+            self._rests(host, now)
+            return
+        need = batch.needs[counter % batch.block_tokens]
+        if need and not self.pages.take(need, now, self.order):
+            self._preempt(now)
+            if not batch.running:
+                self._stall(now)
+                return
+        if self._dirty or not self.active or counter >= batch.until:
+            if not self.active:
+                self._told_at = now
+            self._begin(now)
+        else:
+            batch.resume()
+        self._leap(self._next_news())
+
+    def _take(self, lease: Lease) -> None:
+        if self._accept(lease, Phase.DECODE):
+            self._dirty = True
+        self._steps = lease.steps
+        self._end = self.batch.counter + lease.steps
+        self._begun = lease.begun
+        self._half_told = self._fresh = False
+        if self._entering:
+            for request in self._entering:
+                self.batch.add(request)
+            self._entering = []
+            self._dirty = self._fresh = True
+
+    def _preempt(self, now: float) -> None:
+        """There are too few pages for the next step: as vLLM does, the last to have joined make room for the first."""
+        host, batch, pages = self.host, self.batch, self.pages
+        period, counter = batch.block_tokens, batch.counter
+        waiting = list(batch.running)
+        position = 0
+        while position < len(waiting):
+            request = waiting[position]
+            if (request.base + counter) % period == 0:
+                while not pages.take(1, now, self.order):
+                    victim = waiting.pop()
+                    pages.release(batch.remove(victim))
+                    victim.preemptions += 1
+                    self._returned.append(victim)
+                    if victim is request:
+                        break
+            position += 1
+        self._dirty = True
+        host.freed(pages, now)
+
+    def _stall(self, now: float) -> None:
+        """The step that begins now computes nothing."""
+        batch = self.batch
+        if batch.counter > self._told_counter:
+            self._tell_before_stall(now)
+        self._rests(self.host, now)
+        self.state = STALLED
+        self.version += 1
+        self.planned_time = now + self.host.overheads.stall
+        self.host.look(self)
+
+    def _tell_before_stall(self, now: float) -> None:
+        returned, self._returned = self._returned, []
+        self._tell(self._end - self.batch.counter, now, [])
+        self._returned = returned
+
+    # ------------------------------------------------------------ leaps
+
+    def _next_news(self) -> int:
+        """The step after which there will be something to do or to tell."""
+        batch = self.batch
+        if self._fresh or self._returned:
+            return batch.counter + 1
+        end = min(batch.next_end(), self._end, batch.until)
+        if not self._half_told:
+            end = min(end, self._end - self._steps // 2)
+        return end
+
+    def plan(self) -> float:
+        if self.state == STALLED:
+            return self.planned_time
+        batch = self.batch
+        time = batch.time_of(self._planned)
+        # Leases are bounded in time as well, and half of that is to be told of too.
+        look = self._deadline if self._half_told else (self._begun + self._deadline) / 2
+        if time >= look and self._planned > self._synced:
+            first = max(self._synced, batch.done_by(look))
+            while batch.time_of(first) < look:
+                first += 1
+            if first < self._planned:
+                self._planned = first
+                time = batch.time_of(first)
+        self.planned_time = time
+        return time
+
+
+class PrefillEngine(Leased):
+    """The prefill engine of one model: prompts in order, in chunks of what one step may compute."""
+
+    def __init__(self, unit: LeasedHost, model: SimModel, order: int, pages: ModelPages) -> None:
+        super().__init__(model, Phase.PREFILL, order, pages)
+        self._without_lease(unit)
+        self.requests: list[SimRequest] = []
+        self._left = 0
+        self._chunks: list[tuple[SimRequest, int]] = []
+        self._duration = 0.0
+        self._work = 0.0
+        self._at = 0.0
+        self._started = 0.0
+
+    def boundary(self, now: float) -> None:
+        host = self.unit
+        stalled = self.state == STALLED
+        finished: list[SimRequest] = []
+        handed: list[SimRequest] = []
+        tokens = 0
+        for request, chunk in self._chunks:
+            tokens += chunk
+            request.computed += chunk
+            if request.computed < request.prompt + request.made:
+                continue
+            request.made += 1
+            request.computed = 0
+            if request.first_token is None:
+                request.first_token = now + host.overheads.token
+            if request.made >= request.output:
+                finished.append(request)
+                self.pages.release(request.blocks)
+                host.finished(request, now)
+            else:
+                handed.append(request)
+            request.blocks = 0
+        done = len(finished) + len(handed)
+        if done:
+            # Chunks are taken in order, so those that are through stand in front.
+            del self.requests[:done]
+        if finished:
+            host.freed(self.pages, now)
+        if host.timeline is not None and tokens:
+            host.timeline.job(self.model.name, self.phase, self._started, now, len(self._chunks), tokens)
+        self._left -= 1
+        self.jobs += 1
+        self.tokens += tokens
+        self.state = BOUNDARY
+        self.version += 1
+        seconds = host.overheads.stall if stalled else now - self._started
+        left = self._left if now < self._deadline else 0
+        host.report(self, left, seconds, tokens, 1, len(self.requests), now, finished, handed, [])
+        host.at_boundary(self)
+
+    def kick(self, now: float) -> None:
+        host = self.unit
+        if self._pending is not None:
+            self._take(self._pending)
+        if not self.requests or self._left <= 0 or now >= self._deadline:
+            self.state = IDLE
+            self._rests(host, now)
+            return
+        tokens, pairs = self._choose(now)
+        self._started = now
+        if not tokens:
+            self.state = STALLED
+            self._rests(host, now)
+            self.planned_time = now + host.overheads.stall
+            host.look(self)
+            return
+        costs = self._costs
+        assert costs is not None
+        count = len(self._chunks)
+        self._duration = costs.prefill(tokens, pairs, count) + host.overheads.prefill_step
+        self._work, self._at = 0.0, now
+        self.state = STEPPING
+        self._runs(host, costs.prefill_load(tokens, pairs, count), now)
+        self.planned_time = now + self._duration * self.slow
+        host.look(self)
+
+    def _take(self, lease: Lease) -> None:
+        self._accept(lease, Phase.PREFILL)
+        self._left = lease.steps
+        self.requests += self._entering
+        self._entering = []
+
+    def _choose(self, now: float) -> tuple[int, int]:
+        """Fill a step with chunks that find pages; returns its tokens and attention pairs."""
+        self._chunks, size = [], self.model.profile.block_tokens
+        budget = self.model.profile.max_num_batched_tokens
+        tokens = pairs = 0
+        for request in self.requests:
+            chunk = min(request.prompt + request.made - request.computed, budget - tokens)
+            if chunk <= 0:
+                break
+            end = request.computed + chunk
+            blocks = -(-end // size) - request.blocks
+            if blocks and not self.pages.take(blocks, now, self.order):
+                if request.computed and not tokens:
+                    # It gives up what it has and starts again, so that others can go on.
+                    self.pages.release(request.blocks)
+                    request.blocks = request.computed = 0
+                    request.preemptions += 1
+                    self.unit.freed(self.pages, now)
+                break
+            request.blocks += blocks
+            self._chunks.append((request, chunk))
+            tokens += chunk
+            pairs += chunk * request.computed + chunk * (chunk + 1) // 2
+        return tokens, pairs
+
+    def retime(self, slow: float, now: float) -> None:
+        if self.state == STEPPING:
+            self._work += (now - self._at) / self.slow
+            self._at = now
+            self.planned_time = now + max(0.0, self._duration - self._work) * slow
+            self.unit.look(self)
+        self.slow = slow

@@ -1,0 +1,181 @@
+"""A unit with a scheduler: the ledger and the policy of the live unit, driven by virtual events.
+
+It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, page counts before each turn, grants.
+"""
+
+from __future__ import annotations
+
+from muxserve.costs import LatencyModel
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policies import make_policy
+from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.types import Grant, Phase, QueuedRequest
+from muxserve.simulator.engine import DecodeEngine, Lease, PrefillEngine
+from muxserve.simulator.pages import ModelPages
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.setup import Options, SimUnit
+from muxserve.simulator.world import World
+
+# A wakeup that is due already and changed nothing is tried again after this time, so that the clock moves on.
+_AGAIN_SECONDS = 0.001
+
+
+class LeasedUnit(World):
+    """Simulates a unit under `policy` (by default a new one of the name in `unit`)."""
+
+    decode_engine: type[DecodeEngine] = DecodeEngine
+
+    def __init__(
+        self, unit: SimUnit, latency: LatencyModel, options: Options | None = None, policy: Policy | None = None
+    ) -> None:
+        super().__init__(unit, latency, options)
+        self.policy = policy or make_policy(unit.policy)
+        self.ledger = UnitLedger([model.profile for model in unit.models], unit.pools)
+        self._requests: dict[str, SimRequest] = {}
+        self._lease_id = 0
+        self._wake_at = -1.0
+        self._by_name: dict[str, ModelPages] = {}
+        self._engine: dict[tuple[str, Phase], DecodeEngine | PrefillEngine] = {}
+        for index, (model, pages) in enumerate(zip(unit.models, self.pages, strict=True)):
+            self._by_name[model.name] = pages
+            self._add(self.decode_engine(self, model, index, pages))
+        # Of steps that begin at the same moment decode comes first, since prefill takes whatever is left.
+        for index, (model, pages) in enumerate(zip(unit.models, self.pages, strict=True), len(unit.models)):
+            self._add(PrefillEngine(self, model, index, pages))
+
+    def _add(self, engine: DecodeEngine | PrefillEngine) -> None:
+        phase = Phase(engine.phase)
+        self.engines.append(engine)
+        self._engine[engine.model.name, phase] = engine
+        self.ledger.engine_up(engine.model.name, phase, 0.0)
+
+    # ------------------------------------------------------------ requests
+
+    def arrive(self, request: SimRequest, now: float) -> None:
+        # The last token is not computed upon, so it needs no place.
+        if self._too_long(request, request.prompt + request.output - 1, now):
+            return
+        self._requests[request.request_id] = request
+        self.ledger.arrived(
+            QueuedRequest(request.request_id, request.model, request.prompt, request.output, request.arrival), now
+        )
+        self.turn_due = True
+
+    def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:
+        model = self.ledger.by_name[request.model]
+        capacity = self.policy.capacity(model)
+        pages = -(-tokens // model.block_tokens) * model.pages_per_block
+        if pages <= capacity:
+            return False
+        self.refuse(request, now, f"too long: {tokens} tokens need {pages} pages, and {capacity} can be had")
+        return True
+
+    # ------------------------------------------------------------ engines
+
+    def report(
+        self,
+        engine: DecodeEngine | PrefillEngine,
+        left: int,
+        seconds: float,
+        tokens: int,
+        steps: int,
+        remaining: int,
+        now: float,
+        finished: list[SimRequest],
+        handed: list[SimRequest],
+        returned: list[SimRequest],
+    ) -> None:
+        lease_id = engine.lease_id
+        if not self.overheads.report:
+            self._told(engine, lease_id, left, seconds, tokens, steps, remaining, now, finished, handed, returned)
+            return
+        self.at(
+            now + self.overheads.report,
+            lambda now: self._told(
+                engine, lease_id, left, seconds, tokens, steps, remaining, now, finished, handed, returned
+            ),
+        )
+
+    def _told(
+        self,
+        engine: DecodeEngine | PrefillEngine,
+        lease_id: int,
+        left: int,
+        seconds: float,
+        tokens: int,
+        steps: int,
+        remaining: int,
+        now: float,
+        finished: list[SimRequest],
+        handed: list[SimRequest],
+        returned: list[SimRequest],
+    ) -> None:
+        ledger, phase, name = self.ledger, Phase(engine.phase), engine.model.name
+        for request in finished:
+            ledger.finished(request.request_id, phase, lease_id, now)
+            del self._requests[request.request_id]
+        for request in handed:
+            ledger.handed_over(request.request_id, request.lease_id, request.made, now)
+        for request in returned:
+            ledger.returned(request.request_id, request.lease_id, request.made, now)
+            if self._too_long(request, request.prompt + request.made, now):
+                ledger.cancelled(request.request_id, now)
+                del self._requests[request.request_id]
+        ledger.stepped(name, phase, lease_id, left, seconds, tokens, remaining, now, steps)
+        self.turn_due = True
+
+    # ------------------------------------------------------------ the scheduler
+
+    def turn(self, now: float) -> None:
+        policy, ledger = self.policy, self.ledger
+        self._count_pages(now)
+        self._tell_pages()
+        if self.unit.adapt_quotas:
+            changes = policy.rebalance(ledger, now)
+            if changes:
+                for change in changes:
+                    pages = self._by_name[change.model]
+                    pages.quota = change.pages
+                    ledger.pages(change.model, pages.held, 0, pages.quota)
+                for pool in self.pools.values():
+                    pool.check(now)
+        for grant in policy.decide(ledger, now):
+            self._grant(grant, now)
+        wakeup = policy.wakeup(ledger, now) if self.unit.adapt_quotas else ledger.next_retry()
+        if wakeup < self._wake_at or (self._wake_at <= now and wakeup != float("inf")):
+            self._wake_at = wakeup if wakeup > now else now + _AGAIN_SECONDS
+            self.at(self._wake_at, self._wake)
+
+    def _wake(self, now: float) -> None:
+        if now == self._wake_at:
+            self.turn_due = True
+
+    def _tell_pages(self) -> None:
+        ledger = self.ledger
+        for model, pages in zip(ledger.models, self.pages, strict=True):
+            held = pages.held
+            if held != pages.told:
+                pages.told = held
+                ledger.pages(model.name, held, 0, pages.quota)
+        for name, pool in self.pools.items():
+            held = pool.held
+            if held != pool.told:
+                pool.told = held
+                ledger.pool_pages(name, pool.profile.pages - held, 0)
+
+    def _grant(self, grant: Grant, now: float) -> None:
+        self._lease_id += 1
+        lease_id = self._lease_id
+        self.ledger.granted(grant, lease_id, now)
+        admit = [self._requests[request_id] for request_id in grant.admit]
+        for request in admit:
+            request.lease_id = lease_id
+        engine = self._engine[grant.model, grant.phase]
+        delay = self.overheads.lease
+        if not delay:
+            engine.receive(Lease(lease_id, grant.steps, grant.share, now, grant.seconds, admit), now)
+            return
+        self.at(
+            now + delay,
+            lambda now: engine.receive(Lease(lease_id, grant.steps, grant.share, now, grant.seconds, admit), now),
+        )

@@ -1,0 +1,108 @@
+"""Leaping over steps changes no result, whatever the load, the pool, the policy and the delays."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from muxserve.scheduling.types import ModelProfile
+from muxserve.simulator.combined import CombinedUnit
+from muxserve.simulator.setup import Options, Overheads, SimUnit
+from muxserve.simulator.unit import LeasedUnit
+from muxserve.simulator.world import World
+from muxserve.workload.trace import TraceRequest
+from tests.simulator.support import Analytic, Linear, SteppingCombinedUnit, SteppingUnit, profile, unit
+
+SEARCH = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def outcome(world: World, load: list[TraceRequest]) -> tuple[object, ...]:
+    result = world.run(load)
+    for pool in world.pools.values():
+        assert pool.held == pool.committed == 0
+        assert all(pages.held == pages.committed == 0 for pages in pool.models)
+    assert len(result.records) == len(load)
+    assert all(record.ok or record.error for record in result.records)
+    return (
+        [tuple(getattr(r, f) for f in r.__struct_fields__) for r in result.records],
+        [(e.model, e.phase, e.jobs, e.tokens, e.busy_seconds) for e in result.engines],
+        result.pages,
+        result.busy_seconds,
+    )
+
+
+def models(draw: st.DrawFn, count: int) -> tuple[list[ModelProfile], int]:
+    profiles = []
+    for index in range(count):
+        layers = draw(st.integers(1, 3))
+        floor = layers * 2 * 8
+        quota = draw(st.integers(floor, floor + 120))
+        profiles.append(
+            profile(
+                f"m{index}",
+                layers=layers,
+                block_tokens=draw(st.sampled_from([8, 16, 32])),
+                quota_pages=quota,
+                floor_pages=floor,
+                rate=draw(st.sampled_from([0.5, 1.0, 3.0])),
+                prefill_share=draw(st.sampled_from([0.3, 0.5, 1.0])),
+                decode_share=draw(st.sampled_from([0.2, 0.35, 0.5])),
+                max_num_seqs=draw(st.integers(1, 8)),
+                max_num_batched_tokens=draw(st.sampled_from([16, 64, 256])),
+            )
+        )
+    return profiles, sum(p.quota_pages for p in profiles) + draw(st.integers(0, 40))
+
+
+def workload(draw: st.DrawFn, count: int) -> list[TraceRequest]:
+    chance = random.Random(draw(st.integers(0, 10_000)))
+    rate = draw(st.sampled_from([3.0, 30.0, 300.0]))
+    now, load = 0.0, []
+    for _ in range(draw(st.integers(1, 40))):
+        now += chance.expovariate(rate)
+        load.append(TraceRequest(now, f"m{chance.randrange(count)}", chance.randint(1, 90), chance.randint(1, 120)))
+    return load
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceRequest]]:
+    count = draw(st.integers(1, 3))
+    profiles, pages = models(draw, count)
+    policy = draw(st.sampled_from(["adbs", "fcfs", "round_robin"]))
+    costs = Linear(
+        bend=draw(st.sampled_from([100.0, 400.0, float("inf")])), bandwidth=draw(st.sampled_from([0.0, 0.4, 0.9]))
+    )
+    delay = draw(st.sampled_from([0.0, 0.0003]))
+    options = Options(Overheads(request=delay, lease=delay, report=delay, decode_step=delay, token=delay), 0.05)
+    simulated = unit(profiles, pages, policy, adapt_quotas=draw(st.booleans()))
+    return simulated, Analytic(costs, skew=0.0137), options, workload(draw, count)
+
+
+@SEARCH
+@given(scenes())
+def test_a_leap_is_many_steps(scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]]) -> None:
+    simulated, latency, options, load = scene
+    leaping = outcome(LeasedUnit(simulated, latency, options), load)
+    assert leaping == outcome(SteppingUnit(simulated, latency, options), load)
+
+
+@SEARCH
+@given(scenes())
+def test_a_leap_of_a_combined_engine_is_many_steps(
+    scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]],
+) -> None:
+    simulated, latency, options, load = scene
+    leaping = outcome(CombinedUnit(simulated, latency, options), load)
+    assert leaping == outcome(SteppingCombinedUnit(simulated, latency, options), load)
+
+
+@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round_robin"])
+def test_leaping_looks_less_often(policy: str) -> None:
+    simulated = unit([profile("m0"), profile("m1")], 800, policy)
+    load = [TraceRequest(0.3 * i, f"m{i % 2}", 40, 100) for i in range(10)]
+    worlds = [LeasedUnit(simulated, Analytic()), SteppingUnit(simulated, Analytic())]
+    few, many = (world.run(load).looks for world in worlds)
+    assert few < many * 0.7
