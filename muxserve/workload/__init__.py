@@ -1,11 +1,22 @@
-"""Request traces: generators, and the project's trace format. Pure: no clock, no socket, no torch, no vLLM."""
+"""Request workloads: generators, readers of the public trace formats, and the project's own format. Pure: no clock, no
+socket, no torch, no vLLM."""
 
-from muxserve.workload.arrivals import poisson_arrivals, power_law_rates
+from muxserve.workload.arrivals import Arrivals, gamma_arrivals, poisson_arrivals, power_law_rates
+from muxserve.workload.errors import TraceError, WorkloadError
 from muxserve.workload.generate import ModelLoad, generate
-from muxserve.workload.lengths import FixedLength, Lengths, LogNormalLengths, UniformLengths
+from muxserve.workload.lengths import (
+    CappedLengths,
+    FixedLength,
+    Lengths,
+    LogNormalLengths,
+    PowerLawLengths,
+    QuantileLengths,
+    UniformLengths,
+)
+from muxserve.workload.shapes import Bursts, Diurnal
+from muxserve.workload.source import Workload, WorkloadOptions, open_workload
 from muxserve.workload.trace import (
     Trace,
-    TraceError,
     TraceHeader,
     TraceRequest,
     TraceWriter,
@@ -15,18 +26,29 @@ from muxserve.workload.trace import (
 )
 
 __all__ = [
+    "Arrivals",
+    "Bursts",
+    "CappedLengths",
+    "Diurnal",
     "FixedLength",
     "Lengths",
     "LogNormalLengths",
     "ModelLoad",
+    "PowerLawLengths",
+    "QuantileLengths",
     "Trace",
     "TraceError",
     "TraceHeader",
     "TraceRequest",
     "TraceWriter",
     "UniformLengths",
+    "Workload",
+    "WorkloadError",
+    "WorkloadOptions",
+    "gamma_arrivals",
     "generate",
     "open_trace",
+    "open_workload",
     "poisson_arrivals",
     "power_law_rates",
     "read_trace",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from muxserve.workload.shapes import FLAT, ShapeFactory
 
 
 def power_law_rates(models: Sequence[str], total: float, alpha: float) -> dict[str, float]:
@@ -29,22 +32,84 @@ def power_law_rates(models: Sequence[str], total: float, alpha: float) -> dict[s
     return {model: weight * scale for model, weight in zip(models, weights, strict=True)}
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """A renewal process whose gaps are gamma distributed with coefficient of variation `cv`, its rate varied over time
+    by `shape`. A cv of 1 is Poisson, 0 is even spacing, more than 1 comes in clumps.
+
+    Raises:
+        ValueError: a cv that is negative or not finite.
+    """
+
+    cv: float = 1.0
+    shape: ShapeFactory = FLAT
+
+    def __post_init__(self) -> None:
+        if not (self.cv >= 0 and math.isfinite(self.cv)):
+            raise ValueError(f"the coefficient of variation (cv) must be zero or positive, not {self.cv}")
+
+    def times(self, rate: float, duration: float, rng: random.Random, position: float = 0.0) -> Iterator[float]:
+        """Arrival times in seconds, below `duration`, of `rate` requests per second on average. `position` in 0..1
+        tells the shapes of several models apart.
+
+        Raises:
+            ValueError: a negative rate or duration, or one that is not finite.
+        """
+        _check(rate, duration)
+        shape = self.shape.shape(duration, rng, position)
+        steady = _gaps(rate, self.cv, rng) if rate > 0 else iter(())
+        if shape is None:
+            return _until(duration, steady)
+        return _until(duration, map(shape.when, steady))
+
+
+POISSON = Arrivals()
+
+
 def poisson_arrivals(rate: float, duration: float, rng: random.Random) -> Iterator[float]:
     """Arrival times, seconds from the start, of a Poisson process of `rate` requests per second below `duration`.
 
     Raises:
         ValueError: a negative rate or duration, or one that is not finite.
     """
+    return POISSON.times(rate, duration, rng)
+
+
+def gamma_arrivals(rate: float, cv: float, duration: float, rng: random.Random) -> Iterator[float]:
+    """The same with gamma distributed gaps whose standard deviation is `cv` times their mean.
+
+    Raises:
+        ValueError: a negative argument, or one that is not finite.
+    """
+    return Arrivals(cv).times(rate, duration, rng)
+
+
+def _check(rate: float, duration: float) -> None:
     for name, value in (("rate", rate), ("duration", duration)):
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"the {name} must be zero or positive and finite, not {value}")
-    return _poisson(rate, duration, rng)
 
 
-def _poisson(rate: float, duration: float, rng: random.Random) -> Iterator[float]:
-    if rate == 0:
-        return
-    now = rng.expovariate(rate)
-    while now < duration:
+def _gaps(rate: float, cv: float, rng: random.Random) -> Iterator[float]:
+    now = 0.0
+    if cv == 1:
+        while True:
+            now += rng.expovariate(rate)
+            yield now
+    if cv == 0:
+        # Evenly spaced models must not all fire at once, so each begins somewhere in its first gap.
+        now = -rng.random() / rate
+        while True:
+            now += 1 / rate
+            yield now
+    shape, scale = cv**-2, cv**2 / rate
+    while True:
+        now += rng.gammavariate(shape, scale)
         yield now
-        now += rng.expovariate(rate)
+
+
+def _until(duration: float, times: Iterator[float]) -> Iterator[float]:
+    for time in times:
+        if time >= duration:
+            return
+        yield time

@@ -1,4 +1,4 @@
-"""Traces from a seed: Poisson arrivals of several models, each with its own rate and lengths."""
+"""Traces from a seed: arrivals of several models, each with its own rate and lengths."""
 
 from __future__ import annotations
 
@@ -7,34 +7,39 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from muxserve.workload.arrivals import poisson_arrivals
+from muxserve.workload.arrivals import POISSON, Arrivals
 from muxserve.workload.lengths import Lengths
 from muxserve.workload.trace import TraceRequest
 
 
 @dataclass(frozen=True)
 class ModelLoad:
-    """What one model gets: `rate` requests per second, and the lengths of its prompts and answers in tokens."""
+    """What one model gets: `rate` requests per second, the lengths of its prompts and answers in tokens, and how its
+    arrivals are spread over time."""
 
     rate: float
     prompt: Lengths
     output: Lengths
+    arrivals: Arrivals = POISSON
 
 
-def _of_model(name: str, load: ModelLoad, duration: float, seed: int) -> Iterator[TraceRequest]:
+def _of_model(name: str, load: ModelLoad, duration: float, seed: int, position: float) -> Iterator[TraceRequest]:
     # Each model draws from its own streams: changing one model leaves the requests of the others alone.
     arrivals = random.Random(f"{seed}/{name}/arrivals")
     lengths = random.Random(f"{seed}/{name}/lengths")
-    for arrival in poisson_arrivals(load.rate, duration, arrivals):
+    for arrival in load.arrivals.times(load.rate, duration, arrivals, position):
         yield TraceRequest(round(arrival, 6), name, load.prompt.sample(lengths), load.output.sample(lengths))
 
 
 def generate(loads: Mapping[str, ModelLoad], duration: float, seed: int) -> Iterator[TraceRequest]:
     """The requests of all models below `duration` seconds in order of arrival, streamed. Arrivals are whole
-    microseconds. The same arguments give the same requests.
+    microseconds. The same arguments give the same requests. Shapes that put models apart do so in the order of
+    `loads`.
 
     Raises:
         ValueError: a rate or the duration is negative or not finite.
     """
-    streams = [_of_model(name, load, duration, seed) for name, load in loads.items()]
+    streams = [
+        _of_model(name, load, duration, seed, number / len(loads)) for number, (name, load) in enumerate(loads.items())
+    ]
     return heapq.merge(*streams, key=lambda request: (request.arrival, request.model))

@@ -15,7 +15,7 @@ import gzip
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,17 +23,9 @@ from typing import IO, cast
 
 import msgspec
 
+from muxserve.workload.errors import TraceError
+
 VERSION = 1
-
-
-class TraceError(ValueError):
-    """A trace that cannot be read or written; the message names file and line."""
-
-    def __init__(self, path: str | os.PathLike[str], line: int, problem: str) -> None:
-        super().__init__(f"{os.fspath(path)}, line {line}: {problem}")
-        self.path = os.fspath(path)
-        self.line = line
-        self.problem = problem
 
 
 class TraceRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -93,15 +85,18 @@ def _request_problem(request: TraceRequest, models: frozenset[str], before: floa
 
 
 @contextlib.contextmanager
-def open_trace(path: str | os.PathLike[str]) -> Iterator[tuple[TraceHeader, Iterator[TraceRequest]]]:
-    """The header and a stream of the requests, valid inside the `with` block. Blank lines are skipped.
+def open_trace(
+    path: str | os.PathLike[str], skipped: Callable[[TraceError], None] | None = None
+) -> Iterator[tuple[TraceHeader, Iterator[TraceRequest]]]:
+    """The header and a stream of the requests, valid inside the `with` block. Blank lines are skipped; so are malformed
+    requests where `skipped` is given, which is told of each.
 
     Raises:
         TraceError: the header is malformed; while iterating, the first malformed request.
         OSError: the file cannot be opened.
     """
-    with _open(path, "rb") as file:
-        lines = _lines(path, file)
+    with open_maybe_gzip(path, "rb") as file:
+        lines = numbered_lines(path, file)
         first = next(lines, None)
         if first is None:
             raise TraceError(path, 1, "the file is empty; a trace begins with a header line")
@@ -113,16 +108,22 @@ def open_trace(path: str | os.PathLike[str]) -> Iterator[tuple[TraceHeader, Iter
         problem = _header_problem(header)
         if problem:
             raise TraceError(path, number, problem)
-        yield header, _requests(path, lines, header)
+        yield header, _requests(path, lines, header, skipped or _refuse)
 
 
-def _open(path: str | os.PathLike[str], mode: str) -> IO[bytes]:
+def open_maybe_gzip(path: str | os.PathLike[str], mode: str) -> IO[bytes]:
+    """The file, decompressed where its name ends in `.gz`."""
     if os.fspath(path).endswith(".gz"):
         return cast(IO[bytes], gzip.open(path, mode))
     return cast(IO[bytes], open(path, mode))
 
 
-def _lines(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Its lines that are not blank, numbered from 1.
+
+    Raises:
+        TraceError: the compressed file is damaged.
+    """
     number = 0
     try:
         for number, text in enumerate(file, start=1):
@@ -132,8 +133,15 @@ def _lines(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[tuple[int,
         raise TraceError(path, number + 1, f"the compressed file is damaged or cut off: {error}") from None
 
 
+def _refuse(error: TraceError) -> None:
+    raise error from None
+
+
 def _requests(
-    path: str | os.PathLike[str], lines: Iterator[tuple[int, bytes]], header: TraceHeader
+    path: str | os.PathLike[str],
+    lines: Iterator[tuple[int, bytes]],
+    header: TraceHeader,
+    skipped: Callable[[TraceError], None],
 ) -> Iterator[TraceRequest]:
     models = frozenset(header.models)
     before = 0.0
@@ -142,10 +150,12 @@ def _requests(
             request = _request_decoder.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             wanted = "[arrival, model, prompt tokens, output tokens]"
-            raise TraceError(path, number, f"not a request {wanted}: {error}") from None
+            skipped(TraceError(path, number, f"not a request {wanted}: {error}"))
+            continue
         problem = _request_problem(request, models, before)
         if problem:
-            raise TraceError(path, number, problem)
+            skipped(TraceError(path, number, problem))
+            continue
         before = request.arrival
         yield request
 

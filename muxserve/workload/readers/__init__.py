@@ -1,0 +1,46 @@
+"""Readers of the public trace formats: one small module each, all streaming, found by what a file begins with."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+from muxserve.workload.errors import WorkloadError
+from muxserve.workload.readers import azure, burstgpt, lmsys, mooncake, sharegpt
+from muxserve.workload.readers.format import Format, ReadOptions, Row
+from muxserve.workload.readers.format import RawRequest as RawRequest
+from muxserve.workload.trace import open_maybe_gzip
+
+__all__ = ["FORMATS", "NATIVE", "Format", "RawRequest", "ReadOptions", "Row", "detect"]
+
+NATIVE = "muxserve"
+FORMATS = {
+    format.name: format for format in (azure.FORMAT, burstgpt.FORMAT, mooncake.FORMAT, lmsys.FORMAT, sharegpt.FORMAT)
+}
+_HEAD = 1 << 16
+
+
+def detect(path: str | os.PathLike[str]) -> str:
+    """The name of the file's format, of `FORMATS` or `NATIVE`.
+
+    Raises:
+        WorkloadError: none of them.
+        OSError: the file cannot be opened.
+    """
+    try:
+        with open_maybe_gzip(path, "rb") as file:
+            head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except (EOFError, zlib.error) as error:
+        raise WorkloadError(f"{os.fspath(path)}: the compressed file is damaged or cut off: {error}") from None
+    if not head:
+        raise WorkloadError(f"{os.fspath(path)} is empty; a trace was expected")
+    if b'"muxserve_trace"' in head.split(b"\n", 1)[0]:
+        return NATIVE
+    for name, format in FORMATS.items():
+        if format.matches(head):
+            return name
+    known = "; ".join(f"{name} ({format.about})" for name, format in FORMATS.items())
+    raise WorkloadError(
+        f"{os.fspath(path)} is in no format that is known: {known}; {NATIVE} (docs/workload.md). "
+        "If it is one of these, name it with --format"
+    )

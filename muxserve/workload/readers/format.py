@@ -1,0 +1,70 @@
+"""What every reader of a format has in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from muxserve.workload.errors import TraceError
+from muxserve.workload.text import TokenCounter, estimated_tokens
+
+
+class RawRequest(NamedTuple):
+    """A request as a file tells of it. `arrival` is in seconds of the file's own clock, None where it has none; `model`
+    is the file's name for it, None where it names none. Lengths are in tokens."""
+
+    arrival: float | None
+    model: str | None
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Row(NamedTuple):
+    """One line or record: its request, or the `problem` that makes it malformed."""
+
+    place: int
+    request: RawRequest | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files with text are read: `count` gives the tokens of a text; `all_turns` makes every answer of a
+    conversation a request, with all before it as its prompt, instead of the first alone."""
+
+    count: TokenCounter = estimated_tokens
+    all_turns: bool = False
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format. `read` yields its rows and raises TraceError where the file cannot be read any further; `unit` is
+    what its places count (line, record); `matches` judges the first 64 KiB, white space stripped from their start."""
+
+    name: str
+    about: str
+    matches: Callable[[bytes], bool]
+    read: Callable[[str | os.PathLike[str], ReadOptions], Iterator[Row]]
+    unit: str = "line"
+
+
+def bad_header(path: str | os.PathLike[str], wanted: str, got: str) -> TraceError:
+    """The error for a table that lacks a column."""
+    return TraceError(path, 1, f"not the header of this format: expected the columns {wanted}, found {got[:200]!r}")
+
+
+def token_count(text: str, name: str) -> int:
+    """A whole number of at least zero.
+
+    Raises:
+        ValueError: anything else; the message names the field.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, not {text!r}") from None
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, not {value}")
+    return value
