@@ -1,0 +1,75 @@
+"""What is asked of a fleet: per model its architecture, load, lengths and latency objectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from muxserve.costs.architecture import ModelArchitecture
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One model and its load.
+
+    `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
+    `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
+    """
+
+    name: str
+    architecture: ModelArchitecture
+    rate: float
+    prompt_tokens: int = 512
+    output_tokens: int = 256
+    dtype: str = "bfloat16"
+    slo_ttft: float | None = None
+    slo_tpot: float | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ValueError(f"{self.name}: rate, prompt_tokens and output_tokens must be above zero")
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of KV that a request in service holds on average: prompt and a whole output.
+
+        The average over the time in service of prompt + tokens so far is p + E[o²] / (2 E[o]), which is p + E[o] where
+        lengths spread as much as an exponential distribution, as those of chats do.
+        """
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def decode_steps(self) -> int:
+        """Decode steps of a mean request; its first token comes from prefill."""
+        return self.output_tokens - 1
+
+
+class Mesh(NamedTuple):
+    """A kind of mesh: `size` devices of type `device`, over which every model on it is split (tensor parallel)."""
+
+    device: str
+    size: int
+
+
+class Member(NamedTuple):
+    """A replica in a unit: of the demand numbered `model`, one of `replicas` that share its rate equally."""
+
+    model: int
+    replicas: int = 1
+
+
+Members = tuple[Member, ...]
+
+
+def splits_evenly(architecture: ModelArchitecture, tp: int) -> bool:
+    """Whether `tp` devices can share the model: every device has whole query heads and MLP columns, and either whole
+    KV heads or one that it shares with others, as in vLLM."""
+    kv = architecture.kv_heads
+    return (
+        architecture.heads % tp == 0
+        and (kv % tp == 0 or tp % kv == 0)
+        and (architecture.intermediate % tp == 0 or architecture.experts > 1)
+    )

@@ -1,0 +1,286 @@
+"""What a unit can serve: its steady state, latencies, SLO attainment and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from muxserve.costs.latency import Load
+from placement.candidates import MEETS, Candidates, most_sequences
+from placement.curves import DecodeCurve, PrefillCurve
+from placement.demand import Demand, Member, Members, Mesh
+from placement.engines import Footprint
+from placement.settle import Runner, Steady, settle
+
+HORIZON = 60.0  # seconds of overload after which attainment is told
+LEAST_PREFILL_SHARE = 0.3
+_NEGLIGIBLE = 1.005  # a slowdown below this is not worth settling again
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEstimate:
+    """A replica in a unit.
+
+    `rate` is asked of it, `throughput` served, both in requests per second. Latencies are means in seconds; `ttft` is
+    infinite where more is asked than can be served. `attainment` is the part of requests that meets the objectives
+    (that is answered, where there are none). `limit` is what holds the replica back, or would next: "memory",
+    "compute", "sequences" or "slo". `own_bytes` is on each device without KV, `kv_bytes` KV in use on average.
+    """
+
+    member: Member
+    rate: float
+    throughput: float
+    batch: float
+    ttft: float
+    tpot: float
+    attainment: float
+    decode_share: float
+    limit: str
+    own_bytes: int
+    kv_bytes: float
+
+    @property
+    def meets_rate(self) -> bool:
+        """It serves what is asked, within a hundredth."""
+        return self.throughput >= MEETS * self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEstimate:
+    """A unit. `pool_bytes` is what each device has for pages, `kv_bytes` what of it is in use on average.
+    `prefill_load` is the part of time in which a prefill runs, `decode_load` the compute that decode asks for (above 1:
+    it takes turns), `progress` the part of its full speed at which it goes on."""
+
+    mesh: Mesh
+    prefill_share: float
+    models: tuple[ModelEstimate, ...]
+    pool_bytes: int
+    kv_bytes: float
+    prefill_load: float
+    decode_load: float
+    progress: float
+
+    @property
+    def throughput(self) -> float:
+        """Requests per second of all models."""
+        return sum(model.throughput for model in self.models)
+
+
+class Shares(NamedTuple):
+    """Shares of a unit's compute: of any prefill, and of each member's decode."""
+
+    prefill: float
+    decode: tuple[float, ...]
+
+
+class Estimator:
+    """Estimates units; depends on nothing but its candidates, and keeps nothing."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self.candidates = candidates
+        self.engines = candidates.engines
+        self.demands = candidates.engines.demands
+
+    def room(self, mesh: Mesh, members: Members) -> int:
+        """Bytes that each device has for pages; negative if the weights alone do not fit."""
+        own = sum(self.engines.footprint(member.model, mesh).own for member in members)
+        return self.engines.memory[mesh.device] - own
+
+    def choices(self, mesh: Mesh, members: Members) -> list[Shares]:
+        """Shares worth trying, from Algorithm 2's shares s: s with all compute for prefill, s with what they leave for
+        prefill, and everyone everything in turn. Empty if a member cannot run there."""
+        found = [self.candidates.of(member, mesh) for member in members]
+        least = tuple(candidate.share for candidate in found if candidate is not None)
+        if len(least) < len(members):
+            return []
+        whole = tuple(1.0 for _ in least)
+        choices = [Shares(1.0, least)] if least != whole else []
+        left = 1.0 - sum(least) + 1e-9
+        beside = max((share for share in self.candidates.shares if share <= left), default=0.0)
+        if beside >= LEAST_PREFILL_SHARE:
+            choices.append(Shares(beside, least))
+        choices.append(Shares(1.0, whole))
+        return choices
+
+    def unit(self, mesh: Mesh, members: Members, shares: Shares) -> UnitEstimate | None:
+        """The estimate of a unit with given shares; None if it does not fit or costs are not known."""
+        settled = self.settled(mesh, members, shares)
+        return None if settled is None else self._describe(mesh, members, shares, *settled)
+
+    def settled(self, mesh: Mesh, members: Members, shares: Shares) -> tuple[list[Runner], Steady, int] | None:
+        """Runners, steady state and pool bytes of a unit; None as for `unit`."""
+        pool = self.room(mesh, members)
+        runners: list[Runner] = []
+        sequences = 0.0
+        for member, share in zip(members, shares.decode, strict=True):
+            decode = self.engines.decode(member.model, mesh, share)
+            prefill = self.engines.prefill(member.model, mesh, shares.prefill)
+            if decode is None or prefill is None:
+                return None
+            demand = self.demands[member.model]
+            sequence = self.engines.footprint(member.model, mesh).sequence
+            sequences += sequence
+            most = most_sequences(demand, decode)
+            runners.append(Runner(demand.rate / member.replicas, sequence, most, share, decode, prefill))
+        if pool < sequences:
+            return None
+        state = settle(runners, shares.prefill, pool)
+        stretched = self._stretched(mesh, runners, shares.prefill, state)
+        if stretched is not None:
+            runners = stretched
+            state = settle(runners, shares.prefill, pool)
+        return runners, state, pool
+
+    def _stretched(
+        self, mesh: Mesh, runners: list[Runner], prefill_share: float, state: Steady
+    ) -> list[Runner] | None:
+        """The runners with the slowdowns that they cause each other; None if there are none to speak of.
+
+        Others count with the part of time in which they run beside a job: they have something to do, and a share is
+        free for them.
+        """
+        if len(runners) == 1 and prefill_share >= 1.0:
+            return None
+        turns = min(1.0, 1.0 / state.decode) if state.decode > 0 else 1.0
+        active = [(1.0 - math.exp(-batch)) * turns for batch in state.batches]
+        loads = [
+            Load(load.bandwidth * part, load.compute * part)
+            for runner, batch, part in zip(runners, state.batches, active, strict=True)
+            for load in (runner.decode.load_at(batch),)
+        ]
+        left = 1.0 - prefill_share
+        parts = [rate * runner.prefill.seconds_at(b) for rate, runner, b in zip(state.rates, runners, state.batches)]
+        total = sum(parts)
+        prefills = tuple(
+            Load(runner.prefill.load.bandwidth * part, runner.prefill.load.compute * part)
+            for runner, part in zip(runners, parts, strict=True)
+        )
+        stretched, worst = [], 1.0
+        for i, runner in enumerate(runners):
+            room = 1.0 - runner.share + 1e-9
+            beside = tuple(load for j, load in enumerate(loads) if j != i and runners[j].share <= room)
+            if runner.share <= left + 1e-9:
+                beside += prefills
+            decode = self.engines.slowdown(mesh, runner.decode.load_at(state.batches[i]), beside) if beside else 1.0
+            others = tuple(load for j, load in enumerate(loads) if runners[j].share <= left + 1e-9)
+            prefill = self.engines.slowdown(mesh, runner.prefill.load, others) if others and total else 1.0
+            worst = max(worst, decode, prefill)
+            stretched.append(runner._replace(decode_stretch=decode, prefill_stretch=prefill))
+        return stretched if worst > _NEGLIGIBLE else None
+
+    def _describe(
+        self, mesh: Mesh, members: Members, shares: Shares, runners: list[Runner], state: Steady, pool: int
+    ) -> UnitEstimate:
+        waits = waiting(runners, state)
+        models = []
+        for i, (member, runner) in enumerate(zip(members, runners, strict=True)):
+            demand = self.demands[member.model]
+            batch, rate = state.batches[i], state.rates[i]
+            ttft, tpot, attainment = latencies(demand, runner, batch, rate, state, waits)
+            models.append(
+                ModelEstimate(
+                    member=member,
+                    rate=runner.rate,
+                    throughput=rate,
+                    batch=batch,
+                    ttft=ttft,
+                    tpot=tpot,
+                    attainment=attainment,
+                    decode_share=shares.decode[i],
+                    limit=_limit(demand, runner, batch, rate, state, pool, i),
+                    own_bytes=self.engines.footprint(member.model, mesh).own,
+                    kv_bytes=batch * runner.sequence,
+                )
+            )
+        return UnitEstimate(
+            mesh=mesh,
+            prefill_share=shares.prefill,
+            models=tuple(models),
+            pool_bytes=pool,
+            kv_bytes=state.pool_used,
+            prefill_load=state.prefill,
+            decode_load=state.decode,
+            progress=state.progress,
+        )
+
+
+def waiting(runners: Sequence[Runner], state: Steady) -> float:
+    """Mean seconds that a request waits for prefill: Pollaczek-Khinchine for the queue of all models, where each
+    model's service is taken as constant."""
+    busy = min(state.prefill, 0.999)
+    square = 0.0
+    for runner, rate, batch in zip(runners, state.rates, state.batches, strict=True):
+        seconds = runner.prefill.seconds_at(batch) * runner.prefill_stretch
+        square += rate * seconds * seconds
+    return square / (2.0 * (1.0 - busy))
+
+
+def latencies(
+    demand: Demand, runner: Runner, batch: float, rate: float, state: Steady, wait: float
+) -> tuple[float, float, float]:
+    """TTFT and TPOT (means, seconds) and attainment of one model.
+
+    The wait for prefill is taken as exponential with probability U of not being zero, the batch as Poisson. Where only
+    a part r of the rate is served, the wait after t seconds is t (1 - r) / r, told for the first `HORIZON` seconds.
+    """
+    prefill = runner.prefill.seconds_at(1.0) * runner.prefill_stretch
+    step = runner.decode.seconds_at(batch) * runner.decode_stretch / max(state.progress, 1e-9)
+    served = rate / runner.rate
+    met = served >= MEETS
+    ttft = wait + prefill if met else math.inf
+    attainment = min(1.0, served) if not met else 1.0
+    if demand.slo_ttft is not None:
+        slack = demand.slo_ttft - prefill
+        if slack <= 0:
+            in_time = 0.0
+        else:
+            busy = state.prefill
+            in_time = 1.0 - busy * math.exp(-slack * busy / wait) if wait > 0 and busy > 0 else 1.0
+            if not met:
+                in_time *= min(1.0, slack * served / ((1.0 - served) * HORIZON))
+        attainment = min(attainment, in_time)
+    if demand.slo_tpot is not None and demand.decode_steps > 0:
+        within = runner.decode.batch_within(demand.slo_tpot * state.progress / runner.decode_stretch)
+        if within < 1.0:
+            attainment = 0.0
+        elif within < runner.decode.batch[-1]:
+            attainment *= _normal((within + 0.5 - batch) / math.sqrt(max(batch, 0.25)))
+    return ttft, step, attainment
+
+
+def _normal(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2.0))
+
+
+def _limit(
+    demand: Demand, runner: Runner, batch: float, rate: float, state: Steady, pool: int, index: int
+) -> str:
+    """What holds a model back; for one that meets its rate, what would first if it grew."""
+    if rate < MEETS * runner.rate:
+        if state.short[index]:
+            return "memory"
+        if batch >= runner.most - 1e-6:
+            return "sequences" if runner.most >= demand.max_num_seqs else "slo"
+        return "compute"
+    # Compute is used up when progress is, memory when the pool is, sequences at the model's own bound.
+    uses = {
+        "memory": state.pool_used / pool if pool else 1.0,
+        "compute": max(state.prefill, 1.0 - state.progress, min(1.0, state.decode)),
+        "sequences": batch / demand.max_num_seqs,
+    }
+    return max(uses, key=lambda what: uses[what])
+
+
+__all__ = [
+    "DecodeCurve",
+    "Estimator",
+    "Footprint",
+    "ModelEstimate",
+    "PrefillCurve",
+    "Shares",
+    "UnitEstimate",
+    "latencies",
+    "waiting",
+]

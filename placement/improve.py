@@ -1,0 +1,176 @@
+"""Local search: makes a layout better, never worse.
+
+Descends through the moves of `moves.py` until none helps; then, again and again, takes a few units apart, rebuilds them
+with some luck, descends from there, and keeps what is better. The same seed gives the same answer unless `stop` cuts the
+search short.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from placement.demand import Member, Mesh
+from placement.greedy import kinds, work
+from placement.layout import Layout, Unit, joined
+from placement.moves import Move, best, of_one, of_two, placements
+from placement.values import IMPOSSIBLE
+
+
+@dataclass(frozen=True, slots=True)
+class ImproveLimits:
+    """The search ends after `kicks` in a row that did not help, or after `evaluations` of new units. Each unit is paired
+    with at most `partners` others. A kick takes apart up to `ruin` units."""
+
+    kicks: int = 60
+    evaluations: int = 200_000
+    partners: int = 12
+    ruin: int = 3
+    seed: int = 0
+
+
+def improve(
+    layout: Layout,
+    limits: ImproveLimits | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Layout:
+    """The best layout found from `layout`, which is left as it is. `stop` is asked often and ends the search."""
+    search = _Improver(layout, limits or ImproveLimits(), stop, progress)
+    return search.run()
+
+
+class _Improver:
+    def __init__(
+        self, layout: Layout, limits: ImproveLimits, stop: Callable[[], bool], progress: Callable[[str], None]
+    ) -> None:
+        self.layout = layout.copy()
+        self.limits, self.progress = limits, progress
+        self.values = layout.values
+        self.rng = random.Random(limits.seed)
+        self.kinds = kinds(layout.values, layout.machines)
+        self._stop = stop
+        self._until = self.values.evaluations + limits.evaluations
+
+    def run(self) -> Layout:
+        self._insert_missing()
+        self._descend(list(self.layout.units))
+        fails = kicks = 0
+        while fails < self.limits.kicks and not self._over() and self.layout.units:
+            before = self.layout.copy()
+            touched = self._kick()
+            self._descend(touched)
+            kicks += 1
+            if self.layout.value > before.value + 1e-9:
+                fails = 0
+            else:
+                fails += 1
+                if self.layout.value < before.value - 1e-12:
+                    self.layout = before
+            self.progress(f"{kicks} rebuilds, value {self.layout.value:.4g}")
+        return Layout(self.values, self.layout.machines, self.layout.units.values())
+
+    def _over(self) -> bool:
+        return self.values.evaluations >= self._until or self._stop()
+
+    # ------------------------------------------------------------ descent
+
+    def _descend(self, dirty: Iterable[int]) -> None:
+        """First improvement, best of each neighbourhood; only units that changed are looked at again."""
+        queue = sorted(dirty)
+        while queue and not self._over():
+            number = queue.pop(0)
+            if number not in self.layout.units:
+                continue
+            changed = self._improve_unit(number)
+            if changed:
+                queue = [n for n in queue if n in self.layout.units] + changed
+
+    def _improve_unit(self, number: int) -> list[int]:
+        layout = self.layout
+        _, move = best(layout, of_one(layout, number, self.kinds, self.rng))
+        if move is not None:
+            return self._apply(move)
+        for other in self._partners(number):
+            _, move = best(layout, of_two(layout, number, other, self.kinds))
+            if move is not None:
+                return self._apply(move)
+        return []
+
+    def _partners(self, number: int) -> list[int]:
+        others = [n for n in self.layout.units if n != number]
+        if len(others) > self.limits.partners:
+            others = self.rng.sample(others, self.limits.partners)
+        return others
+
+    def _apply(self, move: Move) -> list[int]:
+        first = self.layout._next
+        self.layout.replace(move.old, move.new)
+        return list(range(first, self.layout._next))
+
+    # ------------------------------------------------------------ kicks
+
+    def _kick(self) -> list[int]:
+        """Take a few units apart and place their members anew; the numbers of the units that came of it."""
+        layout = self.layout
+        numbers = sorted(layout.units)
+        count = min(len(numbers), self.rng.randint(1, self.limits.ruin))
+        ruined = self.rng.sample(numbers, count)
+        gone = [layout.units[n] for n in ruined]
+        members = {member.model: member for unit in gone for member in unit.members}
+        # Replicas elsewhere stay where they are; those here keep their number.
+        loose = [member for unit in gone for member in unit.members]
+        loose += [Member(model) for model in sorted(layout.missing) if model not in members]
+        rebuilt = self._rebuild(ruined, loose)
+        if rebuilt is None:
+            return []
+        first = layout._next
+        layout.replace(rebuilt.old, rebuilt.new)
+        return list(range(first, layout._next))
+
+    def _rebuild(self, ruined: list[int], loose: list[Member]) -> Move | None:
+        """The ruined units' devices cut anew at random, and their members placed where they add most, in an order with
+        some luck. None if they do not fit that way."""
+        layout, rng, values = self.layout, self.rng, self.values
+        room = {device: layout.free(device) for device in layout.machines.devices}
+        for number in ruined:
+            room[layout.units[number].mesh.device] += layout.units[number].mesh.size
+        guests = [n for n in sorted(layout.units) if n not in ruined]
+        guests = rng.sample(guests, min(len(guests), 2)) if guests and rng.random() < 0.5 else []
+        open_: list[tuple[Mesh, tuple[Member, ...]]] = [tuple(layout.units[n]) for n in guests]  # type: ignore[misc]
+        order = sorted(loose, key=lambda member: -work(values, member.model) * rng.uniform(0.5, 2.0))
+        eager = rng.random()
+        for member in order:
+            options: list[tuple[float, int, Mesh]] = []
+            for index, (mesh, members) in enumerate(open_):
+                if all(other.model != member.model for other in members):
+                    value = values.of(mesh, joined(members, (member,)))
+                    if value != IMPOSSIBLE:
+                        options.append((value - values.of(mesh, members), index, mesh))
+            for kind in self.kinds:
+                if kind.size <= room[kind.device]:
+                    value = values.of(kind, (member,))
+                    if value != IMPOSSIBLE:
+                        options.append((value, -1, kind))
+            if not options:
+                return None
+            options.sort(key=lambda option: -option[0])
+            if rng.random() < eager:
+                _, index, mesh = options[0]
+            else:
+                _, index, mesh = rng.choice(options[:4])
+            if index < 0:
+                room[mesh.device] -= mesh.size
+                open_.append((mesh, (member,)))
+            else:
+                open_[index] = (mesh, joined(open_[index][1], (member,)))
+        move = Move((*ruined, *guests), tuple(Unit(mesh, members) for mesh, members in open_))
+        return move if layout.allows(move.old, move.new) else None
+
+    def _insert_missing(self) -> None:
+        for model in sorted(self.layout.missing):
+            into = list(self.layout.units)
+            _, move = best(self.layout, placements(self.layout, Member(model), self.kinds, into))
+            if move is not None:
+                self._apply(move)

@@ -1,0 +1,57 @@
+"""What a device's memory goes to besides the page pool: weights, activations, process contexts.
+
+The sizes of contexts and of what vLLM holds aside are assumptions from public figures; nothing here has been measured
+on a GPU of this project's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from muxserve.costs.architecture import ITEM_BYTES
+from placement.demand import Demand
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRules:
+    """`utilisation` is the part of a device's memory that may be planned, vLLM's gpu_memory_utilization.
+
+    `context_bytes` is what one process holds on each device before it does anything: CUDA context, libraries, NCCL
+    buffers (300 to 600 MiB by common experience). A model has `processes` of them. `graph_bytes` is for the CUDA graphs
+    of its decode engine.
+    """
+
+    utilisation: float = 0.92
+    context_bytes: int = 500 * _MIB
+    processes: int = 2
+    graph_bytes: int = 500 * _MIB
+
+
+def activation_bytes(demand: Demand, tp: int) -> int:
+    """Bytes on each device at the peak of the largest prefill step, plus the logits of a full batch.
+
+    Live at once in a layer: the residual stream, its normalised copy, queries, keys and values or gate, up and down
+    projections; half as much again for what the allocator cannot use.
+    """
+    a = demand.architecture
+    item = ITEM_BYTES[demand.dtype]
+    attention = (2 * a.heads + 2 * max(a.kv_heads, tp)) * a.head_dim / tp
+    mlp = 3 * a.intermediate / tp
+    tokens = demand.max_num_batched_tokens * (3 * a.hidden + max(attention, mlp)) * item
+    logits = demand.max_num_seqs * a.vocab * 4
+    return int(1.5 * (tokens + logits))
+
+
+def model_bytes(demand: Demand, tp: int, rules: MemoryRules) -> int:
+    """Bytes on each device for one model before its first token of KV. Prefill and decode engine share the weights."""
+    weights = demand.architecture.weight_bytes(demand.dtype) / tp
+    return int(weights) + activation_bytes(demand, tp) + rules.processes * rules.context_bytes + rules.graph_bytes
+
+
+def sequence_bytes(demand: Demand, tp: int) -> float:
+    """Bytes of KV on each device of one request in service. Devices beyond the KV heads hold copies."""
+    heads = demand.architecture.kv_heads
+    held = max(1.0, heads / tp) / heads
+    return demand.sequence_tokens * demand.architecture.kv_bytes_per_token(demand.dtype) * held

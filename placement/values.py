@@ -1,0 +1,87 @@
+"""The value of any unit, worked out once: what every search below asks for, thousands of times."""
+
+from __future__ import annotations
+
+import math
+
+from placement.demand import Member, Members, Mesh
+from placement.estimator import Estimator, Shares, UnitEstimate, latencies, waiting
+from placement.objective import Objective
+
+IMPOSSIBLE = -math.inf
+
+
+class Values:
+    """Values of units under an objective.
+
+    `evaluations` counts those worked out. Shares are chosen per unit, the best of `Estimator.choices`.
+    """
+
+    def __init__(self, estimator: Estimator, objective: Objective) -> None:
+        self.estimator = estimator
+        self.objective = objective
+        self.demands = estimator.demands
+        self.evaluations = 0
+        self._values: dict[tuple[Mesh, Members], float] = {}
+        self._weights: dict[tuple[Member, Mesh], float] = {}
+
+    def of(self, mesh: Mesh, members: Members) -> float:
+        """The value of a unit; `IMPOSSIBLE` if it cannot be."""
+        if not members:
+            return 0.0
+        key = (mesh, members)
+        found = self._values.get(key)
+        if found is None:
+            self.evaluations += 1
+            found = self._values[key] = self._best(mesh, members)[0]
+        return found
+
+    def estimate(self, mesh: Mesh, members: Members) -> UnitEstimate:
+        """The estimate behind the value.
+
+        Raises:
+            ValueError: the unit is impossible.
+        """
+        shares = self._best(mesh, members)[1]
+        estimate = self.estimator.unit(mesh, members, shares) if shares else None
+        if estimate is None:
+            raise ValueError(f"{[self.demands[m.model].name for m in members]} do not fit on {mesh.size} {mesh.device}")
+        return estimate
+
+    def weight(self, member: Member, mesh: Mesh) -> float:
+        """Roughly the part of a mesh that a member takes, of its compute or its memory: to tell loaded from idle."""
+        key = (member, mesh)
+        found = self._weights.get(key)
+        if found is None:
+            candidate = self.estimator.candidates.of(member, mesh)
+            if candidate is None:
+                found = math.inf
+            else:
+                footprint = self.estimator.engines.footprint(member.model, mesh)
+                held = footprint.own + candidate.batch * footprint.sequence
+                busy = candidate.share * (1.0 - math.exp(-candidate.batch))
+                found = max(held / self.estimator.engines.memory[mesh.device], busy)
+                if not candidate.meets:
+                    found = max(found, self.demands[member.model].rate / member.replicas / candidate.throughput)
+            self._weights[key] = found
+        return found
+
+    def _best(self, mesh: Mesh, members: Members) -> tuple[float, Shares | None]:
+        best, best_shares = IMPOSSIBLE, None
+        if self.estimator.room(mesh, members) <= 0:
+            return best, None
+        for shares in self.estimator.choices(mesh, members):
+            settled = self.estimator.settled(mesh, members, shares)
+            if settled is None:
+                continue
+            runners, state, _ = settled
+            wait = waiting(runners, state)
+            value = self.objective.unit(mesh.size)
+            for i, runner in enumerate(runners):
+                demand = self.demands[members[i].model]
+                rate = state.rates[i]
+                times = latencies(demand, runner, state.batches[i], rate, state, wait)
+                value += self.objective.member(demand, runner.rate, rate, *times)
+            if value > best:
+                best, best_shares = value, shares
+        return best, best_shares
