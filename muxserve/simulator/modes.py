@@ -1,0 +1,176 @@
+"""Ways to serve a fleet, as units to simulate: MuxServe, its baselines, and MuxServe with a part taken away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from muxserve.costs import ModelArchitecture
+from muxserve.scheduling.quotas import initial_quotas
+from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.simulator.setup import SimModel, SimUnit
+from muxserve.simulator.world import SimulationError
+from placement.cluster import PlacedModel, PlacedUnit, Placement
+from placement.pools import KVShape, group_pools
+from placement.shares import share_out
+
+
+@dataclass(frozen=True, slots=True)
+class FleetModel:
+    """What the simulator must know of a model of the fleet. `max_len` is the longest sequence in tokens (None: the
+    architecture's)."""
+
+    name: str
+    architecture: ModelArchitecture
+    dtype: str = "bfloat16"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A way to serve. `placement` names the kind of placement that belongs to it; the rest says how its units run
+    (`SimUnit`). With `managed` shares jobs get the compute that the placement gives them, otherwise all of it, whatever
+    runs beside them."""
+
+    name: str
+    about: str
+    placement: str = "muxserve"
+    policy: str = "adbs"
+    adapt_quotas: bool = True
+    combined: bool = False
+    managed: bool = True
+
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("muxserve", "colocated models, prefill and decode apart, ADBS, one KV cache with adaptive quotas"),
+        Mode(
+            "spatial",
+            "every model has GPUs of its own, one engine prefills and decodes",
+            placement="spatial",
+            policy="",
+            adapt_quotas=False,
+            combined=True,
+        ),
+        Mode("temporal", "colocated models take turns on whole GPUs (FCFS)", placement="temporal", policy="fcfs"),
+        Mode("round-robin", "muxserve with the round-robin policy instead of ADBS", policy="round_robin"),
+        Mode("fcfs", "muxserve's placement with the FCFS policy instead of ADBS", policy="fcfs"),
+        Mode("no-split", "muxserve without the split of phases: one engine per model", policy="", combined=True),
+        Mode("no-unified-kv", "muxserve with a fixed quota of KV cache for each model", adapt_quotas=False),
+        Mode("no-sm", "muxserve without management of compute: every job on all of it", managed=False),
+    )
+}
+
+
+def mode_of(name: str) -> Mode:
+    """The mode of that name.
+
+    Raises:
+        SimulationError: there is none.
+    """
+    try:
+        return MODES[name]
+    except KeyError:
+        raise SimulationError(f"there is no mode {name!r}; there are {', '.join(MODES)}") from None
+
+
+def adapt(unit: SimUnit, mode: Mode) -> SimUnit:
+    """The unit as `mode` runs it."""
+    models = unit.models
+    if mode.combined:
+        # Engines that always run divide the compute among them for good.
+        whole = sum(model.profile.decode_share for model in models)
+        shares = [1.0] if len(models) == 1 else [m.profile.decode_share / max(1.0, whole) for m in models]
+        models = tuple(_shared(model, share, None) for model, share in zip(models, shares, strict=True))
+    if not mode.managed:
+        # Leases of all engines fit beside each other, so that nobody waits for compute, and each job takes all of it.
+        models = tuple(_shared(model, 1.0 / (2 * len(models)), 1.0) for model in models)
+    return replace(
+        unit,
+        models=models,
+        policy=mode.policy or unit.policy,
+        adapt_quotas=mode.adapt_quotas,
+        combined=mode.combined,
+    )
+
+
+def _shared(model: SimModel, share: float, cost_share: float | None) -> SimModel:
+    profile = replace(model.profile, prefill_share=share, decode_share=share)
+    return replace(model, profile=profile, cost_share=cost_share)
+
+
+def units_of(placement: Placement, models: Mapping[str, FleetModel], mode: Mode) -> list[SimUnit]:
+    """The units of a placement as `mode` runs them.
+
+    Raises:
+        SimulationError: the placement names an unknown model, or a unit has no room for one sequence of each model.
+    """
+    return [adapt(sim_unit(unit, models), mode) for unit in placement.units]
+
+
+def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
+    """A placed unit: its pools, block sizes and quotas are chosen as for a live one.
+
+    Raises:
+        SimulationError: as `units_of`.
+    """
+    unknown = [placed.model for placed in unit.models if placed.model not in models]
+    if unknown:
+        raise SimulationError(f"unit {unit.name} serves {', '.join(unknown)}, which the fleet does not have")
+    tp = len(unit.devices)
+    placed = {each.model: each for each in unit.models}
+    groups = group_pools([KVShape(n, models[n].architecture.head_dim, models[n].dtype) for n in placed])
+    weights = [sum(_kv_weight(models[name], placed[name].rate) for name in group.models) for group in groups]
+    sizes = share_out(unit.kv_bytes, weights, [0] * len(groups))
+    pools: list[PoolProfile] = []
+    profiles: dict[str, ModelProfile] = {}
+    for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        # Page 0 of a pool belongs to nobody.
+        pool = PoolProfile(f"pool{index}", size // group.page_bytes - 1)
+        members = [
+            _profile(models[name], placed[name], tp, pool, tokens, len(group.models))
+            for name, tokens in zip(group.models, group.block_tokens, strict=True)
+        ]
+        if pool.pages < sum(member.floor_pages for member in members):
+            raise SimulationError(
+                f"unit {unit.name}: {size} bytes of KV cache per device are too few for {', '.join(group.models)}"
+            )
+        quotas = initial_quotas(members, pool.pages)
+        profiles |= {member.name: replace(member, quota_pages=quotas[member.name]) for member in members}
+        pools.append(pool)
+    simulated = tuple(SimModel(profiles[name], models[name].architecture, models[name].dtype) for name in placed)
+    return SimUnit(unit.name, unit.device, unit.devices, simulated, tuple(pools))
+
+
+def _kv_weight(model: FleetModel, rate: float) -> float:
+    return rate * model.architecture.kv_bytes_per_token(model.dtype)
+
+
+def _profile(
+    model: FleetModel, placed: PlacedModel, tp: int, pool: PoolProfile, block_tokens: int, members: int
+) -> ModelProfile:
+    architecture = model.architecture
+    # Each device has its part of the KV heads; beyond their number, copies.
+    kv_heads = max(1, architecture.kv_heads // tp)
+    per_block = architecture.layers * kv_heads
+    longest = math.ceil((model.max_len or architecture.default_max_len) / block_tokens) * per_block
+    # The longest sequence at least, but no more than half of an equal part, so that quotas can move.
+    floor = max(per_block, min(longest, pool.pages // (2 * members)))
+    return ModelProfile(
+        name=model.name,
+        pool=pool.name,
+        rate=placed.rate,
+        layers=architecture.layers,
+        kv_heads=kv_heads,
+        block_tokens=block_tokens,
+        quota_pages=0,
+        floor_pages=floor,
+        prefill_share=placed.prefill_share,
+        decode_share=placed.decode_share,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+    )
