@@ -95,6 +95,36 @@ def status(
 
 
 @app.command()
+def profile(
+    fleet: FleetFile,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The profile file; what it has already is not measured again.")
+    ] = Path("profile.json"),
+    threads: Annotated[
+        str | None, typer.Option(help="Threads per engine, e.g. 1,2; by default those of the fleet and all cores.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Prompt tokens per sequence of prefill steps, e.g. 64,512.")
+    ] = None,
+    sequences: Annotated[str | None, typer.Option(help="Sequences of prefill steps, e.g. 1,4.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Sequences of decode steps, e.g. 1,8,32.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Tokens of context of decode steps, e.g. 64,512.")] = None,
+    pairs: Annotated[bool, typer.Option(help="Measure pairs of engines beside each other, too.")] = True,
+) -> None:
+    """Measure what prefill and decode steps of a fleet cost on this machine.
+
+    Starts the fleet's engines without an endpoint. Every measured cell is written at once; after Ctrl-C the same
+    command goes on where it was.
+
+    Exit codes: 0 everything was measured, 2 the fleet file or the command line is wrong, 3 engines could not start,
+    130 stopped by Ctrl-C.
+    """
+    from muxserve.cli.profile import profile as run
+
+    raise typer.Exit(run(fleet, out, threads, tokens, sequences, batches, contexts, pairs))
+
+
+@app.command()
 def doctor() -> None:
     """Check what this machine can do.
 

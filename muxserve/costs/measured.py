@@ -150,8 +150,8 @@ def interference_of(profile: Profile, device: str) -> Interference:
     for pair in profile.pairs:
         if pair.device == device:
             first, second = pair.slowdowns()
-            measured.append((pair.load(0), (pair.load(1),), first))
-            measured.append((pair.load(1), (pair.load(0),), second))
+            measured.append((pair.loads[0], (pair.loads[1],), first))
+            measured.append((pair.loads[1], (pair.loads[0],), second))
     return interference.fit(measured)
 
 

@@ -84,37 +84,32 @@ class PairCell(msgspec.Struct, frozen=True, omit_defaults=True):
     jobs: tuple[Job, Job]
     alone: tuple[float, float]
     together: tuple[float, float]
-    loads: tuple[tuple[float, float], tuple[float, float]]
+    loads: tuple[Load, Load]
 
     def slowdowns(self) -> tuple[float, float]:
         """How much slower each was."""
         return self.together[0] / self.alone[0], self.together[1] / self.alone[1]
 
-    def load(self, index: int) -> Load:
-        """What job `index` asked of the device."""
-        return Load(*self.loads[index])
-
 
 class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds that a request spends outside steps: `admission` from the unit scheduler's grant to the first step's
-    start, `report` from a step's end to the unit scheduler's hearing of it, `between` from the end of one step to the
-    start of the next of a running lease."""
+    """Seconds outside steps: `turn` from granting a lease to an idle engine to hearing of its first step, beyond the
+    step itself; `between` from the end of one step to the start of the next while a lease runs."""
 
-    admission: float = 0.0
-    report: float = 0.0
+    turn: float = 0.0
     between: float = 0.0
 
 
 class Machine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the device itself was measured to reach: `flops` per second of a large matrix product by dtype, bytes per
-    second read and written by a large copy, with all `cores`."""
+    """What the device was measured to reach with all `cores`: `flops` per second of a large matrix product by dtype,
+    bytes per second that a large copy reads and writes. `name` tells it from others of its type."""
 
+    name: str
     bandwidth: float
     flops: dict[str, float]
     cores: int
 
 
-class Profile(msgspec.Struct, omit_defaults=True):
+class Profile(msgspec.Struct):
     """A profile file. `machines`, `interference` and `overheads` are by device."""
 
     muxserve_profile: int = VERSION

@@ -1,0 +1,180 @@
+"""`muxserve profile`: measure what steps of a fleet's engines cost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cluster.machine import this_machine
+from muxserve.cluster.plan import FleetPlan, deployment_of, fetch, plan_fleet
+from muxserve.cluster.run_dir import RunDir, RunDirError
+from muxserve.config import FleetError, load_fleet
+from muxserve.costs.latency import CostError
+from muxserve.costs.measured import ProfileModel
+from muxserve.costs.profile import Profile, load_profile
+from muxserve.profiling.contention import disturbance
+from muxserve.profiling.family import StartError
+from muxserve.profiling.grid import Grid, parse_counts
+from muxserve.profiling.machine import measure_machine
+from muxserve.profiling.measure import DEVICE, Session
+
+_BUSY = 0.1
+EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_STOPPED = 0, 2, 3, 130
+
+
+def profile(
+    file: Path,
+    out: Path,
+    threads: str | None,
+    tokens: str | None,
+    sequences: str | None,
+    batches: str | None,
+    contexts: str | None,
+    pairs: bool,
+) -> int:
+    """Measure the fleet in `file` and write `out`; returns the exit code."""
+    try:
+        plan = plan_fleet(load_fleet(file), this_machine())
+        grid = _grid(tokens=tokens, sequences=sequences, batches=batches, contexts=contexts)
+        counts = _threads(plan, threads)
+        known = load_profile(out) if out.exists() else None
+        _check(known, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        plan = plan.with_fleet(fetch(plan.fleet, lambda text: console.print(escape(text))))
+    except FleetError as error:
+        print_problems(error, "nothing was measured")
+        return EXIT_BAD_INPUT
+    except (CostError, ValueError, OSError) as error:
+        print_error(str(error))
+        return EXIT_BAD_INPUT
+    try:
+        run_dir = RunDir()
+    except RunDirError as error:
+        print_error(str(error))
+        return EXIT_START
+    try:
+        return _measure(plan, run_dir, known, out, counts, grid, pairs)
+    finally:
+        run_dir.remove()
+
+
+def _measure(
+    plan: FleetPlan, run_dir: RunDir, known: Profile | None, out: Path, threads: list[int], grid: Grid, pairs: bool
+) -> int:
+    from muxserve.memory import server
+
+    deployment = deployment_of(plan, str(run_dir.path))
+    if known is None:
+        known = Profile(about=f"steps of {', '.join(model.name for model in deployment.models)}")
+    if DEVICE not in known.machines:
+        known.machines[DEVICE] = measure_machine(plan.unit.cores)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def told(text: str) -> None:
+            bar.update(task, description=escape(text))
+            if not console.is_terminal:
+                console.print(escape(text))
+
+        session = Session(
+            deployment,
+            plan.architectures,
+            threads,
+            grid,
+            pairs,
+            known,
+            out,
+            told,
+            lambda cells: bar.update(task, advance=cells),
+        )
+        total = sum(session.outstanding(count) for count in threads)
+        bar.update(task, total=total)
+        if not total:
+            console.print(f"{escape(str(out))} has everything already")
+        try:
+            asyncio.run(_until_stopped(session))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            errors.print(f"stopped; {escape(str(out))} has what was measured, and the same command goes on from there")
+            return EXIT_STOPPED
+        except StartError as error:
+            print_error(str(error))
+            return EXIT_START
+        finally:
+            server.remove_segments(deployment)
+    _summary(session.profile, out)
+    _busy(session)
+    return EXIT_OK
+
+
+async def _until_stopped(session: Session) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await session.run()
+
+
+def _summary(profile: Profile, out: Path) -> None:
+    model = ProfileModel(profile)
+    for engine in profile.engines:
+        if engine.prefill and engine.decode:
+            best = max(cell.total / cell.seconds for cell in engine.prefill)
+            fastest = max(cell.batch / cell.seconds for cell in engine.decode)
+            console.print(
+                f"{escape(str(engine))}: {len(engine.prefill)} prefill and {len(engine.decode)} decode cells, "
+                f"up to {best:,.0f} prompt and {fastest:,.0f} output tokens/s"
+            )
+    for outlier in model.outliers:
+        console.print(f"left out: {escape(str(outlier))}")
+    if profile.pairs:
+        factors = sorted(factor for pair in profile.pairs for factor in pair.slowdowns())
+        console.print(
+            f"{len(profile.pairs)} pairs beside each other: slower by {factors[0]:.2f} to {factors[-1]:.2f} times, "
+            f"{factors[len(factors) // 2]:.2f} in the middle"
+        )
+    console.print(f"written to {escape(str(out))}")
+
+
+def _busy(session: Session) -> None:
+    waited = disturbance(session.samples)
+    if waited > _BUSY:
+        errors.print(
+            f"[yellow]the machine was busy with other work:[/] engines waited {waited:.0%} of the time for a core. Step "
+            "times were corrected for that, but measure on an idle machine if you can"
+        )
+    if session.crowded > _BUSY:
+        errors.print(
+            f"[yellow]pairs with more threads than cores waited {session.crowded:.0%} of the time already when alone:[/] "
+            "their slowdowns are less than an idle machine would show; delete them from the file and measure again"
+        )
+
+
+def _grid(**given: str | None) -> Grid:
+    values = {name: parse_counts(text, f"--{name}") for name, text in given.items() if text is not None}
+    return Grid(**values)  # type: ignore[arg-type]
+
+
+def _threads(plan: FleetPlan, text: str | None) -> list[int]:
+    cores = plan.unit.cores
+    if text is None:
+        return sorted({model.threads for model in plan.unit.models} | {cores})
+    counts = sorted(parse_counts(text, "--threads"))
+    if counts[-1] > cores:
+        raise ValueError(f"--threads: {counts[-1]} are more than the {cores} cores of the fleet")
+    return counts
+
+
+def _check(known: Profile | None, out: Path) -> None:
+    """A file from another machine must not get cells of this one."""
+    if known is None or DEVICE not in known.machines:
+        return
+    from muxserve.profiling.machine import cpu_name
+
+    name = known.machines[DEVICE].name
+    if not name.startswith(cpu_name()):
+        raise CostError(f"{out} was measured on another machine ({name}); give another file with -o")

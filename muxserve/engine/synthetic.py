@@ -1,0 +1,97 @@
+"""Makes requests of given lengths, as the gateway's front end would encode them: `python -m muxserve.engine.synthetic`.
+
+Reads `Wanted` from standard input and answers with `Made` on standard output, one after another, each a msgpack frame
+behind its length (4 bytes, little endian). A process of its own, so that whoever needs the requests need not load vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+_LENGTH_BYTES = 4
+
+
+class Wanted(msgspec.Struct):
+    """`count` requests with random prompts of `prompt_tokens` tokens below `vocabulary`, greedy, which end after
+    `max_tokens` tokens and not before. The same `seed` gives the same prompts."""
+
+    count: int
+    prompt_tokens: int
+    max_tokens: int
+    vocabulary: int
+    seed: int
+
+
+class Made(msgspec.Struct):
+    """vLLM's encoding of each request."""
+
+    bodies: list[bytes]
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it is written."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    source = sys.stdin.buffer
+    # vLLM may print while it is imported; that must not get between the frames.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    from muxserve.engine.warm_parent import environment
+
+    os.environ.update(environment())
+    encoder = _Encoder()
+    answers.write(frame(Made([])))  # ready
+    answers.flush()
+    while (data := _read(source)) is not None:
+        answers.write(frame(encoder.make(msgspec.msgpack.decode(data, type=Wanted))))
+        answers.flush()
+
+
+def _read(source: BinaryIO) -> bytes | None:
+    head = source.read(_LENGTH_BYTES)
+    if len(head) < _LENGTH_BYTES:
+        return None
+    return source.read(int.from_bytes(head, "little"))
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        self._encoder = MsgpackEncoder()
+
+    def make(self, wanted: Wanted) -> Made:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        draw = random.Random(wanted.seed)
+        bodies = []
+        for number in range(wanted.count):
+            params = SamplingParams(temperature=0.0, max_tokens=wanted.max_tokens, ignore_eos=True)
+            params.update_from_generation_config({}, None)
+            request = EngineCoreRequest(
+                request_id=f"synthetic-{number}",
+                prompt_token_ids=[draw.randrange(wanted.vocabulary) for _ in range(wanted.prompt_tokens)],
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            bodies.append(b"".join(bytes(part) for part in self._encoder.encode(request)))
+        return Made(bodies)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What is measured: prefill steps and decode steps of one model, alone or one beside another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from muxserve.deployment import ModelDeployment
+from muxserve.memory.client import MemoryClient
+from muxserve.memory.errors import MemoryManagerError
+from muxserve.profiling.bodies import Bodies
+from muxserve.profiling.contention import Sample
+from muxserve.profiling.family import StartError
+from muxserve.profiling.player import Player
+from muxserve.wire import HandOver
+
+# A request must not end in what is measured, unless that is its end.
+_MANY_TOKENS = 100_000
+_MANY_STEPS = 4096
+_LEASE_STEPS = 8
+
+
+@dataclass
+class Timing:
+    """Steps, when they were reported, and what they do not say: seconds from sending a lease to hearing of its first step
+    beyond that step (`turns`), and between the steps of a lease (`gaps`)."""
+
+    steps: list[Sample] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+
+    def took(self, at: float, seconds: float, waited: float) -> None:
+        """A step of which was heard then."""
+        self.steps.append(Sample(seconds, waited))
+        self.at.append(at)
+
+    def within(self, begin: float, end: float) -> list[Sample]:
+        """The steps that were reported in that time."""
+        return [step for when, step in zip(self.at, self.steps, strict=True) if begin <= when <= end]
+
+
+class Bench:
+    """One model's engines and what it takes to use them."""
+
+    def __init__(
+        self, player: Player, memory: MemoryClient, bodies: Bodies, model: ModelDeployment, vocab: int
+    ) -> None:
+        self.model = model
+        self.prefill_line = player.lines[model.name, "prefill"]
+        self.decode_line = player.lines[model.name, "decode"]
+        self._player = player
+        self._memory = memory
+        self._bodies = bodies
+        self._vocab = max(2, vocab)
+        self._room = 0  # tokens by which the longest sequence in the decode engine may grow
+
+    # ------------------------------------------------------------ prefill
+
+    async def prefill_step(self, sequences: int, tokens: int, timing: Timing) -> None:
+        """One step that prefills `sequences` prompts of `tokens` tokens."""
+        bodies = await self._bodies.make(sequences, tokens, 2, self._vocab)
+        line = self.prefill_line
+        waiting = line.waiting()
+        waiting.since()
+        sent = await line.lease(1, [self._player.admit(body) for body in bodies])
+        heard = await line.heard()
+        waited = waiting.since()
+        if heard.report.tokens != sequences * tokens:
+            raise StartError(
+                f"{self.model.name}: a prefill step of {sequences} x {tokens} tokens computed {heard.report.tokens}"
+            )
+        timing.took(heard.at, heard.report.seconds, waited)
+        timing.turns.append(heard.at - sent - heard.report.seconds)
+        self._drop(heard.report.handed)
+
+    async def prefill_chunks(self, tokens: int, chunks: int) -> list[Sample]:
+        """Each of `chunks` steps that compute `tokens` tokens of one prompt, one after another."""
+        (body,) = await self._bodies.make(1, tokens * chunks, 2, self._vocab)
+        line = self.prefill_line
+        waiting = line.waiting()
+        waiting.since()
+        await line.lease(chunks, [self._player.admit(body)], tokens)
+        steps = []
+        for _ in range(chunks):
+            heard = await line.heard()
+            if heard.report.tokens != tokens:
+                raise StartError(f"{self.model.name}: a chunk of {tokens} tokens computed {heard.report.tokens}")
+            steps.append(Sample(heard.report.seconds, waiting.since()))
+            self._drop(heard.report.handed)
+        return steps
+
+    # ------------------------------------------------------------ decode
+
+    async def fill(self, batch: int, context: int) -> list[str]:
+        """Prefill `batch` sequences of `context` tokens and have the decode engine adopt them; returns their ids."""
+        line = self.prefill_line
+        most = max(1, self.model.max_num_batched_tokens // context)
+        ids: list[str] = []
+        self._room = self.model.max_len - context - 2
+        while len(ids) < batch:
+            count = min(most, batch - len(ids))
+            made = await self._bodies.make(count, context, _MANY_TOKENS, self._vocab)
+            admits = [self._player.admit(body) for body in made]
+            by_id = {admit.request_id: admit.body for admit in admits}
+            await line.lease(_MANY_STEPS, admits)
+            handed: list[HandOver] = []
+            while len(handed) < count:
+                report = (await line.heard()).report
+                if report.returned or report.finished:
+                    raise StartError(f"{self.model.name}: no room to prefill {batch} x {context} tokens")
+                handed += report.handed
+            adopted = [self._player.admit(by_id[each.request_id], hand_over=each) for each in handed]
+            # Taken in without a step, so that all begin to decode at once.
+            await self.decode_line.lease(0, adopted)
+            ids += [each.request_id for each in handed]
+        return ids
+
+    async def decode_steps(self, steps: int, batch: int, timing: Timing) -> None:
+        """Run `steps` decode steps of the `batch` sequences that the engine holds."""
+        line = self.decode_line
+        waiting = line.waiting()
+        waiting.since()
+        sent = await line.lease(steps)
+        self._room -= steps
+        done, last = 0, 0.0
+        while done < steps:
+            heard = await line.heard()
+            report = heard.report
+            if report.returned or report.finished or report.tokens != batch * report.steps:
+                raise StartError(
+                    f"{self.model.name}: {report.steps} decode steps of {batch} sequences "
+                    f"computed {report.tokens} tokens"
+                )
+            timing.took(heard.at, report.seconds / report.steps, waiting.since() / report.steps)
+            if done == 0 and report.steps == 1:
+                timing.turns.append(heard.at - sent - report.seconds)
+            if last:
+                timing.gaps.append(max(0.0, (heard.at - last - report.seconds) / report.steps))
+            last = heard.at
+            done += report.steps
+
+    async def empty(self, ids: list[str]) -> None:
+        """Have the decode engine drop these sequences."""
+        if ids:
+            await self.decode_line.abort(ids)
+
+    # ------------------------------------------------------------ for some time
+
+    async def prefill_for(self, seconds: float, sequences: int, tokens: int) -> Timing:
+        """Prefill steps one after another."""
+        timing = Timing()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            await self.prefill_step(sequences, tokens, timing)
+        return timing
+
+    async def decode_for(self, seconds: float, batch: int) -> Timing:
+        """Decode steps one after another, of the `batch` sequences that are there already, while they may grow."""
+        timing = Timing()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self._room > _LEASE_STEPS:
+            await self.decode_steps(_LEASE_STEPS, batch, timing)
+        return timing
+
+    def _drop(self, handed: list[HandOver]) -> None:
+        for each in handed:
+            try:
+                self._memory.drop(self.model.name, each.key)
+            except MemoryManagerError as error:
+                raise StartError(f"{self.model.name}: blocks cannot be given back: {error}") from None

@@ -1,0 +1,351 @@
+"""Runs the measurements of a fleet and keeps the profile file up to date, cell by cell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.cells import DecodeCell, PrefillCell
+from muxserve.costs.latency import EngineShape, Load
+from muxserve.costs.measured import ProfileModel, interference_of
+from muxserve.costs.profile import EngineProfile, Job, Overheads, PairCell, Profile, ProfiledModel, save_profile
+from muxserve.deployment import Deployment, ModelDeployment
+from muxserve.memory.client import MemoryClient
+from muxserve.profiling.bodies import Bodies
+from muxserve.profiling.contention import Sample, disturbance, step_seconds
+from muxserve.profiling.family import Family
+from muxserve.profiling.grid import DECODE_STEPS, Grid, ModelGrid, grid_for, pairs_of
+from muxserve.profiling.jobs import Bench, Timing
+from muxserve.profiling.player import Player
+
+DEVICE = "CPU"
+# A cell is measured until it has been measured often or for long enough.
+_FEWEST, _MOST, _ENOUGH_SECONDS = 3, 15, 0.5
+_WARM_STEPS, _LEASE_STEPS = 2, 8
+_PAIR_SECONDS = 0.4
+
+
+@dataclass
+class Session:
+    """What is measured, and where to.
+
+    `samples` are all steps measured so far; `crowded` is how much of their time the steps of pairs waited for other
+    work of the machine where that could not be told from their waiting for each other (0: nowhere).
+
+    Args:
+        deployment: of the whole fleet; threads and quotas are set for each measurement.
+        architectures: of its models, in their order.
+        threads: numbers of threads per engine to measure with.
+        profile: what is known already; cells that are in it are not measured again.
+        path: where it is written after every cell.
+        told: called with what happens in words; `advanced` with the number of cells just done.
+    """
+
+    deployment: Deployment
+    architectures: Sequence[ModelArchitecture]
+    threads: Sequence[int]
+    grid: Grid
+    with_pairs: bool
+    profile: Profile
+    path: Path
+    told: Callable[[str], None]
+    advanced: Callable[[int], None]
+    turns: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    crowded: float = 0.0
+
+    # ------------------------------------------------------------ what is to be done
+
+    @property
+    def models(self) -> list[tuple[ModelDeployment, ModelArchitecture]]:
+        """The models whose steps can differ: one of each shape and dtype."""
+        seen = set()
+        found = []
+        for model, architecture in zip(self.deployment.models, self.architectures, strict=True):
+            key = (ProfiledModel.of(architecture), model.dtype)
+            if key not in seen:
+                seen.add(key)
+                found.append((model, architecture))
+        return found
+
+    def grid_of(self, model: ModelDeployment) -> ModelGrid:
+        """Its cells, when it has nearly all pages."""
+        return grid_for(self.grid, model, self._quotas([model.name])[model.name])
+
+    def engine(self, model: ModelDeployment, architecture: ModelArchitecture, threads: int) -> EngineProfile:
+        """The part of the profile that its cells go to."""
+        where = EngineShape(DEVICE, 1, self.share(threads), model.dtype)
+        shape = ProfiledModel.of(architecture)
+        found = self.profile.find(shape, where)
+        if found is None:
+            found = EngineProfile(model.name, shape, DEVICE, model.dtype, 1, where.share, [], [])
+            self.profile.engines.append(found)
+        return found
+
+    def share(self, threads: int) -> float:
+        """Of the cores."""
+        return round(min(1.0, threads / self.deployment.cores), 4)
+
+    def pair_jobs(self, threads: int) -> list[tuple[tuple[int, Job], tuple[int, Job]]]:
+        """Jobs to run beside each other, each with the number of its model, without those that are measured."""
+        if not self.with_pairs:
+            return []
+        models = self.models
+        done = {frozenset(pair.jobs) for pair in self.profile.pairs}
+        wanted = []
+        for i, j in pairs_of(len(models)):
+            phases = [("prefill", "decode")] if i == j else [(a, b) for a in _PHASES for b in _PHASES]
+            for one, other in phases:
+                jobs = (i, self._job(models[i][0], one, threads)), (j, self._job(models[j][0], other, threads))
+                if frozenset((jobs[0][1], jobs[1][1])) not in done:
+                    wanted.append(jobs)
+        return wanted
+
+    def outstanding(self, threads: int) -> int:
+        """Cells and pairs that are not measured yet with so many threads."""
+        count = len(self.pair_jobs(threads))
+        for model, architecture in self.models:
+            engine = self.engine(model, architecture, threads)
+            grid = self.grid_of(model)
+            known = {cell.place for cell in engine.prefill}
+            count += sum((sequences, tokens, 0) not in known for sequences, tokens in grid.prefill)
+            count += sum(place not in known for place in _chunk_places(grid))
+            measured = {cell.place for cell in engine.decode}
+            count += sum((batch, c) not in measured for c, batches in grid.decode for batch in batches)
+        return count
+
+    # ------------------------------------------------------------ doing it
+
+    async def run(self) -> None:
+        """Measure everything that is outstanding.
+
+        Raises:
+            StartError: engines did not start, or ended.
+        """
+        for threads in self.threads:
+            if self.outstanding(threads):
+                await self._run(threads)
+        if self.profile.pairs:
+            self.profile.interference[DEVICE] = interference_of(self.profile, DEVICE)
+        self.save()
+
+    def save(self) -> None:
+        """Write the profile."""
+        save_profile(self.profile, self.path)
+
+    async def _run(self, threads: int) -> None:
+        share = self.share(threads)
+        models = [
+            msgspec.structs.replace(m, threads=threads, prefill_share=share, decode_share=share)
+            for m in self.deployment.models
+            if any(m.name == wanted.name for wanted, _ in self.models)
+        ]
+        deployment = msgspec.structs.replace(self.deployment, models=models)
+        self.told(f"starting {2 * len(models)} engines with {threads} thread{'s' if threads > 1 else ''} each")
+        async with Bodies() as bodies, Player(deployment) as player, Family(deployment, self.told) as family:
+            await player.greeted()
+            memory = MemoryClient(deployment.memory_socket, "profile")
+            try:
+                benches = [
+                    Bench(player, memory, bodies, deployment.model(model.name), architecture.vocab)
+                    for model, architecture in self.models
+                ]
+                await _unless(family.died(), self._measure(threads, benches, memory))
+            finally:
+                memory.close()
+
+    async def _measure(self, threads: int, benches: list[Bench], memory: MemoryClient) -> None:
+        for bench, (model, architecture) in zip(benches, self.models, strict=True):
+            memory.set_quotas(self._quotas([model.name]))
+            engine = self.engine(model, architecture, threads)
+            grid = self.grid_of(model)
+            await self._prefill_cells(bench, engine, grid)
+            await self._chunked_cells(bench, engine, grid)
+            for context, batches in grid.decode:
+                await self._decode_cells(bench, engine, context, batches)
+        if self.turns:
+            self.profile.overheads[DEVICE] = Overheads(
+                turn=median(self.turns), between=median(self.gaps) if self.gaps else 0.0
+            )
+        for (i, one), (j, other) in self.pair_jobs(threads):
+            memory.set_quotas(self._quotas([benches[i].model.name, benches[j].model.name]))
+            await self._pair(benches[i], one, benches[j], other)
+
+    async def _prefill_cells(self, bench: Bench, engine: EngineProfile, grid: ModelGrid) -> None:
+        known = {cell.place for cell in engine.prefill}
+        for sequences, tokens in grid.prefill:
+            if (sequences, tokens, 0) in known:
+                continue
+            self.told(f"{engine}: prefill {sequences} x {tokens} tokens")
+            await bench.prefill_step(sequences, tokens, Timing())
+            timing = Timing()
+            began = time.monotonic()
+            while not _enough(len(timing.steps), began):
+                await bench.prefill_step(sequences, tokens, timing)
+            self.turns += timing.turns
+            self.samples += timing.steps
+            engine.prefill.append(PrefillCell(sequences, tokens, 0, step_seconds(timing.steps), len(timing.steps)))
+            self._done(1)
+
+    async def _chunked_cells(self, bench: Bench, engine: EngineProfile, grid: ModelGrid) -> None:
+        missing = set(_chunk_places(grid)) - {cell.place for cell in engine.prefill}
+        if not missing or grid.chunked is None:
+            return
+        tokens, chunks = grid.chunked.tokens, grid.chunked.chunks
+        self.told(f"{engine}: prefill of {tokens * chunks} tokens in {chunks} chunks")
+        runs: list[list[Sample]] = []
+        began = time.monotonic()
+        while not _enough(len(runs), began):
+            runs.append(await bench.prefill_chunks(tokens, chunks))
+        for place in sorted(missing):
+            steps = [run[place[2] // tokens] for run in runs]
+            self.samples += steps
+            engine.prefill.append(PrefillCell(*place, seconds=step_seconds(steps), samples=len(steps)))
+        self._done(len(missing))
+
+    async def _decode_cells(self, bench: Bench, engine: EngineProfile, context: int, batches: Iterable[int]) -> None:
+        known = {cell.place for cell in engine.decode}
+        for batch in batches:
+            if (batch, context) in known:
+                continue
+            self.told(f"{engine}: decode {batch} x {context} tokens")
+            # The sequences grow while they are measured: half of it before they are as long as they should be.
+            ids = await bench.fill(batch, max(1, context - DECODE_STEPS // 2))
+            await bench.decode_steps(_WARM_STEPS, batch, Timing())
+            timing = Timing()
+            began, steps = time.monotonic(), _WARM_STEPS
+            while steps + _LEASE_STEPS <= DECODE_STEPS and not _enough(len(timing.steps), began):
+                await bench.decode_steps(_LEASE_STEPS, batch, timing)
+                steps += _LEASE_STEPS
+            await bench.empty(ids)
+            self.turns += timing.turns
+            self.gaps += timing.gaps
+            self.samples += timing.steps
+            engine.decode.append(DecodeCell(batch, context, step_seconds(timing.steps), len(timing.steps)))
+            self._done(1)
+
+    async def _pair(self, first: Bench, one: Job, second: Bench, other: Job) -> None:
+        self.told(f"{_words(one)} beside {_words(other)}")
+        ids = [await _prepare(bench, job) for bench, job in ((first, one), (second, other))]
+        # Alone, together, alone again: what drifts, as contexts do, counts on both sides.
+        alone: tuple[list[Sample], list[Sample]] = ([], [])
+        together: tuple[list[Sample], list[Sample]] = ([], [])
+        for turn in range(3):
+            if turn == 1:
+                timings = await asyncio.gather(_work(first, one, 2.0), _work(second, other, 2.0))
+                begin = max(timing.at[0] for timing in timings)
+                end = min(timing.at[-1] for timing in timings)
+                for into, timing in zip(together, timings, strict=True):
+                    into += timing.within(begin, end)
+            else:
+                for into, bench, job in zip(alone, (first, second), (one, other), strict=True):
+                    into += (await _work(bench, job, 1.0)).steps
+        for bench, held in zip((first, second), ids, strict=True):
+            await bench.empty(held)
+        if all(alone) and all(together):
+            middle = step_seconds
+            if one.share + other.share > 1.0:
+                # They wait for each other here, which is what is measured; others must not be in the way.
+                middle = _as_measured
+                self.crowded = max(self.crowded, disturbance([*alone[0], *alone[1]]))
+            loads = self._load(one), self._load(other)
+            times = [(middle(steps[0]), middle(steps[1])) for steps in (alone, together)]
+            self.profile.pairs.append(PairCell(DEVICE, (one, other), times[0], times[1], loads))
+        self._done(1)
+
+    # ------------------------------------------------------------ details
+
+    def _done(self, cells: int) -> None:
+        self.save()
+        self.advanced(cells)
+
+    def _job(self, model: ModelDeployment, phase: str, threads: int) -> Job:
+        grid = self.grid
+        place: tuple[int, ...]
+        if phase == "prefill":
+            place = (1, min(grid.pair_tokens, model.max_num_batched_tokens, model.max_len - 2), 0)
+        else:
+            place = (min(grid.pair_batch, model.max_num_seqs), min(grid.pair_context, model.max_len // 2))
+        return Job(model.name, phase, self.share(threads), place)
+
+    def _load(self, job: Job) -> Load:
+        model, architecture = next(each for each in self.models if each[0].name == job.model)
+        costs = ProfileModel(self.profile).engine(architecture, EngineShape(DEVICE, 1, job.share, model.dtype))
+        if job.phase == "prefill":
+            sequences, tokens, context = job.place
+            cell = PrefillCell(sequences, tokens, context, 0.0)
+            return costs.prefill_load(cell.total, cell.pairs, cell.sequences)
+        batch, context = job.place
+        return costs.decode_load(batch, batch * context)
+
+    def _quotas(self, names: Sequence[str]) -> dict[str, int]:
+        """Nearly all pages for the models that are measured, and what is left for the others."""
+        quotas = {}
+        for pool in self.deployment.pools:
+            inside = [m for m in self.deployment.models if m.pool == pool.name]
+            wanted = [m for m in inside if m.name in names]
+            others = [m for m in inside if m.name not in names and any(m.name == w.name for w, _ in self.models)]
+            quotas.update({m.name: m.pages_per_block for m in others})
+            left = pool.num_pages - 1 - sum(quotas[m.name] for m in others)
+            quotas.update({m.name: left // max(1, len(wanted)) for m in wanted})
+        return quotas
+
+
+def _as_measured(samples: Sequence[Sample]) -> float:
+    return median(sample.seconds for sample in samples)
+
+
+_PHASES = ("prefill", "decode")
+
+
+def _enough(samples: int, began: float) -> bool:
+    return samples >= _MOST or (samples >= _FEWEST and time.monotonic() - began > _ENOUGH_SECONDS)
+
+
+def _chunk_places(grid: ModelGrid) -> list[tuple[int, int, int]]:
+    if grid.chunked is None:
+        return []
+    tokens = grid.chunked.tokens
+    return [(1, tokens, i * tokens) for i in range(1, grid.chunked.chunks)]
+
+
+async def _prepare(bench: Bench, job: Job) -> list[str]:
+    if job.phase == "prefill":
+        await bench.prefill_step(job.place[0], job.place[1], Timing())
+        return []
+    ids = await bench.fill(job.place[0], job.place[1])
+    await bench.decode_steps(_WARM_STEPS, job.place[0], Timing())
+    return ids
+
+
+async def _work(bench: Bench, job: Job, times: float) -> Timing:
+    if job.phase == "prefill":
+        return await bench.prefill_for(_PAIR_SECONDS * times, job.place[0], job.place[1])
+    return await bench.decode_for(_PAIR_SECONDS * times, job.place[0])
+
+
+def _words(job: Job) -> str:
+    return f"{job.model} {job.phase} {' x '.join(map(str, job.place))}"
+
+
+async def _unless(ends: Coroutine[Any, Any, None], work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, unless `ends` raises first."""
+    watching, working = asyncio.ensure_future(ends), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
+        (watching if watching.done() else working).result()
+    finally:
+        for task in (watching, working):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
