@@ -81,16 +81,6 @@ def compare(urls: dict[str, str], model: str, rounds: int, concurrency: int, str
     return result
 
 
-def with_engine_args(fleet: Path, side: str, engine_args: dict[str, object]) -> Path:
-    """A variant of a fleet file whose models have these engine options too."""
-    content = yaml.safe_load(fleet.read_text())
-    for model in content["models"]:
-        model["engine_args"] = {**model.get("engine_args", {}), **engine_args}
-    variant = fleet.with_name(f"{side}.yaml")
-    variant.write_text(yaml.safe_dump(content, sort_keys=False))
-    return variant
-
-
 def main() -> int:
     """Run everything; exit code 1 if a server does not come up or a request fails."""
     parser = argparse.ArgumentParser(description="Compare the MuxServe endpoint with a stock vLLM server.")
@@ -110,13 +100,19 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             pool = {"size": f"{KV_MIB}MiB"}
-            file = fleet_with(options.fleet, folder / "fleet.yaml", models=[options.model], kv_pool=pool)
-            path = Path(yaml.safe_load(file.read_text())["models"][0]["path"])
+            folder_of = {m["name"]: m["path"] for m in yaml.safe_load(options.fleet.read_text())["models"]}
+            path = (options.fleet.parent / folder_of[options.model]).resolve()
             running = {}
             for side in options.sides:
                 if side.startswith("muxserve"):
-                    engine_args = {"enforce_eager": side == "muxserve"}
-                    running[side] = stack.enter_context(muxserve_fleet(with_engine_args(file, side, engine_args)))
+                    file = fleet_with(
+                        options.fleet,
+                        folder / f"{side}.yaml",
+                        models=[options.model],
+                        engine_args={"enforce_eager": side == "muxserve"},
+                        kv_pool=pool,
+                    )
+                    running[side] = stack.enter_context(muxserve_fleet(file))
                 else:
                     settings = StockSettings(kv_bytes=KV_MIB << 20, eager=side == "stock")
                     running[side] = stack.enter_context(stock_server(path, options.model, settings))

@@ -158,10 +158,12 @@ def fleet_with(
     target: Path,
     models: Sequence[str] | None = None,
     rates: Mapping[str, float] | None = None,
+    engine_args: Mapping[str, object] | None = None,
     **changes: object,
 ) -> Path:
-    """Write a variant of a fleet file to `target`: only `models`, each expecting its rate of `rates`, and other values
-    for top-level keys. A value that is a mapping is merged into the key's own mapping. Model paths become absolute."""
+    """Write a variant of a fleet file to `target`: only `models`, each expecting its rate of `rates` and with these
+    `engine_args` too, and other values for top-level keys. A value that is a mapping is merged into the key's own
+    mapping. Model paths become absolute."""
     fleet = yaml.safe_load(source.read_text())
     for key, value in changes.items():
         fleet[key] = {**fleet.get(key, {}), **value} if isinstance(value, dict) else value
@@ -170,6 +172,7 @@ def fleet_with(
     for model in fleet["models"]:
         if rates is not None:
             model["rate"] = rates[model["name"]]
+        model["engine_args"] = {**model.get("engine_args", {}), **(engine_args or {})}
         if "path" in model:
             model["path"] = str((source.parent / model["path"]).resolve())
     target.write_text(yaml.safe_dump(fleet, sort_keys=False))

@@ -3,9 +3,9 @@
 (a) `stock`: one stock vLLM server per model, the KV memory split between them and one thread each, eager as our
     engines are; `stock-compiled`: the same with compiled models, the faster setting of stock;
 (b) `fcfs`: a MuxServe fleet with temporal multiplexing;
-(c) `adbs`: a MuxServe fleet with spatial and temporal multiplexing.
+(c) `adbs`: a MuxServe fleet with spatial and temporal multiplexing; `adbs-compiled`: the same with compiled models.
 
-    python benchmarks/serving_cpu.py [--systems stock stock-compiled fcfs adbs] [--rates 4 8 12] [--duration 60]
+    python benchmarks/serving_cpu.py [--systems stock stock-compiled fcfs adbs adbs-compiled] [--rates 6 12 18 24]
 
 Each system gets the very same requests (arrival, model, prompt, output length). Reported are throughput, SLO attainment
 and percentiles of TTFT, TPOT and end-to-end latency. A request meets its SLO at scale s when it ends within s times
@@ -34,7 +34,7 @@ from stock_vllm import StockSettings, stock_server
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 
 SCALES = (2, 4, 8, 16, 32)
-SYSTEMS = ("stock", "stock-compiled", "fcfs", "adbs")
+SYSTEMS = ("stock", "stock-compiled", "fcfs", "adbs", "adbs-compiled")
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare ways of serving three models on one machine.")
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 12.0], help="requests/s, all models")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[6.0, 12.0, 18.0, 24.0], help="requests/s, all models"
+    )
     parser.add_argument("--alpha", type=float, default=2.1, help="skew of the rates over the models")
-    parser.add_argument("--duration", type=float, default=60.0, help="seconds of load at each rate")
+    parser.add_argument("--duration", type=float, default=30.0, help="seconds of load at each rate")
     parser.add_argument("--seed", type=int, default=0)
     lengths = {"nargs": 4, "type": float, "metavar": ("MEDIAN", "SIGMA", "MIN", "MAX")}
     parser.add_argument("--prompt", default=[96.0, 0.8, 8, 768], help="prompt tokens", **lengths)
@@ -202,7 +204,14 @@ def main() -> int:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                     pool = {"size": f"{options.kv_mib}MiB"}
                     shares = power_law_rates(list(paths), max(options.rates), options.alpha)
-                    file = fleet_with(options.fleet, folder / "fleet.yaml", rates=shares, policy=system, kv_pool=pool)
+                    file = fleet_with(
+                        options.fleet,
+                        folder / "fleet.yaml",
+                        rates=shares,
+                        engine_args={"enforce_eager": not system.endswith("-compiled")},
+                        policy=system.removesuffix("-compiled"),
+                        kv_pool=pool,
+                    )
                     running = [stack.enter_context(muxserve_fleet(file))]
                     urls = dict.fromkeys(paths, running[0].url)
                 rows["start_seconds"] = [round(server.start_seconds, 1) for server in running]
