@@ -89,18 +89,20 @@ class Estimator:
         return self.engines.memory[mesh.device] - own
 
     def choices(self, mesh: Mesh, members: Members) -> list[Shares]:
-        """Shares worth trying, from Algorithm 2's shares s: s with all compute for prefill, s with what they leave for
+        """Shares worth trying, from Algorithm 2's shares s: s with what they leave for prefill, s with all compute for
         prefill, and everyone everything in turn. Empty if a member cannot run there."""
         found = [self.candidates.of(member, mesh) for member in members]
         least = tuple(candidate.share for candidate in found if candidate is not None)
         if len(least) < len(members):
             return []
         whole = tuple(1.0 for _ in least)
-        choices = [Shares(1.0, least)] if least != whole else []
+        choices = []
         left = 1.0 - sum(least) + 1e-9
         beside = max((share for share in self.candidates.shares if share <= left), default=0.0)
         if beside >= LEAST_PREFILL_SHARE:
             choices.append(Shares(beside, least))
+        if least != whole:
+            choices.append(Shares(1.0, least))
         choices.append(Shares(1.0, whole))
         return choices
 
@@ -130,7 +132,7 @@ class Estimator:
         stretched = self._stretched(mesh, runners, shares.prefill, state)
         if stretched is not None:
             runners = stretched
-            state = settle(runners, shares.prefill, pool)
+            state = settle(runners, shares.prefill, pool, max(state.progress, 0.01))
         return runners, state, pool
 
     def _stretched(

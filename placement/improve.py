@@ -17,6 +17,8 @@ from placement.layout import Layout, Unit, joined
 from placement.moves import Move, best, of_one, of_two, placements
 from placement.values import IMPOSSIBLE
 
+_LEAST_GAIN = 2e-5  # of the fleet's whole value: less is not worth a move
+
 
 @dataclass(frozen=True, slots=True)
 class ImproveLimits:
@@ -51,6 +53,8 @@ class _Improver:
         self.rng = random.Random(limits.seed)
         self.kinds = kinds(layout.values, layout.machines)
         self._stop = stop
+        scale = sum(d.weight * d.rate for d in self.values.demands)
+        self._least = _LEAST_GAIN * (1.0 if self.values.objective.name == "gpus" else scale)
         self._until = self.values.evaluations + limits.evaluations
 
     def run(self) -> Layout:
@@ -89,14 +93,23 @@ class _Improver:
 
     def _improve_unit(self, number: int) -> list[int]:
         layout = self.layout
-        _, move = best(layout, of_one(layout, number, self.kinds, self.rng))
-        if move is not None:
-            return self._apply(move)
-        for other in self._partners(number):
-            _, move = best(layout, of_two(layout, number, other, self.kinds))
+        own = self._deficit(number)
+        if own > self._least:
+            _, move = best(layout, of_one(layout, number, self.kinds, self.rng), self._least)
             if move is not None:
                 return self._apply(move)
+        for other in self._partners(number):
+            if own + self._deficit(other) > self._least:
+                _, move = best(layout, of_two(layout, number, other, self.kinds), self._least)
+                if move is not None:
+                    return self._apply(move)
         return []
+
+    def _deficit(self, number: int) -> float:
+        """How much better the unit's members could be off at most; nothing is gained from moving the content."""
+        unit = self.layout.units[number]
+        ideal = sum(self.values.ideal(member, self.kinds) for member in unit.members)
+        return ideal - self.layout.unit_value(unit)
 
     def _partners(self, number: int) -> list[int]:
         others = [n for n in self.layout.units if n != number]

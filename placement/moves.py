@@ -70,9 +70,10 @@ def placements(layout: Layout, member: Member, kinds: Sequence[Mesh], into: Sequ
             yield Move((), (Unit(kind, (member,)),))
 
 
-def best(layout: Layout, moves: Iterator[Move]) -> tuple[float, Move | None]:
-    """The move that gains most among those that are allowed; None if none gains anything."""
-    gain, chosen = 1e-9, None
+def best(layout: Layout, moves: Iterator[Move], least: float = 0.0) -> tuple[float, Move | None]:
+    """The move that gains most among those that are allowed; None if none gains more than `least`."""
+    gain: float = max(least, 1e-9)
+    chosen = None
     for move in moves:
         found = layout.gain(move.old, move.new)
         if found > gain and layout.allows(move.old, move.new):

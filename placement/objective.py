@@ -45,6 +45,12 @@ class Objective:
         goal = 1.0 if meets else 0.5 * min(1.0, served / asked) * (0.5 + 0.5 * attainment)
         return share * (_MET * goal - tie)
 
+    def content(self, asked: float, served: float, attainment: float) -> bool:
+        """Whether more for this replica could only make it a little quicker."""
+        if self.name == "throughput":
+            return served >= asked
+        return served >= asked and attainment >= (self.attainment if self.name == "gpus" else 0.999)
+
     def unit(self, devices: int) -> float:
         """What a unit costs."""
         return -float(devices) if self.name == "gpus" else 0.0

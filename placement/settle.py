@@ -55,20 +55,13 @@ class Steady(NamedTuple):
     short: list[bool]
 
 
-def settle(runners: Sequence[Runner], prefill_share: float, pool: float) -> Steady:
-    """The steady state of `runners` in a unit with `pool` bytes of KV on each device.
+def settle(runners: Sequence[Runner], prefill_share: float, pool: float, guess: float = 1.0) -> Steady:
+    """The steady state of `runners` in a unit with `pool` bytes of KV on each device; `guess` is a phi to start from.
 
     Bisects phi, since the batches that a lower phi asks for change U and D in opposite ways.
     """
     beside = _beside(runners, prefill_share)
-    state = _at(1.0, runners, beside, pool)
-    if state.progress >= 1.0 - _CLOSE:
-        return state
     low, high = 0.0, 1.0
-    # What phi = 1 leads to is nearly right when the unit is lightly loaded.
-    guess = state.progress
-    if guess <= 0.0:
-        guess = 0.5
     for _ in range(_ROUNDS):
         state = _at(guess, runners, beside, pool)
         error = state.progress - guess
@@ -78,8 +71,9 @@ def settle(runners: Sequence[Runner], prefill_share: float, pool: float) -> Stea
             low = guess
         else:
             high = guess
-        # The answer itself when it lies between, else the middle.
-        guess = state.progress if low < state.progress < high and abs(error) < 0.25 * guess else (low + high) / 2
+        # What the guess leads to is nearly right when the unit is lightly loaded; else the middle.
+        near = low < state.progress < high and abs(error) < 0.25 * guess
+        guess = state.progress if near else (low + high) / 2
         if high - low < _CLOSE * low:
             break
     return state._replace(progress=guess)
@@ -95,11 +89,12 @@ def _at(phi: float, runners: Sequence[Runner], beside: float, pool: float) -> St
     """Batches, rates and the phi that they lead to, if decode progresses at `phi`."""
     batches: list[float] = []
     used = 0.0
-    for runner in runners:
-        wanted = runner.rate * runner.decode_stretch / phi
-        batch = min(runner.decode.batch_for(wanted), runner.most)
+    for rate, sequence, most, _, decode, _, stretch, _ in runners:
+        batch = decode.batch_for(rate * stretch / phi)
+        if batch > most:
+            batch = most
         batches.append(batch)
-        used += batch * runner.sequence
+        used += batch * sequence
     short = [False] * len(batches)
     if used > pool:
         limits = _divide(pool, batches, runners)
@@ -108,12 +103,15 @@ def _at(phi: float, runners: Sequence[Runner], beside: float, pool: float) -> St
         used = pool
     busy = asked = 0.0
     rates: list[float] = []
-    for runner, batch in zip(runners, batches, strict=True):
-        can = phi * runner.decode.capacity_at(batch) / runner.decode_stretch
-        rate = can if can < runner.rate else runner.rate
+    for (wanted, _, most, share, decode, prefill, stretch, slower), batch, cut in zip(
+        runners, batches, short, strict=True
+    ):
+        rate = wanted
+        if cut or batch >= most:
+            rate = min(wanted, phi * decode.capacity_at(batch) / stretch)
         rates.append(rate)
-        busy += rate * runner.prefill.seconds_at(batch) * runner.prefill_stretch
-        asked += (1.0 - math.exp(-batch)) * runner.share
+        busy += rate * prefill.seconds_at(batch) * slower
+        asked += (1.0 - math.exp(-batch)) * share
     if busy >= 1.0:
         # Prefill alone is more than the unit can do: less than this phi must suffice.
         return Steady(0.0, 1.0, asked, batches, [rate / busy for rate in rates], used, short)

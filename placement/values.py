@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from placement.demand import Member, Members, Mesh
 from placement.estimator import Estimator, Shares, UnitEstimate, latencies, waiting
@@ -23,6 +24,7 @@ class Values:
         self.demands = estimator.demands
         self.evaluations = 0
         self._values: dict[tuple[Mesh, Members], float] = {}
+        self._ideals: dict[Member, float] = {}
         self._weights: dict[tuple[Member, Mesh], float] = {}
 
     def of(self, mesh: Mesh, members: Members) -> float:
@@ -42,11 +44,19 @@ class Values:
         Raises:
             ValueError: the unit is impossible.
         """
-        shares = self._best(mesh, members)[1]
+        shares = self._best(mesh, members, thorough=True)[1]
         estimate = self.estimator.unit(mesh, members, shares) if shares else None
         if estimate is None:
             raise ValueError(f"{[self.demands[m.model].name for m in members]} do not fit on {mesh.size} {mesh.device}")
         return estimate
+
+    def ideal(self, member: Member, kinds: Sequence[Mesh]) -> float:
+        """More than the member can add to any unit, whatever else is in it, devices not counted."""
+        found = self._ideals.get(member)
+        if found is None:
+            free = (self.of(kind, (member,)) - self.objective.unit(kind.size) for kind in kinds)
+            found = self._ideals[member] = max(free, default=IMPOSSIBLE)
+        return found
 
     def weight(self, member: Member, mesh: Mesh) -> float:
         """Roughly the part of a mesh that a member takes, of its compute or its memory: to tell loaded from idle."""
@@ -66,7 +76,9 @@ class Values:
             self._weights[key] = found
         return found
 
-    def _best(self, mesh: Mesh, members: Members) -> tuple[float, Shares | None]:
+    def _best(self, mesh: Mesh, members: Members, thorough: bool = False) -> tuple[float, Shares | None]:
+        """The best choice of shares. Unless `thorough`, the first that gives everyone what is asked will do: others
+        could only be a little quicker."""
         best, best_shares = IMPOSSIBLE, None
         if self.estimator.room(mesh, members) <= 0:
             return best, None
@@ -77,11 +89,15 @@ class Values:
             runners, state, _ = settled
             wait = waiting(runners, state)
             value = self.objective.unit(mesh.size)
+            content = True
             for i, runner in enumerate(runners):
                 demand = self.demands[members[i].model]
                 rate = state.rates[i]
                 times = latencies(demand, runner, state.batches[i], rate, state, wait)
                 value += self.objective.member(demand, runner.rate, rate, *times)
+                content = content and self.objective.content(runner.rate, rate, times[2])
             if value > best:
                 best, best_shares = value, shares
+            if content and not thorough:
+                break
         return best, best_shares
