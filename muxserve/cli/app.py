@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from muxserve.cli.workload_app import app as workload_app
+
 # Plain help and no rich tracebacks: both would import much for little.
 app = typer.Typer(
     name="muxserve",
@@ -17,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(workload_app)
 
 FleetFile = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet file (YAML).", show_default=False)]
 Url = Annotated[str, typer.Option("--url", envvar="MUXSERVE_URL", help="The endpoint of a running fleet.")]

@@ -2,6 +2,7 @@
 socket, no torch, no vLLM."""
 
 from muxserve.workload.arrivals import Arrivals, gamma_arrivals, poisson_arrivals, power_law_rates
+from muxserve.workload.describe import Description, describe
 from muxserve.workload.errors import TraceError, WorkloadError
 from muxserve.workload.generate import ModelLoad, generate
 from muxserve.workload.lengths import (
@@ -29,6 +30,7 @@ __all__ = [
     "Arrivals",
     "Bursts",
     "CappedLengths",
+    "Description",
     "Diurnal",
     "FixedLength",
     "Lengths",
@@ -45,6 +47,7 @@ __all__ = [
     "Workload",
     "WorkloadError",
     "WorkloadOptions",
+    "describe",
     "gamma_arrivals",
     "generate",
     "open_trace",

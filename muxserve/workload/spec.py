@@ -104,13 +104,15 @@ class GeneratorSpec:
         return FLAT
 
     def text(self) -> str:
-        """The specification, normalised: what was left out stays out."""
+        """The specification, normalised. It says what the duration, the seed and the lengths are even where they are
+        the defaults."""
+        told = {"duration", "seed", *(() if self.prompt and self.output else ("lengths",))}
         given = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "process" and value != field.default:
+            if field.name != "process" and (value != field.default or field.name in told):
                 given.append(f"{field.name}={'+'.join(value) if isinstance(value, tuple) else _number(value)}")
-        return f"{self.process}:{','.join(given)}" if given else self.process
+        return f"{self.process}:{','.join(given)}"
 
 
 def is_spec(text: str) -> bool:
@@ -134,7 +136,7 @@ def parse_spec(text: str) -> GeneratorSpec:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise WorkloadError(f"workload {text!r}: {key!r} is no key{hint} Keys: {', '.join(fields)}")
         if not equals or not value:
             raise WorkloadError(f"workload {text!r}: {key} needs a value, as in {EXAMPLE}")

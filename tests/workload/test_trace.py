@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import tracemalloc
 from pathlib import Path
 
@@ -20,10 +19,10 @@ from muxserve.workload import (
     TraceWriter,
     generate,
     open_trace,
+    open_workload,
     read_trace,
     write_trace,
 )
-from muxserve.workload.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = '{"muxserve_trace":1,"models":["a","b"],"duration":10.0}'
@@ -83,6 +82,15 @@ def test_malformed_lines_are_named(tmp_path: Path, lines: list[str], line: int, 
     assert f"bad.jsonl, line {line}: " in str(caught.value)
 
 
+def test_malformed_lines_can_be_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(f'{HEADER}\n[0.5,"a",3,4]\nrubbish\n[0.4,"a",1,1]\n[0.6,"b",1,1]\n')
+    told: list[int] = []
+    with open_trace(path, lambda error: told.append(error.line)) as (_, stream):
+        assert [request.arrival for request in stream] == [0.5, 0.6]
+    assert told == [3, 4]
+
+
 def test_what_precedes_a_malformed_line_is_streamed(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f'{HEADER}\n[0.5,"a",3,4]\n[0.6,"b",1,1]\nrubbish\n')
@@ -133,49 +141,10 @@ def test_the_writer_refuses_what_the_reader_would(tmp_path: Path) -> None:
     assert len(read_trace(tmp_path / "t.jsonl").requests) == 1
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "t.jsonl"
-    assert main(["x", "y", "--rate", "20", "--alpha", "1", "--duration", "30", "--seed", "4", "--out", str(out)]) == 0
-    trace = read_trace(out)
-    assert f"{len(trace.requests)} requests" in capsys.readouterr().out
-    counts = [sum(r.model == name for r in trace.requests) for name in ("x", "y")]
-    # 400 and 200 expected.
-    assert 300 < counts[0] < 500
-    assert 130 < counts[1] < 270
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["x", "--rate", "0"], "rate must be positive"),
-        (["x", "x", "--rate", "1"], "same model twice"),
-        (["x", "--rate", "1", "--prompt-max", "4"], "low 8 and high 4"),
-        (["x", "--rate", "1", "--duration", "-3"], "duration"),
-        (["x", "--rate", "1", "--out", "/no/such/folder/t.jsonl"], "cannot write"),
-    ],
-)
-def test_command_line_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    out = [] if "--out" in arguments else ["--out", str(tmp_path / "t.jsonl")]
-    with pytest.raises(SystemExit) as caught:
-        main([*arguments, *out])
-    assert caught.value.code == 2
-    assert says in capsys.readouterr().err
-
-
-def test_the_shipped_trace_is_what_its_page_says(tmp_path: Path) -> None:
-    """traces/quickstart.jsonl is reproduced from its own header."""
-    shipped = ROOT / "traces" / "quickstart.jsonl"
-    trace = read_trace(shipped)
-    assert trace.header.models == ["arithmetic", "atlas", "frontdesk"]
-    p = json.loads(shipped.read_text().splitlines()[0])["parameters"]
-    loads = {
-        name: ModelLoad(rate, LogNormalLengths(*p["prompt"]), LogNormalLengths(*p["output"]))
-        for name, rate in p["rates"].items()
-    }
-    assert trace.header.seed is not None
-    again = list(generate(loads, trace.header.duration, trace.header.seed))
-    assert [(r.model, r.prompt_tokens, r.output_tokens) for r in again] == [
-        (r.model, r.prompt_tokens, r.output_tokens) for r in trace.requests
-    ]
+@pytest.mark.parametrize("path", sorted((ROOT / "traces").glob("*.jsonl*")), ids=lambda path: path.name)
+def test_shipped_traces_are_what_their_headers_say(path: Path) -> None:
+    trace = read_trace(path)
+    again = open_workload(str(trace.header.parameters["workload"]), trace.header.models)
+    assert list(again) == trace.requests
+    assert (again.seed, again.duration) == (trace.header.seed, trace.header.duration)
+    assert str(trace.header.parameters["workload"]) in (path.parent / "README.md").read_text()

@@ -1,0 +1,145 @@
+"""`muxserve workload generate`, `convert` and `describe`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cli.workload_args import models_of, print_left_out
+from muxserve.config import FleetError
+from muxserve.workload import TraceRequest, Workload, WorkloadError, WorkloadOptions, open_workload, write_trace
+from muxserve.workload import describe as figures_of
+from muxserve.workload.describe import Description, Part
+from muxserve.workload.spec import is_spec
+
+EXIT_OK, EXIT_WRONG = 0, 2
+
+
+def generate(spec: str, out: Path, *, fleet: Path | None, models: str | None, about: str) -> int:
+    """Write a generated workload; returns the exit code."""
+
+    def run() -> None:
+        if not is_spec(spec):
+            raise WorkloadError(
+                f"{spec!r} is no specification such as poisson:rate=8,duration=60; use `convert` for files"
+            )
+        _write(open_workload(spec, models_of(fleet, models)), out, about)
+
+    return _guarded(run)
+
+
+def convert(
+    source: str, out: Path, *, fleet: Path | None, models: str | None, options: Mapping[str, Any], about: str
+) -> int:
+    """Write a workload in our own format; returns the exit code."""
+
+    def run() -> None:
+        if Path(source).exists() and out.exists() and os.path.samefile(source, out):
+            raise WorkloadError(f"{out} would be overwritten while it is read; write to another file")
+        _write(open_workload(source, models_of(fleet, models), WorkloadOptions(**options)), out, about)
+
+    return _guarded(run)
+
+
+def describe(source: str, *, fleet: Path | None, models: str | None, options: Mapping[str, Any], as_json: bool) -> int:
+    """Print what a workload looks like; returns the exit code."""
+
+    def run() -> None:
+        workload = open_workload(source, models_of(fleet, models), WorkloadOptions(**options))
+        with _counted(workload, "reading") as requests:
+            described = figures_of(requests)
+        described = msgspec.structs.replace(described, seconds=workload.duration or described.seconds)
+        if as_json:
+            print(msgspec.json.format(msgspec.json.encode(described), indent=2).decode())
+        else:
+            console.print(f"{escape(workload.about)}: {described.seconds:.6g} s")
+            console.print(_table(described))
+        print_left_out(workload)
+
+    return _guarded(run)
+
+
+def _guarded(run: Callable[[], None]) -> int:
+    try:
+        run()
+    except FleetError as error:
+        print_problems(error, "nothing was done")
+        return EXIT_WRONG
+    except WorkloadError as error:
+        print_error(str(error))
+        return EXIT_WRONG
+    except OSError as error:
+        print_error(f"{error.filename or 'file'}: {error.strerror or error}")
+        return EXIT_WRONG
+    return EXIT_OK
+
+
+def _write(workload: Workload, out: Path, about: str) -> None:
+    # A file that could not be finished must not be taken for a workload, nor cost what was there before.
+    part = out.with_name(f".part-{out.name}")
+    try:
+        with _counted(workload, "writing") as requests:
+            count = write_trace(
+                part,
+                workload.models,
+                requests,
+                duration=round(workload.duration, 6),
+                about=about or workload.about,
+                seed=workload.seed,
+                parameters={"workload": workload.about},
+            )
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+    print_left_out(workload)
+    console.print(f"{count} requests over {workload.duration:.6g} s in {escape(str(out))}")
+
+
+@contextlib.contextmanager
+def _counted(workload: Workload, doing: str) -> Iterator[Iterable[TraceRequest]]:
+    """The requests, counted on a terminal while they pass."""
+    if not errors.is_terminal:
+        yield workload
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed:,} requests"), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task(doing, total=None)
+
+        def passing() -> Iterator[TraceRequest]:
+            count = 0
+            for count, request in enumerate(workload, start=1):
+                if count % 1000 == 0:
+                    progress.update(task, completed=count)
+                yield request
+            progress.update(task, completed=count)
+
+        yield passing()
+
+
+def _table(described: Description) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    headings = ["model", "requests", "req/s", "CV", "peak"]
+    headings += [f"{side} {of}" for side in ("prompt", "output") for of in ("mean", "p50", "p95", "p99", "max")]
+    for number, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=True, justify="right" if number else "left")
+    for name, part in described.models.items():
+        table.add_row(escape(name), *_cells(part))
+    if described.overall and len(described.models) > 1:
+        table.add_row("all", *_cells(described.overall), style="bold")
+    return table
+
+
+def _cells(part: Part) -> list[str]:
+    cells = [str(part.requests), f"{part.rate:.4g}"]
+    cells += ["-" if value is None else f"{value:.3g}" for value in (part.cv, part.peak)]
+    for side in (part.prompt, part.output):
+        cells += [f"{value:.0f}" for value in (side.mean, side.p50, side.p95, side.p99, side.max)]
+    return cells

@@ -1,0 +1,84 @@
+"""The options by which commands name a workload; the same for `workload`, `replay` and `simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from muxserve.workload import Workload
+
+SOURCE_HELP = "A trace file, or a generator such as poisson:rate=8,alpha=0.9,duration=60,lengths=sharegpt."
+Fleet = Annotated[Path | None, typer.Option("--fleet", help="Fleet file: its models and rates.", show_default=False)]
+Models = Annotated[
+    str | None,
+    typer.Option("--models", help="Models, most popular first: a,b or with rates a=4,b=1.", show_default=False),
+]
+Format = Annotated[
+    str | None, typer.Option("--format", help="Format of the file, if it is not recognised.", show_default=False)
+]
+Map = Annotated[str, typer.Option("--map", help="auto, rates, round-robin, power:ALPHA, or OLD=NEW,*=NEW.")]
+Start = Annotated[float, typer.Option(help="Seconds of the trace to leave out at its start.")]
+Duration = Annotated[float | None, typer.Option(help="Seconds of the trace to take.", show_default=False)]
+Limit = Annotated[int | None, typer.Option(help="Requests to take at most.", show_default=False)]
+Speed = Annotated[float, typer.Option(help="Divide all times by this.")]
+Rate = Annotated[
+    float | None, typer.Option(help="Rescale to this many requests per second on average.", show_default=False)
+]
+MaxPrompt = Annotated[int | None, typer.Option(help="Cap prompts, tokens.", show_default=False)]
+MaxOutput = Annotated[int | None, typer.Option(help="Cap outputs, tokens.", show_default=False)]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        help="tokenizer.json that counts the tokens of texts; they are estimated without.", show_default=False
+    ),
+]
+AllTurns = Annotated[bool, typer.Option("--all-turns", help="Every turn of a conversation, not the first alone.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out and count them.")]
+Seed = Annotated[int, typer.Option(help="Of what is drawn beside a file: models, times.")]
+
+
+def models_of(fleet: Path | None, models: str | None) -> Mapping[str, float] | Sequence[str] | None:
+    """The models that a command names.
+
+    Raises:
+        FleetError: the fleet file is wrong.
+        WorkloadError: both are given, or `models` makes no sense.
+    """
+    from muxserve.workload import WorkloadError
+
+    if fleet is not None and models is not None:
+        raise WorkloadError("--fleet and --models exclude each other")
+    if fleet is not None:
+        from muxserve.config import load_fleet
+
+        return {model.name: model.rate for model in load_fleet(fleet).models}
+    if models is None:
+        return None
+    parts = [part.strip() for part in models.split(",") if part.strip()]
+    names = [part.partition("=")[0].strip() for part in parts]
+    if not names or len(set(names)) != len(names) or not all(names):
+        raise WorkloadError(f"--models {models!r} must name at least one model, and none twice")
+    if not any("=" in part for part in parts):
+        return names
+    try:
+        rates = {name: float(part.partition("=")[2]) for name, part in zip(names, parts, strict=True)}
+    except ValueError:
+        rates = {}
+    if not rates or not all(0 < rate < float("inf") for rate in rates.values()):
+        raise WorkloadError(f"--models {models!r}: every model needs a positive rate, or none has one") from None
+    return rates
+
+
+def print_left_out(workload: Workload) -> None:
+    """Say on stderr what reading it left out."""
+    from muxserve.cli.output import errors, escape
+
+    left = workload.left_out
+    if left.bad:
+        errors.print(f"[yellow]left out {left.bad} malformed:[/] {escape(left.first_bad)}" + (" ..." * (left.bad > 1)))
+    for reason, count in left.dropped.items():
+        errors.print(f"[yellow]left out {count}:[/] {escape(reason)}")
