@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from pathlib import Path
 
@@ -185,20 +186,4 @@ def _check(engine: EngineProfile, path: str | os.PathLike[str]) -> None:
 
 def _compact(text: bytes) -> bytes:
     """Put arrays that hold only numbers on one line each."""
-    out: list[bytes] = []
-    pending: list[bytes] = []
-    for line in text.split(b"\n"):
-        if pending:
-            pending.append(line.strip())
-            closed = line.strip().rstrip(b",") == b"]"
-            if closed or line.rstrip().endswith((b"[", b"{")):
-                if closed:
-                    out.append(b"".join([pending[0], b" ".join(pending[1:-1]), pending[-1]]))
-                else:
-                    out.extend(pending)
-                pending = []
-        elif line.endswith(b"["):
-            pending = [line]
-        else:
-            out.append(line)
-    return b"\n".join([*out, *pending])
+    return re.sub(rb"\[[-+0-9.eE,\s]+\]", lambda found: b"".join(found[0].split()).replace(b",", b", "), text)

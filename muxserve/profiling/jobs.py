@@ -22,8 +22,8 @@ _LEASE_STEPS = 8
 
 @dataclass
 class Timing:
-    """Steps, when they were reported, and what they do not say: seconds from sending a lease to hearing of its first step
-    beyond that step (`turns`), and between the steps of a lease (`gaps`)."""
+    """Steps, when they were reported, and what they do not say: seconds from sending a lease to hearing of its first
+    step beyond that step (`turns`), and between the steps of a lease (`gaps`)."""
 
     steps: list[Sample] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
