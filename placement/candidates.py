@@ -90,7 +90,7 @@ class Candidates:
 
 
 def most_sequences(demand: Demand, decode: DecodeCurve) -> float:
-    """The largest batch that the model may have: its own limit, and what its TPOT objective allows if any batch does."""
+    """The largest batch that the model may have: its own limit, and what its TPOT objective allows if any does."""
     if demand.slo_tpot is None:
         return float(demand.max_num_seqs)
     within = decode.batch_within(demand.slo_tpot)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from muxserve.costs.latency import Load
 from placement.candidates import MEETS, Candidates, most_sequences
-from placement.curves import DecodeCurve, PrefillCurve
 from placement.demand import Demand, Member, Members, Mesh
-from placement.engines import Footprint
 from placement.settle import Runner, Steady, settle
 
 HORIZON = 60.0  # seconds of overload after which attainment is told
 LEAST_PREFILL_SHARE = 0.3
+_MOST_HEADROOM = 64.0
 _NEGLIGIBLE = 1.005  # a slowdown below this is not worth settling again
 
 
@@ -51,7 +50,8 @@ class ModelEstimate:
 class UnitEstimate:
     """A unit. `pool_bytes` is what each device has for pages, `kv_bytes` what of it is in use on average.
     `prefill_load` is the part of time in which a prefill runs, `decode_load` the compute that decode asks for (above 1:
-    it takes turns), `progress` the part of its full speed at which it goes on."""
+    it takes turns), `progress` the part of its full speed at which it goes on. `headroom` is the factor by which all
+    rates may grow before a model is short, and `next_limit` what of; at most 64."""
 
     mesh: Mesh
     prefill_share: float
@@ -61,6 +61,8 @@ class UnitEstimate:
     prefill_load: float
     decode_load: float
     progress: float
+    headroom: float = 1.0
+    next_limit: str = ""
 
     @property
     def throughput(self) -> float:
@@ -76,10 +78,12 @@ class Shares(NamedTuple):
 
 
 class Estimator:
-    """Estimates units; depends on nothing but its candidates, and keeps nothing."""
+    """Estimates units; depends on nothing but its candidates, and keeps nothing. With `turns` every job has all of the
+    compute, and jobs take turns (temporal multiplexing)."""
 
-    def __init__(self, candidates: Candidates) -> None:
+    def __init__(self, candidates: Candidates, turns: bool = False) -> None:
         self.candidates = candidates
+        self.turns = turns
         self.engines = candidates.engines
         self.demands = candidates.engines.demands
 
@@ -96,6 +100,8 @@ class Estimator:
         if len(least) < len(members):
             return []
         whole = tuple(1.0 for _ in least)
+        if self.turns:
+            return [Shares(1.0, whole)]
         choices = []
         left = 1.0 - sum(least) + 1e-9
         beside = max((share for share in self.candidates.shares if share <= left), default=0.0)
@@ -109,10 +115,33 @@ class Estimator:
     def unit(self, mesh: Mesh, members: Members, shares: Shares) -> UnitEstimate | None:
         """The estimate of a unit with given shares; None if it does not fit or costs are not known."""
         settled = self.settled(mesh, members, shares)
-        return None if settled is None else self._describe(mesh, members, shares, *settled)
+        if settled is None:
+            return None
+        estimate = self._describe(mesh, members, shares, *settled)
+        if not all(model.meets_rate for model in estimate.models):
+            return estimate
+        headroom, limit = self._headroom(mesh, members, shares)
+        return replace(estimate, headroom=headroom, next_limit=limit)
 
-    def settled(self, mesh: Mesh, members: Members, shares: Shares) -> tuple[list[Runner], Steady, int] | None:
-        """Runners, steady state and pool bytes of a unit; None as for `unit`."""
+    def _headroom(self, mesh: Mesh, members: Members, shares: Shares) -> tuple[float, str]:
+        """How far all rates may grow together, and what is short beyond."""
+        low, high, limit = 1.0, _MOST_HEADROOM, ""
+        while high / low > 1.01:
+            scale = math.sqrt(low * high)
+            settled = self.settled(mesh, members, shares, scale)
+            assert settled is not None, "it is possible at its own rates"
+            estimate = self._describe(mesh, members, shares, *settled)
+            short = [model for model in estimate.models if not model.meets_rate]
+            if short:
+                high, limit = scale, short[0].limit
+            else:
+                low = scale
+        return low, limit
+
+    def settled(
+        self, mesh: Mesh, members: Members, shares: Shares, scale: float = 1.0
+    ) -> tuple[list[Runner], Steady, int] | None:
+        """Runners, steady state and pool bytes of a unit at `scale` times its rates; None as for `unit`."""
         pool = self.room(mesh, members)
         runners: list[Runner] = []
         sequences = 0.0
@@ -125,7 +154,7 @@ class Estimator:
             sequence = self.engines.footprint(member.model, mesh).sequence
             sequences += sequence
             most = most_sequences(demand, decode)
-            runners.append(Runner(demand.rate / member.replicas, sequence, most, share, decode, prefill))
+            runners.append(Runner(scale * demand.rate / member.replicas, sequence, most, share, decode, prefill))
         if pool < sequences:
             return None
         state = settle(runners, shares.prefill, pool)
@@ -135,9 +164,7 @@ class Estimator:
             state = settle(runners, shares.prefill, pool, max(state.progress, 0.01))
         return runners, state, pool
 
-    def _stretched(
-        self, mesh: Mesh, runners: list[Runner], prefill_share: float, state: Steady
-    ) -> list[Runner] | None:
+    def _stretched(self, mesh: Mesh, runners: list[Runner], prefill_share: float, state: Steady) -> list[Runner] | None:
         """The runners with the slowdowns that they cause each other; None if there are none to speak of.
 
         Others count with the part of time in which they run beside a job: they have something to do, and a share is
@@ -153,7 +180,10 @@ class Estimator:
             for load in (runner.decode.load_at(batch),)
         ]
         left = 1.0 - prefill_share
-        parts = [rate * runner.prefill.seconds_at(b) for rate, runner, b in zip(state.rates, runners, state.batches)]
+        parts = [
+            rate * runner.prefill.seconds_at(b)
+            for rate, runner, b in zip(state.rates, runners, state.batches, strict=True)
+        ]
         total = sum(parts)
         prefills = tuple(
             Load(runner.prefill.load.bandwidth * part, runner.prefill.load.compute * part)
@@ -256,9 +286,7 @@ def _normal(x: float) -> float:
     return 0.5 * math.erfc(-x / math.sqrt(2.0))
 
 
-def _limit(
-    demand: Demand, runner: Runner, batch: float, rate: float, state: Steady, pool: int, index: int
-) -> str:
+def _limit(demand: Demand, runner: Runner, batch: float, rate: float, state: Steady, pool: int, index: int) -> str:
     """What holds a model back; for one that meets its rate, what would first if it grew."""
     if rate < MEETS * runner.rate:
         if state.short[index]:
@@ -273,16 +301,3 @@ def _limit(
         "sequences": batch / demand.max_num_seqs,
     }
     return max(uses, key=lambda what: uses[what])
-
-
-__all__ = [
-    "DecodeCurve",
-    "Estimator",
-    "Footprint",
-    "ModelEstimate",
-    "PrefillCurve",
-    "Shares",
-    "UnitEstimate",
-    "latencies",
-    "waiting",
-]

@@ -92,9 +92,7 @@ def exact(
     problem.solve(pulp.HiGHS(msg=False, timeLimit=seconds, threads=1, gapRel=1e-9))
     if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise RuntimeError(f"the solver ended with {pulp.LpSolution[problem.sol_status]}")
-    answer = [
-        unit for unit, x in zip(units, chosen, strict=True) for _ in range(round(x.varValue or 0))
-    ]
+    answer = [unit for unit, x in zip(units, chosen, strict=True) for _ in range(round(x.varValue or 0))]
     layout = Layout(values, machines, answer)
     proven = problem.sol_status == pulp.LpSolutionOptimal
     info = problem.solverModel.getInfo()
@@ -143,7 +141,9 @@ def _machines(
                     supply[Mesh(device, part)].append(n * ways)
             for mesh in meshes:
                 if mesh.device == device and mesh.size > size and mesh.size % size == 0:
-                    wide = pulp.LpVariable(f"wide_{device}_{size}_{mesh.size}".replace("-", "_"), 0, None, pulp.LpInteger)
+                    wide = pulp.LpVariable(
+                        f"wide_{device}_{size}_{mesh.size}".replace("-", "_"), 0, None, pulp.LpInteger
+                    )
                     used.append(mesh.size // size * wide)
                     supply[mesh].append(1 * wide)
             problem += pulp.lpSum(used) <= count

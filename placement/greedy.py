@@ -250,9 +250,7 @@ class _Search:
         return value
 
 
-def fill(
-    values: Values, machines: Machines, group: Group, members: list[Member], width: int
-) -> Layout:
+def fill(values: Values, machines: Machines, group: Group, members: list[Member], width: int) -> Layout:
     """The inner loop of Algorithm 1: place `members` in their order onto the meshes of `group`, each where it adds most
     (of equals the smallest mesh); replicas after the first when every model has a place."""
     open_: dict[Mesh, Counter[tuple[Member, ...]]] = {mesh: Counter({(): n}) for mesh, n in group}

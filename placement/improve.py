@@ -1,8 +1,8 @@
 """Local search: makes a layout better, never worse.
 
-Descends through the moves of `moves.py` until none helps; then, again and again, takes a few units apart, rebuilds them
-with some luck, descends from there, and keeps what is better. The same seed gives the same answer unless `stop` cuts the
-search short.
+Descends through the moves of `moves.py` until none helps; then, again and again, takes a few units apart, rebuilds
+them with some luck, descends from there, and keeps what is better. The same seed gives the same answer unless `stop`
+cuts the search short.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LEAST_GAIN = 2e-5  # of the fleet's whole value: less is not worth a move
 
 @dataclass(frozen=True, slots=True)
 class ImproveLimits:
-    """The search ends after `kicks` in a row that did not help, or after `evaluations` of new units. Each unit is paired
-    with at most `partners` others. A kick takes apart up to `ruin` units."""
+    """The search ends after `kicks` in a row that did not help, or after `evaluations` of new units. Each unit is
+    paired with at most `partners` others. A kick takes apart up to `ruin` units."""
 
     kicks: int = 60
     evaluations: int = 200_000

@@ -134,7 +134,8 @@ class Machines:
                         offset += size
                         continue
                     # Several machines: this one and untouched ones after it.
-                    each, devices = sizes[place], []
+                    each = sizes[place]
+                    devices: list[int] = []
                     for other in range(place, len(packed)):
                         if sizes[other] == each and other not in taken and (other == place or not packed[other]):
                             taken.add(other)

@@ -81,9 +81,7 @@ def best(layout: Layout, moves: Iterator[Move], least: float = 0.0) -> tuple[flo
     return gain, chosen
 
 
-def _moved(
-    a: int, b: int, mesh_a: Mesh, mesh_b: Mesh, in_a: Members, in_b: Members, member: Member
-) -> Iterator[Move]:
+def _moved(a: int, b: int, mesh_a: Mesh, mesh_b: Mesh, in_a: Members, in_b: Members, member: Member) -> Iterator[Move]:
     other = joined(in_b, (member,))
     if not distinct(other):
         return

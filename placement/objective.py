@@ -12,7 +12,7 @@ from placement.demand import Demand
 ObjectiveName = Literal["throughput", "slo", "gpus"]
 OBJECTIVES: tuple[ObjectiveName, ...] = ("throughput", "slo", "gpus")
 
-# Of two placements that serve the same, the one with the shorter latencies; never worth more than this part of a request.
+# Of two placements that serve the same, the one with the shorter latencies; worth at most this part of a request.
 _TIE = 1e-3
 _TYPICAL_STEP = 0.05
 _TYPICAL_TTFT = 1.0
@@ -28,9 +28,7 @@ class Objective:
     name: ObjectiveName = "throughput"
     attainment: float = 0.95
 
-    def member(
-        self, demand: Demand, asked: float, served: float, ttft: float, tpot: float, attainment: float
-    ) -> float:
+    def member(self, demand: Demand, asked: float, served: float, ttft: float, tpot: float, attainment: float) -> float:
         """What one replica adds: `asked` and `served` in requests per second, latencies in seconds."""
         # All bounded, so that no latency outweighs a request.
         late = (ttft + demand.decode_steps * tpot) / (_TYPICAL_TTFT + demand.decode_steps * _TYPICAL_STEP)

@@ -3,8 +3,8 @@
 The paper's throughput of model m in a unit is min(b_m / (sum_i t_p^i(b_i) + t_d^m(b_m) * l_m), W_m): while a batch of m
 is in service for l_m decode steps, every model of the unit prefills a batch once, and prefill holds decode up. That
 takes all models for equally long in service. Here each model i prefills W_i requests a second, whoever else is in
-service for how long, so that prefill jobs run for the part U = sum_i rate_i * t_p^i(b_i) / b_i of all time. Decode makes
-progress at the rate
+service for how long, so that prefill jobs run for the part U = sum_i rate_i * t_p^i(b_i) / b_i of all time. Decode
+makes progress at the rate
 
     phi = U * min(1, (1 - p) / D) + (1 - U) * min(1, 1 / D)
 

@@ -15,10 +15,12 @@ IMPOSSIBLE = -math.inf
 class Values:
     """Values of units under an objective.
 
-    `evaluations` counts those worked out. Shares are chosen per unit, the best of `Estimator.choices`.
+    `evaluations` counts those worked out. Shares are chosen per unit, the best of `Estimator.choices`. Without
+    `colocate` a unit of two models is impossible (spatial partitioning).
     """
 
-    def __init__(self, estimator: Estimator, objective: Objective) -> None:
+    def __init__(self, estimator: Estimator, objective: Objective, colocate: bool = True) -> None:
+        self.colocate = colocate
         self.estimator = estimator
         self.objective = objective
         self.demands = estimator.demands
@@ -80,7 +82,7 @@ class Values:
         """The best choice of shares. Unless `thorough`, the first that gives everyone what is asked will do: others
         could only be a little quicker."""
         best, best_shares = IMPOSSIBLE, None
-        if self.estimator.room(mesh, members) <= 0:
+        if (len(members) > 1 and not self.colocate) or self.estimator.room(mesh, members) <= 0:
             return best, None
         for shares in self.estimator.choices(mesh, members):
             settled = self.estimator.settled(mesh, members, shares)
