@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from statistics import median
 
 from muxserve.costs.cells import DecodeCell, PrefillCell
@@ -85,7 +86,9 @@ class DecodeTable:
             return grid[0]
         i = min(bisect_right(batches, batch), len(batches) - 1)
         weight = (batch - batches[i - 1]) / (batches[i] - batches[i - 1])
-        return [low + weight * (high - low) for low, high in zip(grid[i - 1], grid[i], strict=True)]
+        values = [low + weight * (high - low) for low, high in zip(grid[i - 1], grid[i], strict=True)]
+        # Beyond the last batch this could fall where the two curves come closer.
+        return list(accumulate(values, max))
 
     def _pieces(self, batch: int) -> tuple[list[float], list[Decode]]:
         values, knots = self._values(batch), self._knots
@@ -93,10 +96,6 @@ class DecodeTable:
         pieces: list[Decode] = []
         for i in range(1, len(knots)):
             slope = (values[i] - values[i - 1]) / (knots[i] - knots[i - 1])
-            if pieces and abs(pieces[-1].per_token - slope) <= 1e-6 * slope:
-                ends[-1] = knots[i]
-                pieces[-1] = pieces[-1]._replace(until=knots[i])
-                continue
             ends.append(knots[i])
             pieces.append(Decode(values[i] - slope * knots[i], slope, knots[i]))
         ends.append(float("inf"))

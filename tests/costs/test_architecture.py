@@ -161,3 +161,21 @@ def test_longrope_is_meant_for_its_original_length() -> None:
         }
     )
     assert (phi.max_len, phi.default_max_len) == (131072, 4096)
+
+
+@pytest.mark.parametrize(
+    ("keys", "active", "shared"),
+    [
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, 2, 0),
+        ({"num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632}, 4, 5632),
+        (
+            {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408},
+            6,
+            2816,
+        ),
+        ({}, 1, 0),
+    ],
+)
+def test_experts_that_a_token_takes(keys: dict[str, Any], active: int, shared: int) -> None:
+    found = read_architecture({**MISTRAL, **keys})
+    assert (found.active_experts, found.shared_intermediate) == (active, shared)

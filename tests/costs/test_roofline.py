@@ -1,0 +1,153 @@
+"""The roofline: against arithmetic by hand, and what must hold whatever the constants are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.costs.calibration import GPU
+from muxserve.costs.devices import device
+from muxserve.costs.latency import CostError, EngineShape, Load
+from muxserve.costs.roofline import Roofline, RooflineCosts
+from muxserve.costs.work import layer_work
+from tests.costs.models import MIXTRAL, SEVEN_B, llama
+
+A100 = device("A100")
+# A device that reaches its peaks, and nothing else: what is left can be computed by hand.
+IDEAL = replace(
+    GPU,
+    compute_efficiency=1.0,
+    bandwidth_efficiency=1.0,
+    kv_efficiency=1.0,
+    attention_efficiency=1.0,
+    link_efficiency=1.0,
+    compute_shape=1.0,
+    bandwidth_shape=1.0,
+    prefill_launch=0.0,
+    decode_launch=0.0,
+    prefill_launch_tp=0.0,
+    decode_launch_tp=0.0,
+    step_seconds=0.0,
+)
+
+
+def costs(model: object = SEVEN_B, by: object = None, **shape: object) -> RooflineCosts:
+    where = EngineShape(**{"device": "A100", "dtype": "float16", **shape})  # type: ignore[arg-type]
+    return Roofline(by).engine(model, where)  # type: ignore[arg-type]
+
+
+def test_large_prefill_is_bound_by_operations() -> None:
+    tokens = 8192
+    linear = 2 * (32 * (4 * 4096**2 + 3 * 4096 * 11008)) * tokens / 312e12
+    attention = 4 * 32 * 4096 * (tokens * (tokens + 1) // 2) / 312e12
+    seconds = costs(by=replace(IDEAL, overlap=60.0)).prefill(tokens, tokens * (tokens + 1) // 2, 1)
+    head = 2 * 32000 * 4096 / 2039e9  # one row: its weights are read for it
+    assert seconds == pytest.approx(linear + attention + head, rel=0.02)
+
+
+def test_small_decode_is_bound_by_the_bytes_of_weights_and_kv() -> None:
+    weights = 2 * (32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096)
+    kv = 2 * 32 * 4096 * 2
+    found = costs(by=replace(IDEAL, overlap=60.0)).decode(1, 1000)
+    assert found.fixed == pytest.approx(weights / 2039e9, rel=0.01)
+    assert found.per_token == pytest.approx(kv / 2039e9)
+
+
+def test_tensor_parallelism_splits_the_work_and_adds_all_reduces() -> None:
+    one, four = costs(by=IDEAL), costs(by=IDEAL, tp=4)
+    tokens = 4096
+    exchanged = 2 * 32 * (2 * 3 / 4 * tokens * 4096 * 2) / 300e9 + 2 * 32 * 2 * A100.link_latency
+    split = one.prefill(tokens, 0, 1) / 4 + exchanged
+    # Every device still reads and writes the whole residual stream.
+    assert split < four.prefill(tokens, 0, 1) < 1.1 * split
+
+
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    with pytest.raises(CostError, match="32 attention heads cannot be split over 3"):
+        costs(tp=3)
+
+
+def test_few_kv_heads_are_copied_to_each_device() -> None:
+    grouped = llama(kv_heads=2)
+    assert layer_work(grouped, 8, "float16").kv_bytes_per_token == layer_work(grouped, 2, "float16").kv_bytes_per_token
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.1])
+def test_shares_outside_the_device_are_refused(share: float) -> None:
+    with pytest.raises(CostError, match="share"):
+        costs(share=share)
+
+
+def test_a_share_costs_compute_more_than_bandwidth() -> None:
+    half, whole = costs(share=0.5), costs()
+    prefill = half.prefill(4096, 0, 1) / whole.prefill(4096, 0, 1)
+    decode = half.decode(1, 4096).seconds(4096) / whole.decode(1, 4096).seconds(4096)
+    assert 1.0 < decode < 1.3 < prefill < 2.1
+
+
+def test_a_mixture_reads_only_the_experts_that_are_used() -> None:
+    work = layer_work(MIXTRAL, 1, "float16")
+    one_token, many = work.weight_bytes(1), work.weight_bytes(1000)
+    assert one_token == pytest.approx(work.dense_bytes + work.expert_bytes / 4)
+    assert many == pytest.approx(work.dense_bytes + work.expert_bytes)
+    dense = layer_work(llama(kv_heads=8, intermediate=2 * 14336), 1, "float16")
+    assert work.flops_per_token == pytest.approx(dense.flops_per_token)
+
+
+def test_launches_are_a_floor_and_decode_rises_after_it() -> None:
+    found = costs(by=replace(IDEAL, decode_launch=1e-3))
+    flat = found.decode(1, 10)
+    assert flat.seconds(10) == pytest.approx(32e-3)
+    rising = found.decode(1, int(flat.until) + 1)
+    assert flat.per_token == 0.0 < rising.per_token
+    assert rising.seconds(flat.until) == pytest.approx(flat.seconds(flat.until))
+
+
+@given(
+    st.sampled_from([SEVEN_B, MIXTRAL]),
+    st.sampled_from(["A10", "A100", "H100", "L20", "CPU"]),
+    st.sampled_from([1, 2, 8]),
+    st.floats(0.05, 1.0),
+    st.integers(1, 512),
+    st.integers(1, 200_000),
+)
+def test_more_work_on_less_device_never_takes_less(
+    model: object, name: str, tp: int, share: float, batch: int, context: int
+) -> None:
+    dtype = "float32" if name == "CPU" else "float16"
+    less = costs(model, device=name, tp=tp, share=share, dtype=dtype)
+    more = costs(model, device=name, tp=tp, share=min(1.0, share * 1.2), dtype=dtype)
+
+    def step(of: RooflineCosts, b: int, c: int) -> float:
+        return of.decode(b, c).seconds(c)
+
+    assert 0 < step(more, batch, context) <= step(less, batch, context) * (1 + 1e-9)
+    assert step(less, batch, context) <= step(less, batch + 1, context) * (1 + 1e-9)
+    assert step(less, batch, context) <= step(less, batch, context + 1) * (1 + 1e-9)
+    pairs = batch * (batch + 1) // 2
+    assert more.prefill(batch, pairs, 1) <= less.prefill(batch, pairs, 1) * (1 + 1e-9)
+    assert less.prefill(batch, pairs, 1) <= less.prefill(batch + 1, pairs + batch + 1, 1) * (1 + 1e-9)
+    for load in (less.prefill_load(batch, pairs, 1), less.decode_load(batch, context)):
+        assert 0 <= load.bandwidth <= 1
+        assert 0 <= load.compute <= 1
+
+
+@given(st.integers(1, 256), st.integers(1, 50_000), st.integers(1, 500))
+def test_a_run_of_steps_is_the_sum_of_its_steps(batch: int, context: int, steps: int) -> None:
+    piece = costs().decode(batch, context)
+    total = math.fsum(piece.seconds(context + batch * i) for i in range(steps))
+    assert piece.run(batch, context, steps) == pytest.approx(total)
+
+
+def test_decode_asks_for_bandwidth_and_prefill_for_compute() -> None:
+    model = costs()
+    decode, prefill = model.decode_load(16, 16 * 500), model.prefill_load(4096, 4096 * 2048, 1)
+    assert decode.bandwidth > 0.8 > 0.3 > decode.compute
+    assert prefill.compute > 0.7 > prefill.bandwidth
+    roofline = Roofline()
+    assert roofline.slowdown("A100", decode, (prefill,)) < roofline.slowdown("A100", decode, (decode,))
+    assert roofline.slowdown("A100", decode, (Load(0.0, 0.0),)) == 1.0
