@@ -7,7 +7,7 @@ Importing this package loads pydantic; the command line does so only in the comm
 
 from muxserve.config.loader import load_fleet, parse_fleet
 from muxserve.config.problems import FleetError, Problem
-from muxserve.config.schema import AUTO, Cluster, Fleet, Gateway, KVPool, Limits, Model, Slo
+from muxserve.config.schema import AUTO, Cluster, Fleet, Gateway, KVPool, Limits, Model, Nodes, Slo, Workload
 
 __all__ = [
     "AUTO",
@@ -18,8 +18,10 @@ __all__ = [
     "KVPool",
     "Limits",
     "Model",
+    "Nodes",
     "Problem",
     "Slo",
+    "Workload",
     "load_fleet",
     "parse_fleet",
 ]

@@ -38,9 +38,13 @@ _OWN_NAMES = {
 }
 
 
-def check(source: Source, base: Path, environ: Mapping[str, str]) -> list[Problem]:
-    """Every such mistake in `source`."""
-    return [*_models(source, base), *_api_keys(source, environ)]
+def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool = True) -> list[Problem]:
+    """Every such mistake in `source`; without `serving`, weights and the gateway's keys need not be there."""
+    return [
+        *_cluster(source),
+        *_models(source, base, serving),
+        *(_api_keys(source, environ) if serving else ()),
+    ]
 
 
 def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
@@ -69,7 +73,17 @@ def _directory(base: Path, path: str) -> Path:
     return (base / Path(path).expanduser()).absolute()
 
 
-def _models(source: Source, base: Path) -> Iterator[Problem]:
+def _cluster(source: Source) -> Iterator[Problem]:
+    cluster = source.data.get("cluster")
+    if not isinstance(cluster, dict):
+        return
+    if cluster.get("nodes") and cluster.get("gpus"):
+        yield source.problem(("cluster", "nodes"), "give either `gpus` (equal machines) or `nodes`, not both")
+    if cluster.get("gpus") and cluster.get("gpu_type") is None:
+        yield source.problem(("cluster", "gpus"), "needs `gpu_type`, e.g. A100-80GB")
+
+
+def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
     models = source.data.get("models")
     if not isinstance(models, list):
         return
@@ -84,7 +98,7 @@ def _models(source: Source, base: Path) -> Iterator[Problem]:
                 line = source.line(("models", first[name], "name"))
                 yield source.problem((*at, "name"), f"{name!r} is already the name of the model on line {line}")
             first.setdefault(name, index)
-        yield from _origin(source, at, model, base)
+        yield from _origin(source, at, model, base, serving)
         yield from _engine_args(source, at, model)
         seqs, tokens = model.get("max_num_seqs", 64), model.get("max_num_batched_tokens", 2048)
         if type(seqs) is int and type(tokens) is int and 1 <= tokens < seqs:
@@ -95,10 +109,17 @@ def _models(source: Source, base: Path) -> Iterator[Problem]:
             )
 
 
-def _origin(source: Source, at: tuple[str | int, ...], model: dict[str, Any], base: Path) -> Iterator[Problem]:
+def _origin(
+    source: Source, at: tuple[str | int, ...], model: dict[str, Any], base: Path, serving: bool
+) -> Iterator[Problem]:
     path, hub = model.get("path"), model.get("hub")
-    if path is None and hub is None:
+    if path is None and hub is None and model.get("architecture") is None:
         yield source.problem(at, "needs `path` (a checkpoint directory) or `hub` (a Hugging Face hub id)")
+    elif path is None and hub is None and serving:
+        yield source.problem(
+            (*at, "architecture"),
+            "is enough to plan, not to serve; add `path` (a checkpoint directory) or `hub` (a Hugging Face hub id)",
+        )
     if path is not None and hub is not None:
         yield source.problem((*at, "hub"), "give either `path` or `hub`, not both")
     if "revision" in model and hub is None:
@@ -115,7 +136,7 @@ def _origin(source: Source, at: tuple[str | int, ...], model: dict[str, Any], ba
         yield source.problem(where, f"{directory} is a file; give the directory that holds config.json")
     elif not (directory / "config.json").is_file():
         yield source.problem(where, f"{directory} has no config.json; is it a Hugging Face checkpoint?")
-    elif not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
+    elif serving and not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
         args = model.get("engine_args")
         if not isinstance(args, dict) or args.get("load_format") != "dummy":
             yield source.problem(where, f"{directory} has no weights (*.safetensors)")

@@ -16,7 +16,8 @@ def fleet_schema() -> dict[str, Any]:
     reference = cluster.pop("$ref")
     cluster["anyOf"] = [{"const": "auto"}, {"$ref": reference}]
     model = schema["$defs"]["Model"]
-    model["oneOf"] = [{"required": ["path"]}, {"required": ["hub"]}]
+    model["anyOf"] = [{"required": ["path"]}, {"required": ["hub"]}, {"required": ["architecture"]}]
+    model["not"] = {"required": ["path", "hub"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "MuxServe fleet file",

@@ -31,47 +31,61 @@ _KINDS = {
 }
 
 
-def load_fleet(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Fleet:
+def load_fleet(
+    path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, *, serving: bool = True
+) -> Fleet:
     """Read and check a fleet file.
 
     Paths in it are relative to the file; `env:NAME` API keys are looked up in `environ` (the process's own by default).
+    Without `serving`, for planning and simulating, models need no weights and the gateway no keys.
 
     Raises:
         FleetError: with every mistake found.
     """
+    text = read_text(path, "fleet file")
+    return parse_fleet(text, str(path), Path(path).parent, environ, serving=serving)
+
+
+def read_text(path: str | os.PathLike[str], kind: str) -> str:
+    """The text of a file that a user wrote, called `kind` in what is said about it.
+
+    Raises:
+        FleetError: it cannot be read, is too large or no text.
+    """
     file = Path(path)
     try:
         if file.is_dir():
-            raise FleetError([Problem("is a directory; give the fleet file itself", str(path))])
+            raise FleetError([Problem(f"is a directory; give the {kind} itself", str(path))])
         data = file.read_bytes()
     except FileNotFoundError:
         raise FleetError([Problem("there is no such file", str(path))]) from None
     except OSError as error:
         raise FleetError([Problem(f"cannot be read: {error.strerror}", str(path))]) from None
     if len(data) > _MAX_FILE_BYTES:
-        raise FleetError([Problem("is too large for a fleet file (over 4 MiB)", str(path))])
+        raise FleetError([Problem(f"is too large for a {kind} (over 4 MiB)", str(path))])
     try:
-        text = data.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise FleetError([Problem("is not UTF-8 text", str(path), line)]) from None
-    return parse_fleet(text, str(path), file.parent, environ)
 
 
-def parse_fleet(text: str, file: str, base: Path, environ: Mapping[str, str] | None = None) -> Fleet:
+def parse_fleet(
+    text: str, file: str, base: Path, environ: Mapping[str, str] | None = None, *, serving: bool = True
+) -> Fleet:
     """Like `load_fleet`, for text; paths in it are relative to `base`."""
     environ = os.environ if environ is None else environ
     source = parse_yaml(text, file)
     if not isinstance(source.data, dict):
         raise FleetError([Problem(f"must be a mapping with `models:`, not {_a(source.data)}", file, 1)])
-    problems = checks.check(source, base, environ)
+    problems = checks.check(source, base, environ, serving)
     fleet = None
     try:
         fleet = Fleet.model_validate(source.data)
     except ValidationError as error:
         # Where a value has the wrong type altogether, the checks above stay silent and this speaks.
         said = {problem.path for problem in problems}
-        problems += [p for p in (_problem(source, details) for details in error.errors()) if p.path not in said]
+        problems += [p for p in problems_of(source, error, Fleet) if p.path not in said]
     if problems or fleet is None:
         raise FleetError(problems)
     fleet = checks.resolve(fleet, base, environ)
@@ -79,18 +93,23 @@ def parse_fleet(text: str, file: str, base: Path, environ: Mapping[str, str] | N
     return fleet
 
 
-def _problem(source: Source, details: ErrorDetails) -> Problem:
+def problems_of(source: Source, error: ValidationError, root: type[BaseModel]) -> list[Problem]:
+    """What pydantic found wrong with a file that should be a `root`, as sentences with their places."""
+    return [_problem(source, details, root) for details in error.errors()]
+
+
+def _problem(source: Source, details: ErrorDetails, root: type[BaseModel]) -> Problem:
     # pydantic marks a wrong key of a mapping with a last part of its own.
     path: KeyPath = tuple(part for part in details["loc"] if part != "[key]")
     if len(path) < len(details["loc"]):
         path = (*path[:-1], str(path[-1]))
-    return source.problem(path, _message(path, details))
+    return source.problem(path, _message(path, details, root))
 
 
-def _message(path: KeyPath, details: ErrorDetails) -> str:
+def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel]) -> str:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(path)
+        return _unknown_key(path, root)
     if kind == "missing":
         return "is required"
     if kind == "value_error":
@@ -120,14 +139,15 @@ def _message(path: KeyPath, details: ErrorDetails) -> str:
     return details["msg"]
 
 
-def _unknown_key(path: KeyPath) -> str:
+def _unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
     """`unknown key`, with the key that was probably meant, here or elsewhere in the file's schema."""
     key = str(path[-1])
-    here = list(_section_at(path[:-1]).model_fields)
+    at = _section_at(path[:-1], root)
+    here = list(at.model_fields)
     if closest(key, here) is None:
-        for place, section in _sections(Fleet, ""):
+        for place, section in _sections(root, ""):
             near = closest(key, section.model_fields)
-            if near is not None and section is not _section_at(path[:-1]):
+            if near is not None and section is not at:
                 return (
                     f"unknown key; `{near}` belongs under `{place}`"
                     if place
@@ -136,8 +156,8 @@ def _unknown_key(path: KeyPath) -> str:
     return f"unknown key{did_you_mean(key, here)}"
 
 
-def _section_at(path: KeyPath) -> type[BaseModel]:
-    section: type[BaseModel] = Fleet
+def _section_at(path: KeyPath, root: type[BaseModel]) -> type[BaseModel]:
+    section = root
     for part in path:
         if isinstance(part, str) and part in section.model_fields:
             section = _section_of(section.model_fields[part].annotation) or section

@@ -78,13 +78,33 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class Nodes(Section):
+    """Equal machines with GPUs."""
+
+    gpus: int = Field(ge=1, description="GPUs of each")
+    gpu_type: str = Field(min_length=1, description="Type of the GPUs, e.g. A100-80GB")
+    count: int = Field(default=1, ge=1, description="How many such machines")
+
+
 class Cluster(Section):
-    """The machine."""
+    """The machine, or the machines."""
 
     cores: CountOrAuto = Field(
         default=AUTO, description="CPU cores for the engines; auto: all that this process may use"
     )
-    gpus: int = Field(default=0, ge=0, description="GPUs; this version serves on CPU, so only 0")
+    gpus: int = Field(default=0, ge=0, description="GPUs, in machines of `gpus_per_node`; 0: serve on CPU")
+    gpu_type: str | None = Field(default=None, min_length=1, description="Type of the GPUs, e.g. A100-80GB")
+    gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine; the last may have fewer")
+    nodes: list[Nodes] = Field(
+        default_factory=list, description="Machines with GPUs, where they differ; instead of gpus and gpu_type"
+    )
+
+
+class Workload(Section):
+    """What requests of a model look like, for planning."""
+
+    prompt_tokens: int = Field(default=512, ge=1, description="Mean prompt length in tokens")
+    output_tokens: int = Field(default=256, ge=1, description="Mean answer length in tokens")
 
 
 class KVPool(Section):
@@ -116,9 +136,15 @@ class Model(Section):
         default=None, pattern=r"^[\w.-]+(/[\w.-]+)?$", description="Hugging Face hub id, e.g. org/name"
     )
     revision: str | None = Field(default=None, min_length=1, description="Revision of the hub id")
+    architecture: str | None = Field(
+        default=None,
+        min_length=1,
+        description="For planning without a checkpoint: a config.json, or a built-in name such as llama-7b",
+    )
     rate: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Expected requests per second; weighs the quotas"
     )
+    workload: Workload = Field(default=Workload(), description="Lengths of its requests, for planning")
     slo: Slo = Field(default=Slo(), description="Latency objectives")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of weights and KV cache; auto: the checkpoint's own"
