@@ -147,11 +147,6 @@ def _busy(session: Session) -> None:
             f"[yellow]the machine was busy with other work:[/] engines waited {waited:.0%} of the time for a core. "
             "Step times were corrected for that, but measure on an idle machine if you can"
         )
-    if session.crowded > _BUSY:
-        errors.print(
-            f"[yellow]pairs with more threads than cores waited {session.crowded:.0%} of the time when alone:[/] "
-            "their slowdowns are less than an idle machine would show; delete them from the file and measure again"
-        )
 
 
 def _grid(**given: str | None) -> Grid:

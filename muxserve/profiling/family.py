@@ -38,6 +38,7 @@ class Family:
         self._memory: Process | None = None
         self._warm: Process | None = None
         self._link: WarmLink | None = None
+        self._launcher: LocalLauncher | None = None
         self._exits: dict[int, int] = {}
         self._engines: dict[PartId, int] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()
@@ -109,7 +110,8 @@ class Family:
     async def _start(self) -> None:
         file = Path(self.deployment.run_dir) / "deployment.json"
         save(self.deployment, file)
-        launcher = LocalLauncher(commands_for(self.deployment, file), self.deployment.log_dir)
+        # Kept, because it copies the memory manager's output to its log as long as it lives.
+        self._launcher = launcher = LocalLauncher(commands_for(self.deployment, file), self.deployment.log_dir)
         self._memory, ready = launcher.memory_manager()
         try:
             await while_running(self._memory, ready)

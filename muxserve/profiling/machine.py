@@ -13,7 +13,7 @@ from muxserve.costs.profile import Machine
 
 _COPY_BYTES = 128 << 20  # more than a core's share of any cache
 _PRODUCT = 1024
-_TRIES = 4
+_TRIES = 12
 
 
 def cpu_name() -> str:
@@ -28,7 +28,7 @@ def cpu_name() -> str:
 
 
 def measure_machine(cores: int) -> Machine:
-    """Takes about a second. The best of some tries counts: whatever else runs makes it only slower."""
+    """Takes a second or two. The best of some tries counts: whatever else runs makes it only slower."""
     import numpy as np
 
     sources = [np.ones(_COPY_BYTES // 4 // cores, np.float32) for _ in range(cores)]

@@ -21,7 +21,7 @@ from muxserve.costs.profile import EngineProfile, Job, Overheads, PairCell, Prof
 from muxserve.deployment import Deployment, ModelDeployment
 from muxserve.memory.client import MemoryClient
 from muxserve.profiling.bodies import Bodies
-from muxserve.profiling.contention import Sample, disturbance, step_seconds
+from muxserve.profiling.contention import Sample, step_seconds
 from muxserve.profiling.family import Family
 from muxserve.profiling.grid import DECODE_STEPS, Grid, ModelGrid, grid_for, pairs_of
 from muxserve.profiling.jobs import Bench, Timing
@@ -38,8 +38,7 @@ _PAIR_SECONDS = 0.4
 class Session:
     """What is measured, and where to.
 
-    `samples` are all steps measured so far; `crowded` is how much of their time the steps of pairs waited for other
-    work of the machine where that could not be told from their waiting for each other (0: nowhere).
+    `samples` are all steps measured so far.
 
     Args:
         deployment: of the whole fleet; threads and quotas are set for each measurement.
@@ -62,7 +61,6 @@ class Session:
     turns: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    crowded: float = 0.0
 
     # ------------------------------------------------------------ what is to be done
 
@@ -97,8 +95,12 @@ class Session:
         return round(min(1.0, threads / self.deployment.cores), 4)
 
     def pair_jobs(self, threads: int) -> list[tuple[tuple[int, Job], tuple[int, Job]]]:
-        """Jobs to run beside each other, each with the number of its model, without those that are measured."""
-        if not self.with_pairs:
+        """Jobs to run beside each other, each with the number of its model, without those that are measured.
+
+        Only where both have cores of their own: engines never run beside each other otherwise, since shares are granted
+        up to the whole machine, and what waiting threads of two teams do to each other on one core tells nothing.
+        """
+        if not self.with_pairs or 2 * threads > self.deployment.cores:
             return []
         models = self.models
         done = {frozenset(pair.jobs) for pair in self.profile.pairs}
@@ -173,10 +175,6 @@ class Session:
             await self._chunked_cells(bench, engine, grid)
             for context, batches in grid.decode:
                 await self._decode_cells(bench, engine, context, batches)
-        if self.turns:
-            self.profile.overheads[DEVICE] = Overheads(
-                turn=median(self.turns), between=median(self.gaps) if self.gaps else 0.0
-            )
         for (i, one), (j, other) in self.pair_jobs(threads):
             memory.set_quotas(self._quotas([benches[i].model.name, benches[j].model.name]))
             await self._pair(benches[i], one, benches[j], other)
@@ -253,19 +251,18 @@ class Session:
         for bench, held in zip((first, second), ids, strict=True):
             await bench.empty(held)
         if all(alone) and all(together):
-            middle = step_seconds
-            if one.share + other.share > 1.0:
-                # They wait for each other here, which is what is measured; others must not be in the way.
-                middle = _as_measured
-                self.crowded = max(self.crowded, disturbance([*alone[0], *alone[1]]))
             loads = self._load(one), self._load(other)
-            times = [(middle(steps[0]), middle(steps[1])) for steps in (alone, together)]
+            times = [(step_seconds(steps[0]), step_seconds(steps[1])) for steps in (alone, together)]
             self.profile.pairs.append(PairCell(DEVICE, (one, other), times[0], times[1], loads))
         self._done(1)
 
     # ------------------------------------------------------------ details
 
     def _done(self, cells: int) -> None:
+        known = self.profile.overheads.get(DEVICE, Overheads())
+        turn = median(self.turns) if self.turns else known.turn
+        between = median(self.gaps) if self.gaps else known.between
+        self.profile.overheads[DEVICE] = Overheads(turn, between)
         self.save()
         self.advanced(cells)
 
@@ -299,10 +296,6 @@ class Session:
             left = pool.num_pages - 1 - sum(quotas[m.name] for m in others)
             quotas.update({m.name: left // max(1, len(wanted)) for m in wanted})
         return quotas
-
-
-def _as_measured(samples: Sequence[Sample]) -> float:
-    return median(sample.seconds for sample in samples)
 
 
 _PHASES = ("prefill", "decode")

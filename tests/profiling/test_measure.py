@@ -1,0 +1,122 @@
+"""Real engines measured, interrupted, and gone on with; a small grid of one small model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from muxserve.cluster.machine import this_machine
+from muxserve.cluster.plan import deployment_of, plan_fleet
+from muxserve.cluster.run_dir import RunDir
+from muxserve.config import load_fleet
+from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.latency import EngineShape
+from muxserve.costs.measured import ProfileModel
+from muxserve.costs.profile import Profile, load_profile
+from muxserve.memory import server
+from muxserve.profiling.grid import Grid
+from muxserve.profiling.measure import Session
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = Grid(tokens=(16, 128), sequences=(1, 2), chunk=64, batches=(1, 4), contexts=(64,))
+# The second model has the shape of the first: nothing of it is to be measured.
+FLEET = f"""\
+kv_pool: {{size: 64MiB}}
+models:
+  - {{name: first, path: {ROOT}/configs/models/arithmetic, dtype: float32}}
+  - {{name: second, path: {ROOT}/configs/models/arithmetic, dtype: float32}}
+"""
+
+
+class Run:
+    """A session, what it said, and how many cells it counted."""
+
+    def __init__(self, path: Path, run_dir: RunDir, profile: Profile) -> None:
+        fleet = path / "fleet.yaml"
+        fleet.write_text(FLEET)
+        plan = plan_fleet(load_fleet(fleet), this_machine())
+        self.architecture: ModelArchitecture = plan.architectures[0]
+        self.said: list[str] = []
+        self.cells = 0
+        self.stop_after: int | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.session = Session(
+            deployment_of(plan, str(run_dir.path)),
+            plan.architectures,
+            [1],
+            SMALL,
+            True,
+            profile,
+            path / "profile.json",
+            self.said.append,
+            self._advanced,
+        )
+
+    def _advanced(self, cells: int) -> None:
+        self.cells += cells
+        if self.stop_after is not None and self.cells >= self.stop_after:
+            assert self.task is not None
+            self.task.cancel()
+
+    async def run(self) -> None:
+        self.task = asyncio.create_task(self.session.run())
+        await self.task
+
+
+@pytest.fixture
+def run_dir() -> Iterator[RunDir]:
+    directory = RunDir()
+    yield directory
+    directory.remove()
+
+
+def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir) -> None:
+    first = Run(tmp_path, run_dir, Profile())
+    first.stop_after = 5
+    total = first.session.outstanding(1)
+    # 16 and 128 tokens of 1 and 2 sequences, a prompt of two chunks, decode with 1 and 4, a pair.
+    assert total == 4 + 1 + 2 + 1
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(first.run())
+    assert not list(Path("/dev/shm").glob(f"{server.prefix(first.session.deployment)}.*"))
+    kept = load_profile(tmp_path / "profile.json")
+    (engine,) = kept.engines
+    assert (engine.model, engine.share) == ("first", round(1 / first.session.deployment.cores, 4))
+    assert len(engine.prefill) + len(engine.decode) == 5
+
+    second = Run(tmp_path, run_dir, kept)
+    assert second.session.outstanding(1) == 3
+    asyncio.run(second.run())
+    assert second.cells == 3
+    assert second.session.outstanding(1) == 0
+    profile = load_profile(tmp_path / "profile.json")
+    (engine,) = profile.engines
+    assert {cell.place for cell in engine.prefill} == {(1, 16, 0), (2, 16, 0), (1, 128, 0), (2, 128, 0), (1, 64, 64)}
+    assert {cell.place for cell in engine.decode} == {(1, 64), (4, 64)}
+    assert engine.prefill[:5] == kept.engines[0].prefill[:5]
+
+    # A step of this model takes between a tenth of a millisecond and a second on anything that runs this test.
+    times = [cell.seconds for cell in [*engine.prefill, *engine.decode]]
+    assert all(1e-4 < seconds < 1.0 for seconds in times)
+    costs = ProfileModel(profile).engine(second.architecture, EngineShape("CPU", 1, engine.share, "float32"))
+    assert costs.prefill(256, 256 * 64, 2) > 0
+    assert costs.decode(2, 128).seconds(128) > 0
+    (pair,) = profile.pairs
+    assert {job.phase for job in pair.jobs} == {"prefill", "decode"}
+    assert all(0.05 < factor < 20 for factor in pair.slowdowns())
+    assert set(profile.interference) == set(profile.overheads) == {"CPU"}
+    assert 0 < profile.overheads["CPU"].turn < 1
+
+    third = Run(tmp_path, run_dir, profile)
+    asyncio.run(third.run())
+    assert (third.said, third.cells) == ([], 0)
+    assert not _children()
+
+
+def _children() -> list[str]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return file.read().split()
