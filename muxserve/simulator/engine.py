@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from muxserve.costs import EngineCosts
+from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.state import EngineState
 from muxserve.scheduling.types import Phase, share_units
 from muxserve.simulator.leaps import BOUNDARY, IDLE, STALLED, STEPPING, Engine, Host, LeapingEngine
 from muxserve.simulator.pages import ModelPages
@@ -18,6 +20,20 @@ from muxserve.simulator.setup import SimModel
 
 class LeasedHost(Host, Protocol):
     """A unit with a scheduler."""
+
+    policy: Policy
+
+    def usage(self, engine: DecodeEngine) -> EngineState:
+        """What the ledger knows of the engine."""
+        ...
+
+    def disturbed(self, now: float) -> None:
+        """Something happens that the scheduler is not told of at once, and that may matter to its next turn."""
+        ...
+
+    def releasing(self, pages: ModelPages, now: float) -> None:
+        """Decoding sequences are about to give pages back."""
+        ...
 
     def report(
         self,
@@ -102,10 +118,12 @@ class DecodeEngine(LeapingEngine, Leased):
         self._begun = 0.0
         self._fresh = False
         self._half_told = False
-        self._returned: list[SimRequest] = []
+        self.returned: list[SimRequest] = []
         self._told_at = 0.0
         self._told_counter = 0
         self._told_generated = 0
+        # It leaps over renewals of its lease (`calm.py`).
+        self.far = False
 
     # ------------------------------------------------------------ between steps
 
@@ -114,11 +132,15 @@ class DecodeEngine(LeapingEngine, Leased):
         if self.state == STALLED:
             self._stalled(now)
             return
+        if self.far:
+            self.catch_up(now, self.unit.usage(self), False)
+            self.far = False
         self._arrive(self._planned, now)
         counter = batch.counter
         finished = batch.ended()
         if finished:
             pages = self.pages
+            self.unit.releasing(pages, now)
             for request in finished:
                 pages.release(batch.remove(request))
                 host.finished(request, now)
@@ -127,7 +149,7 @@ class DecodeEngine(LeapingEngine, Leased):
         left = self._end - counter
         over = left <= 0 or now >= self._deadline
         half = left * 2 <= self._steps or now - self._begun >= self._deadline - now
-        if finished or self._returned or self._fresh or over or (half and not self._half_told) or not batch.running:
+        if finished or self.returned or self._fresh or over or (half and not self._half_told) or not batch.running:
             self._half_told = half
             self._fresh = False
             self._tell(0 if now >= self._deadline else left, now, finished)
@@ -135,7 +157,7 @@ class DecodeEngine(LeapingEngine, Leased):
 
     def _tell(self, left: int, now: float, finished: list[SimRequest]) -> None:
         batch = self.batch
-        returned, self._returned = self._returned, []
+        returned, self.returned = self.returned, []
         steps, tokens = batch.counter - self._told_counter, batch.generated - self._told_generated
         seconds, self._told_at = now - self._told_at, now
         self._told_counter, self._told_generated = batch.counter, batch.generated
@@ -146,7 +168,7 @@ class DecodeEngine(LeapingEngine, Leased):
     def _stalled(self, now: float) -> None:
         """A step that lost all its sequences is over."""
         self._end -= 1
-        returned, self._returned = self._returned, []
+        returned, self.returned = self.returned, []
         self._told_at = now
         left = self._end - self.batch.counter if now < self._deadline else 0
         self.state = BOUNDARY
@@ -175,6 +197,7 @@ class DecodeEngine(LeapingEngine, Leased):
             self._begin(now)
         else:
             batch.resume()
+        self.far = False
         self._leap(self._next_news())
 
     def _take(self, lease: Lease) -> None:
@@ -193,6 +216,8 @@ class DecodeEngine(LeapingEngine, Leased):
     def _preempt(self, now: float) -> None:
         """There are too few pages for the next step: as vLLM does, the last to have joined make room for the first."""
         host, batch, pages = self.host, self.batch, self.pages
+        self.unit.disturbed(now)
+        self.unit.releasing(pages, now)
         period, counter = batch.block_tokens, batch.counter
         waiting = list(batch.running)
         position = 0
@@ -203,7 +228,7 @@ class DecodeEngine(LeapingEngine, Leased):
                     victim = waiting.pop()
                     pages.release(batch.remove(victim))
                     victim.preemptions += 1
-                    self._returned.append(victim)
+                    self.returned.append(victim)
                     if victim is request:
                         break
             position += 1
@@ -222,16 +247,92 @@ class DecodeEngine(LeapingEngine, Leased):
         self.host.look(self)
 
     def _tell_before_stall(self, now: float) -> None:
-        returned, self._returned = self._returned, []
+        returned, self.returned = self.returned, []
         self._tell(self._end - self.batch.counter, now, [])
-        self._returned = returned
+        self.returned = returned
+
+    # ------------------------------------------------------------ leaps over renewals
+
+    def steady(self, now: float, known_step: float) -> bool:
+        """Steps take about as long as the scheduler believes, so that leases are renewed for steps, not for time."""
+        batch = self.batch
+        done = batch.done_by(now)
+        return batch.time_of(done + 1) - batch.time_of(done) <= 2.0 * known_step
+
+    def extend(self, now: float) -> None:
+        """Leap on, as far as leases are renewed without further ado."""
+        if self.far or self.state != STEPPING or self._pending is not None or self._fresh or self.returned:
+            return
+        self.far = True
+        end = min(self.batch.next_end(), self.batch.until)
+        if end > self._planned:
+            self._replan(end, now)
+
+    def cut(self, now: float) -> None:
+        """Leap no further than to the next report."""
+        if not self.far:
+            return
+        self.far = False
+        if self.state == STEPPING:
+            end = self._next_news()
+            if end < self._planned:
+                self._replan(end, now)
+
+    def _replan(self, end: int, now: float) -> None:
+        self.sync(now, -1)
+        self.pages.commit(-self.pages.committed)
+        self._planned = self._commit(max(end, self._synced))
+        self.host.look(self)
+
+    def catch_up(self, now: float, state: EngineState, inclusive: bool) -> None:
+        """Do what happened at the boundaries before `now` (`inclusive`: and at it) at which half of a lease was used:
+        the report, and the renewal in the scheduler's turn. `state` is the ledger's."""
+        batch, lease = self.batch, state.lease
+        assert lease is not None
+        size = len(batch.running)
+        while True:
+            half = self._end - self._steps // 2
+            if half >= self._planned:
+                return
+            time = batch.time_of(half)
+            if time > now or (time == now and not inclusive):
+                return
+            steps = half - self._told_counter
+            tokens, seconds = size * steps, time - self._told_at
+            self._told_at, self._told_counter = time, half
+            self._told_generated += tokens
+            self.jobs += steps
+            self.tokens += tokens
+            state.stepped(seconds, tokens, steps)
+            length = self.unit.policy.quanta.decode(state.step_seconds, contended=False)
+            lease.steps = lease.left = self._steps = length.steps
+            lease.granted_at = self._begun = time
+            lease.deadline = self._deadline = time + length.seconds
+            self._end = half + length.steps
+            self._half_told = False
+
+    def stands_at_report(self, now: float) -> bool:
+        """Half of the lease is used at this very moment. To be asked after `catch_up`."""
+        half = self._end - self._steps // 2
+        return self.state == STEPPING and half < self._planned and self.batch.time_of(half) == now
+
+    def report_now(self, now: float) -> None:
+        """The boundary at this moment is one to report at."""
+        self._planned = self._end - self._steps // 2
+        self.far = False
+        self.boundary(now)
+
+    def retime(self, slow: float, now: float) -> None:
+        if self.far and self.state == STEPPING:
+            self.catch_up(now, self.unit.usage(self), True)
+        super().retime(slow, now)
 
     # ------------------------------------------------------------ leaps
 
     def _next_news(self) -> int:
         """The step after which there will be something to do or to tell."""
         batch = self.batch
-        if self._fresh or self._returned:
+        if self._fresh or self.returned:
             return batch.counter + 1
         end = min(batch.next_end(), self._end, batch.until)
         if not self._half_told:

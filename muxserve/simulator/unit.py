@@ -6,11 +6,17 @@ It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, p
 from __future__ import annotations
 
 from muxserve.costs import LatencyModel
+from muxserve.scheduling.adbs import Adbs
+from muxserve.scheduling.admission import wants_prefill
+from muxserve.scheduling.fcfs import Fcfs
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.round_robin import RoundRobin
+from muxserve.scheduling.state import EngineState, ModelState
 from muxserve.scheduling.types import Grant, Phase, QueuedRequest
 from muxserve.simulator.engine import DecodeEngine, Lease, PrefillEngine
+from muxserve.simulator.leaps import STEPPING
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import Options, SimUnit
@@ -18,6 +24,10 @@ from muxserve.simulator.world import World
 
 # A wakeup that is due already and changed nothing is tried again after this time, so that the clock moves on.
 _AGAIN_SECONDS = 0.001
+
+
+# Of these policies it is known that they do nothing but renew leases where `rest` says so.
+_RENEWING: tuple[type[Policy], ...] = (Adbs, Fcfs, RoundRobin)
 
 
 class LeasedUnit(World):
@@ -35,10 +45,14 @@ class LeasedUnit(World):
         self._lease_id = 0
         self._wake_at = -1.0
         self._by_name: dict[str, ModelPages] = {}
+        self.decoders: list[tuple[ModelState, DecodeEngine]] = []
+        self._leaps_renewals = type(self.policy) in _RENEWING and not (self.overheads.report or self.overheads.lease)
         self._engine: dict[tuple[str, Phase], DecodeEngine | PrefillEngine] = {}
         for index, (model, pages) in enumerate(zip(unit.models, self.pages, strict=True)):
             self._by_name[model.name] = pages
-            self._add(self.decode_engine(self, model, index, pages))
+            engine = self.decode_engine(self, model, index, pages)
+            self._add(engine)
+            self.decoders.append((self.ledger.by_name[model.name], engine))
         # Of steps that begin at the same moment decode comes first, since prefill takes whatever is left.
         for index, (model, pages) in enumerate(zip(unit.models, self.pages, strict=True), len(unit.models)):
             self._add(PrefillEngine(self, model, index, pages))
@@ -52,8 +66,8 @@ class LeasedUnit(World):
     # ------------------------------------------------------------ requests
 
     def arrive(self, request: SimRequest, now: float) -> None:
-        # The last token is not computed upon, so it needs no place.
-        if self._too_long(request, request.prompt + request.output - 1, now):
+        # The last token is not computed upon, so it needs no place; but prompts are admitted with room for one.
+        if self._too_long(request, request.prompt + max(1, request.output - 1), now):
             return
         self._requests[request.request_id] = request
         self.ledger.arrived(
@@ -63,7 +77,7 @@ class LeasedUnit(World):
 
     def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:
         model = self.ledger.by_name[request.model]
-        capacity = self.policy.capacity(model)
+        capacity = self.policy.capacity(model) if self.unit.adapt_quotas else model.quota
         pages = -(-tokens // model.block_tokens) * model.pages_per_block
         if pages <= capacity:
             return False
@@ -118,7 +132,7 @@ class LeasedUnit(World):
             ledger.handed_over(request.request_id, request.lease_id, request.made, now)
         for request in returned:
             ledger.returned(request.request_id, request.lease_id, request.made, now)
-            if self._too_long(request, request.prompt + request.made, now):
+            if self._too_long(request, request.prompt + request.made + 1, now):
                 ledger.cancelled(request.request_id, now)
                 del self._requests[request.request_id]
         ledger.stepped(name, phase, lease_id, left, seconds, tokens, remaining, now, steps)
@@ -128,6 +142,8 @@ class LeasedUnit(World):
 
     def turn(self, now: float) -> None:
         policy, ledger = self.policy, self.ledger
+        if self.calm:
+            self._stir(now)
         self._count_pages(now)
         self._tell_pages()
         if self.unit.adapt_quotas:
@@ -149,6 +165,72 @@ class LeasedUnit(World):
     def _wake(self, now: float) -> None:
         if now == self._wake_at:
             self.turn_due = True
+
+    # ------------------------------------------------------------ leaps over renewals
+
+    def usage(self, engine: DecodeEngine) -> EngineState:
+        return self.decoders[engine.order][0].decode
+
+    def releasing(self, pages: ModelPages, now: float) -> None:
+        # What a model held at most is what the ledger would have heard of at a turn just before.
+        model = self.ledger.models[pages.index]
+        if pages.held > model.peak:
+            model.peak = pages.held
+
+    def rest(self, now: float) -> None:
+        """See whether all that the policy will do until something happens is to renew leases; then leap over that.
+
+        So it is when every engine with work runs under a lease that may be renewed, and no prompt can be admitted: none
+        waits, or there are too few pages or seats, of which there will not be more before something is told.
+        """
+        if not self._leaps_renewals:
+            return
+        calm = True
+        ledger, policy = self.ledger, self.policy
+        for model, engine in self.decoders:
+            lease = model.decode.lease
+            if model.prefilling or model.handed or model.prefill.lease is not None:
+                calm = False
+            elif lease is None:
+                calm = not model.decoding
+            else:
+                calm = (
+                    lease.renewable
+                    and lease.left == lease.steps
+                    and engine.state == STEPPING
+                    and not engine.returned
+                    and engine.steady(now, model.decode.step_seconds)
+                )
+            if not calm or (model.queue and wants_prefill(ledger, model, now, policy.limit(model))):
+                calm = False
+                break
+        if calm:
+            self.calm = True
+            for _, engine in self.decoders:
+                engine.extend(now)
+        elif self.calm:
+            self.disturbed(now)
+
+    def disturbed(self, now: float) -> None:
+        if self.calm:
+            self.calm = False
+            for model, engine in self.decoders:
+                if engine.far:
+                    engine.catch_up(now, model.decode, True)
+                    engine.cut(now)
+
+    def _stir(self, now: float) -> None:
+        """A turn is due: bring all engines to what they would have told by now."""
+        self.calm = False
+        for model, engine in self.decoders:
+            if engine.far:
+                engine.catch_up(now, model.decode, False)
+                if engine.stands_at_report(now):
+                    engine.report_now(now)
+                else:
+                    engine.cut(now)
+
+    # ------------------------------------------------------------ what the scheduler sees and does
 
     def _tell_pages(self) -> None:
         ledger = self.ledger

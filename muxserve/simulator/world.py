@@ -89,6 +89,8 @@ class World:
         self.now = 0.0
         self.jobs_changed = False
         self.turn_due = False
+        # Nothing but renewals of leases is to be decided on.
+        self.calm = False
         self.turns = 0
         self.looks = 0
         self.open = 0
@@ -187,7 +189,8 @@ class World:
                 self.arrive(following, now)
                 following = self._next(arrivals, requests)
                 due = following.arrival + delay if following is not None else float("inf")
-            if self.turn_due:
+            turned = self.turn_due
+            if turned:
                 self.turn_due = False
                 self.turns += 1
                 self.turn(now)
@@ -201,6 +204,8 @@ class World:
             if self.jobs_changed:
                 self.jobs_changed = False
                 self._settle(now)
+            if turned or self.calm:
+                self.rest(now)
             if self._looks:
                 self._push()
         return self._result(requests)
@@ -211,6 +216,9 @@ class World:
 
     def turn(self, now: float) -> None:
         """Decide what runs."""
+
+    def rest(self, now: float) -> None:
+        """Everything of this moment has happened."""
 
     def refuse(self, request: SimRequest, now: float, error: str) -> None:
         """A request ends without an answer."""

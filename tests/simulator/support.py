@@ -178,6 +178,9 @@ class SteppingCombined(Stepping, CombinedEngine):  # type: ignore[misc]
 class SteppingUnit(LeasedUnit):
     decode_engine = SteppingDecode
 
+    def rest(self, now: float) -> None:
+        pass
+
 
 class SteppingCombinedUnit(CombinedUnit):
     combined_engine = SteppingCombined
