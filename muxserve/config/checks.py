@@ -41,7 +41,7 @@ _OWN_NAMES = {
 def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool = True) -> list[Problem]:
     """Every such mistake in `source`; without `serving`, weights and the gateway's keys need not be there."""
     return [
-        *_cluster(source),
+        *_cluster(source, serving),
         *_models(source, base, serving),
         *(_api_keys(source, environ) if serving else ()),
     ]
@@ -73,13 +73,13 @@ def _directory(base: Path, path: str) -> Path:
     return (base / Path(path).expanduser()).absolute()
 
 
-def _cluster(source: Source) -> Iterator[Problem]:
+def _cluster(source: Source, serving: bool) -> Iterator[Problem]:
     cluster = source.data.get("cluster")
     if not isinstance(cluster, dict):
         return
     if cluster.get("nodes") and cluster.get("gpus"):
         yield source.problem(("cluster", "nodes"), "give either `gpus` (equal machines) or `nodes`, not both")
-    if cluster.get("gpus") and cluster.get("gpu_type") is None:
+    if cluster.get("gpus") and cluster.get("gpu_type") is None and not serving:
         yield source.problem(("cluster", "gpus"), "needs `gpu_type`, e.g. A100-80GB")
 
 

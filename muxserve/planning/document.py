@@ -1,0 +1,177 @@
+"""The JSON of `muxserve plan --json`. Keys are only added; what changes meaning gets another version."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from muxserve.metrics.summary import Summary
+from placement.estimator import ModelEstimate, UnitEstimate
+from placement.planner import ClusterPlan, limits_in_words
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One size of the cluster: what is served there."""
+
+    gpus: int
+    used: int
+    throughput: float
+    weighted_throughput: float
+    attainment: float
+    meets: bool
+    missing: tuple[str, ...]
+
+
+def point(plan: ClusterPlan) -> SweepPoint:
+    """A plan as a point of a sweep."""
+    return SweepPoint(
+        gpus=plan.placement.cluster.devices,
+        used=plan.devices,
+        throughput=plan.throughput,
+        weighted_throughput=plan.weighted_throughput,
+        attainment=plan.attainment,
+        meets=plan.meets,
+        missing=tuple(plan.missing),
+    )
+
+
+def needed(points: Sequence[SweepPoint]) -> int | None:
+    """The fewest GPUs of a sweep with which the rates and objectives are met."""
+    return min((p.gpus for p in points if p.meets), default=None)
+
+
+def document(
+    plan: ClusterPlan,
+    fleet: str,
+    costs: str,
+    seconds: float,
+    simulated: Summary | None = None,
+    sweep: Sequence[SweepPoint] = (),
+) -> dict[str, Any]:
+    """A plan as plain data. Times are seconds, rates requests per second, sizes bytes on each device; None stands for
+    what is not known or, as a TTFT, has no bound because the queue grows."""
+    units = zip(plan.placement.units, plan.estimates, strict=True)
+    return {
+        "muxserve_plan": VERSION,
+        "fleet": fleet,
+        "costs": costs,
+        "objective": plan.objective.name,
+        "attainment_target": plan.objective.attainment,
+        "mode": plan.mode,
+        "cluster": [{"device": node.device, "gpus": node.count} for node in plan.placement.cluster.nodes],
+        "totals": {
+            "rate": plan.asked,
+            "throughput": plan.throughput,
+            "weighted_throughput": plan.weighted_throughput,
+            "attainment": plan.attainment,
+            "devices": plan.placement.cluster.devices,
+            "devices_used": plan.devices,
+            "meets": plan.meets,
+        },
+        "units": [
+            {
+                "name": unit.name,
+                "device": unit.device,
+                "devices": list(unit.devices),
+                **_unit(plan, estimate, simulated),
+            }
+            for unit, estimate in units
+        ],
+        "missing": dict(plan.missing),
+        "notes": list(plan.placement.notes),
+        "search": {
+            "value": plan.value,
+            "greedy_value": plan.greedy_value,
+            "evaluations": plan.evaluations,
+            "seconds": seconds,
+            "optimality_gap": plan.gap,
+            "greedy_optimality_gap": plan.greedy_gap,
+        },
+        "simulated": _simulated(simulated),
+        "sweep": [
+            {
+                "gpus": p.gpus,
+                "devices_used": p.used,
+                "throughput": p.throughput,
+                "weighted_throughput": p.weighted_throughput,
+                "attainment": p.attainment,
+                "meets": p.meets,
+                "missing": list(p.missing),
+            }
+            for p in sweep
+        ],
+        "gpus_needed": needed(sweep) if sweep else None,
+    }
+
+
+def _unit(plan: ClusterPlan, estimate: UnitEstimate, simulated: Summary | None) -> dict[str, Any]:
+    return {
+        "limit": limits_in_words(plan, estimate),
+        "headroom": estimate.headroom,
+        "throughput": estimate.throughput,
+        "prefill_share": estimate.prefill_share,
+        "prefill_load": estimate.prefill_load,
+        "decode_load": estimate.decode_load,
+        "memory": {
+            "models": sum(model.own_bytes for model in estimate.models),
+            "pool": estimate.pool_bytes,
+            "pool_used": estimate.kv_bytes,
+        },
+        "models": [_model(plan, model, estimate.prefill_share, simulated) for model in estimate.models],
+    }
+
+
+def _model(plan: ClusterPlan, model: ModelEstimate, prefill_share: float, simulated: Summary | None) -> dict[str, Any]:
+    demand = plan.demands[model.member.model]
+    return {
+        "model": demand.name,
+        "replicas": model.member.replicas,
+        "rate": model.rate,
+        "throughput": model.throughput,
+        "ttft": None if math.isinf(model.ttft) else model.ttft,
+        "tpot": model.tpot,
+        "attainment": model.attainment,
+        "slo": {"ttft": demand.slo_ttft, "tpot": demand.slo_tpot},
+        "batch": model.batch,
+        "prefill_share": prefill_share,
+        "decode_share": model.decode_share,
+        "limit": model.limit,
+        "memory": model.own_bytes,
+        "kv_used": model.kv_bytes,
+        "simulated": _figures(simulated, demand.name),
+    }
+
+
+def _figures(simulated: Summary | None, name: str) -> dict[str, Any] | None:
+    figures = simulated.models.get(name) if simulated else None
+    if figures is None:
+        return None
+    return {
+        "requests": figures.requests,
+        "throughput": figures.requests_per_second,
+        "ttft_mean": figures.ttft.mean if figures.ttft else None,
+        "ttft_p99": figures.ttft.p99 if figures.ttft else None,
+        "tpot_mean": figures.tpot.mean if figures.tpot else None,
+        "attainment": figures.slo.get("all"),
+    }
+
+
+def _simulated(simulated: Summary | None) -> dict[str, Any] | None:
+    if simulated is None:
+        return None
+    overall = simulated.overall
+    return {
+        "requests": overall.requests,
+        "throughput": overall.requests_per_second,
+        "weighted_throughput": simulated.weighted_throughput,
+        "ttft_mean": overall.ttft.mean if overall.ttft else None,
+        "ttft_p99": overall.ttft.p99 if overall.ttft else None,
+        "tpot_mean": overall.tpot.mean if overall.tpot else None,
+        "tpot_p99": overall.tpot.p99 if overall.tpot else None,
+        "attainment": overall.slo.get("all"),
+    }

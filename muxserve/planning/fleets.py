@@ -1,0 +1,152 @@
+"""From a fleet file to what the planner wants: demands and a cluster."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
+from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
+from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.devices import device
+from muxserve.costs.latency import CostError
+from muxserve.planning.architectures import planned_architecture
+from placement.cluster import Cluster, Node
+from placement.demand import Demand
+
+_NODES = re.compile(r"(?:(\d+)x)?(\d+)(?::(.+))?")
+
+
+def demands_of(fleet: Fleet, base: Path, hub: Hub | None = None, gpu: bool = True) -> list[Demand]:
+    """What each model of the fleet asks for. `base` is the fleet file's directory.
+
+    On a GPU, checkpoints in float32 whose dtype is auto are planned in bfloat16, as nobody serves them otherwise there.
+
+    Raises:
+        FleetError: a model's architecture cannot be had or served; with file and line.
+    """
+    hub = hub or HuggingFaceHub()
+    problems: list[Problem] = []
+    demands: list[Demand] = []
+    for index, model in enumerate(fleet.models):
+        key = "path" if model.path else "hub" if model.hub else "architecture"
+        try:
+            architecture = _architecture(model, base, hub)
+        except (CheckpointError, ValueError) as error:
+            problems.append(fleet.problem(("models", index, key), str(error)))
+            continue
+        demands.append(_demand(model, architecture, gpu))
+    if problems:
+        raise FleetError(problems)
+    return demands
+
+
+def _architecture(model: Model, base: Path, hub: Hub) -> ModelArchitecture:
+    if model.path is None and model.hub is None:
+        return planned_architecture(model.architecture or "", base)
+    return architecture_of(model, hub)
+
+
+def _demand(model: Model, architecture: ModelArchitecture, gpu: bool) -> Demand:
+    dtype = architecture.dtype if model.dtype == AUTO else model.dtype
+    if gpu and model.dtype == AUTO and dtype == "float32":
+        dtype = "bfloat16"
+    slo = model.slo
+    return Demand(
+        name=model.name,
+        architecture=architecture,
+        rate=model.rate,
+        prompt_tokens=model.workload.prompt_tokens,
+        output_tokens=model.workload.output_tokens,
+        dtype=dtype,
+        slo_ttft=None if slo.ttft_ms is None else slo.ttft_ms / 1000,
+        slo_tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1000,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+    )
+
+
+class ClusterError(ValueError):
+    """GPUs given on the command line make no sense; the message says why."""
+
+
+def cluster_of(
+    fleet: Fleet, gpus: int | None = None, gpu_type: str | None = None, nodes: str | None = None
+) -> Cluster | None:
+    """The GPUs to plan for: those of the fleet file, or those given instead. None: no GPUs, the CPU of this machine.
+
+    Args:
+        gpus: so many, in machines of the file's `gpus_per_node`.
+        gpu_type: their type.
+        nodes: machines, as `4x8:A100-80GB,2x4:L20` (count, GPUs of each, type).
+
+    Raises:
+        FleetError: the fleet file names an unknown type.
+        ClusterError: the arguments do not go together, or name an unknown type.
+    """
+    own = fleet.cluster
+    if nodes is not None:
+        if gpus is not None:
+            raise ClusterError("--gpus and --nodes exclude each other")
+        return _parsed(nodes, gpu_type or own.gpu_type)
+    if gpus is None and gpu_type is None and own.nodes:
+        return Cluster(tuple(_file_nodes(fleet)))
+    count = own.gpus if gpus is None else gpus
+    if count == 0:
+        if gpu_type is not None:
+            raise ClusterError("--gpu-type needs --gpus, or gpus in the fleet file")
+        return None
+    kind = gpu_type or own.gpu_type
+    if kind is None and own.nodes:
+        kind = own.nodes[0].gpu_type
+    if kind is None:
+        raise ClusterError("the type of the GPUs is not known; give --gpu-type, or gpu_type in the fleet file")
+    return equal_nodes(count, _known(fleet, kind, gpu_type is None), own.gpus_per_node)
+
+
+def equal_nodes(gpus: int, kind: str, per_node: int) -> Cluster:
+    """`gpus` devices in machines of `per_node`; the last has what is left."""
+    full, rest = divmod(gpus, per_node)
+    return Cluster((Node(kind, per_node),) * full + ((Node(kind, rest),) if rest else ()))
+
+
+def memory_of(cluster: Cluster) -> dict[str, int]:
+    """Bytes of each device type."""
+    return {node.device: device(node.device).memory_bytes for node in cluster.nodes}
+
+
+def _file_nodes(fleet: Fleet) -> list[Node]:
+    nodes, problems = [], []
+    for index, each in enumerate(fleet.cluster.nodes):
+        try:
+            nodes += [Node(device(each.gpu_type).name, each.gpus)] * each.count
+        except CostError as error:
+            problems.append(fleet.problem(("cluster", "nodes", index, "gpu_type"), str(error)))
+    if problems:
+        raise FleetError(problems)
+    return nodes
+
+
+def _known(fleet: Fleet, kind: str, from_file: bool) -> str:
+    try:
+        return device(kind).name
+    except CostError as error:
+        if from_file:
+            raise FleetError([fleet.problem(("cluster", "gpu_type"), str(error))]) from None
+        raise ClusterError(f"--gpu-type: {error}") from None
+
+
+def _parsed(text: str, kind: str | None) -> Cluster:
+    nodes: list[Node] = []
+    for part in text.split(","):
+        match = _NODES.fullmatch(part.strip())
+        if match is None or not int(match[2]) or match[1] == "0":
+            raise ClusterError(f"--nodes: {part!r} is not COUNTxGPUS:TYPE such as 4x8:A100-80GB")
+        name = match[3] or kind
+        if name is None:
+            raise ClusterError(f"--nodes: {part!r} has no type; write {part.strip()}:A100-80GB, or give --gpu-type")
+        try:
+            nodes += [Node(device(name).name, int(match[2]))] * int(match[1] or 1)
+        except CostError as error:
+            raise ClusterError(f"--nodes: {error}") from None
+    return Cluster(tuple(nodes))

@@ -1,0 +1,35 @@
+"""Which source of costs a command uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.costs.llama_tables import read_llama_tables
+from muxserve.costs.measured import ProfileModel
+from muxserve.costs.profile import load_profile
+from muxserve.costs.roofline import Roofline
+
+
+def latency_model(profile: Path | None) -> LatencyModel:
+    """The roofline; with a profile file, its measurements, and the roofline for what was not measured. The file may
+    also be in the format of the step times that MuxServe's authors published.
+
+    Raises:
+        CostError: the file cannot be read.
+    """
+    if profile is None:
+        return Roofline()
+    try:
+        loaded = load_profile(profile)
+    except CostError as own:
+        try:
+            loaded = read_llama_tables(profile)
+        except CostError:
+            raise own from None
+    return ProfileModel(loaded, beyond=Roofline())
+
+
+def latency_words(profile: Path | None) -> str:
+    """Where the costs come from, for people."""
+    return "roofline" if profile is None else f"measured ({profile}); roofline where nothing was measured"

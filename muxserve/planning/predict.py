@@ -1,0 +1,69 @@
+"""What a placement will deliver: a simulation of it under generated load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from muxserve.costs.latency import LatencyModel
+from muxserve.metrics.definitions import Objectives
+from muxserve.metrics.summary import Summary, summarise
+from muxserve.simulator import FleetModel, mode_of, simulate, units_of
+from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
+from muxserve.workload.lengths import FixedLength
+from placement.cluster import Placement
+from placement.demand import Demand
+from placement.planner import ModeName
+
+SIGMA = 0.8  # of the log-normal lengths: a long tail, as in chats
+_TAIL = 8  # times the mean: the longest that are drawn
+
+
+def predict(
+    placement: Placement,
+    demands: Sequence[Demand],
+    latency: LatencyModel,
+    seconds: float,
+    seed: int = 0,
+    mode: ModeName = "muxserve",
+    max_len: Mapping[str, int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Summary:
+    """Simulate `seconds` of Poisson arrivals at the demands' rates on the placement, with log-normal lengths of the
+    demands' means, and sum up.
+
+    `max_len` caps sequences, prompt and output, by model (the architecture's own length otherwise).
+
+    Raises:
+        SimulationError: a unit cannot run.
+        CostError: the latency model does not know a model.
+    """
+    longest = {d.name: (max_len or {}).get(d.name, d.architecture.max_len) for d in demands}
+    loads = {
+        d.name: ModelLoad(
+            d.rate,
+            _lengths(d.prompt_tokens, longest[d.name] // 2),
+            _lengths(d.output_tokens, longest[d.name] - longest[d.name] // 2),
+        )
+        for d in demands
+    }
+    models = {
+        d.name: FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, longest[d.name])
+        for d in demands
+    }
+    # Memory-greedy placements are served as MuxServe's own are.
+    units = units_of(placement, models, mode_of("muxserve" if mode == "memory" else mode))
+    result = simulate(units, generate(loads, seconds, seed), latency, seed=seed, progress=progress)
+    return summarise(
+        result.records,
+        rates={d.name: d.rate for d in demands},
+        objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
+    )
+
+
+def _lengths(mean: int, longest: int) -> Lengths:
+    high = min(_TAIL * mean, max(1, longest))
+    median = mean / math.exp(SIGMA * SIGMA / 2)
+    if median < 1 or median > high:
+        return FixedLength(max(1, min(mean, high)))
+    return LogNormalLengths(median, SIGMA, 1, high)
