@@ -161,18 +161,25 @@ class DecodeBatch:
         steps = counter - self.first
         return self._at + (steps * (self._linear + self._growth * steps) - self._work) * self.slow
 
+    def step_seconds(self) -> float:
+        """How long the next step takes at the present speed."""
+        steps = self.counter - self.first
+        return (self._linear + self._growth * (2 * steps + 1)) * self.slow
+
     def done_by(self, now: float) -> int:
         """Steps that are done at `now`, which is not before what was told last."""
+        # The moments are compared by the very formula of `time_of`; in place, since this is asked most of all.
+        at, done, slow, linear, growth, first = self._at, self._work, self.slow, self._linear, self._growth, self.first
         counter = self._floor
-        work = self._work + (now - self._at) / self.slow
+        work = done + (now - at) / slow
         if work > 0.0:
-            linear = self._linear
-            root = sqrt(linear * linear + 4.0 * self._growth * work)
-            guess = self.first + int(2.0 * work / (linear + root))
+            guess = first + int(2.0 * work / (linear + sqrt(linear * linear + 4.0 * growth * work)))
             if guess > counter:
                 counter = guess
-        while self.time_of(counter + 1) <= now:
-            counter += 1
+        steps = counter + 1 - first
+        while at + (steps * (linear + growth * steps) - done) * slow <= now:
+            steps += 1
+        counter = first + steps - 1
         while counter > self._floor and self.time_of(counter) > now:
             counter -= 1
         return counter

@@ -253,11 +253,13 @@ class DecodeEngine(LeapingEngine, Leased):
 
     # ------------------------------------------------------------ leaps over renewals
 
-    def steady(self, now: float, known_step: float) -> bool:
-        """Steps take about as long as the scheduler believes, so that leases are renewed for steps, not for time."""
+    def steady(self, known_step: float) -> bool:
+        """Half of the lease's steps will be used before half of its time, and so it will be with the next ones, since
+        steps take about as long as the scheduler believes."""
         batch = self.batch
-        done = batch.done_by(now)
-        return batch.time_of(done + 1) - batch.time_of(done) <= 2.0 * known_step
+        if batch.step_seconds() > 2.0 * known_step:
+            return False
+        return 2.0 * batch.time_of(self._end - self._steps // 2) < self._begun + self._deadline
 
     def extend(self, now: float) -> None:
         """Leap on, as far as leases are renewed without further ado."""
@@ -274,9 +276,7 @@ class DecodeEngine(LeapingEngine, Leased):
             return
         self.far = False
         if self.state == STEPPING:
-            end = self._next_news()
-            if end < self._planned:
-                self._replan(end, now)
+            self._replan(min(self._next_news(), self._planned), now)
 
     def _replan(self, end: int, now: float) -> None:
         self.sync(now, -1)
@@ -346,7 +346,7 @@ class DecodeEngine(LeapingEngine, Leased):
         time = batch.time_of(self._planned)
         # Leases are bounded in time as well, and half of that is to be told of too.
         look = self._deadline if self._half_told else (self._begun + self._deadline) / 2
-        if time >= look and self._planned > self._synced:
+        if time >= look and not self.far and self._planned > self._synced:
             first = max(self._synced, batch.done_by(look))
             while batch.time_of(first) < look:
                 first += 1

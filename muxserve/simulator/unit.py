@@ -178,46 +178,46 @@ class LeasedUnit(World):
             model.peak = pages.held
 
     def rest(self, now: float) -> None:
-        """See whether all that the policy will do until something happens is to renew leases; then leap over that.
-
-        So it is when every engine with work runs under a lease that may be renewed, and no prompt can be admitted: none
-        waits, or there are too few pages or seats, of which there will not be more before something is told.
-        """
-        if not self._leaps_renewals:
-            return
-        calm = True
-        ledger, policy = self.ledger, self.policy
-        for model, engine in self.decoders:
-            lease = model.decode.lease
-            if model.prefilling or model.handed or model.prefill.lease is not None:
-                calm = False
-            elif lease is None:
-                calm = not model.decoding
+        """See whether all that the policy will do until something happens is to renew leases; then leap over that."""
+        if self._leaps_renewals:
+            if self._only_renewals(now):
+                self.calm = True
+                for _, engine in self.decoders:
+                    if not engine.far:
+                        engine.extend(now)
             else:
-                calm = (
-                    lease.renewable
-                    and lease.left == lease.steps
-                    and engine.state == STEPPING
-                    and not engine.returned
-                    and engine.steady(now, model.decode.step_seconds)
-                )
-            if not calm or (model.queue and wants_prefill(ledger, model, now, policy.limit(model))):
-                calm = False
-                break
-        if calm:
-            self.calm = True
-            for _, engine in self.decoders:
-                engine.extend(now)
-        elif self.calm:
-            self.disturbed(now)
+                self.disturbed(now)
+
+    def _only_renewals(self, now: float) -> bool:
+        """Every engine with work runs under a lease that may be renewed, bounded by its steps and not by its seconds.
+        No prompt can be admitted: none waits, or there are too few pages or seats, of which there will not be more
+        before something is told."""
+        for model, engine in self.decoders:
+            if model.prefilling or model.handed or model.prefill.lease is not None:
+                return False
+            lease = model.decode.lease
+            if lease is None:
+                if model.decoding:
+                    return False
+            elif (
+                not lease.renewable
+                or lease.left * 2 <= lease.steps
+                or engine.state != STEPPING
+                or engine.returned
+                or not engine.steady(model.decode.step_seconds)
+            ):
+                return False
+            if model.queue and wants_prefill(self.ledger, model, now, self.policy.limit(model)):
+                return False
+        return True
 
     def disturbed(self, now: float) -> None:
-        if self.calm:
-            self.calm = False
-            for model, engine in self.decoders:
-                if engine.far:
+        calm, self.calm = self.calm, False
+        for model, engine in self.decoders:
+            if engine.far:
+                if calm:
                     engine.catch_up(now, model.decode, True)
-                    engine.cut(now)
+                engine.cut(now)
 
     def _stir(self, now: float) -> None:
         """A turn is due: bring all engines to what they would have told by now."""
@@ -227,8 +227,6 @@ class LeasedUnit(World):
                 engine.catch_up(now, model.decode, False)
                 if engine.stands_at_report(now):
                     engine.report_now(now)
-                else:
-                    engine.cut(now)
 
     # ------------------------------------------------------------ what the scheduler sees and does
 

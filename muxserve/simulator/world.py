@@ -194,6 +194,7 @@ class World:
                 self.turn_due = False
                 self.turns += 1
                 self.turn(now)
+            stirred = turned or (self.calm and bool(kicks))
             if kicks:
                 if len(kicks) > 1:
                     kicks.sort(key=_ORDER)
@@ -204,7 +205,7 @@ class World:
             if self.jobs_changed:
                 self.jobs_changed = False
                 self._settle(now)
-            if turned or self.calm:
+            if stirred:
                 self.rest(now)
             if self._looks:
                 self._push()
