@@ -159,7 +159,7 @@ class Bench:
         """Decode steps one after another, of the `batch` sequences that are there already, while they may grow."""
         timing = Timing()
         end = time.monotonic() + seconds
-        while time.monotonic() < end and self._room > _LEASE_STEPS:
+        while (time.monotonic() < end or not timing.steps) and self._room > _LEASE_STEPS:
             await self.decode_steps(_LEASE_STEPS, batch, timing)
         return timing
 

@@ -31,7 +31,7 @@ DEVICE = "CPU"
 # A cell is measured until it has been measured often or for long enough.
 _FEWEST, _MOST, _ENOUGH_SECONDS = 3, 15, 0.5
 _WARM_STEPS, _LEASE_STEPS = 2, 8
-_PAIR_SECONDS = 0.4
+_PAIR_SECONDS, _PAIR_TURNS = 0.3, 9
 
 
 @dataclass
@@ -235,19 +235,21 @@ class Session:
     async def _pair(self, first: Bench, one: Job, second: Bench, other: Job) -> None:
         self.told(f"{_words(one)} beside {_words(other)}")
         ids = [await _prepare(bench, job) for bench, job in ((first, one), (second, other))]
-        # Alone, together, alone again: what drifts, as contexts do, counts on both sides.
+        # Alone and together in turn: what drifts, as contexts and clocks do, counts on both sides.
         alone: tuple[list[Sample], list[Sample]] = ([], [])
         together: tuple[list[Sample], list[Sample]] = ([], [])
-        for turn in range(3):
-            if turn == 1:
-                timings = await asyncio.gather(_work(first, one, 2.0), _work(second, other, 2.0))
+        for turn in range(_PAIR_TURNS):
+            if turn % 2:
+                timings = await asyncio.gather(_work(first, one), _work(second, other))
+                if not all(timing.at for timing in timings):
+                    break  # the sequences are as long as they may be
                 begin = max(timing.at[0] for timing in timings)
                 end = min(timing.at[-1] for timing in timings)
                 for into, timing in zip(together, timings, strict=True):
                     into += timing.within(begin, end)
             else:
                 for into, bench, job in zip(alone, (first, second), (one, other), strict=True):
-                    into += (await _work(bench, job, 1.0)).steps
+                    into += (await _work(bench, job)).steps
         for bench, held in zip((first, second), ids, strict=True):
             await bench.empty(held)
         if all(alone) and all(together):
@@ -321,10 +323,10 @@ async def _prepare(bench: Bench, job: Job) -> list[str]:
     return ids
 
 
-async def _work(bench: Bench, job: Job, times: float) -> Timing:
+async def _work(bench: Bench, job: Job) -> Timing:
     if job.phase == "prefill":
-        return await bench.prefill_for(_PAIR_SECONDS * times, job.place[0], job.place[1])
-    return await bench.decode_for(_PAIR_SECONDS * times, job.place[0])
+        return await bench.prefill_for(_PAIR_SECONDS, job.place[0], job.place[1])
+    return await bench.decode_for(_PAIR_SECONDS, job.place[0])
 
 
 def _words(job: Job) -> str:
