@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from muxserve.cli import workload_args as args
 from muxserve.cli.workload_app import app as workload_app
 
 # Plain help and no rich tracebacks: both would import much for little.
@@ -126,6 +127,73 @@ def profile(
     from muxserve.cli.profile import profile as run
 
     raise typer.Exit(run(fleet, out, threads, tokens, sequences, batches, contexts, pairs))
+
+
+@app.command()
+def replay(
+    workload: Annotated[str, typer.Option("-w", "--workload", help=args.SOURCE_HELP, show_default=False)],
+    url: Annotated[
+        str, typer.Option("--url", envvar="MUXSERVE_URL", help="Any OpenAI-compatible endpoint.")
+    ] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if it wants one.")
+    ] = None,
+    fleet: args.Fleet = None,
+    models: args.Models = None,
+    map: args.Map = "auto",
+    speed: args.Speed = 1.0,
+    rate: args.Rate = None,
+    start: args.Start = 0.0,
+    duration: args.Duration = None,
+    limit: args.Limit = None,
+    max_prompt: args.MaxPrompt = None,
+    max_output: args.MaxOutput = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at most; others wait.", show_default=False)
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request has failed.")] = 600.0,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="First measure each model alone, for SLO attainment by scale.")
+    ] = False,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Objective for all models instead of the fleet's.", show_default=False)
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="Objective for all models instead of the fleet's.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="JSON report to write.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML report to write.", show_default=False)] = None,
+    records: Annotated[
+        Path | None, typer.Option(help="JSON Lines to write, a line for each request.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    format: args.Format = None,
+    tokenizer: args.Tokenizer = None,
+    all_turns: args.AllTurns = False,
+    skip_bad: args.SkipBad = False,
+    seed: args.Seed = 0,
+) -> None:
+    """Send a workload to an endpoint at its own pace and report what clients see.
+
+    Open loop: every request leaves at its time, whatever became of the others. The first Ctrl-C sends nothing more and
+    waits for what is under way, the second gives that up; both report what was done.
+
+    Exit codes: 0 all requests were answered, 1 some failed, 2 nothing was sent (wrong workload, option, URL or key),
+    130 ended early.
+    """
+    from muxserve.cli.replay import Settings
+    from muxserve.cli.replay import replay as run
+
+    options = {
+        "format": format, "mapping": map, "seed": seed, "start": start, "duration": duration, "limit": limit,
+        "speed": speed, "rate": rate, "max_prompt": max_prompt, "max_output": max_output, "tokenizer": tokenizer,
+        "all_turns": all_turns, "skip_bad": skip_bad,
+    }  # fmt: skip
+    settings = Settings(
+        url, workload, options, fleet, models, key, max_in_flight, timeout, alone, slo_ttft_ms, slo_tpot_ms,
+        out, html, records, json,
+    )  # fmt: skip
+    raise typer.Exit(run(settings))
 
 
 @app.command()

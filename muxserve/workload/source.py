@@ -111,6 +111,11 @@ class Workload:
         return self._models or tuple(sorted(self._seen.models))
 
     @property
+    def source_models(self) -> tuple[str, ...]:
+        """The models that the source itself names, as far as is known without reading it."""
+        return ()
+
+    @property
     def duration(self) -> float:
         """Seconds that the workload spans: as asked for or as written, else up to its last request."""
         options, whole = self._options, self._whole
@@ -187,6 +192,10 @@ class _Read(Workload):
             self._models = tuple(self._header.models)
         self.about, self.seed = f"{os.path.basename(path)} ({name})", None
         self._mapper()
+
+    @property
+    def source_models(self) -> tuple[str, ...]:
+        return tuple(self._header.models) if self._header else ()
 
     def _raw(self, left: LeftOut) -> Iterator[RawRequest]:
         return self._file.requests(left, self._options.rate, self._options.seed)

@@ -1,0 +1,245 @@
+"""`muxserve replay`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cli.replay_progress import progress
+from muxserve.cli.workload_args import models_of, print_left_out
+from muxserve.config import FleetError, load_fleet
+from muxserve.metrics import Objectives, RequestRecord
+from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
+from muxserve.metrics.summary import Summariser, Summary
+from muxserve.replay.alone import Alone, measure_alone
+from muxserve.replay.dialect import Dialect
+from muxserve.replay.endpoint import Endpoint, EndpointError
+from muxserve.replay.prompts import Prompts
+from muxserve.replay.run import Lateness, Replay
+from muxserve.workload import Workload, WorkloadError, WorkloadOptions, describe, open_workload
+from muxserve.workload.describe import Description
+
+EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says; times in seconds, objectives in milliseconds."""
+
+    url: str
+    workload: str
+    options: Mapping[str, Any]
+    fleet: Path | None = None
+    models: str | None = None
+    key: str | None = None
+    max_in_flight: int | None = None
+    timeout: float = 600.0
+    alone: bool = False
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    out: Path | None = None
+    html: Path | None = None
+    records: Path | None = None
+    as_json: bool = False
+
+
+def replay(settings: Settings) -> int:
+    """Replay a workload; returns the exit code."""
+    try:
+        for path in filter(None, (settings.out, settings.html, settings.records)):
+            if not path.parent.is_dir():
+                raise WorkloadError(f"{path} cannot be written: there is no directory {path.parent}")
+        return asyncio.run(_replay(settings))
+    except FleetError as error:
+        print_problems(error, "nothing was sent")
+    except (WorkloadError, EndpointError) as error:
+        print_error(str(error))
+    except OSError as error:
+        print_error(f"{error.filename or 'file'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        print_error("interrupted before the first request")
+        return EXIT_INTERRUPTED
+    return EXIT_WRONG
+
+
+async def _replay(settings: Settings) -> int:
+    given = models_of(settings.fleet, settings.models)
+    options = WorkloadOptions(**settings.options)
+    async with Endpoint(settings.url, settings.key, settings.timeout) as endpoint:
+        served = await endpoint.models()
+        if not served:
+            raise EndpointError(f"{endpoint.url} serves no model")
+        workload = open_workload(settings.workload, given or served, options)
+        strange = [name for name in workload.models if name not in served]
+        if strange:
+            raise WorkloadError(
+                f"{endpoint.url} does not serve {', '.join(strange)}; it serves {', '.join(served)}. "
+                "Map the workload to these with --models and --map"
+            )
+        described = describe(workload)
+        if not described.models:
+            raise WorkloadError(f"{workload.about} has no requests")
+        _tell_mapping(settings, workload, given is not None, served)
+        print_left_out(workload)
+        prompts = Prompts(options.seed)
+        dialects = {name: await endpoint.probe(name, prompts) for name in described.models}
+        for words in dict.fromkeys(dialect.words() for dialect in dialects.values()):
+            errors.print(f"{escape(endpoint.url)}: {words}")
+        alone = await _alone(endpoint, dialects, prompts, described) if settings.alone else None
+        collected = Summariser(
+            reference=None if alone is None else (lambda record: alone[record.model].of(record)),
+            objectives=_objectives(settings, workload.models),
+        )
+        with _writer(settings.records) as write:
+
+            def on_record(record: RequestRecord) -> None:
+                collected.add(record)
+                write(record)
+
+            running = Replay(endpoint, dialects, prompts, on_record, settings.max_in_flight)
+            async with _interruptible(running), progress(errors, running, workload.duration, _count(described)):
+                await running.run(workload)
+    summary = collected.summary(extra=_extra(running, alone))
+    _report(settings, workload, dialects, summary)
+    _warn(running, dialects, summary)
+    if running.stopped:
+        return EXIT_INTERRUPTED
+    return EXIT_OK if summary.overall.completed == summary.overall.requests else EXIT_FAILED
+
+
+def _count(described: Description) -> int:
+    return described.overall.requests if described.overall else 0
+
+
+def _tell_mapping(settings: Settings, workload: Workload, given: bool, served: list[str]) -> None:
+    foreign = [name for name in workload.source_models if name not in workload.models]
+    if foreign and settings.options.get("mapping", "auto") == "auto":
+        shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
+        how = "by their rates" if given else "evenly"
+        to = ", ".join(workload.models)
+        errors.print(f"[yellow]requests to {escape(shown)} go to {escape(to)} {how}[/]; --map changes that")
+
+
+async def _alone(
+    endpoint: Endpoint, dialects: Mapping[str, Dialect], prompts: Prompts, described: Description
+) -> dict[str, Alone]:
+    found = {}
+    for name, dialect in dialects.items():
+        part = described.models[name]
+        errors.print(f"measuring {escape(name)} alone")
+        short, long = max(1, round(part.prompt.p50 / 2)), max(2, round(part.prompt.p95))
+        found[name] = await measure_alone(endpoint, dialect, prompts, name, short, long)
+    return found
+
+
+def _objectives(settings: Settings, models: tuple[str, ...]) -> dict[str, Objectives]:
+    found = {}
+    of_fleet = {} if settings.fleet is None else {model.name: model.slo for model in load_fleet(settings.fleet).models}
+    for name in models:
+        slo = of_fleet.get(name)
+        ttft = settings.slo_ttft_ms if settings.slo_ttft_ms is not None else slo.ttft_ms if slo else None
+        tpot = settings.slo_tpot_ms if settings.slo_tpot_ms is not None else slo.tpot_ms if slo else None
+        found[name] = Objectives.of_milliseconds(ttft, tpot)
+    return found
+
+
+@contextlib.contextmanager
+def _writer(path: Path | None) -> Iterator[Callable[[RequestRecord], object]]:
+    if path is None:
+        yield lambda record: None
+        return
+    with path.open("wb") as file:
+        yield lambda record: file.write(msgspec.json.encode(record) + b"\n")
+
+
+@contextlib.asynccontextmanager
+async def _interruptible(running: Replay) -> AsyncIterator[None]:
+    """The first Ctrl-C sends nothing more, the second gives up what is under way."""
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        again = running.stopped
+        running.stop(now=again)
+        if not again:
+            errors.print(f"no new requests; waiting for {running.counts.in_flight} (Ctrl-C again: give them up)")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _extra(running: Replay, alone: Mapping[str, Alone] | None) -> dict[str, object]:
+    late = Lateness.of(running.counts.lateness)
+    extra: dict[str, object] = {
+        "client_lateness": {"mean": late.mean, "p50": late.p50, "p99": late.p99, "max": late.max},
+        "held_back": running.counts.held,
+        "shorter_than_asked": running.counts.short,
+    }
+    if alone is not None:
+        extra["alone"] = {
+            name: {"base": a.base, "per_prompt_token": a.per_prompt_token, "per_output_token": a.per_output_token}
+            for name, a in alone.items()
+        }
+    return extra
+
+
+def _report(settings: Settings, workload: Workload, dialects: Mapping[str, Dialect], summary: Summary) -> None:
+    runs = {"replay": summary}
+    about = f"{workload.about} on {settings.url}"
+    parameters = {
+        "url": settings.url,
+        "workload": settings.workload,
+        **{name: value for name, value in settings.options.items() if value not in (None, False)},
+        "max_in_flight": settings.max_in_flight,
+        "dialects": {name: dialect.words() for name, dialect in dialects.items()},
+    }
+    document = to_json(runs, about=about, parameters=parameters)
+    if settings.as_json:
+        sys.stdout.write(document.decode())
+    else:
+        console.print(comparison_table(runs))
+        console.print()
+        console.print(models_table(summary))
+        for text, count in summary.errors.items():
+            console.print(f"[red]{count} x[/] {escape(text)}")
+    if settings.out:
+        settings.out.write_bytes(document)
+    if settings.html:
+        write_html(settings.html, runs, title="MuxServe replay", about=about)
+    for path in filter(None, (settings.out, settings.html, settings.records)):
+        errors.print(f"written to {escape(str(path))}")
+
+
+def _warn(running: Replay, dialects: Mapping[str, Dialect], summary: Summary) -> None:
+    late = Lateness.of(running.counts.lateness)
+    latency = summary.overall.latency
+    if late.disturbs(latency.p50 if latency else 0.0):
+        errors.print(
+            f"[yellow]this client was late[/]: 1 % of the requests left {late.p99 * 1e3:.1f} ms or more after their "
+            f"time (at most {late.max * 1e3:.0f} ms), so latencies include its own delay. Run it on a free core, or "
+            "replay slower"
+        )
+    if running.counts.held:
+        errors.print(
+            f"[yellow]{running.counts.held} requests waited[/] for --max-in-flight; that is part of their latency"
+        )
+    if running.counts.short and any(not dialect.ignore_eos for dialect in dialects.values()):
+        errors.print(f"[yellow]{running.counts.short} answers[/] ended before the length asked for")
+    elif running.counts.short:
+        errors.print(
+            f"[yellow]{running.counts.short} answers[/] were shorter than asked although the server took ignore_eos; "
+            "it may not know it, or its context is too short"
+        )

@@ -1,0 +1,1 @@
+"""Sends a workload to an OpenAI-compatible endpoint at its own pace, and measures what a client sees."""
