@@ -99,7 +99,12 @@ def _measure(
         try:
             asyncio.run(_until_stopped(session))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            errors.print(f"stopped; {escape(str(out))} has what was measured, and the same command goes on from there")
+            if out.exists():
+                errors.print(
+                    f"stopped; {escape(str(out))} has what was measured, and the same command goes on from there"
+                )
+            else:
+                errors.print("stopped before anything was measured")
             return EXIT_STOPPED
         except StartError as error:
             print_error(str(error))
