@@ -184,9 +184,11 @@ async def _interruptible(running: Replay) -> AsyncIterator[None]:
 def _extra(running: Replay, alone: Mapping[str, Alone] | None) -> dict[str, object]:
     late = Lateness.of(running.counts.lateness)
     extra: dict[str, object] = {
-        "client_lateness": {"mean": late.mean, "p50": late.p50, "p99": late.p99, "max": late.max},
-        "held_back": running.counts.held,
-        "shorter_than_asked": running.counts.short,
+        "client": {
+            "lateness": {"mean": late.mean, "p50": late.p50, "p99": late.p99, "max": late.max},
+            "held_back": running.counts.held,
+            "shorter_than_asked": running.counts.short,
+        }
     }
     if alone is not None:
         extra["alone"] = {

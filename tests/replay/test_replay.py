@@ -89,7 +89,7 @@ def test_requests_can_be_held_back(serve: Serve, tmp_path: Path) -> None:
     run = json.loads(result.stdout)["runs"]["replay"]
     # Six after the other, 80 ms each at least; the last waited for five.
     assert run["overall"]["latency"]["max"] >= 0.4
-    assert run["extra"]["held_back"] == 5
+    assert run["extra"]["client"]["held_back"] == 5
     assert "waited" in result.stderr
 
 
@@ -112,7 +112,7 @@ def test_other_servers_are_asked_as_they_understand(
     run = json.loads(result.stdout)["runs"]["replay"]
     if model == "text":
         assert [len(body["prompt"].split()) for body in asked] == list(range(10, 15))
-        assert run["extra"]["shorter_than_asked"] == 5
+        assert run["extra"]["client"]["shorter_than_asked"] == 5
         assert "ended before the length asked for" in result.stderr
         assert run["overall"]["output_tokens"] == 15
     else:
