@@ -172,7 +172,8 @@ def fleet_with(
     for model in fleet["models"]:
         if rates is not None:
             model["rate"] = rates[model["name"]]
-        model["engine_args"] = {**model.get("engine_args", {}), **(engine_args or {})}
+        if engine_args is not None:
+            model["engine_args"] = {**model.get("engine_args", {}), **engine_args}
         if "path" in model:
             model["path"] = str((source.parent / model["path"]).resolve())
     target.write_text(yaml.safe_dump(fleet, sort_keys=False))
