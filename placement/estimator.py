@@ -239,14 +239,14 @@ class Estimator:
 
 
 def waiting(runners: Sequence[Runner], state: Steady) -> float:
-    """Mean seconds that a request waits for prefill: Pollaczek-Khinchine for the queue of all models, where each
-    model's service is taken as constant."""
+    """Mean seconds that a request waits for prefill: Pollaczek-Khinchine for the queue of all models, where prompts of
+    each model spread as an exponential distribution does (the mean square of their times is twice the squared mean)."""
     busy = min(state.prefill, 0.999)
     square = 0.0
     for runner, rate, batch in zip(runners, state.rates, state.batches, strict=True):
         seconds = runner.prefill.seconds_at(batch) * runner.prefill_stretch
         square += rate * seconds * seconds
-    return square / (2.0 * (1.0 - busy))
+    return square / (1.0 - busy)
 
 
 def latencies(

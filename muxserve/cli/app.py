@@ -197,6 +197,84 @@ def replay(
 
 
 @app.command()
+def plan(
+    fleet: FleetFile,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Plan for so many GPUs instead of the file's.", show_default=False)
+    ] = None,
+    gpu_type: Annotated[
+        str | None, typer.Option(help="Their type, e.g. A100-80GB, H100, L40S.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="Machines instead, e.g. 4x8:A100-80GB,2x4:L20 (count, GPUs, type).", show_default=False),
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="throughput; slo: requests within their objectives; gpus: as few as meet rates and objectives; "
+            "auto: slo if the file has objectives, else throughput."
+        ),
+    ] = "auto",
+    mode: Annotated[str, typer.Option(help="muxserve, or a baseline: spatial, temporal, memory.")] = "muxserve",
+    attainment: Annotated[
+        float, typer.Option(min=0, max=1, help="Part of a model's requests that must meet its objectives.")
+    ] = 0.95,
+    sweep: Annotated[
+        str | None, typer.Option(help="Plan for growing clusters: gpus=8..64, with a step gpus=8..64:8.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured costs (`muxserve profile`); the roofline without.", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="How long the local search may take.")] = 10.0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Also solve exactly and tell the gap (small fleets only).")
+    ] = False,
+    simulate: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Simulate the plan for so long; 0: not at all. Default: up to 300.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the local search and the simulation.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan as YAML.", show_default=False)
+    ] = None,
+) -> None:
+    """Plan which models share which GPUs, and predict what they will deliver.
+
+    Exit codes: 0 every model has a place, 1 some model has none, 2 the fleet file or the command line is wrong.
+    """
+    from muxserve.cli.plan import PlanArguments
+    from muxserve.cli.plan import plan as run
+
+    raise typer.Exit(
+        run(
+            PlanArguments(
+                fleet=fleet,
+                gpus=gpus,
+                gpu_type=gpu_type,
+                nodes=nodes,
+                objective=objective,
+                mode=mode,
+                attainment=attainment,
+                sweep=sweep,
+                profile=profile,
+                seconds=seconds,
+                exact=exact,
+                simulate=simulate,
+                seed=seed,
+                as_json=json,
+                html=html,
+                output=output,
+            )
+        )
+    )
+
+
+@app.command()
 def doctor() -> None:
     """Check what this machine can do.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muxserve.metrics.summary import Summary
+from muxserve.planning.predict import Prediction
 from placement.estimator import ModelEstimate, UnitEstimate
 from placement.planner import ClusterPlan, limits_in_words
 
@@ -50,7 +50,7 @@ def document(
     fleet: str,
     costs: str,
     seconds: float,
-    simulated: Summary | None = None,
+    simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
 ) -> dict[str, Any]:
     """A plan as plain data. Times are seconds, rates requests per second, sizes bytes on each device; None stands for
@@ -109,7 +109,7 @@ def document(
     }
 
 
-def _unit(plan: ClusterPlan, estimate: UnitEstimate, simulated: Summary | None) -> dict[str, Any]:
+def _unit(plan: ClusterPlan, estimate: UnitEstimate, simulated: Prediction | None) -> dict[str, Any]:
     return {
         "limit": limits_in_words(plan, estimate),
         "headroom": estimate.headroom,
@@ -126,7 +126,9 @@ def _unit(plan: ClusterPlan, estimate: UnitEstimate, simulated: Summary | None) 
     }
 
 
-def _model(plan: ClusterPlan, model: ModelEstimate, prefill_share: float, simulated: Summary | None) -> dict[str, Any]:
+def _model(
+    plan: ClusterPlan, model: ModelEstimate, prefill_share: float, simulated: Prediction | None
+) -> dict[str, Any]:
     demand = plan.demands[model.member.model]
     return {
         "model": demand.name,
@@ -147,13 +149,13 @@ def _model(plan: ClusterPlan, model: ModelEstimate, prefill_share: float, simula
     }
 
 
-def _figures(simulated: Summary | None, name: str) -> dict[str, Any] | None:
-    figures = simulated.models.get(name) if simulated else None
-    if figures is None:
+def _figures(simulated: Prediction | None, name: str) -> dict[str, Any] | None:
+    figures = simulated.summary.models.get(name) if simulated else None
+    if figures is None or simulated is None:
         return None
     return {
         "requests": figures.requests,
-        "throughput": figures.requests_per_second,
+        "throughput": simulated.sustained.get(name, 0.0),
         "ttft_mean": figures.ttft.mean if figures.ttft else None,
         "ttft_p99": figures.ttft.p99 if figures.ttft else None,
         "tpot_mean": figures.tpot.mean if figures.tpot else None,
@@ -161,14 +163,14 @@ def _figures(simulated: Summary | None, name: str) -> dict[str, Any] | None:
     }
 
 
-def _simulated(simulated: Summary | None) -> dict[str, Any] | None:
+def _simulated(simulated: Prediction | None) -> dict[str, Any] | None:
     if simulated is None:
         return None
-    overall = simulated.overall
+    overall = simulated.summary.overall
     return {
+        "seconds": simulated.seconds,
         "requests": overall.requests,
-        "throughput": overall.requests_per_second,
-        "weighted_throughput": simulated.weighted_throughput,
+        "throughput": simulated.throughput,
         "ttft_mean": overall.ttft.mean if overall.ttft else None,
         "ttft_p99": overall.ttft.p99 if overall.ttft else None,
         "tpot_mean": overall.tpot.mean if overall.tpot else None,

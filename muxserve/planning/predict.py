@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.definitions import Objectives
@@ -19,6 +21,21 @@ SIGMA = 0.8  # of the log-normal lengths: a long tail, as in chats
 _TAIL = 8  # times the mean: the longest that are drawn
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A simulation of `seconds` of load. `sustained` are requests per second that each model completed in the second
+    half of that time: neither the empty fleet at the start nor the last, longest answers count."""
+
+    summary: Summary
+    seconds: float
+    sustained: dict[str, float]
+
+    @property
+    def throughput(self) -> float:
+        """Requests per second that all models completed in the second half."""
+        return sum(self.sustained.values())
+
+
 def predict(
     placement: Placement,
     demands: Sequence[Demand],
@@ -28,7 +45,7 @@ def predict(
     mode: ModeName = "muxserve",
     max_len: Mapping[str, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Summary:
+) -> Prediction:
     """Simulate `seconds` of Poisson arrivals at the demands' rates on the placement, with log-normal lengths of the
     demands' means, and sum up.
 
@@ -54,11 +71,15 @@ def predict(
     # Memory-greedy placements are served as MuxServe's own are.
     units = units_of(placement, models, mode_of("muxserve" if mode == "memory" else mode))
     result = simulate(units, generate(loads, seconds, seed), latency, seed=seed, progress=progress)
-    return summarise(
+    summary = summarise(
         result.records,
         rates={d.name: d.rate for d in demands},
         objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
     )
+    finished = Counter(
+        r.model for r in result.records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds
+    )
+    return Prediction(summary, seconds, {d.name: finished[d.name] / (seconds / 2) for d in demands})
 
 
 def _lengths(mean: int, longest: int) -> Lengths:

@@ -1,0 +1,142 @@
+"""A plan as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from muxserve.cli.output import escape
+from muxserve.planning.document import SweepPoint, needed
+from muxserve.planning.predict import Prediction
+from placement.planner import ClusterPlan
+from placement.words import format_size
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, no_wrap=True, justify="left" if index < 3 else "right")
+    return table
+
+
+def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
+    """One row per replica, grouped by unit."""
+    columns = [
+        "unit",
+        "devices",
+        "model",
+        "SMs prefill/decode",
+        "rate",
+        "served",
+        "TTFT",
+        "TPOT",
+        "SLO",
+        "batch",
+        "weights",
+    ]
+    if simulated:
+        columns += ["sim. req/s", "sim. TTFT", "sim. TPOT", "sim. SLO"]
+    table = _table(*columns)
+    for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
+        for index, model in enumerate(estimate.models):
+            demand = plan.demands[model.member.model]
+            replicas = f" (1 of {model.member.replicas})" if model.member.replicas > 1 else ""
+            served = f"{model.throughput:.2f}"
+            row = [
+                escape(unit.name) if index == 0 else "",
+                f"{len(unit.devices)} x {unit.device} ({_range(unit.devices)})" if index == 0 else "",
+                escape(demand.name) + replicas,
+                f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                f"{model.rate:.2f}/s",
+                served if model.meets_rate else f"[red]{served}[/]",
+                "grows" if math.isinf(model.ttft) else seconds_words(model.ttft),
+                seconds_words(model.tpot),
+                attainment_words(model.attainment, plan.objective.attainment),
+                f"{model.batch:.1f}",
+                format_size(model.own_bytes),
+            ]
+            if simulated:
+                row += _simulated(simulated, demand.name)
+            table.add_row(*row)
+    return table
+
+
+def units_table(plan: ClusterPlan) -> Table:
+    """One row per unit: memory, load, and what limits it."""
+    table = _table("unit", "limit", "", "models", "pool", "pool used", "headroom")
+    for unit, estimate, note in zip(plan.placement.units, plan.estimates, plan.placement.notes, strict=False):
+        table.add_row(
+            escape(unit.name),
+            escape(note.partition(": ")[2]),
+            "",
+            format_size(sum(model.own_bytes for model in estimate.models)),
+            format_size(estimate.pool_bytes),
+            f"{estimate.kv_bytes / estimate.pool_bytes:.0%}",
+            f"{estimate.headroom:.1f}x" if estimate.next_limit else "-",
+        )
+    return table
+
+
+def sweep_table(points: Sequence[SweepPoint]) -> Table:
+    """One row per size of the cluster."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("GPUs", "used", "served/s", "rate-weighted", "SLO", "rates and SLOs"):
+        table.add_column(name, no_wrap=True, justify="right")
+    enough = needed(points)
+    for p in points:
+        verdict = (
+            "[green]met[/]" if p.meets else (f"{len(p.missing)} models without a place" if p.missing else "not met")
+        )
+        mark = "[bold]" if p.gpus == enough else ""
+        end = "[/]" if mark else ""
+        table.add_row(
+            f"{mark}{p.gpus}{end}",
+            str(p.used),
+            f"{p.throughput:.2f}",
+            f"{p.weighted_throughput:.2f}",
+            f"{p.attainment:.1%}",
+            verdict,
+        )
+    return table
+
+
+def totals_words(plan: ClusterPlan) -> str:
+    """The plan in a sentence."""
+    cluster = plan.placement.cluster
+    met = "rates and objectives are met" if plan.meets else "rates or objectives are [red]not met[/]"
+    return (
+        f"{plan.throughput:.2f} of {plan.asked:.2f} requests/s served, {plan.attainment:.1%} within their objectives, "
+        f"on {plan.devices} of {cluster.devices} devices; {met}"
+    )
+
+
+def seconds_words(seconds: float) -> str:
+    """`12 ms`, `1.25 s`."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def attainment_words(part: float, target: float) -> str:
+    """A part of requests, marked if below the target."""
+    text = f"{part:.0%}" if part < 0.995 else f"{part:.1%}"
+    return text if part >= target else f"[red]{text}[/]"
+
+
+def _simulated(simulated: Prediction, name: str) -> list[str]:
+    figures = simulated.summary.models.get(name)
+    if figures is None:
+        return ["-"] * 4
+    slo = figures.slo.get("all")
+    return [
+        f"{simulated.sustained.get(name, 0.0):.2f}",
+        seconds_words(figures.ttft.mean) if figures.ttft else "-",
+        seconds_words(figures.tpot.mean) if figures.tpot else "-",
+        "-" if slo is None else f"{slo:.0%}",
+    ]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))
