@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from muxserve.metrics.definitions import Objectives, Reference
+from muxserve.metrics.definitions import Objectives, Reference, time_per_token
 from muxserve.metrics.records import RequestRecord
 
 SLO_SCALES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
@@ -156,28 +156,32 @@ class Summariser:
         tally = self._tallies.get(record.model)
         if tally is None:
             tally = self._tallies[record.model] = _Tally()
+        # Simulators come with millions of these, so properties are spelled out.
+        arrival, first, finish = record.arrival, record.first_token, record.finish
         tally.requests += 1
         tally.preemptions += record.preemptions
-        self._last_arrival = max(self._last_arrival, record.arrival)
-        if record.ok:
-            assert record.finish is not None
-            tally.arrivals.append(record.arrival)
-            tally.prompt_tokens += record.prompt_tokens
-            tally.finishes.append(record.finish)
-            tally.tokens.append(record.output_tokens)
-            tally.latency.append(record.finish - record.arrival)
-            if record.first_token is not None:
-                tally.ttft.append(record.first_token - record.arrival)
-                tpot = record.tpot
-                if tpot is not None:
-                    tally.tpot.append(tpot)
-        elif record.error:
+        if arrival > self._last_arrival:
+            self._last_arrival = arrival
+        if record.error:
             tally.failed += 1
             self._errors[record.error] += 1
         else:
-            tally.arrivals.append(record.arrival)
-            tally.unfinished += 1
-        self._judge(record, tally)
+            tally.arrivals.append(arrival)
+            if finish is None:
+                tally.unfinished += 1
+            else:
+                tokens = record.output_tokens
+                tally.prompt_tokens += record.prompt_tokens
+                tally.finishes.append(finish)
+                tally.tokens.append(tokens)
+                tally.latency.append(finish - arrival)
+                if first is not None:
+                    tally.ttft.append(first - arrival)
+                    tpot = time_per_token(first, finish, tokens)
+                    if tpot is not None:
+                        tally.tpot.append(tpot)
+        if self._objectives or self._reference is not None:
+            self._judge(record, tally)
 
     def _judge(self, record: RequestRecord, tally: _Tally) -> None:
         objectives = self._objectives.get(record.model)
@@ -190,9 +194,12 @@ class Summariser:
             return
         given = self._reference(record)
         alone = given if isinstance(given, Reference) else Reference(given)
-        for name, value in zip(alone._fields, alone, strict=True):
-            if value is not None and not value > 0:
-                raise ValueError(f"the reference {name} of a request to {record.model} must be positive, not {value}")
+        if (
+            not alone.latency > 0
+            or (alone.ttft is not None and alone.ttft <= 0)
+            or (alone.tpot is not None and alone.tpot <= 0)
+        ):
+            raise ValueError(f"the reference of a request to {record.model} must be positive, not {alone}")
         latency = record.latency if record.ok else None
         tally.latency_ratio.append(np.inf if latency is None else latency / alone.latency)
         if alone.ttft is not None and alone.tpot is not None:
