@@ -86,7 +86,14 @@ class Candidates:
         most = most_sequences(demand, decode)
         runner = Runner(rate, footprint.sequence, most, share, decode, prefill)
         state = settle([runner], 1.0, engines.memory[mesh.device] - footprint.own)
-        return Candidate(mesh, share, state.rates[0], state.batches[0], state.rates[0] >= MEETS * rate)
+        meets = state.rates[0] >= MEETS * rate and not self._needlessly_slow(member, mesh, decode)
+        return Candidate(mesh, share, state.rates[0], state.batches[0], meets)
+
+    def _needlessly_slow(self, member: Member, mesh: Mesh, decode: DecodeCurve) -> bool:
+        """Whether even a batch of one misses the TPOT objective, though with all SMs it would not."""
+        slo = self.engines.demands[member.model].slo_tpot
+        whole = self.engines.decode(member.model, mesh, 1.0)
+        return slo is not None and whole is not None and decode.seconds[0] > slo >= whole.seconds[0]
 
 
 def most_sequences(demand: Demand, decode: DecodeCurve) -> float:

@@ -68,9 +68,9 @@ def exact(
     if len(units) > columns:
         raise TooLargeError(f"more than {columns} possible units; the exact solver is for small fleets")
     problem = pulp.LpProblem("placement", pulp.LpMaximize)
-    chosen = [pulp.LpVariable(f"u{i}", 0, None, pulp.LpInteger) for i in range(len(units))]
+    chosen = [problem.add_variable(f"u{i}", 0, None, pulp.LpInteger) for i in range(len(units))]
     placed = {
-        Member(model, n): pulp.LpVariable(f"p{model}_{n}", 0, 1, pulp.LpInteger)
+        Member(model, n): problem.add_variable(f"p{model}_{n}", 0, 1, pulp.LpInteger)
         for model in range(len(values.demands))
         for n in range(1, replicas + 1)
     }
@@ -135,7 +135,7 @@ def _machines(
             sizes = sorted((m.size for m in meshes if m.device == device and m.size <= size), reverse=True)
             used = []
             for i, cut in enumerate(_cuts(size, tuple(sizes))):
-                ways = pulp.LpVariable(f"cut_{device}_{size}_{i}".replace("-", "_"), 0, count, pulp.LpInteger)
+                ways = problem.add_variable(f"cut_{device}_{size}_{i}".replace("-", "_"), 0, count, pulp.LpInteger)
                 used.append(ways)
                 for part, n in cut.items():
                     supply[Mesh(device, part)].append(n * ways)
