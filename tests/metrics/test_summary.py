@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,3 +141,18 @@ def test_models_add_up_to_the_whole(rows: list[tuple[str, float, float, bool]]) 
     for name in ("requests", "completed", "unfinished", "output_tokens", "requests_per_second"):
         parts = [getattr(of, name) for of in summary.models.values()]
         assert math.fsum(parts) == pytest.approx(getattr(summary.overall, name))
+
+
+@pytest.mark.skipif("MUXSERVE_CHATLMSYS" not in os.environ, reason="MUXSERVE_CHATLMSYS names no file of measurements")
+def test_own_spans_are_what_muxserves_measurements_hold() -> None:
+    """Each model's published requests and throughput, put through the summary, give the published total."""
+    document = json.loads(Path(os.environ["MUXSERVE_CHATLMSYS"]).read_text())
+    for workload in document["workloads"].values():
+        rates = {model["name"]: model["rate"] for model in workload["models"]}
+        for measured in workload["measured"].values():
+            records = []
+            for name, of in measured["per_model"].items():
+                last = of["requests"] / of["throughput"]
+                records += [RequestRecord(name, 0.0, 1, 1, last, last) for _ in range(of["requests"])]
+            summary = summarise(records, rates=rates)
+            assert summary.weighted_throughput_own_span == pytest.approx(measured["throughput_weighted"], rel=0.003)
