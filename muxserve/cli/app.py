@@ -52,6 +52,9 @@ def deploy(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on instead of the file's.")] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Ask each model its demo question when ready.")] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
+    ] = None,
 ) -> None:
     """Serve a fleet until Ctrl-C.
 
@@ -63,7 +66,7 @@ def deploy(
     """
     from muxserve.cli.deploy import deploy as run
 
-    raise typer.Exit(run(fleet, host=host, port=port, demo=demo))
+    raise typer.Exit(run(fleet, host=host, port=port, demo=demo, plan_file=plan))
 
 
 @app.command()

@@ -30,11 +30,16 @@ class Refused(Exception):  # noqa: N818
         self.code = code
 
 
-def deploy(file: Path, host: str | None, port: int | None, demo: bool) -> int:
-    """Deploy the fleet in `file`; returns the exit code when it has ended."""
+def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file: Path | None = None) -> int:
+    """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended."""
     try:
         fleet = load_fleet(file)
-        plan = plan_fleet(fleet, this_machine())
+        machine = this_machine()
+        if plan_file is not None:
+            from muxserve.planning.serving import with_plan
+
+            fleet = with_plan(fleet, plan_file, machine.cores)
+        plan = plan_fleet(fleet, machine)
         gateway = fleet.gateway
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
