@@ -26,7 +26,6 @@ class DecodeBatch:
     __slots__ = (
         "_at",
         "_ending",
-        "_floor",
         "_growth",
         "_linear",
         "_serial",
@@ -35,6 +34,7 @@ class DecodeBatch:
         "context",
         "counter",
         "first",
+        "floor",
         "generated",
         "needs",
         "running",
@@ -56,10 +56,10 @@ class DecodeBatch:
         self.until = 0
         self._linear = 0.0
         self._growth = 0.0
-        # At time `_at` the work `_work` of the run is done, and `_floor` steps; a second of work takes `slow` seconds.
+        # At time `_at` the work `_work` of the run is done, and `floor` steps; a second of work takes `slow` seconds.
         self._at = 0.0
         self._work = 0.0
-        self._floor = 0
+        self.floor = 0
         self.slow = 1.0
 
     # ------------------------------------------------------------ sequences
@@ -144,7 +144,7 @@ class DecodeBatch:
     def begin(self, cost: Decode, now: float) -> None:
         """A run begins now with the next step, at that cost."""
         batch = len(self.running)
-        self.first = self._floor = self.counter
+        self.first = self.floor = self.counter
         self._growth = cost.per_token * batch / 2
         self._linear = cost.fixed + cost.per_token * self.context - self._growth
         steps = (cost.until - self.context) / batch
@@ -154,7 +154,7 @@ class DecodeBatch:
 
     def resume(self) -> None:
         """The next step follows the last one."""
-        self._floor = self.counter
+        self.floor = self.counter
 
     def time_of(self, counter: int) -> float:
         """When that many steps are done."""
@@ -170,7 +170,7 @@ class DecodeBatch:
         """Steps that are done at `now`, which is not before what was told last."""
         # The moments are compared by the very formula of `time_of`; in place, since this is asked most of all.
         at, done, slow, linear, growth, first = self._at, self._work, self.slow, self._linear, self._growth, self.first
-        counter = self._floor
+        counter = self.floor
         work = done + (now - at) / slow
         if work > 0.0:
             guess = first + int(2.0 * work / (linear + sqrt(linear * linear + 4.0 * growth * work)))
@@ -180,13 +180,13 @@ class DecodeBatch:
         while at + (steps * (linear + growth * steps) - done) * slow <= now:
             steps += 1
         counter = first + steps - 1
-        while counter > self._floor and self.time_of(counter) > now:
+        while counter > self.floor and self.time_of(counter) > now:
             counter -= 1
         return counter
 
     def retime(self, slow: float, now: float) -> None:
         """From now on work takes `slow` times as long as alone; the step under way is stretched from here."""
-        self._floor = self.done_by(now)
+        self.floor = self.done_by(now)
         self._work += (now - self._at) / self.slow
         self._at = now
         self.slow = slow

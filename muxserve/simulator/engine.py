@@ -347,7 +347,8 @@ class DecodeEngine(LeapingEngine, Leased):
         # Leases are bounded in time as well, and half of that is to be told of too.
         look = self._deadline if self._half_told else (self._begun + self._deadline) / 2
         if time >= look and not self.far and self._planned > self._synced:
-            first = max(self._synced, batch.done_by(look))
+            # Of steps that are done already only the number is known.
+            first = max(self._synced, batch.floor + 1, batch.done_by(look))
             while batch.time_of(first) < look:
                 first += 1
             if first < self._planned:

@@ -77,12 +77,20 @@ class LeasedUnit(World):
 
     def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:
         model = self.ledger.by_name[request.model]
-        capacity = self.policy.capacity(model) if self.unit.adapt_quotas else model.quota
+        capacity = model.quota
+        if self.unit.adapt_quotas:
+            # Quotas never fall below the floor, and nothing promises that they ever rise above it.
+            capacity = min(self.policy.capacity(model), max(model.profile.floor_pages, self._alone(model)))
         pages = -(-tokens // model.block_tokens) * model.pages_per_block
         if pages <= capacity:
             return False
         self.refuse(request, now, f"too long: {tokens} tokens need {pages} pages, and {capacity} can be had")
         return True
+
+    @staticmethod
+    def _alone(model: ModelState) -> int:
+        """Pages that the model has for sure because nobody else uses its pool."""
+        return model.pool.profile.pages if len(model.pool.models) == 1 else 0
 
     # ------------------------------------------------------------ engines
 

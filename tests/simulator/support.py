@@ -137,7 +137,7 @@ class CountingBatch(DecodeBatch):
         )
 
     def done_by(self, now: float) -> int:
-        counter = self._floor
+        counter = self.floor
         while self.time_of(counter + 1) <= now:
             counter += 1
         return counter

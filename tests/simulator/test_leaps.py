@@ -37,14 +37,15 @@ def outcome(world: World, load: list[TraceRequest]) -> tuple[object, ...]:
 def models(draw: st.DrawFn, count: int) -> tuple[list[ModelProfile], int]:
     profiles = []
     for index in range(count):
-        layers = draw(st.integers(1, 3))
-        floor = layers * 2 * 8
-        quota = draw(st.integers(floor, floor + 120))
+        layers, size = draw(st.integers(1, 3)), draw(st.sampled_from([8, 16, 32]))
+        # Up to 210 tokens are asked for, so that some requests are too long.
+        floor = layers * 2 * -(-draw(st.sampled_from([120, 212])) // size)
+        quota = draw(st.integers(floor, floor + 60))
         profiles.append(
             profile(
                 f"m{index}",
                 layers=layers,
-                block_tokens=draw(st.sampled_from([8, 16, 32])),
+                block_tokens=size,
                 quota_pages=quota,
                 floor_pages=floor,
                 rate=draw(st.sampled_from([0.5, 1.0, 3.0])),
