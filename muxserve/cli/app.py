@@ -278,6 +278,100 @@ def plan(
 
 
 @app.command()
+def simulate(
+    fleet: FleetFile,
+    workload: Annotated[str, typer.Option("--workload", help=args.SOURCE_HELP, show_default=False)],
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="One or several of muxserve, spatial, temporal, round-robin, fcfs, no-split, no-unified-kv, no-sm."
+        ),
+    ] = "muxserve",
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan file (`muxserve plan -o`) instead of planning now.", show_default=False)
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="So many GPUs instead of the file's.", show_default=False)
+    ] = None,
+    gpu_type: Annotated[
+        str | None, typer.Option(help="Their type, e.g. A100-80GB, H100, L40S.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Machines instead, e.g. 4x8:A100-80GB,2x4:L20.", show_default=False)
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured costs (`muxserve profile`); the roofline without.", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="How long the search for each placement may take.")] = 5.0,
+    request_overhead: Annotated[float, typer.Option(min=0, help="Seconds from the client to the unit's queue.")] = 0.0,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write every job as a trace for ui.perfetto.dev.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON (docs/simulator.md).")] = False,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="JSON report to write.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
+    map: args.Map = "auto",
+    start: args.Start = 0.0,
+    duration: args.Duration = None,
+    limit: args.Limit = None,
+    speed: args.Speed = 1.0,
+    rate: args.Rate = None,
+    max_prompt: args.MaxPrompt = None,
+    max_output: args.MaxOutput = None,
+    format: args.Format = None,
+    tokenizer: args.Tokenizer = None,
+    all_turns: args.AllTurns = False,
+    skip_bad: args.SkipBad = False,
+    seed: args.Seed = 0,
+) -> None:
+    """Simulate a fleet on a workload, under the scheduler that serves, in one or several modes side by side.
+
+    Exit codes: 0 all requests were answered in every mode, 1 some were not, 2 the fleet, the workload or the command
+    line is wrong, 130 interrupted.
+    """
+    from muxserve.cli.simulate import Settings
+    from muxserve.cli.simulate import run as run_simulation
+
+    options = {
+        "format": format,
+        "mapping": map,
+        "seed": seed,
+        "start": start,
+        "duration": duration,
+        "limit": limit,
+        "speed": speed,
+        "rate": rate,
+        "max_prompt": max_prompt,
+        "max_output": max_output,
+        "tokenizer": tokenizer,
+        "all_turns": all_turns,
+        "skip_bad": skip_bad,
+    }
+    raise typer.Exit(
+        run_simulation(
+            Settings(
+                fleet=fleet,
+                workload=workload,
+                options=options,
+                modes=mode,
+                profile=profile,
+                plan=plan,
+                gpus=gpus,
+                gpu_type=gpu_type,
+                nodes=nodes,
+                seconds=seconds,
+                request_overhead=request_overhead,
+                timeline=timeline,
+                out=out,
+                html=html,
+                as_json=json,
+                seed=seed,
+            )
+        )
+    )
+
+
+@app.command()
 def doctor() -> None:
     """Check what this machine can do.
 

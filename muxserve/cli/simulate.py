@@ -1,0 +1,238 @@
+"""`muxserve simulate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cli.simulate_places import Places, PlacesError, places_of
+from muxserve.cli.workload_args import print_left_out
+from muxserve.config import FleetError
+from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.costs.measured import ProfileModel
+from muxserve.metrics import Objectives
+from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
+from muxserve.metrics.summary import Summary, summarise
+from muxserve.planning.fleets import ClusterError
+from muxserve.planning.latency import latency_model, latency_words
+from muxserve.simulator import (
+    Alone,
+    FleetResult,
+    Mode,
+    Options,
+    Overheads,
+    SimulationError,
+    mode_of,
+    simulate,
+    units_of,
+    write_timeline,
+)
+from muxserve.workload import Workload, WorkloadError, WorkloadOptions, open_workload
+
+EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line says; see `muxserve simulate --help`."""
+
+    fleet: Path
+    workload: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    modes: str = "muxserve"
+    profile: Path | None = None
+    plan: Path | None = None
+    gpus: int | None = None
+    gpu_type: str | None = None
+    nodes: str | None = None
+    seconds: float = 5.0
+    request_overhead: float = 0.0
+    timeline: Path | None = None
+    out: Path | None = None
+    html: Path | None = None
+    as_json: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One mode's outcome."""
+
+    mode: Mode
+    result: FleetResult
+    summary: Summary
+
+
+def run(settings: Settings) -> int:
+    """Simulate, print, write what was asked for; returns the exit code."""
+    try:
+        return _run(settings)
+    except FleetError as error:
+        print_problems(error, "nothing was simulated")
+    except (WorkloadError, SimulationError, CostError, ClusterError, PlacesError) as error:
+        print_error(str(error))
+    except OSError as error:
+        print_error(f"{error.filename or 'file'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return EXIT_INTERRUPTED
+    return EXIT_WRONG
+
+
+def _run(settings: Settings) -> int:
+    modes = _modes(settings.modes)
+    for path in filter(None, (settings.out, settings.html, settings.timeline)):
+        if not path.parent.is_dir():
+            raise PlacesError(f"{path} cannot be written: there is no directory {path.parent}")
+    latency = latency_model(settings.profile)
+    with _progress() as told:
+        places = places_of(settings.fleet, settings.gpus, settings.gpu_type, settings.nodes, settings.plan, latency)
+        workload = open_workload(
+            settings.workload,
+            {demand.name: demand.rate for demand in places.demands},
+            WorkloadOptions(**settings.options),
+        )
+        runs: dict[str, Run] = {}
+        alone: Alone | None = None
+        for mode in modes:
+            placement = places.placement(mode.placement, settings.seconds, told)
+            units = units_of(placement, places.models, mode)
+            # One yardstick for all modes: the devices that a model has in the first.
+            alone = alone or Alone(units, latency)
+            options = Options(_overheads(latency, settings, units[0].device), timeline=settings.timeline is not None)
+            result = simulate(units, workload, latency, options, settings.seed, _count(mode.name, told))
+            summary = _summary(result, places, alone, mode)
+            runs[mode.name] = Run(mode, result, summary)
+    print_left_out(workload)
+    if not next(iter(runs.values())).result.records:
+        raise WorkloadError(f"{workload.about} has no requests")
+    _report(settings, workload, places, runs)
+    failed = any(run.summary.overall.completed < run.summary.overall.requests for run in runs.values())
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+def _modes(text: str) -> list[Mode]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise PlacesError("--mode: at least one is needed, e.g. muxserve,spatial,temporal")
+    return [mode_of(name) for name in dict.fromkeys(names)]
+
+
+def _overheads(latency: LatencyModel, settings: Settings, device: str) -> Overheads:
+    """What the profile measured between two steps, and what the command line says of requests."""
+    measured = latency.profile.overheads.get(device) if isinstance(latency, ProfileModel) else None
+    between = measured.between if measured is not None else 0.0
+    return Overheads(request=settings.request_overhead, prefill_step=between, decode_step=between)
+
+
+def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode) -> Summary:
+    return summarise(
+        result.records,
+        rates={demand.name: demand.rate for demand in places.demands},
+        reference=alone,
+        objectives={demand.name: Objectives(demand.slo_ttft, demand.slo_tpot) for demand in places.demands},
+        extra=_extra(result, mode),
+    )
+
+
+def _extra(result: FleetResult, mode: Mode) -> dict[str, object]:
+    """The simulator's own figures, in the report's `extra`."""
+    return {
+        "mode": {"name": mode.name, "about": mode.about},
+        "devices": result.devices,
+        "device_seconds": result.gpu_seconds,
+        "busy_device_seconds": result.busy_gpu_seconds,
+        "engine_steps": result.jobs,
+        "units": [
+            {
+                "name": unit.unit,
+                "device": unit.device,
+                "devices": unit.devices,
+                "busy_seconds": unit.busy_seconds,
+                "pool_pages": unit.pool_pages,
+                "peak_pages": dict(zip(unit.models, unit.peak_pages, strict=True)),
+                "engines": [
+                    {
+                        "model": engine.model,
+                        "phase": engine.phase,
+                        "steps": engine.jobs,
+                        "tokens": engine.tokens,
+                        "busy_seconds": engine.busy_seconds,
+                    }
+                    for engine in unit.engines
+                ],
+                "pages": {
+                    "seconds": [time for time, _ in unit.pages],
+                    **{name: [held[i] for _, held in unit.pages] for i, name in enumerate(unit.models)},
+                },
+            }
+            for unit in result.units
+        ],
+    }
+
+
+def _report(settings: Settings, workload: Workload, places: Places, runs: Mapping[str, Run]) -> None:
+    summaries = {name: run.summary for name, run in runs.items()}
+    about = f"{workload.about}; {places.about}; costs: {latency_words(settings.profile)}"
+    parameters: dict[str, object] = {
+        "fleet": str(settings.fleet),
+        "workload": settings.workload,
+        "modes": list(runs),
+        "seed": settings.seed,
+        **{name: value for name, value in settings.options.items() if value not in (None, False)},
+    }
+    document = to_json(summaries, about=about, parameters=parameters)
+    if settings.as_json:
+        sys.stdout.write(document.decode())
+    else:
+        console.print(escape(about))
+        console.print(comparison_table(summaries))
+        for name, run in runs.items():
+            busy = run.result.busy_gpu_seconds / run.result.gpu_seconds if run.result.gpu_seconds else 0.0
+            console.print(
+                f"\n[bold]{escape(name)}[/]: {escape(run.mode.about)}; {run.result.devices} devices, "
+                f"a job runs {busy:.0%} of the time"
+            )
+            console.print(models_table(run.summary))
+            for text, count in run.summary.errors.items():
+                console.print(f"[red]{count} x[/] {escape(text)}")
+    written = [*_timelines(settings.timeline, runs)]
+    if settings.out is not None:
+        settings.out.write_bytes(document)
+        written.append(settings.out)
+    if settings.html is not None:
+        from muxserve.cli.simulate_plots import plots
+
+        write_html(settings.html, summaries, title="MuxServe simulation", about=about, extra=plots(summaries))
+        written.append(settings.html)
+    for path in written:
+        errors.print(f"written to {escape(str(path))}")
+
+
+def _timelines(path: Path | None, runs: Mapping[str, Run]) -> Iterator[Path]:
+    """One file per mode: devices and times of different modes do not go together."""
+    if path is None:
+        return
+    for name, run in runs.items():
+        target = path if len(runs) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix}")
+        write_timeline(target, [unit.timeline for unit in run.result.units if unit.timeline is not None])
+        yield target
+
+
+def _count(mode: str, told: Callable[[str], None]) -> Callable[[int, int], None]:
+    return lambda done, total: told(f"{mode}: {done} of {total} requests")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that says what is going on; nothing elsewhere."""
+    if not errors.is_terminal:
+        yield lambda _: None
+        return
+    with errors.status("reading") as status:
+        yield lambda text: status.update(escape(text))
