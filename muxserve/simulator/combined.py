@@ -51,12 +51,8 @@ class CombinedEngine(LeapingEngine):
         if self._chunks:
             self._prefilled(now)
         else:
-            batch, before = self.batch, self.batch.counter
-            size = len(batch.running)
             self._arrive(self._planned, now)
-            self.jobs += batch.counter - before
-            self.tokens += size * (batch.counter - before)
-            finished = batch.ended()
+            finished = self.batch.ended()
             for request in finished:
                 self.pages.release(self.batch.remove(request))
                 self.host.finished(request, now)
@@ -64,6 +60,12 @@ class CombinedEngine(LeapingEngine):
                 self._dirty = True
                 self.host.freed(self.pages, now)
         self.host.at_boundary(self)
+
+    def _arrive(self, counter: int, now: float) -> None:
+        steps = counter - self.batch.counter
+        self.jobs += steps
+        self.tokens += steps * len(self.batch.running)
+        super()._arrive(counter, now)
 
     def _prefilled(self, now: float) -> None:
         host, tokens = self.host, 0
@@ -192,7 +194,8 @@ class CombinedUnit(World):
         needed = -(-tokens // engine.model.profile.block_tokens) * pages.per_block
         most = min(pages.quota, pages.pool.profile.pages)
         if needed > most:
-            self.refuse(request, now, f"too long: {tokens} tokens need {needed} pages, and {most} can be had")
+            room = most // pages.per_block * engine.model.profile.block_tokens
+            self.refuse(request, now, f"longer than the {room} tokens that {request.model} has pages for")
             return
         engine.submit(request, now)
 

@@ -142,7 +142,15 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         quotas = initial_quotas(members, pool.pages)
         profiles |= {member.name: replace(member, quota_pages=quotas[member.name]) for member in members}
         pools.append(pool)
-    simulated = tuple(SimModel(profiles[name], models[name].architecture, models[name].dtype) for name in placed)
+    simulated = tuple(
+        SimModel(
+            profiles[name],
+            models[name].architecture,
+            models[name].dtype,
+            max_len=models[name].max_len or models[name].architecture.default_max_len,
+        )
+        for name in placed
+    )
     return SimUnit(unit.name, unit.device, unit.devices, simulated, tuple(pools))
 
 

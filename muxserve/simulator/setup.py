@@ -13,13 +13,15 @@ class SimModel:
     """One model of a unit: what scheduling knows of it, and what its jobs cost.
 
     `profile.prefill_share` and `decode_share` are what a lease takes of the unit. `cost_share`, if given, is the share
-    of each device on which jobs really run, whatever lease they run under.
+    of each device on which jobs really run, whatever lease they run under. Requests whose prompt and output together
+    are longer than `max_len` tokens (None: no limit of its own) are refused.
     """
 
     profile: ModelProfile
     architecture: ModelArchitecture
     dtype: str
     cost_share: float | None = None
+    max_len: int | None = None
 
     @property
     def name(self) -> str:

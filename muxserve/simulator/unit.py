@@ -84,7 +84,8 @@ class LeasedUnit(World):
         pages = -(-tokens // model.block_tokens) * model.pages_per_block
         if pages <= capacity:
             return False
-        self.refuse(request, now, f"too long: {tokens} tokens need {pages} pages, and {capacity} can be had")
+        most = capacity // model.pages_per_block * model.block_tokens
+        self.refuse(request, now, f"longer than the {most} tokens that {model.name} has pages for")
         return True
 
     @staticmethod

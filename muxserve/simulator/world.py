@@ -105,7 +105,7 @@ class World:
         self._kicks: list[Engine] = []
         self._looks: list[Engine] = []
         self._costs: dict[tuple[str, float], EngineCosts] = {}
-        self._known = {model.name for model in unit.models}
+        self._longest = {model.name: model.max_len or float("inf") for model in unit.models}
         self._samples: list[tuple[float, tuple[int, ...]]] = []
         self._active = 0
         self._active_since = 0.0
@@ -186,7 +186,11 @@ class World:
                 assert following is not None
                 looked_at = now
                 self.open += 1
-                self.arrive(following, now)
+                if following.prompt + following.output > self._longest[following.model]:
+                    longest = self._longest[following.model]
+                    self.refuse(following, now, f"longer than the {longest:.0f} tokens of {following.model}")
+                else:
+                    self.arrive(following, now)
                 following = self._next(arrivals, requests)
                 due = following.arrival + delay if following is not None else float("inf")
             turned = self.turn_due
@@ -230,7 +234,7 @@ class World:
         each = next(iter(arrivals), None)
         if each is None:
             return None
-        if each.model not in self._known:
+        if each.model not in self._longest:
             raise SimulationError(f"the workload asks for model {each.model!r}, which unit {self.unit.name} has not")
         if requests and each.arrival < requests[-1].arrival:
             raise SimulationError(f"the workload's arrivals fall: {each.arrival} s after {requests[-1].arrival} s")

@@ -1,0 +1,91 @@
+"""`muxserve simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from muxserve.cli.app import app
+
+FLEET = """
+cluster: { gpus: 4, gpu_type: A100-80GB }
+models:
+  - name: chat
+    architecture: llama-2-7b
+    rate: 4
+    slo: { ttft_ms: 1000, tpot_ms: 100 }
+  - name: code
+    architecture: llama-2-13b
+    rate: 1
+"""
+LOAD = "poisson:rate=5,duration=10,seed=1"
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(FLEET)
+    return file
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+def test_modes_side_by_side(fleet: Path, tmp_path: Path) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    given = ("--mode", "muxserve,spatial", "--seconds", "0.5", "--max-prompt", 900, "--max-output", 200)
+    result = run(fleet, "--workload", LOAD, *given, "--json", "--html", page, "--timeline", trace)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert list(report["runs"]) == ["muxserve", "spatial"]
+    for summary in report["runs"].values():
+        assert summary["overall"]["completed"] == summary["overall"]["requests"] > 20
+        assert set(summary["models"]) == {"chat", "code"}
+        assert summary["extra"]["devices"] <= 4
+        assert summary["extra"]["busy_device_seconds"] <= summary["extra"]["device_seconds"]
+        assert summary["overall"]["attainment"]["latency"][-1] == 1.0
+    assert "KV pages in use: spatial" in page.read_text()
+    for mode in ("muxserve", "spatial"):
+        assert json.loads((tmp_path / f"trace-{mode}.json").read_text())["traceEvents"]
+
+
+def test_the_report_is_the_same_every_time(fleet: Path) -> None:
+    given = (fleet, "--workload", LOAD, "--seconds", "0", "--max-output", 100, "--json")
+    assert run(*given).stdout == run(*given).stdout
+
+
+def test_a_plan_file_is_followed(fleet: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    made = CliRunner().invoke(app, ["plan", str(fleet), "--seconds", "0", "--simulate", "0", "-o", str(plan)])
+    assert made.exit_code == 0, made.output
+    result = run(fleet, "--workload", LOAD, "--plan", plan, "--max-output", 50)
+    assert result.exit_code == 0, result.output
+    assert "weighted requests/s" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--mode", "magic"), "there is no mode 'magic'"),
+        (("--mode", ","), "at least one is needed"),
+        (("--gpu-type", "Z9", "--gpus", "2"), "Z9"),
+        (("--plan", "/nowhere/plan.yaml"), "/nowhere/plan.yaml"),
+        (("-o", "/nowhere/report.json"), "no directory /nowhere"),
+        (("--profile", "/nowhere/profile.json"), "/nowhere/profile.json"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(fleet: Path, arguments: tuple[str, ...], words: str) -> None:
+    result = run(fleet, "--workload", LOAD, *arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+def test_requests_that_cannot_be_served_fail_the_command(fleet: Path) -> None:
+    result = run(fleet, "--workload", "poisson:rate=5,duration=5,seed=1,lengths=fixed/8000/10", "--seconds", "0")
+    assert result.exit_code in (1, 2)
+    assert "longer than the" in result.output or "lengths" in result.output
