@@ -10,6 +10,7 @@ one process on one core, estimator tables included.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -23,6 +24,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.planning.architectures import planned_architecture
 from muxserve.planning.fleets import equal_nodes, memory_of
 from muxserve.planning.latency import latency_model
+from muxserve.planning.predict import predict
 from placement.candidates import Candidates
 from placement.demand import Demand
 from placement.engines import Engines
@@ -32,6 +34,7 @@ from placement.greedy import greedy
 from placement.improve import ImproveLimits, improve
 from placement.meshes import Machines
 from placement.objective import Objective
+from placement.planner import PlanOptions, plan_cluster
 from placement.values import Values
 
 DEVICE = "A100-80GB"
@@ -91,7 +94,7 @@ def measure(models: int, gpus: int, rate: float, seed: int, seconds: float) -> d
 
 
 def growth(limit: float) -> list[dict[str, object]]:
-    return [measure(models, gpus, 0.2 * gpus / models * 8, 1, limit) for models, gpus in SIZES]
+    return [measure(models, gpus, 2.5 * gpus / models, 1, limit) for models, gpus in SIZES]
 
 
 def small(repeats: int) -> dict[str, object]:
@@ -149,6 +152,30 @@ def gaps(count: int) -> dict[str, object]:
             "within_2_percent": sum(gap <= 0.02 for gap in found),
         }
     return {"fleets": count, "proven": sum(bool(row["proven"]) for row in rows), **both, "runs": rows}
+
+
+def estimates() -> dict[str, object]:
+    """Estimated against simulated throughput (Poisson arrivals, log-normal lengths, two minutes), 6 models, 8 GPUs."""
+    latency, cluster = Roofline(), equal_nodes(8, DEVICE, 8)
+    rows = []
+    for rate in (1.0, 3.0, 6.0, 12.0):
+        for seed in range(4):
+            demands = fleet(6, rate, seed, 1.3)
+            options = PlanOptions(local=ImproveLimits(kicks=10))
+            plan = plan_cluster(demands, cluster, latency, memory_of(cluster), options)
+            simulated = predict(plan.placement, demands, latency, 120.0)
+            error = plan.throughput / simulated.throughput - 1.0
+            row = {
+                "seed": seed,
+                "asked": round(plan.asked, 2),
+                "estimated": round(plan.throughput, 2),
+                "simulated": round(simulated.throughput, 2),
+                "relative_error": round(error, 4),
+            }
+            print(row, flush=True)
+            rows.append(row)
+    errors = [abs(float(str(row["relative_error"]))) for row in rows]
+    return {"median": percentile(errors, 0.5), "p90": percentile(errors, 0.9), "max": max(errors), "runs": rows}
 
 
 def against_muxserve(checkout: Path, profile: Path) -> dict[str, object]:
@@ -215,14 +242,26 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="its step times (examples/placement/llama.json)")
     parser.add_argument("--fleets", type=int, default=50, help="random fleets for the gap")
     parser.add_argument("--seconds", type=float, default=20.0, help="of local search for each size")
+    parser.add_argument("--sections", nargs="+", help="measure only these: small growth gap estimates muxserve")
     parser.add_argument("--output", type=Path, default=RESULTS / "placement.json")
     arguments = parser.parse_args()
-    report: dict[str, object] = {"machine": machine()}
-    report["small"] = small(5)
-    report["growth"] = rows = growth(arguments.seconds)
-    plot(rows, arguments.output.with_suffix(".png"))
-    report["gap"] = gaps(arguments.fleets)
-    if arguments.muxserve is not None and arguments.profile is not None:
+    report: dict[str, object] = {}
+    if arguments.sections is not None and arguments.output.exists():
+        # What is not measured anew stays.
+        report = json.loads(arguments.output.read_text())
+        del report["command"]
+    wanted = arguments.sections or ["small", "growth", "gap", "estimates", "muxserve"]
+    report["machine"] = machine()
+    if "small" in wanted:
+        report["small"] = small(5)
+    if "growth" in wanted:
+        report["growth"] = rows = growth(arguments.seconds)
+        plot(rows, arguments.output.with_suffix(".png"))
+    if "gap" in wanted:
+        report["gap"] = gaps(arguments.fleets)
+    if "estimates" in wanted:
+        report["estimates"] = estimates()
+    if "muxserve" in wanted and arguments.muxserve is not None and arguments.profile is not None:
         report["muxserve"] = against_muxserve(arguments.muxserve, arguments.profile)
     write_report(arguments.output, report)
 

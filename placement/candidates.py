@@ -39,42 +39,43 @@ class Candidates:
             raise ValueError("shares must ascend to 1")
         self.engines = engines
         self.shares = tuple(shares)
-        self._found: dict[tuple[Member, Mesh], Candidate | None] = {}
+        self._found: dict[tuple[Member, Mesh, float], Candidate | None] = {}
 
-    def of(self, member: Member, mesh: Mesh) -> Candidate | None:
-        """The candidate of a member on a kind of mesh; None if it cannot run there."""
-        key = (member, mesh)
+    def of(self, member: Member, mesh: Mesh, reserve: float = 1.0) -> Candidate | None:
+        """The candidate of a member on a kind of mesh, for `reserve` times its rate; None if it cannot run there."""
+        key = (member, mesh, reserve)
         if key not in self._found:
-            self._found[key] = self._search(member, mesh) if self.engines.fits(member.model, mesh) else None
+            fits = self.engines.fits(member.model, mesh)
+            self._found[key] = self._search(member, mesh, reserve) if fits else None
         return self._found[key]
 
     def all(self, member: Member, meshes: Iterable[Mesh]) -> list[Candidate]:
         """One candidate per kind of mesh on which the member can run: the output of Algorithm 2."""
         return [found for mesh in meshes if (found := self.of(member, mesh)) is not None]
 
-    def _search(self, member: Member, mesh: Mesh) -> Candidate | None:
+    def _search(self, member: Member, mesh: Mesh, reserve: float) -> Candidate | None:
         tried: dict[float, Candidate | None] = {}
 
         def meets(share: float) -> bool:
-            tried[share] = self._alone(member, mesh, share)
+            tried[share] = self._alone(member, mesh, share, reserve)
             found = tried[share]
             return found is not None and found.meets
 
         # More SMs never make it slower, so the grid need not be walked; what costs are not known for does not meet.
         i = bisect.bisect_left(self.shares, True, key=meets)
         if i < len(self.shares):
-            return tried.get(self.shares[i]) or self._alone(member, mesh, self.shares[i])
-        best = self._alone(member, mesh, 1.0)
+            return tried.get(self.shares[i]) or self._alone(member, mesh, self.shares[i], reserve)
+        best = self._alone(member, mesh, 1.0, reserve)
         if best is None:
             return None
         # Decode hardly gains from the last SMs; take what serves as much.
         for share in self.shares[:-1]:
-            found = self._alone(member, mesh, share)
+            found = self._alone(member, mesh, share, reserve)
             if found is not None and found.throughput >= best.throughput * (1 - 1e-6):
                 return found
         return best
 
-    def _alone(self, member: Member, mesh: Mesh, share: float) -> Candidate | None:
+    def _alone(self, member: Member, mesh: Mesh, share: float, reserve: float = 1.0) -> Candidate | None:
         engines = self.engines
         demand = engines.demands[member.model]
         decode = engines.decode(member.model, mesh, share)
@@ -82,7 +83,7 @@ class Candidates:
         if decode is None or prefill is None:
             return None
         footprint = engines.footprint(member.model, mesh)
-        rate = demand.rate / member.replicas
+        rate = reserve * demand.rate / member.replicas
         most = most_sequences(demand, decode)
         runner = Runner(rate, footprint.sequence, most, share, decode, prefill)
         state = settle([runner], 1.0, engines.memory[mesh.device] - footprint.own)

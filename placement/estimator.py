@@ -92,10 +92,14 @@ class Estimator:
         own = sum(self.engines.footprint(member.model, mesh).own for member in members)
         return self.engines.memory[mesh.device] - own
 
-    def choices(self, mesh: Mesh, members: Members) -> list[Shares]:
+    def choices(self, mesh: Mesh, members: Members, reserve: float = 1.0) -> list[Shares]:
         """Shares worth trying, from Algorithm 2's shares s: s with what they leave for prefill, s with all compute for
-        prefill, and everyone everything in turn. Empty if a member cannot run there."""
-        found = [self.candidates.of(member, mesh) for member in members]
+        prefill, everyone everything in turn, and where s are too many, scaled down to fit beside each other. Empty if a
+        member cannot run there.
+
+        With a `reserve` s is for so many times the rates: the fewest SMs that meet a rate leave large batches.
+        """
+        found = [self.candidates.of(member, mesh, reserve) for member in members]
         least = tuple(candidate.share for candidate in found if candidate is not None)
         if len(least) < len(members):
             return []
@@ -110,6 +114,11 @@ class Estimator:
         if least != whole:
             choices.append(Shares(1.0, least))
         choices.append(Shares(1.0, whole))
+        if sum(least) > 1.0 + 1e-9:
+            grid = self.candidates.shares
+            scaled = (share / sum(least) + 1e-9 for share in least)
+            squeezed = tuple(max((s for s in grid if s <= share), default=grid[0]) for share in scaled)
+            choices.append(Shares(1.0, squeezed))
         return choices
 
     def unit(self, mesh: Mesh, members: Members, shares: Shares) -> UnitEstimate | None:

@@ -25,7 +25,7 @@ class ImproveLimits:
     """The search ends after `kicks` in a row that did not help, or after `evaluations` of new units. Each unit is
     paired with at most `partners` others. A kick takes apart up to `ruin` units."""
 
-    kicks: int = 60
+    kicks: int = 120
     evaluations: int = 200_000
     partners: int = 12
     ruin: int = 3
@@ -61,7 +61,7 @@ class _Improver:
         self._insert_missing()
         self._descend(list(self.layout.units))
         fails = kicks = 0
-        while fails < self.limits.kicks and not self._over() and self.layout.units:
+        while fails < self.limits.kicks and not self._over() and not self._ideal():
             before = self.layout.copy()
             touched = self._kick()
             self._descend(touched)
@@ -74,6 +74,10 @@ class _Improver:
                     self.layout = before
             self.progress(f"{kicks} rebuilds, value {self.layout.value:.4g}")
         return Layout(self.values, self.layout.machines, self.layout.units.values())
+
+    def _ideal(self) -> bool:
+        """Whether nothing is left to gain."""
+        return not self.layout.missing and sum(map(self._deficit, self.layout.units)) <= self._least
 
     def _over(self) -> bool:
         return self.values.evaluations >= self._until or self._stop()

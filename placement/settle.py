@@ -6,11 +6,12 @@ takes all models for equally long in service. Here each model i prefills W_i req
 service for how long, so that prefill jobs run for the part U = sum_i rate_i * t_p^i(b_i) / b_i of all time. Decode
 makes progress at the rate
 
-    phi = U * min(1, (1 - p) / D) + (1 - U) * min(1, 1 / D)
+    phi = U / max(1, R(1 - p)) + (1 - U) / max(1, R(1))
 
-where p is the share of compute that prefill takes and D = sum_i P(i has something to decode) * s_i what decode asks
-for; jobs that do not fit beside each other take turns. Then rate_m = min(phi * b_m / (t_d^m(b_m) * l_m), W_m). With
-p = 1, D <= 1 and equal times in service this is Eq. 3.
+where p is the share of compute that prefill takes and R(c) how many turns decode jobs take in compute c: their shares
+are packed into as few turns as possible, and a turn counts with the probability that it has something to decode (R is
+infinite if a job fits into no turn). Then rate_m = min(phi * b_m / (t_d^m(b_m) * l_m), W_m). With p = 1, shares that
+fit beside each other and equal times in service this is Eq. 3.
 
 b_m is the smallest batch that meets the model's rate, within its number of sequences and its part of the page pool,
 which is divided by demand, as quotas are, except that nobody gets more than it needs.
@@ -29,6 +30,9 @@ _CLOSE = 1e-4
 _OVERLAP = 1e-9
 
 
+Turns = list[list[int]]
+
+
 class Runner(NamedTuple):
     """A model as the steady state sees it: `rate` in requests per second, `sequence` bytes of KV per request on each
     device, `most` sequences at once, decode share and curves. Stretches are slowdowns by what runs beside it."""
@@ -44,7 +48,8 @@ class Runner(NamedTuple):
 
 
 class Steady(NamedTuple):
-    """What a unit settles at. `progress` is phi, `prefill` U, `decode` D; `short` says which models the pool cuts."""
+    """What a unit settles at. `progress` is phi, `prefill` U, `decode` the compute that decode asks for
+    on average; `short` says which models the pool cuts."""
 
     progress: float
     prefill: float
@@ -58,12 +63,14 @@ class Steady(NamedTuple):
 def settle(runners: Sequence[Runner], prefill_share: float, pool: float, guess: float = 1.0) -> Steady:
     """The steady state of `runners` in a unit with `pool` bytes of KV on each device; `guess` is a phi to start from.
 
-    Bisects phi, since the batches that a lower phi asks for change U and D in opposite ways.
+    Bisects phi, since the batches that a lower phi asks for change U and R in opposite ways.
     """
-    beside = _beside(runners, prefill_share)
+    shares = [runner.share for runner in runners]
+    between, during = turns(shares, 1.0), turns(shares, 1.0 - prefill_share)
+    assert between is not None, "a share is at most 1"
     low, high = 0.0, 1.0
     for _ in range(_ROUNDS):
-        state = _at(guess, runners, beside, pool)
+        state = _at(guess, runners, between, during, pool)
         error = state.progress - guess
         if abs(error) <= _CLOSE * guess:
             break
@@ -79,13 +86,36 @@ def settle(runners: Sequence[Runner], prefill_share: float, pool: float, guess: 
     return state._replace(progress=guess)
 
 
-def _beside(runners: Sequence[Runner], prefill_share: float) -> float:
-    """Compute that decode may take while a prefill runs; 0 if some decode job does not fit there at all."""
-    left = 1.0 - prefill_share
-    return left if all(runner.share <= left + _OVERLAP for runner in runners) else 0.0
+def turns(shares: Sequence[float], compute: float) -> Turns | None:
+    """Jobs with these shares in as few groups as possible, each within `compute` (first fit, the largest first); None
+    if one does not fit at all."""
+    rooms: list[float] = []
+    groups: Turns = []
+    for index in sorted(range(len(shares)), key=lambda i: -shares[i]):
+        share = shares[index]
+        if share > compute + _OVERLAP:
+            return None
+        for i, room in enumerate(rooms):
+            if share <= room + _OVERLAP:
+                rooms[i] -= share
+                groups[i].append(index)
+                break
+        else:
+            rooms.append(compute - share)
+            groups.append([index])
+    return groups
 
 
-def _at(phi: float, runners: Sequence[Runner], beside: float, pool: float) -> Steady:
+def _speed(groups: Turns | None, active: Sequence[float]) -> float:
+    """The speed of decode that takes these turns."""
+    if groups is None:
+        return 0.0
+    if len(groups) == 1:
+        return 1.0
+    return 1.0 / max(1.0, sum(max(active[i] for i in group) for group in groups))
+
+
+def _at(phi: float, runners: Sequence[Runner], between: Turns, during: Turns | None, pool: float) -> Steady:
     """Batches, rates and the phi that they lead to, if decode progresses at `phi`."""
     batches: list[float] = []
     used = 0.0
@@ -103,6 +133,7 @@ def _at(phi: float, runners: Sequence[Runner], beside: float, pool: float) -> St
         used = pool
     busy = asked = 0.0
     rates: list[float] = []
+    active: list[float] = []
     for (wanted, _, most, share, decode, prefill, stretch, slower), batch, cut in zip(
         runners, batches, short, strict=True
     ):
@@ -111,13 +142,13 @@ def _at(phi: float, runners: Sequence[Runner], beside: float, pool: float) -> St
             rate = min(wanted, phi * decode.capacity_at(batch) / stretch)
         rates.append(rate)
         busy += rate * prefill.seconds_at(batch) * slower
-        asked += (1.0 - math.exp(-batch)) * share
+        active.append(1.0 - math.exp(-batch))
+        asked += active[-1] * share
     if busy >= 1.0:
         # Prefill alone is more than the unit can do: less than this phi must suffice.
         return Steady(0.0, 1.0, asked, batches, [rate / busy for rate in rates], used, short)
-    during = min(1.0, beside / asked) if asked > 0 else 1.0
-    between = min(1.0, 1.0 / asked) if asked > 0 else 1.0
-    return Steady(busy * during + (1.0 - busy) * between, busy, asked, batches, rates, used, short)
+    speed = busy * _speed(during, active) + (1.0 - busy) * _speed(between, active)
+    return Steady(speed, busy, asked, batches, rates, used, short)
 
 
 def _divide(pool: float, wanted: Sequence[float], runners: Sequence[Runner]) -> list[float]:

@@ -10,6 +10,7 @@ from placement.estimator import Estimator, Shares, UnitEstimate, latencies, wait
 from placement.objective import Objective
 
 IMPOSSIBLE = -math.inf
+_RESERVES = (1.5, 2.0, 3.0)
 
 
 class Values:
@@ -84,7 +85,10 @@ class Values:
         best, best_shares = IMPOSSIBLE, None
         if (len(members) > 1 and not self.colocate) or self.estimator.room(mesh, members) <= 0:
             return best, None
-        for shares in self.estimator.choices(mesh, members):
+        choices = self.estimator.choices(mesh, members)
+        if thorough:
+            choices += [shares for reserve in _RESERVES for shares in self.estimator.choices(mesh, members, reserve)]
+        for shares in dict.fromkeys(choices):
             settled = self.estimator.settled(mesh, members, shares)
             if settled is None:
                 continue

@@ -13,6 +13,7 @@ from placement.demand import Demand, Member, Mesh, splits_evenly
 from placement.engines import Engines, lengths_of
 from placement.estimator import Shares
 from placement.memory import MemoryRules, model_bytes, sequence_bytes
+from placement.settle import turns
 from tests.placement.analytic import B7, B13, B30, B65, GIB, MEMORY, Analytic, AnalyticCosts, demand, estimator
 
 ONE, TWO, FOUR, EIGHT = (Mesh("big", size) for size in (1, 2, 4, 8))
@@ -239,26 +240,46 @@ class TestUnits:
         size=st.sampled_from([1, 2, 4, 8]),
         prefill=st.sampled_from([0.5, 1.0]),
     )
-    def test_more_load_is_never_served_with_less_latency(
+    def test_what_serves_much_serves_less_as_well(
         self, rates: list[float], factor: float, size: int, prefill: float
     ) -> None:
         members = tuple(Member(i) for i in range(len(rates)))
         shares = Shares(prefill, tuple(0.2 for _ in rates))
-        units = [
+        less, more = (
             estimator([demand(f"m{i}", rate=rate * f) for i, rate in enumerate(rates)]).unit(
                 Mesh("big", size), members, shares
             )
             for f in (1.0, factor)
-        ]
-        if units[0] is None or units[1] is None:
-            assert units[0] is units[1]
+        )
+        if less is None or more is None:
+            assert less is more
             return
-        for less, more in zip(units[0].models, units[1].models, strict=True):
-            assert 0 < less.throughput <= less.rate * (1 + 1e-9)
-            assert 0 <= less.attainment <= 1
-            assert more.batch >= less.batch * 0.99
-            assert more.tpot >= less.tpot * 0.98
-        assert units[0].kv_bytes <= units[0].pool_bytes * (1 + 1e-9)
+        for unit in (less, more):
+            assert 0 <= unit.kv_bytes <= unit.pool_bytes * (1 + 1e-9)
+            assert 0 < unit.progress <= 1
+            for model in unit.models:
+                assert 0 < model.throughput <= model.rate * (1 + 1e-9)
+                assert 0 <= model.attainment <= 1
+                assert 0 < model.batch <= 256
+                # Little's law, of what is decoded.
+                assert model.batch == pytest.approx(model.throughput * 337 * model.tpot, rel=0.02)
+        if all(model.meets_rate for model in more.models):
+            assert all(model.meets_rate for model in less.models)
+
+
+class TestTurns:
+    def test_as_few_as_possible(self) -> None:
+        assert turns([0.3, 0.3, 0.3], 1.0) == [[0, 1, 2]]
+        assert turns([1.0, 0.1, 0.1], 1.0) == [[0], [1, 2]]
+        assert turns([0.5, 0.6, 0.4, 0.5], 1.0) == [[1, 2], [0, 3]]
+        assert turns([0.5, 0.1], 0.4) is None
+
+    @given(shares=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8))
+    def test_each_job_once_and_none_too_many(self, shares: list[float]) -> None:
+        groups = turns(shares, 1.0)
+        assert groups is not None
+        assert sorted(i for group in groups for i in group) == list(range(len(shares)))
+        assert all(sum(shares[i] for i in group) <= 1 + 1e-6 for group in groups)
 
 
 def test_a_demand_must_make_sense() -> None:
