@@ -36,6 +36,7 @@ PREDICTED = {
     "muxserve": {"steps_per_second": 80_000, "seconds_of_20000_requests": 9.0},
     "spatial": {"steps_per_second": 500_000, "seconds_of_20000_requests": 2.0},
     "temporal": {"steps_per_second": 100_000, "seconds_of_20000_requests": 7.0},
+    "one replica": {"steps_per_second": 200_000},
 }
 
 #          layers heads hidden intermediate
@@ -177,6 +178,15 @@ def main() -> None:
             figures = measure(units_of(placement, models, mode), requests, args.profile)
             runs[f"{name} at {total:g} requests/s"] = figures
             print(f"{name} at {total:g} requests/s: {figures}", flush=True)
+    # What other simulators report: one model on one GPU.
+    name = next(iter(models))
+    where = Placement(
+        Cluster((Node(DEVICE, 1),)),
+        (PlacedUnit("unit0", DEVICE, (0,), (PlacedModel(name, 3.0, 0.6, 0.4),), 50 * GIB),),
+    )
+    figures = measure(units_of(where, models, mode_of("muxserve")), load({name: 3.0}, args.requests), args.profile)
+    runs["one replica at 3 requests/s"] = figures
+    print(f"one replica at 3 requests/s: {figures}", flush=True)
     if args.out:
         report = {"requests": args.requests, "gpus": 32, "targets": TARGETS, "predicted": PREDICTED, "runs": runs}
         write_report(args.out, {"machine": machine(), **report})

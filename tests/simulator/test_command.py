@@ -86,6 +86,6 @@ def test_mistakes_are_told_in_a_sentence(fleet: Path, arguments: tuple[str, ...]
 
 
 def test_requests_that_cannot_be_served_fail_the_command(fleet: Path) -> None:
-    result = run(fleet, "--workload", "poisson:rate=5,duration=5,seed=1,lengths=fixed/8000/10", "--seconds", "0")
-    assert result.exit_code in (1, 2)
-    assert "longer than the" in result.output or "lengths" in result.output
+    result = run(fleet, "--workload", "poisson:rate=5,duration=5,seed=1,prompt=8000,output=10", "--seconds", "0")
+    assert result.exit_code == 1, result.output
+    assert "longer than the 4096 tokens of" in result.output
