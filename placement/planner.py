@@ -237,7 +237,12 @@ def notes_of(plan: ClusterPlan) -> tuple[str, ...]:
         idle[unit.device] -= len(unit.devices)
     left = [f"{count} {device}" for device, count in idle.items() if count]
     if left:
-        notes.append(f"{enumerate_words(left)} left idle: no unit would serve noticeably more with them")
+        why = ""
+        if plan.meets:
+            why = ": rates and objectives are met without them"
+        elif plan.mode != "memory":
+            why = ": no way was found to serve noticeably more with them"
+        notes.append(f"{enumerate_words(left)} left idle{why}")
     for name, reason in plan.missing.items():
         notes.append(f"{name} is placed nowhere: {reason}")
     return tuple(notes)

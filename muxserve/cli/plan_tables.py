@@ -86,9 +86,7 @@ def sweep_table(points: Sequence[SweepPoint]) -> Table:
         table.add_column(name, no_wrap=True, justify="right")
     enough = needed(points)
     for p in points:
-        verdict = (
-            "[green]met[/]" if p.meets else (f"{len(p.missing)} models without a place" if p.missing else "not met")
-        )
+        verdict = "[green]met[/]" if p.meets else (f"no place for {len(p.missing)}" if p.missing else "not met")
         mark = "[bold]" if p.gpus == enough else ""
         end = "[/]" if mark else ""
         table.add_row(
