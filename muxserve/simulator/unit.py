@@ -15,9 +15,11 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.round_robin import RoundRobin
 from muxserve.scheduling.state import EngineState, ModelState
 from muxserve.scheduling.types import Grant, Phase, QueuedRequest
-from muxserve.simulator.engine import DecodeEngine, Lease, PrefillEngine
+from muxserve.simulator.decode import DecodeEngine
 from muxserve.simulator.leaps import STEPPING
+from muxserve.simulator.leases import Lease
 from muxserve.simulator.pages import ModelPages
+from muxserve.simulator.prefill import PrefillEngine
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import Options, SimUnit
 from muxserve.simulator.world import World

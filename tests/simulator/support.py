@@ -8,7 +8,7 @@ from muxserve.costs import Decode, EngineShape, Load, ModelArchitecture
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.batch import DecodeBatch
 from muxserve.simulator.combined import CombinedEngine, CombinedUnit
-from muxserve.simulator.engine import DecodeEngine
+from muxserve.simulator.decode import DecodeEngine
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import SimModel, SimUnit
 from muxserve.simulator.unit import LeasedUnit
