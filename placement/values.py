@@ -87,7 +87,8 @@ class Values:
         if (len(members) > 1 and not self.colocate) or self.estimator.room(mesh, members) <= 0:
             return best, None
         choices = self.estimator.choices(mesh, members)
-        if thorough:
+        if thorough or self.objective.name != "throughput":
+            # More SMs than the fewest shorten latencies, which only these objectives are about.
             choices += [shares for reserve in _RESERVES for shares in self.estimator.choices(mesh, members, reserve)]
         for shares in dict.fromkeys(choices):
             settled = self.estimator.settled(mesh, members, shares)
