@@ -7,7 +7,7 @@ it leaps over those too.
 
 from __future__ import annotations
 
-from muxserve.scheduling.state import EngineState
+from muxserve.scheduling.state import EngineState, LeaseState
 from muxserve.scheduling.types import Phase
 from muxserve.simulator.leaps import BOUNDARY, IDLE, STALLED, STEPPING, LeapingEngine
 from muxserve.simulator.leases import Lease, Leased, LeasedHost
@@ -88,7 +88,7 @@ class DecodeEngine(LeapingEngine, Leased):
     def kick(self, now: float) -> None:
         host, batch = self.host, self.batch
         if self._pending is not None:
-            self._take(self._pending)
+            self._take(self._pending, now)
         counter = batch.counter
         if not batch.running or counter >= self._end or now >= self._deadline:
             self.state = IDLE
@@ -109,12 +109,12 @@ class DecodeEngine(LeapingEngine, Leased):
         self.far = False
         self._leap(self._next_news())
 
-    def _take(self, lease: Lease) -> None:
-        if self._accept(lease, Phase.DECODE):
+    def _take(self, lease: Lease, now: float) -> None:
+        if self._accept(lease, Phase.DECODE, now):
             self._dirty = True
         self._steps = lease.steps
         self._end = self.batch.counter + lease.steps
-        self._begun = lease.begun
+        self._begun = now
         self._half_told = self._fresh = False
         if self._entering:
             for request in self._entering:
@@ -162,13 +162,13 @@ class DecodeEngine(LeapingEngine, Leased):
 
     # ------------------------------------------------------------ leaps over renewals
 
-    def steady(self, known_step: float) -> bool:
-        """Half of the lease's steps will be used before half of its time, and so it will be with the next ones, since
-        steps take about as long as the scheduler believes."""
+    def steady(self, lease: LeaseState, known_step: float) -> bool:
+        """Half of the lease's steps will be used before half of its time (by the scheduler's clock, which began first),
+        and so it will be with the next ones, since steps take about as long as the scheduler believes."""
         batch = self.batch
         if batch.step_seconds() > 2.0 * known_step:
             return False
-        return 2.0 * batch.time_of(self._end - self._steps // 2) < self._begun + self._deadline
+        return 2.0 * batch.time_of(self._end - self._steps // 2) < lease.granted_at + lease.deadline
 
     def extend(self, now: float) -> None:
         """Leap on, as far as leases are renewed without further ado."""

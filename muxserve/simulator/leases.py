@@ -52,18 +52,15 @@ class LeasedHost(Host, Protocol):
 
 
 class Lease:
-    """What an engine is told: `steps` steps, not after `deadline`, on `share` millionths of the unit."""
+    """What an engine is told: `steps` steps within `seconds` of taking it, on `share` millionths of the unit."""
 
-    __slots__ = ("admit", "begun", "deadline", "lease_id", "share", "steps")
+    __slots__ = ("admit", "lease_id", "seconds", "share", "steps")
 
-    def __init__(
-        self, lease_id: int, steps: int, share: int, begun: float, seconds: float, admit: list[SimRequest]
-    ) -> None:
+    def __init__(self, lease_id: int, steps: int, share: int, seconds: float, admit: list[SimRequest]) -> None:
         self.lease_id = lease_id
         self.steps = steps
         self.share = share
-        self.begun = begun
-        self.deadline = begun + seconds
+        self.seconds = seconds
         self.admit = admit
 
 
@@ -92,11 +89,11 @@ class Leased(Engine):
         elif self.state == STEPPING:
             self.interrupt(now)
 
-    def _accept(self, lease: Lease, phase: Phase) -> bool:
+    def _accept(self, lease: Lease, phase: Phase, now: float) -> bool:
         """The lease replaces the one before; whether the engine's costs are others than before."""
         self._pending = None
         self.lease_id = lease.lease_id
-        self._deadline = lease.deadline
+        self._deadline = now + lease.seconds
         if self._granted_share == lease.share and self._costs is not None:
             return False
         self._granted_share = lease.share

@@ -67,7 +67,7 @@ class PrefillEngine(Leased):
     def kick(self, now: float) -> None:
         host = self.unit
         if self._pending is not None:
-            self._take(self._pending)
+            self._take(self._pending, now)
         if not self.requests or self._left <= 0 or now >= self._deadline:
             self.state = IDLE
             self._rests(host, now)
@@ -90,8 +90,8 @@ class PrefillEngine(Leased):
         self.planned_time = now + self._duration * self.slow
         host.look(self)
 
-    def _take(self, lease: Lease) -> None:
-        self._accept(lease, Phase.PREFILL)
+    def _take(self, lease: Lease, now: float) -> None:
+        self._accept(lease, Phase.PREFILL, now)
         self._left = lease.steps
         self.requests += self._entering
         self._entering = []

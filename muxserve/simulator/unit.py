@@ -215,7 +215,7 @@ class LeasedUnit(World):
                 or lease.left * 2 <= lease.steps
                 or engine.state != STEPPING
                 or engine.returned
-                or not engine.steady(model.decode.step_seconds)
+                or not engine.steady(lease, model.decode.step_seconds)
             ):
                 return False
             if model.queue and wants_prefill(self.ledger, model, now, self.policy.limit(model)):
@@ -264,9 +264,9 @@ class LeasedUnit(World):
         engine = self._engine[grant.model, grant.phase]
         delay = self.overheads.lease
         if not delay:
-            engine.receive(Lease(lease_id, grant.steps, grant.share, now, grant.seconds, admit), now)
+            engine.receive(Lease(lease_id, grant.steps, grant.share, grant.seconds, admit), now)
             return
         self.at(
             now + delay,
-            lambda now: engine.receive(Lease(lease_id, grant.steps, grant.share, now, grant.seconds, admit), now),
+            lambda now: engine.receive(Lease(lease_id, grant.steps, grant.share, grant.seconds, admit), now),
         )

@@ -16,7 +16,7 @@ from muxserve.simulator.world import World
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import Analytic, Linear, SteppingCombinedUnit, SteppingUnit, profile, unit
 
-SEARCH = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+SEARCH = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def outcome(world: World, load: list[TraceRequest]) -> tuple[object, ...]:
@@ -74,7 +74,10 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceReque
     profiles, pages = models(draw, count)
     policy = draw(st.sampled_from(["adbs", "fcfs", "round_robin"]))
     costs = Linear(
-        bend=draw(st.sampled_from([100.0, 400.0, float("inf")])), bandwidth=draw(st.sampled_from([0.0, 0.4, 0.9]))
+        # Steps that are slow beside the quanta of leases make seconds end them.
+        decode_fixed=draw(st.sampled_from([0.004, 0.03, 0.15])),
+        bend=draw(st.sampled_from([100.0, 400.0, float("inf")])),
+        bandwidth=draw(st.sampled_from([0.0, 0.4, 0.9])),
     )
     delay = draw(st.sampled_from([0.0, 0.0003]))
     options = Options(Overheads(request=delay, lease=delay, report=delay, decode_step=delay, token=delay), 0.05)
