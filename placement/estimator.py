@@ -175,13 +175,13 @@ class Estimator:
     def _stretched(self, mesh: Mesh, runners: list[Runner], prefill_share: float, state: Steady) -> list[Runner] | None:
         """The runners with the slowdowns that they cause each other; None if there are none to speak of.
 
-        Others count with the part of time in which they run beside a job: they have something to do, and a share is
-        free for them.
+        Others count with the part of time in which they run beside a job: they have something to do, and they find
+        room in the compute that the job leaves.
         """
         if len(runners) == 1 and prefill_share >= 1.0:
             return None
-        turns = min(1.0, 1.0 / state.decode) if state.decode > 0 else 1.0
-        active = [(1.0 - math.exp(-batch)) * turns for batch in state.batches]
+        active = [1.0 - math.exp(-batch) for batch in state.batches]
+        asked = [part * runner.share for part, runner in zip(active, runners, strict=True)]
         loads = [
             Load(load.bandwidth * part, load.compute * part)
             for runner, batch, part in zip(runners, state.batches, active, strict=True)
@@ -198,13 +198,17 @@ class Estimator:
             for runner, part in zip(runners, parts, strict=True)
         )
         stretched, worst = [], 1.0
+        fit_prefill = [j for j, runner in enumerate(runners) if runner.share <= left + 1e-9]
+        others = _crowded([loads[j] for j in fit_prefill], sum(asked[j] for j in fit_prefill), left)
         for i, runner in enumerate(runners):
-            room = 1.0 - runner.share + 1e-9
-            beside = tuple(load for j, load in enumerate(loads) if j != i and runners[j].share <= room)
+            room = 1.0 - runner.share
+            fit = [j for j in range(len(runners)) if j != i and runners[j].share <= room + 1e-9]
+            beside, wanted = [loads[j] for j in fit], sum(asked[j] for j in fit)
             if runner.share <= left + 1e-9:
                 beside += prefills
-            decode = self.engines.slowdown(mesh, runner.decode.load_at(state.batches[i]), beside) if beside else 1.0
-            others = tuple(load for j, load in enumerate(loads) if runners[j].share <= left + 1e-9)
+                wanted += total * prefill_share
+            crowd = _crowded(beside, wanted, room)
+            decode = self.engines.slowdown(mesh, runner.decode.load_at(state.batches[i]), crowd) if crowd else 1.0
             prefill = self.engines.slowdown(mesh, runner.prefill.load, others) if others and total else 1.0
             worst = max(worst, decode, prefill)
             stretched.append(runner._replace(decode_stretch=decode, prefill_stretch=prefill))
@@ -244,6 +248,12 @@ class Estimator:
             decode_load=state.decode,
             progress=state.progress,
         )
+
+
+def _crowded(loads: list[Load], asked: float, room: float) -> tuple[Load, ...]:
+    """Loads of jobs that together ask for `asked` of the compute, as far as `room` lets them run."""
+    part = min(1.0, room / asked) if asked > 0 else 1.0
+    return tuple(Load(load.bandwidth * part, load.compute * part) for load in loads) if part > 0 else ()
 
 
 def _limit(demand: Demand, runner: Runner, batch: float, rate: float, state: Steady, pool: int, index: int) -> str:
