@@ -196,29 +196,36 @@ class DecodeEngine(LeapingEngine, Leased):
     def catch_up(self, now: float, state: EngineState, inclusive: bool) -> None:
         """Do what happened at the boundaries before `now` (`inclusive`: and at it) at which half of a lease was used:
         the report, and the renewal in the scheduler's turn. `state` is the ledger's."""
-        batch, lease = self.batch, state.lease
+        batch, lease, planned = self.batch, state.lease, self._planned
         assert lease is not None
-        size = len(batch.running)
-        while True:
-            half = self._end - self._steps // 2
-            if half >= self._planned:
-                return
-            time = batch.time_of(half)
+        half = self._end - self._steps // 2
+        if half >= planned:
+            return
+        size, time_of, stepped = len(batch.running), batch.time_of, state.stepped
+        decode = self.unit.policy.quanta.decode
+        told, told_at = self._told_counter, self._told_at
+        first = told
+        length = None
+        while half < planned:
+            time = time_of(half)
             if time > now or (time == now and not inclusive):
-                return
-            steps = half - self._told_counter
-            tokens, seconds = size * steps, time - self._told_at
-            self._told_at, self._told_counter = time, half
-            self._told_generated += tokens
-            self.jobs += steps
-            self.tokens += tokens
-            state.stepped(seconds, tokens, steps)
-            length = self.unit.policy.quanta.decode(state.step_seconds, contended=False)
-            lease.steps = lease.left = self._steps = length.steps
-            lease.granted_at = self._begun = time
-            lease.deadline = self._deadline = time + length.seconds
-            self._end = half + length.steps
-            self._half_told = False
+                break
+            steps = half - told
+            stepped(time - told_at, size * steps, steps)
+            told, told_at = half, time
+            length = decode(state.step_seconds, False)
+            half += length.steps - length.steps // 2
+        if length is None:
+            return
+        self._told_counter, self._told_at = told, told_at
+        self._told_generated += size * (told - first)
+        self.jobs += told - first
+        self.tokens += size * (told - first)
+        lease.steps = lease.left = self._steps = length.steps
+        lease.granted_at = self._begun = told_at
+        lease.deadline = self._deadline = told_at + length.seconds
+        self._end = told + length.steps
+        self._half_told = False
 
     def stands_at_report(self, now: float) -> bool:
         """Half of the lease is used at this very moment. To be asked after `catch_up`."""
