@@ -92,9 +92,12 @@ class Estimator:
         return self.engines.memory[mesh.device] - own
 
     def choices(self, mesh: Mesh, members: Members, reserve: float = 1.0) -> list[Shares]:
-        """Shares worth trying, from Algorithm 2's shares s: s with what they leave for prefill, s with all compute for
-        prefill, everyone everything in turn, and where s are too many, scaled down to fit beside each other. Empty if a
-        member cannot run there.
+        """Shares worth trying, from Algorithm 2's shares s: s with what they leave for prefill; everyone everything in
+        turn; and where s leave too little, s scaled down so that a prefill fits beside them. Empty if a member cannot
+        run there.
+
+        All compute for a prefill and less for decode is tried for single models only: every prefill would wait until
+        all decode engines have ended their steps, with the compute idle meanwhile.
 
         With a `reserve` s is for so many times the rates: the fewest SMs that meet a rate leave large batches.
         """
@@ -110,14 +113,15 @@ class Estimator:
         beside = max((share for share in self.candidates.shares if share <= left), default=0.0)
         if beside >= LEAST_PREFILL_SHARE:
             choices.append(Shares(beside, least))
-        if least != whole:
+        if len(least) == 1 and least != whole:
             choices.append(Shares(1.0, least))
         choices.append(Shares(1.0, whole))
-        if sum(least) > 1.0 + 1e-9:
+        room = 1.0 - LEAST_PREFILL_SHARE
+        if len(least) > 1 and sum(least) > room + 1e-9:
             grid = self.candidates.shares
-            scaled = (share / sum(least) + 1e-9 for share in least)
+            scaled = (share * room / sum(least) + 1e-9 for share in least)
             squeezed = tuple(max((s for s in grid if s <= share), default=grid[0]) for share in scaled)
-            choices.append(Shares(1.0, squeezed))
+            choices.append(Shares(LEAST_PREFILL_SHARE, squeezed))
         return choices
 
     def unit(self, mesh: Mesh, members: Members, shares: Shares) -> UnitEstimate | None:

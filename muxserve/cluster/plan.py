@@ -38,9 +38,10 @@ def plan_fleet(fleet: Fleet, machine: Machine, hub: Hub | None = None) -> FleetP
     demands: list[ModelDemand] = []
     # With temporal multiplexing an engine has the whole machine while it runs.
     threads = (_known(fleet.cluster.cores) or machine.cores) if fleet.policy == "fcfs" else None
-    if fleet.cluster.gpus:
-        message = "this version serves on CPU; leave gpus out or set it to 0"
-        problems.append(fleet.problem(("cluster", "gpus"), message))
+    for key in ("gpus", "nodes"):
+        if getattr(fleet.cluster, key):
+            message = f"this version serves on CPU; {key} is for muxserve plan and simulate, leave it out here"
+            problems.append(fleet.problem(("cluster", key), message))
     for index, model in enumerate(fleet.models):
         try:
             demands.append(_demand(model, architecture_of(model, hub), threads))

@@ -1,0 +1,165 @@
+"""The simulator against the machine it runs on: profile a fleet, simulate a workload, replay the same one on the fleet.
+
+    python benchmarks/sim_vs_live.py [--rates 4 8] [--duration 60] [--profile FILE] [--out FILE]
+
+All in one run, since a shared machine is not as fast at all times: `muxserve profile` measures the engines' steps
+(unless a profile is given), the fleet is deployed, single requests on the idle fleet tell what the way through gateway
+and unit scheduler adds to the first token, and `muxserve replay` sends the workload. The simulator gets the profile,
+that one constant, the same requests, and the fleet's own plan. Compared are throughput and mean latencies (target:
+within 20 %).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from report import machine, write_report
+from servers import ROOT, ServerError, end_cleanly, fleet_with, muxserve_fleet
+
+from muxserve.cluster.machine import this_machine
+from muxserve.cluster.plan import plan_fleet
+from muxserve.config import load_fleet
+from muxserve.costs import EngineShape
+from muxserve.costs.measured import ProfileModel
+from muxserve.costs.profile import Profile, load_profile
+from muxserve.costs.roofline import Roofline
+from muxserve.metrics.report import read_json
+from muxserve.metrics.summary import Summary, summarise
+from muxserve.planning.cpu import plan_machine
+from muxserve.planning.fleets import demands_of
+from muxserve.simulator import FleetModel, Options, Overheads, mode_of, simulate, units_of
+from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
+from muxserve.workload.trace import TraceRequest, write_trace
+from placement.objective import Objective
+
+MUXSERVE = Path(sys.executable).parent / "muxserve"
+PROMPT = LogNormalLengths(96, 0.8, 8, 768)
+OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
+ALONE_TOKENS = 64
+
+
+def profile(fleet: Path, out: Path) -> Profile:
+    """Measure the fleet's engines."""
+    subprocess.run([str(MUXSERVE), "profile", str(fleet), "-o", str(out), "--threads", "1"], check=True)
+    return load_profile(out)
+
+
+def replay(url: str, trace: Path, out: Path) -> Summary:
+    """Send the workload, and read what was measured."""
+    command = [str(MUXSERVE), "replay", "--url", url, "--workload", str(trace), "-o", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    (summary,) = read_json(out).runs.values()
+    return summary
+
+
+def workload(models: list[str], rate: float, duration: float, seed: int) -> list[TraceRequest]:
+    """Poisson arrivals, the models' popularity skewed."""
+    loads = {m: ModelLoad(r, PROMPT, OUTPUT) for m, r in power_law_rates(models, rate, 1.3).items()}
+    return list(generate(loads, duration, seed))
+
+
+def singles(models: list[str], seed: int) -> list[TraceRequest]:
+    """Requests far apart: each is alone on the fleet."""
+    rng = random.Random(seed)
+    requests = [model for model in models for _ in range(8)]
+    rng.shuffle(requests)
+    return [TraceRequest(0.4 * number, model, ALONE_TOKENS, 4) for number, model in enumerate(requests)]
+
+
+def compared(live: Summary, simulated: Summary) -> dict[str, Any]:
+    """Live, simulated and the relative error of each figure."""
+    rows: dict[str, Any] = {}
+
+    def row(name: str, was: float, is_: float) -> None:
+        rows[name] = {"live": round(was, 5), "simulated": round(is_, 5), "error": round(is_ / was - 1, 4)}
+
+    a, b = live.overall, simulated.overall
+    row("requests_per_second", a.requests_per_second, b.requests_per_second)
+    row("output_tokens_per_second", a.output_tokens_per_second, b.output_tokens_per_second)
+    for name in ("ttft", "tpot", "latency"):
+        of, other = getattr(a, name), getattr(b, name)
+        for statistic in ("mean", "p50", "p99"):
+            row(f"{name}_{statistic}", getattr(of, statistic), getattr(other, statistic))
+    return rows
+
+
+def main() -> int:
+    """Run everything; exit code 1 if a mean or a throughput is off by more than 20 %."""
+    parser = argparse.ArgumentParser(description="The simulator against this machine.")
+    parser.add_argument("--fleet", type=Path, default=ROOT / "configs/quickstart.yaml")
+    parser.add_argument("--rates", nargs="+", type=float, default=[3.0, 6.0, 9.0], help="requests/s in all")
+    parser.add_argument("--duration", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--profile", type=Path, help="measured just before on this machine")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/sim_vs_live.json")
+    options = parser.parse_args()
+    end_cleanly()
+    report: dict[str, Any] = {"machine": machine(), "duration": options.duration, "seed": options.seed, "rates": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fleet = load_fleet(options.fleet)
+        names = [model.name for model in sorted(fleet.models, key=lambda model: -model.rate)]
+        shares = power_law_rates(names, max(options.rates), 1.3)
+        file = fleet_with(options.fleet, folder / "fleet.yaml", rates=shares)
+        fleet = load_fleet(file)
+        measured = load_profile(options.profile) if options.profile else profile(file, folder / "profile.json")
+        latency = ProfileModel(measured, beyond=Roofline())
+        demands = demands_of(fleet, folder, gpu=False)
+        planned = plan_fleet(fleet, this_machine())
+        placement = plan_machine(planned, demands, latency, Objective()).placement
+        models = {
+            d.name: FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, p.max_len)
+            for d, p in zip(demands, planned.unit.models, strict=True)
+        }
+        units = units_of(placement, models, mode_of("muxserve"))
+        between = measured.overheads["CPU"].between if measured.overheads else 0.0
+        try:
+            with muxserve_fleet(file) as server:
+                alone = singles(names, options.seed)
+                write_trace(folder / "alone.jsonl", names, alone)
+                replay(server.url, folder / "alone.jsonl", folder / "warm.json")
+                single = replay(server.url, folder / "alone.jsonl", folder / "alone.json")
+                # What a lone first token takes beyond its prefill step.
+                beyond = []
+                for demand, place in zip(demands, placement.units[0].models, strict=True):
+                    shape = EngineShape("CPU", 1, place.prefill_share, demand.dtype)
+                    pairs = ALONE_TOKENS * (ALONE_TOKENS + 1) // 2
+                    step = latency.engine(demand.architecture, shape).prefill(ALONE_TOKENS, pairs, 1)
+                    ttft = single.models[demand.name].ttft
+                    assert ttft is not None
+                    beyond.append(ttft.p50 - step)
+                overhead = max(0.0, statistics.median(beyond))
+                report["first_token_overhead_seconds"] = round(overhead, 5)
+                print(f"a lone first token takes {overhead * 1e3:.1f} ms beyond its prefill step")
+                overheads = Overheads(request=overhead, prefill_step=between, decode_step=between)
+                for rate in options.rates:
+                    requests = workload(names, rate, options.duration, options.seed)
+                    write_trace(folder / "trace.jsonl", names, requests)
+                    live = replay(server.url, folder / "trace.jsonl", folder / "live.json")
+                    result = simulate(units, requests, latency, Options(overheads=overheads), seed=options.seed)
+                    rows = compared(live, summarise(result.records))
+                    report["rates"][str(rate)] = rows
+                    print(f"\n{rate:g} requests/s: {len(requests)} requests, {live.overall.failed} failed")
+                    for key, row in rows.items():
+                        was, is_, error = row["live"], row["simulated"], row["error"]
+                        print(f"  {key:26s} live {was:9.4f}  simulated {is_:9.4f}  {error:+.0%}")
+        except ServerError as error:
+            print(error, file=sys.stderr)
+            return 1
+    judged = ("requests_per_second", "output_tokens_per_second", "ttft_mean", "tpot_mean", "latency_mean")
+    worst = max(abs(rows[key]["error"]) for rows in report["rates"].values() for key in judged)
+    report["worst_error"] = worst
+    report["within_20_percent"] = worst <= 0.2
+    write_report(options.out, report)
+    return 0 if worst <= 0.2 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
