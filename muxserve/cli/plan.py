@@ -250,6 +250,8 @@ def _show(
         console.print(f"- {escape(note)}")
     console.print(totals_words(made))
     if simulated is not None:
+        from muxserve.planning.predict import falls_short
+
         overall = simulated.summary.overall
         slo = overall.slo.get("all")
         met = "" if slo is None else f", {slo:.1%} within their objectives"
@@ -257,6 +259,12 @@ def _show(
             f"simulated {overall.requests} requests in {simulated.seconds:.0f} s of virtual time: "
             f"{simulated.throughput:.2f} requests/s{met}"
         )
+        short = falls_short(made, simulated)
+        if made.meets and short:
+            console.print(
+                f"[red]the simulation does not bear that out[/] for {escape(', '.join(short))}: the estimate is too "
+                "close to what the GPUs can do; plan for more GPUs or lower rates"
+            )
     search = f"{made.evaluations} units estimated in {seconds:.1f} s"
     if made.gap is not None:
         search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"

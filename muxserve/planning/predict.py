@@ -15,7 +15,7 @@ from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
 from muxserve.workload.lengths import FixedLength
 from placement.cluster import Placement
 from placement.demand import Demand
-from placement.planner import ModeName
+from placement.planner import ClusterPlan, ModeName
 
 SIGMA = 0.8  # of the log-normal lengths: a long tail, as in chats
 _TAIL = 8  # times the mean: the longest that are drawn
@@ -34,6 +34,16 @@ class Prediction:
     def throughput(self) -> float:
         """Requests per second that all models completed in the second half."""
         return sum(self.sustained.values())
+
+
+def falls_short(plan: ClusterPlan, simulated: Prediction) -> list[str]:
+    """Models that in simulation meet their objectives less often than the plan's objective asks."""
+    figures = simulated.summary.models
+    return [
+        demand.name
+        for demand in plan.demands
+        if demand.name in figures and figures[demand.name].slo.get("all", 1.0) < plan.objective.attainment
+    ]
 
 
 def predict(
