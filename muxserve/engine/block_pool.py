@@ -92,6 +92,24 @@ class PooledBlockPool(BlockPool):
                 release=self._take_released(),
             )
 
+    def exchange(self) -> None:
+        """Give back at once what the step has freed so far, and reserve as much of it as there is.
+
+        For preemption: what a victim held must be there for the one that asked, or vLLM would go on preempting.
+
+        Raises:
+            MemoryManagerGone: the memory manager died.
+        """
+        released = self._take_released()
+        if not released.size:
+            return
+        # A victim's step is not run: what it would have filled must not be found by others.
+        gone = set(released.tolist())
+        kept = [(i, h) for i, h in zip(self._publish_ids, self._publish_hashes, strict=True) if i not in gone]
+        self._publish_ids, self._publish_hashes = [i for i, _ in kept], [h for _, h in kept]
+        result = self._binding.client.step(self._binding.view, release=released, reserve=released.size, partial=True)
+        self._reserved.extend(self.blocks[i] for i in result.reserved.tolist())
+
     def hand_off(self, key: str, blocks: Sequence[KVCacheBlock], ttl_seconds: float) -> None:
         """Move a finished prefill's hold on `blocks` to the hand-off `key`; other local requests keep theirs.
 

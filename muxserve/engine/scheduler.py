@@ -173,6 +173,7 @@ class PhaseScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         super()._preempt_request(request, timestamp, drop_stale_output)
+        self.pool.exchange()
         if self.phase == "decode":
             self.waiting.remove_request(request)
             self._preempted.append(Preempted(request.request_id, list(request.output_token_ids)))

@@ -206,10 +206,13 @@ class Engines:
         def progress() -> bool:
             nonlocal seen
             new, seen = self.reports[seen:], len(self.reports)
-            for _, report in new:
+            for engine, report in new:
                 if not isinstance(report, StepReport):
                     continue
                 reported.update(report.finished)
+                if report.lease_left <= 0 and report.running + report.waiting:
+                    # Steps that find no pages use a lease up, too.
+                    self.lease(engine)
                 adopted = [
                     self.admit(
                         h.request_id,
