@@ -12,20 +12,7 @@ from pathlib import Path
 
 import psutil
 
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between the two nearest values; `share` in 0..1.
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("a percentile needs at least one value")
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+from muxserve.metrics import percentile
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
