@@ -13,10 +13,26 @@ from typing import Literal
 import msgspec
 
 PolicyName = Literal["adbs", "fcfs", "round_robin"]
+SmSharing = Literal["mps", "green_contexts", "off"]
+PoolIpc = Literal["auto", "vmm", "legacy"]
+
+
+class GpuDeployment(msgspec.Struct, frozen=True):
+    """The GPUs of the unit's mesh and how its engines share them.
+
+    `uuids` are in the order of the tensor-parallel ranks. `sm_sharing` is what was resolved from the fleet file and the
+    machine: `mps` gives each engine its percentage of SMs, `green_contexts` its own set of SMs under an MPS server
+    without percentages, `off` lets the engines take turns. `ipc` is how pools are exported.
+    """
+
+    uuids: list[str]
+    sm_sharing: SmSharing = "mps"
+    ipc: PoolIpc = "auto"
 
 
 class PoolDeployment(msgspec.Struct, frozen=True):
-    """One page pool. `page_bytes` = K and V of `block_tokens` tokens of one KV head of one layer."""
+    """One page pool. `page_bytes` = K and V of `block_tokens` tokens of one KV head of one layer; `num_pages` are on
+    each rank, and a page has the same number on all of them."""
 
     name: str
     page_bytes: int
@@ -25,7 +41,7 @@ class PoolDeployment(msgspec.Struct, frozen=True):
 
 class ModelDeployment(msgspec.Struct, frozen=True):
     """One model of the unit. Page counts are of its pool; `num_blocks` is the size of its page table in blocks,
-    block 0 included, which is never handed out."""
+    block 0 included, which is never handed out. `kv_heads` are those of one tensor-parallel rank."""
 
     name: str
     path: str
@@ -78,6 +94,14 @@ class Deployment(msgspec.Struct, frozen=True):
     pools: list[PoolDeployment]
     models: list[ModelDeployment]
     gateway: GatewayDeployment
+    # Tensor-parallel degree of every model of the unit: as many pools, one on each device of the mesh.
+    ranks: int = 1
+    gpu: GpuDeployment | None = None
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What the engines run on."""
+        return "cpu" if self.gpu is None else "cuda"
 
     def model(self, name: str) -> ModelDeployment:
         """The model of that name.
@@ -109,6 +133,16 @@ class Deployment(msgspec.Struct, frozen=True):
     def memory_socket(self) -> str:
         """Where the memory manager listens (plain Unix stream socket)."""
         return self.socket("memory")
+
+    @property
+    def mps_dir(self) -> Path:
+        """Pipes and logs of the unit's own MPS server. Short, because MPS has sockets in it too."""
+        return Path(self.run_dir) / "mps"
+
+    def weights_socket(self, model: str, rank: int) -> str:
+        """Where the process that holds a model's weights on one GPU hands out their IPC handles."""
+        index = next(i for i, each in enumerate(self.models) if each.name == model)
+        return self.socket(f"weights-{index}-{rank}")
 
     @property
     def unit_address(self) -> str:

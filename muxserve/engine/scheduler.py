@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from muxserve.engine.binding import current
 from muxserve.engine.block_pool import PooledBlockPool
-from muxserve.engine.worker import RESUMED_OUTPUT
+from muxserve.engine.runner import RESUMED_OUTPUT
 
 # vLLM sends its statistics with every step; the front end only exports them, so a few times a second is enough.
 STATS_INTERVAL_SECONDS = 0.1

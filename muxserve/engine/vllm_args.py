@@ -80,7 +80,7 @@ def engine_args(model: ModelDeployment) -> dict[str, Any]:
         "kv_cache_memory_bytes": 64 << 20,
         # Room for a whole prompt is checked by the unit scheduler before it admits the request.
         "scheduler_reserve_full_isl": False,
-        "worker_cls": "muxserve.engine.worker.PooledCPUWorker",
+        "worker_cls": "muxserve.engine.cpu.worker.PooledCPUWorker",
         "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",
         "disable_log_stats": False,
     }

@@ -46,8 +46,8 @@ def preload() -> None:
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor  # noqa: F401
 
-    import muxserve.engine.process
-    import muxserve.engine.worker  # noqa: F401
+    import muxserve.engine.cpu.worker
+    import muxserve.engine.process  # noqa: F401
     from muxserve.engine import vllm_seam
     from muxserve.gateway import main as gateway
 

@@ -8,24 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
-from vllm.sampling_params import SamplingParams, SamplingType
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import bind_kv_cache
 
-from muxserve.engine import attention
 from muxserve.engine.binding import current
+from muxserve.engine.cpu import attention
+from muxserve.engine.runner import ResumingRunner
 
 attention.register()
 
-# Attribute that `PhaseScheduler` sets on vLLM's `NewRequestData`: tokens the request had generated before it came here.
-RESUMED_OUTPUT = "muxserve_output_token_ids"
 
-
-class PooledCPUModelRunner(CPUModelRunner):
-    """Binds every layer to the whole pool and lets a request start with output tokens it already has."""
+class PooledCPUModelRunner(ResumingRunner, CPUModelRunner):
+    """Binds every layer to the whole pool."""
 
     def initialize_kv_cache_tensors(
         self,
@@ -60,20 +56,6 @@ class PooledCPUModelRunner(CPUModelRunner):
         for block in block_ids:
             view.pool[view.page_table[block].reshape(-1)] = 0
 
-    def _update_states(self, scheduler_output: SchedulerOutput):
-        # A request known to the runner before its first step takes vLLM's path of streaming sessions, which asks
-        # `_update_streaming_request` for its state.
-        for data in scheduler_output.scheduled_new_reqs:
-            output_token_ids: list[int] | None = getattr(data, RESUMED_OUTPUT, None)
-            if output_token_ids:
-                self.requests[data.req_id] = self._resumed_state(data, output_token_ids)
-        return super()._update_states(scheduler_output)
-
-    def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
-        if getattr(new_req_data, RESUMED_OUTPUT, None):
-            return self.requests[req_id]
-        return super()._update_streaming_request(req_id, new_req_data)
-
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any):
         # A prompt chunk before the last samples a token that is thrown away. vLLM then winds the request's generator
         # back by its CUDA offset, which a CPU generator does not have (stock vLLM on CPU fails there).
@@ -88,33 +70,12 @@ class PooledCPUModelRunner(CPUModelRunner):
         return result
 
     def _generator_after(self, params: SamplingParams, tokens: int) -> torch.Generator:
-        """A seeded request's generator as it is after `tokens` sampled tokens."""
         generator = torch.Generator(device=self.device)
         generator.manual_seed(params.seed)
         # vLLM's CPU sampler draws one integer per sampled token.
         for _ in range(tokens):
             torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
         return generator
-
-    def _resumed_state(self, data: NewRequestData, output_token_ids: list[int]) -> CachedRequestState:
-        generator = None
-        params = data.sampling_params
-        if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
-            generator = self._generator_after(params, len(output_token_ids))
-        return CachedRequestState(
-            req_id=data.req_id,
-            prompt_token_ids=data.prompt_token_ids,
-            prompt_embeds=data.prompt_embeds,
-            prompt_is_token_ids=data.prompt_is_token_ids,
-            mm_features=data.mm_features,
-            sampling_params=params,
-            pooling_params=data.pooling_params,
-            generator=generator,
-            block_ids=data.block_ids,
-            num_computed_tokens=data.num_computed_tokens,
-            output_token_ids=list(output_token_ids),
-            lora_request=data.lora_request,
-        )
 
 
 class PooledCPUWorker(cpu_worker.CPUWorker):

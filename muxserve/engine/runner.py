@@ -1,0 +1,59 @@
+"""What our model runners do alike on every device: start a request with output tokens that it already has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.sampling_params import SamplingParams, SamplingType
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
+else:
+    Base = object
+
+# Attribute that `PhaseScheduler` sets on vLLM's `NewRequestData`: tokens the request had generated before it came here.
+RESUMED_OUTPUT = "muxserve_output_token_ids"
+
+
+class ResumingRunner(Base):
+    """Mixed in before a runner of vLLM. A request known to the runner before its first step takes vLLM's path of
+    streaming sessions, which asks `_update_streaming_request` for its state."""
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        for data in scheduler_output.scheduled_new_reqs:
+            output_token_ids: list[int] | None = getattr(data, RESUMED_OUTPUT, None)
+            if output_token_ids:
+                self.requests[data.req_id] = self._resumed_state(data, output_token_ids)
+        return super()._update_states(scheduler_output)
+
+    def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
+        if getattr(new_req_data, RESUMED_OUTPUT, None):
+            return self.requests[req_id]
+        return super()._update_streaming_request(req_id, new_req_data)
+
+    def _generator_after(self, params: SamplingParams, tokens: int) -> torch.Generator:
+        """A seeded request's generator as it is after `tokens` sampled tokens."""
+        raise NotImplementedError
+
+    def _resumed_state(self, data: NewRequestData, output_token_ids: list[int]) -> CachedRequestState:
+        generator = None
+        params = data.sampling_params
+        if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
+            generator = self._generator_after(params, len(output_token_ids))
+        return CachedRequestState(
+            req_id=data.req_id,
+            prompt_token_ids=data.prompt_token_ids,
+            prompt_embeds=data.prompt_embeds,
+            prompt_is_token_ids=data.prompt_is_token_ids,
+            mm_features=data.mm_features,
+            sampling_params=params,
+            pooling_params=data.pooling_params,
+            generator=generator,
+            block_ids=data.block_ids,
+            num_computed_tokens=data.num_computed_tokens,
+            output_token_ids=list(output_token_ids),
+            lora_request=data.lora_request,
+        )
