@@ -88,11 +88,25 @@ def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, An
     options = {name: value for name, value in engine_args(deployed).items() if name in names}
     config = EngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = Executor.get_class(config)(config)
+    _end_groups()
     specs = {name: spec for worker in executor.get_kv_cache_specs() for name, spec in worker.items()}
     reason = unsupported(specs, deployed)
     if reason:
         raise ValueError(f"model {model!r} cannot be served: {reason}")
     return config, executor, set_threads
+
+
+def _end_groups() -> None:
+    """End the process groups of this one process. vLLM makes a dozen, and each keeps a thread that wakes up a hundred
+    times a second, for as long as the parent lives; a group of one has nobody to talk to."""
+    import torch
+    from vllm.distributed import parallel_state
+
+    for reference in parallel_state._groups.values():
+        group = reference()
+        if group is not None:
+            group.destroy()
+    torch.distributed.destroy_process_group()
 
 
 def _file(model: str) -> str:

@@ -48,6 +48,8 @@ INTERNALS: list[Internal] = [
     ("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "value", "slot_mapping", "isa")),
     ("vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "num_kv_heads", "query_start_loc")),
     ("vllm.v1.executor.uniproc_executor", "UniProcExecutor", ()),
+    ("vllm.distributed.parallel_state", "_groups", ()),
+    ("vllm.distributed.parallel_state", "GroupCoordinator.destroy", ()),
     ("vllm.v1.serial_utils", "MsgpackEncoder.encode", ("obj",)),
     ("vllm.v1.serial_utils", "MsgpackDecoder.decode", ("bufs",)),
 ]
