@@ -1,0 +1,132 @@
+"""vLLM's GPU model runner (V1) on the shared pool."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import bind_kv_cache
+
+from muxserve.engine.binding import current
+from muxserve.engine.cuda.attention import PooledFlashMetadataBuilder
+from muxserve.engine.cuda.page_table import DevicePageTable, new_blocks
+from muxserve.engine.runner import ResumingRunner
+
+# vLLM winds a generator back by this when it throws a sampled token away.
+_STOCK_REWIND = 4
+
+
+class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
+    """Binds every layer to the whole pool and keeps the page table on the device."""
+
+    page_table: DevicePageTable | None = None
+    _offset_per_token: int | None = None
+
+    # ------------------------------------------------------------ pool and page table
+
+    def initialize_kv_cache_tensors(
+        self,
+        kv_cache_config: KVCacheConfig,
+        kernel_block_sizes: list[int],
+        kv_cache_allocation_context: AbstractContextManager | None = None,
+    ) -> dict[str, torch.Tensor]:
+        return self._bind_pool(kv_cache_config)
+
+    def rebind_pool(self) -> None:
+        """Bind the layers to the pool of a restarted memory manager and forget what is known of its page table."""
+        before = self.kv_caches[0].data_ptr()
+        self.kv_caches.clear()
+        self._bind_pool(self.kv_cache_config)
+        moved = self.kv_caches[0].data_ptr() != before
+        if moved and self.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            # Full graphs have the pool's address in them; piecewise ones leave attention out.
+            CUDAGraphWrapper.clear_all_graphs()
+            self.capture_model()
+
+    def _pool(self) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        """The mapped pool, uint8 [pages, page bytes] on the device, and the page table in shared memory."""
+        view = current().view
+        if self.device.type == "cuda":
+            return torch.as_tensor(view.device_pool, device=self.device), view.page_table
+        return torch.from_numpy(view.pool), view.page_table
+
+    def _bind_pool(self, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
+        group = kv_cache_config.kv_cache_groups[0]
+        spec = group.kv_cache_spec
+        assert isinstance(spec, AttentionSpec)
+        memory, source = self._pool()
+        pool = memory.view(spec.dtype).view(-1, 1, spec.block_size, 2 * spec.head_size)
+        if self.page_table is None or self.page_table.shape != source.shape:
+            self.page_table = DevicePageTable(source, self.device)
+        else:
+            self.page_table.rebind(source)
+        for attention_group in self._attn_group_iterator():
+            for builder in attention_group.metadata_builders:
+                assert isinstance(builder, PooledFlashMetadataBuilder)
+                builder.page_table = self.page_table.table
+        kv_caches = dict.fromkeys(group.layer_names, pool)
+        bind_kv_cache(
+            kv_caches,
+            self.compilation_config.static_forward_context,
+            self.kv_caches,
+            1,
+            kv_cache_groups=kv_cache_config.kv_cache_groups,
+        )
+        return kv_caches
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        assert self.page_table is not None
+        self.page_table.update(new_blocks(scheduler_output))
+        return super()._update_states(scheduler_output)
+
+    def _init_kv_zero_meta(self) -> None:
+        """Nothing to prepare: see `_zero_block_ids`."""
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        assert self.page_table is not None
+        ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
+        pages = self.page_table.table[ids].flatten().long()
+        self.kv_caches[0].index_fill_(0, pages, 0)
+
+    # ------------------------------------------------------------ seeds
+
+    def _generator_after(self, params: SamplingParams, tokens: int) -> torch.Generator:
+        assert params.seed is not None
+        generator = torch.Generator(device=self.device)
+        generator.manual_seed(params.seed)
+        generator.set_offset(tokens * self.offset_per_token())
+        return generator
+
+    def offset_per_token(self) -> int:
+        """How far one sampled token moves a request's generator.
+
+        vLLM draws one exponential variate for each entry of the vocabulary. Philox counts what a thread draws, and how
+        many variates a thread draws follows from the number of threads, so from the multiprocessors that this process
+        sees: 4 in most cases, more for a large vocabulary on a small share of SMs. Hence it is tried out.
+        """
+        if self._offset_per_token is None:
+            generator = torch.Generator(device=self.device)
+            generator.manual_seed(0)
+            noise = torch.empty(self.model_config.get_vocab_size(), dtype=torch.float32, device=self.device)
+            noise.exponential_(generator=generator)
+            self._offset_per_token = int(generator.get_offset())
+        return self._offset_per_token
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        # A prompt chunk before the last samples a token that is thrown away; vLLM winds the generator back by a fixed
+        # count, which is not always what was drawn.
+        generators = self.input_batch.generators
+        if generators and self.offset_per_token() != _STOCK_REWIND:
+            discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+            for index in discarded.tolist():
+                generator = generators.get(index)
+                if generator is not None:
+                    generator.set_offset(generator.get_offset() - self.offset_per_token() + _STOCK_REWIND)
+        return super()._bookkeeping_sync(*args, **kwargs)

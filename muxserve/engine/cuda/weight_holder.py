@@ -1,0 +1,210 @@
+"""The process that holds a model's weights on every GPU of the unit, and measures what its engines will need."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import gc
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from muxserve.deployment import Deployment
+from muxserve.engine.cuda import attention, weights
+from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
+from muxserve.engine.cuda.runner import PooledGPUModelRunner
+from muxserve.engine.cuda.weight_server import WeightServer
+from muxserve.engine.cuda.weight_tensors import describe
+from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
+
+log = logging.getLogger(__name__)
+
+# What a context takes where the driver does not tell, on the safe side for a data-centre GPU.
+UNKNOWN_CONTEXT_BYTES = 768 << 20
+
+
+class HolderModelRunner(PooledGPUModelRunner):
+    """A runner without a unit around it: a pool of one page, for trying how much memory captured graphs take."""
+
+    def _pool(self) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        group = self.kv_cache_config.kv_cache_groups[0]
+        spec = group.kv_cache_spec
+        assert isinstance(spec, AttentionSpec)
+        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        table = np.zeros((1, len(group.layer_names), spec.num_kv_heads), dtype=np.int32)
+        return torch.zeros((1, page_bytes), dtype=torch.uint8, device=self.device), table
+
+
+class HolderWorker(PooledGPUWorker):
+    """`worker_cls` of a holder: loads from disk what engines map from it."""
+
+    def _bind(self) -> None:
+        """A holder needs no memory manager; there is none yet."""
+
+    def _enter_sm_share(self) -> None:
+        """A holder computes nothing once it has measured."""
+
+    def init_device(self) -> None:
+        deployment, _, _ = self._deployment()
+        assert deployment.gpu is not None
+        self._used_before = _used_bytes(deployment.gpu.uuids[self.rank])
+        super().init_device()
+        self._fingerprint: dict[str, str] = {}
+        self._server: WeightServer | None = None
+
+    def _make_model_runner(self) -> PooledGPUModelRunner:
+        return HolderModelRunner(self.vllm_config, self.device)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._fingerprint = weights.fingerprint(self.model_config, ranks, rank)
+        self._before_weights = _reserved(self.device)
+        try:
+            super().load_model(load_dummy_weights=load_dummy_weights)
+        except torch.OutOfMemoryError as error:
+            _, model, _ = self._deployment()
+            raise RuntimeError(out_of_memory(model, "the weights", self.device, error)) from error
+        self._after_weights = _reserved(self.device)
+
+    def measure(self) -> dict[str, int]:
+        """What the weights take, and what an engine of this model will take beside them, in bytes on this GPU.
+
+        The larger of the phases is measured: a forward pass of `max_num_batched_tokens` tokens and the sampling of
+        `max_num_seqs` requests. Activations are what torch takes from the GPU for it; the context is all that the
+        process has on the GPU and torch does not know of.
+        """
+        deployment, model, _ = self._deployment()
+        device = self.device
+        torch.cuda.reset_peak_memory_stats(device)
+        self._run_largest_batch()
+        peak = torch.cuda.max_memory_reserved(device) - self._after_weights
+        graphs = 0
+        if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            with set_current_vllm_config(self.vllm_config):
+                graphs = max(0, int(self.model_runner.profile_cudagraph_memory()))
+        left = _reserved(device)
+        assert deployment.gpu is not None
+        used = _used_bytes(deployment.gpu.uuids[self.rank])
+        if used is None or self._used_before is None:
+            context = UNKNOWN_CONTEXT_BYTES
+        else:
+            context = max(0, used - self._used_before - left)
+        deployed = deployment.model(model)
+        tables = attention.table_shape(self.vllm_config, deployed.layers, deployed.kv_heads, deployed.block_tokens)
+        row_bytes = table_bytes(1, deployed.layers, deployed.kv_heads)
+        return {
+            "rank": self.rank,
+            "weights_bytes": self._after_weights - self._before_weights,
+            # With the buffers that a runner has from the start, and ours: folded tables, staged rows.
+            "activation_bytes": peak + self._before_weights + tables.bytes + STAGED_ROWS * row_bytes,
+            "context_bytes": context,
+            "graph_bytes": graphs,
+        }
+
+    def hand_out(self) -> None:
+        """Let engines map the weights from now on."""
+        deployment, model, _ = self._deployment()
+        gpu = "" if deployment.gpu is None else deployment.gpu.uuids[self.rank]
+        held = describe(self.model_runner.get_model(), gpu)
+        self._server = WeightServer(deployment.weights_socket(model, self.rank), self._fingerprint, held)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        raise NotImplementedError("a holder serves no requests")
+
+
+def holder_args(deployment: Deployment, model: str) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs` for a holder: those of an engine, but loading from disk."""
+    from muxserve.engine.vllm_args import engine_args
+
+    own = deployment.model(model).engine_args
+    return {
+        **engine_args(deployment, model, "prefill"),
+        "load_format": own.get("load_format", "auto"),
+        "model_loader_extra_config": own.get("model_loader_extra_config", {}),
+        "worker_cls": f"{__name__}.HolderWorker",
+    }
+
+
+def run(deployment: Deployment, model: str, control: Any) -> None:
+    """See `weights.run_holder`."""
+    try:
+        executor = _load(deployment, model, control)
+    except Exception as error:
+        log.exception("cannot hold the weights of %s", model)
+        words = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
+        control.event("failed", kind="weights", model=model, phase="", error=words)
+        raise
+    # A shard's process that dies takes the whole holder with it: engines need all of them.
+    executor.register_failure_callback(lambda: os._exit(1))
+    control.event("up", kind="weights", model=model, phase="", pid=os.getpid())
+    while True:
+        signal.pause()
+
+
+def _load(deployment: Deployment, model: str, control: Any) -> Any:
+    """An executor whose workers hold the weights, have told what they measured and hand them out."""
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.abstract import Executor
+
+    def progress(detail: str) -> None:
+        control.event("progress", kind="weights", model=model, phase="", detail=detail)
+
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    options = {name: value for name, value in holder_args(deployment, model).items() if name in names}
+    config = EngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    progress("waiting for the GPU")
+    with open(Path(deployment.run_dir) / "weights.lock", "w") as lock:
+        # One after the other: what a context takes shows only as a difference of the GPU's free memory.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        progress("loading weights")
+        executor = Executor.get_class(config)(config)
+        _check(deployment, model, executor)
+        progress("measuring memory")
+        measured = executor.collective_rpc("measure")
+    executor.collective_rpc("hand_out")
+    for each in measured:
+        control.event("measured", kind="weights", model=model, **each)
+    return executor
+
+
+def _check(deployment: Deployment, model: str, executor: Any) -> None:
+    from muxserve.engine.support import unsupported
+
+    specs = {name: spec for worker in executor.get_kv_cache_specs() for name, spec in worker.items()}
+    reason = unsupported(specs, deployment.model(model))
+    if reason:
+        raise ValueError(f"model {model!r} cannot be served: {reason}")
+
+
+def _reserved(device: torch.device) -> int:
+    """What torch has taken from the GPU and needs."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved(device))
+
+
+def _used_bytes(uuid: str) -> int | None:
+    """Memory in use on a GPU, as the driver sees it; asking makes no context."""
+    from vllm.third_party import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).used)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        log.warning("the driver does not tell how much memory GPU %s uses: %s", uuid, error)
+        return None

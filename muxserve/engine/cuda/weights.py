@@ -1,0 +1,69 @@
+"""Weights once per GPU: a process that holds them, and the loader with which engines map them.
+
+    holder (one per model, forked from the warm parent)
+      └── rank 0, rank 1, ...: a shard in the memory of one GPU, a Unix socket that hands out CUDA IPC handles
+
+vLLM's own weight cache (`model_loader/weight_cache`) does the same for one model and one user of it per GPU. Its part
+that makes a model of mapped tensors is used as it is; its daemon and its wire are not: messages are pickled, sockets
+are named by GPU, and an engine may load a copy of its own from disk, which a unit has no memory for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vllm.config import ModelConfig, VllmConfig
+
+from muxserve.deployment import Deployment, load
+
+LOAD_FORMAT = "muxserve_held"
+_loaded: dict[str, Deployment] = {}
+
+
+def loader_args(deployment: Deployment, model: str) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs` with which an engine maps the weights that the model's holder has."""
+    return {
+        "load_format": LOAD_FORMAT,
+        "model_loader_extra_config": {
+            "sockets": [deployment.weights_socket(model, rank) for rank in range(deployment.ranks)]
+        },
+    }
+
+
+def register_loader() -> None:
+    """Make the loader known to vLLM in this process."""
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
+
+    from muxserve.engine.cuda.weight_loader import HeldWeightsLoader
+
+    if LOAD_FORMAT not in _LOAD_FORMAT_TO_MODEL_LOADER:
+        register_model_loader(LOAD_FORMAT)(HeldWeightsLoader)
+
+
+def run_holder(deployment: Deployment, model: str, control: Any) -> None:
+    """Load the weights of `model` on each GPU of the unit, measure, hand them out until this process is killed.
+
+    Reports `measured` for each rank and then `up` on `control`; `failed` with the reason if it cannot.
+    """
+    from muxserve.engine.cuda.weight_holder import run
+
+    run(deployment, model, control)
+
+
+def place_of(vllm_config: VllmConfig) -> tuple[Deployment, str, str]:
+    """Deployment, model and phase of the engine that `vllm_config` was made for."""
+    place = vllm_config.additional_config["muxserve"]
+    path = place["deployment"]
+    if path not in _loaded:
+        _loaded[path] = load(path)
+    return _loaded[path], place["model"], place["phase"]
+
+
+def fingerprint(model_config: ModelConfig, ranks: int, rank: int) -> dict[str, str]:
+    """What makes weights fit: checkpoint, type, quantisation, rank, version of vLLM. To be taken before loading, which
+    may change the configuration."""
+    from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey
+
+    key = WeightCacheKey.from_model_config(model_config, tp_size=ranks, tp_rank=rank)
+    return {name: str(value) for name, value in dataclasses.asdict(key).items()}

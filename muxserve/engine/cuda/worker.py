@@ -1,0 +1,116 @@
+"""vLLM's GPU worker on the shared pool, with weights that another process holds."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import vllm.v1.worker.gpu_worker as gpu_worker
+from vllm.config import set_current_vllm_config
+
+from muxserve.deployment import Deployment
+from muxserve.engine import binding
+from muxserve.engine.cuda import attention, weights
+from muxserve.engine.cuda.runner import PooledGPUModelRunner
+
+attention.register()
+weights.register_loader()
+
+
+class PooledGPUWorker(gpu_worker.Worker):
+    """`worker_cls` of engines on GPUs.
+
+    It takes no part in vLLM's division of a GPU's memory: weights are mapped from their holder, the pool belongs to the
+    memory manager, and what an engine needs beyond them was measured and set aside before the pool was made.
+    """
+
+    def init_device(self) -> None:
+        """Bind to the unit, take the GPU of this rank, and its SM share.
+
+        Raises:
+            RuntimeError: the GPU is not the one that the deployment names for this rank.
+        """
+        self._bind()
+        # vLLM would refuse to start when less is free than a part of the whole GPU.
+        gpu_worker.request_memory = _request_nothing
+        super().init_device()
+        self._check_device()
+        self._enter_sm_share()
+
+    def _bind(self) -> None:
+        binding.bind_worker(self.vllm_config, self.rank)
+
+    def _deployment(self) -> tuple[Deployment, str, str]:
+        """The deployment, this engine's model and its phase."""
+        return weights.place_of(self.vllm_config)
+
+    def _enter_sm_share(self) -> None:
+        from muxserve.gpu import sm
+
+        deployment, model, phase = self._deployment()
+        sm.enter(deployment, model, phase)
+
+    def _check_device(self) -> None:
+        deployment, model, _ = self._deployment()
+        if deployment.gpu is None or self.device.type != "cuda":
+            return
+        expected = deployment.gpu.uuids[self.rank]
+        found = gpu_worker.current_platform.get_device_uuid(self.device.index)
+        if _plain(found) != _plain(expected):
+            raise RuntimeError(
+                f"rank {self.rank} of {model!r} runs on GPU {found}, but its weights and its pool are on {expected}; "
+                "CUDA_VISIBLE_DEVICES must list the unit's GPUs in the order of the ranks"
+            )
+
+    def _make_model_runner(self) -> PooledGPUModelRunner:
+        return PooledGPUModelRunner(self.vllm_config, self.device)
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        """Bytes of the model's blocks, as the deployment has them.
+
+        The forward pass compiles the model and takes the memory that activations need at most from the GPU now, when a
+        lack of it can still be told in words, and not in the middle of serving.
+        """
+        self._run_largest_batch()
+        blocks = self.cache_config.num_gpu_blocks_override
+        assert blocks is not None
+        return blocks * sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        # Capturing graphs has given the memory of activations back.
+        self._run_largest_batch()
+        return times
+
+    def _run_largest_batch(self) -> None:
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.profile_run()
+        except torch.OutOfMemoryError as error:
+            _, model, phase = self._deployment()
+            raise RuntimeError(out_of_memory(model, f"the {phase} engine", self.device, error)) from error
+        gc.collect()
+
+    def rebind_pool(self) -> None:
+        """See `PooledGPUModelRunner.rebind_pool`."""
+        self.model_runner.rebind_pool()
+
+
+def out_of_memory(model: str, who: str, device: torch.device, error: Exception) -> str:
+    """What lacks memory, how much, and what helps."""
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"GPU {device.index} has no memory left for {who} of {model!r}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB "
+        f"are free ({str(error).splitlines()[0]}). Serve fewer models on it, lower the model's "
+        "max_num_batched_tokens or max_num_seqs, or stop what else uses this GPU"
+    )
+
+
+def _request_nothing(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _plain(uuid: object) -> str:
+    return str(uuid).lower().removeprefix("gpu-")

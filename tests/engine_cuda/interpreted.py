@@ -1,0 +1,87 @@
+"""The Triton kernels in Triton's interpreter against plain torch: `python interpreted.py` with TRITON_INTERPRET=1.
+
+A process of its own: Triton must not be importable where vLLM for CPU is, which would take it for a GPU's.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from muxserve.engine.cuda import kernels
+
+
+def both(operation, *outs: torch.Tensor) -> None:
+    """Run `operation(*outs)` in plain torch and interpreted; both must leave the same in `outs`."""
+    expected = [out.clone() for out in outs]
+    kernels._on_gpu = lambda _: False
+    operation(*expected)
+    kernels._on_gpu = lambda _: True
+    operation(*outs)
+    for ours, reference in zip(outs, expected, strict=True):
+        assert torch.equal(ours, reference), f"{ours}\n{reference}"
+
+
+def lengths(generator: torch.Generator, requests: int, decode: bool, padded: int, block: int):
+    """Query starts and sequence lengths of a batch, the last `padded` requests being empty."""
+    counts = torch.ones(requests) if decode else torch.randint(1, 9, (requests,), generator=generator)
+    context = torch.randint(0, 5 * block, (requests,), generator=generator)
+    counts[requests - padded :] = 0
+    context[requests - padded :] = 0
+    starts = torch.zeros(requests + 1, dtype=torch.int32)
+    starts[1:] = counts.cumsum(0)
+    return starts, (counts + context).to(torch.int32)
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, 1, 1, 16), (3, 2, 2, 16), (5, 8, 3, 32), (33, 3, 5, 64)]
+    for (requests, heads, layers, dim), decode, padded in itertools.product(shapes, (True, False), (0, 2)):
+        if padded >= requests or (padded and not decode):
+            continue
+        block, blocks = 16, 90
+        starts, lens = lengths(generator, requests, decode, padded, block)
+        tokens = int(starts[-1])
+
+        both(
+            lambda a, b, args=(starts, lens, heads, not decode): kernels.fold_requests(*args, a, b),
+            torch.full((requests * heads + 1,), -7, dtype=torch.int32),
+            torch.full((requests * heads,), -7, dtype=torch.int32),
+        )
+
+        page_table = torch.randint(0, 500, (blocks, layers, heads), generator=generator, dtype=torch.int32)
+        page_table[0] = -1
+        block_table = torch.randint(1, blocks, (requests, 12), generator=generator, dtype=torch.int32)
+        longest = -(-int(lens.max()) // block)
+        for first, count in ((0, layers), (layers - 1, 1)):
+            both(
+                lambda out, args=(page_table, block_table, lens, block, not decode), first=first, longest=longest, n=requests: (  # noqa: E501
+                    kernels.gather_tables(*args, out, n, longest, first)
+                ),
+                torch.full((count, (requests + 1) * heads, 12), 3, dtype=torch.int32),
+            )
+
+        # K and V as they come out of one projection: neither is contiguous.
+        projected = torch.randn((tokens + padded, heads, 2, dim), generator=generator)
+        key, value = projected[:, :, 0], projected[:, :, 1]
+        table = torch.arange(blocks * layers * heads, dtype=torch.int32).view(blocks, layers, heads)
+        table = table[torch.randperm(blocks, generator=generator)].contiguous()
+        table[3] = -1
+        slots = torch.randperm(blocks * block, generator=generator)[: tokens + padded]
+        slots[tokens:] = -1
+        if tokens > 1:
+            slots[0] = 3 * block + 1  # of a block whose pages are not known
+        both(
+            lambda pool, k=key, v=value, t=table, s=slots, layer=layers - 1: kernels.store_kv(k, v, pool, t, s, layer),
+            torch.zeros((blocks * layers * heads, 1, block, 2 * dim)),
+        )
+
+        rows = torch.randint(0, 99, (requests, 1 + layers * heads), generator=generator, dtype=torch.int32)
+        rows[:, 0] = torch.randperm(blocks, generator=generator)[:requests]
+        both(lambda out, rows=rows: kernels.scatter_rows(rows, out), page_table.clone())
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Builder and attention of the CUDA engine, with FlashAttention replaced by plain torch that reads pages by stride."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from muxserve.engine.cuda import attention, tables
+from muxserve.engine.cuda.attention import PooledFlashImpl, PooledFlashMetadataBuilder
+from tests.engine_cuda import paged_reference
+
+BLOCK = 16
+MAX_LEN = 160
+MAX_SEQS = 8
+
+
+def config(graphs: CUDAGraphMode = CUDAGraphMode.PIECEWISE, capture: int = 0) -> Any:
+    """As much of vLLM's configuration as the builder reads."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda _: 0,
+            rswa_window=None,
+            is_mm_prefix_lm=False,
+            max_model_len=MAX_LEN,
+            hf_config=SimpleNamespace(model_type="llama"),
+        ),
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=graphs, max_cudagraph_capture_size=capture, static_forward_context={}
+        ),
+        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
+        scheduler_config=SimpleNamespace(max_num_seqs=MAX_SEQS),
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
+        speculative_config=None,
+    )
+
+
+class Unit:
+    """A pool with a model in it, pages in random order, and the dense K and V that should be in them."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, dim: int, layers: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+    ):
+        self.heads, self.kv_heads, self.dim, self.layers = heads, kv_heads, dim, layers
+        self.generator = torch.Generator().manual_seed(heads * 100 + kv_heads)
+        blocks = 1 + MAX_SEQS * MAX_LEN // BLOCK
+        pages = blocks * layers * kv_heads
+        order = torch.randperm(pages, generator=self.generator).to(torch.int32)
+        self.page_table = order.view(blocks, layers, kv_heads).clone()
+        self.page_table[0] = -1
+        self.pool = torch.full((pages, 1, BLOCK, 2 * dim), float("nan"))
+        self.free = (1 + torch.randperm(blocks - 1, generator=self.generator)).tolist()
+        names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
+        monkeypatch.setattr(flash_attn, "get_num_attention_heads_from_layers", lambda *_: heads)
+        monkeypatch.setattr(flash_attn, "get_dcp_world_size_and_rank", lambda *_: (1, 0))
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=kv_heads, head_size=dim, dtype=torch.float32)
+        self.builder = PooledFlashMetadataBuilder(spec, names, config(**options), torch.device("cpu"))
+        self.builder.page_table = self.page_table
+        self.impls = [PooledFlashImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto") for _ in names]
+        self.layer_names = names
+        self.block_ids: list[list[int]] = []
+        self.context: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # [request][layer] dense K and V
+
+    def add_request(self) -> int:
+        self.block_ids.append([])
+        empty = torch.empty((0, self.kv_heads, self.dim))
+        self.context.append([(empty, empty) for _ in range(self.layers)])
+        return len(self.block_ids) - 1
+
+    def common(self, batch: list[tuple[int, int]], padded: int = 0) -> CommonAttentionMetadata:
+        """vLLM's description of a batch of (request, new tokens), `padded` empty requests of one token after it."""
+        counts = torch.tensor([tokens for _, tokens in batch] + [0] * padded)
+        starts = torch.zeros(len(batch) + padded + 1, dtype=torch.int32)
+        starts[1:] = counts.cumsum(0)
+        lens, slots = [], []
+        table = torch.zeros((len(batch) + padded, MAX_LEN // BLOCK), dtype=torch.int32)
+        for row, (request, tokens) in enumerate(batch):
+            have = self.context[request][0][0].shape[0]
+            ids = self.block_ids[request]
+            while len(ids) * BLOCK < have + tokens:
+                ids.append(self.free.pop())
+            table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            table[row, len(ids) :] = 7777777  # stale: must not be read
+            slots += [ids[p // BLOCK] * BLOCK + p % BLOCK for p in range(have, have + tokens)]
+            lens.append(have + tokens)
+        total = len(slots) + padded
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(lens + [0] * padded, dtype=torch.int32),
+            num_reqs=len(batch) + padded,
+            num_actual_tokens=total,
+            max_query_len=int(counts.max()),
+            max_seq_len=max(lens),
+            block_table_tensor=table,
+            slot_mapping=torch.tensor(slots + [-1] * padded, dtype=torch.int64),
+        )
+
+    def step(self, batch: list[tuple[int, int]], padded: int = 0) -> Any:
+        """Run one batch through every layer and compare with ordinary attention; returns the metadata."""
+        common = self.common(batch, padded)
+        metadata = self.builder.build(0, common)
+        tokens = sum(count for _, count in batch)
+        for index, name in enumerate(self.layer_names):
+            # As it comes from one projection: q, k and v side by side, none of them contiguous.
+            width = (self.heads + 2 * self.kv_heads) * self.dim
+            projected = torch.randn((tokens + padded + 3, width), generator=self.generator)
+            sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
+            query, key, value = (
+                part.view(tokens + padded + 3, -1, self.dim) for part in projected.split(sizes, dim=-1)
+            )
+            output = torch.full((tokens + padded + 3, self.heads, self.dim), 5.0)
+            layer = SimpleNamespace(layer_name=name)
+            self.impls[index].forward(layer, query, key, value, self.pool, metadata, output)
+            expected, row = [], 0
+            for request, count in batch:
+                k, v = self.context[request][index]
+                k = torch.cat([k, key[row : row + count]])
+                v = torch.cat([v, value[row : row + count]])
+                self.context[request][index] = (k, v)
+                expected.append(self._attention(query[row : row + count], k, v))
+                row += count
+            torch.testing.assert_close(output[:tokens], torch.cat(expected), rtol=2e-4, atol=2e-5)
+            assert bool((output[tokens + padded :] == 5.0).all()), "wrote beyond the batch"
+        return metadata
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Ordinary causal attention of one request, by torch."""
+        group = self.heads // self.kv_heads
+        q = query.transpose(0, 1)
+        k, v = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (key, value))
+        new, total = query.shape[0], key.shape[0]
+        mask = torch.arange(total)[None] <= torch.arange(new)[:, None] + total - new
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1)
+
+    def pages_untouched(self) -> bool:
+        """Whether only pages of blocks that requests hold were written."""
+        held = torch.tensor(sorted({b for ids in self.block_ids for b in ids}))
+        mine = torch.zeros(self.pool.shape[0], dtype=torch.bool)
+        mine[self.page_table[held].flatten().long()] = True
+        return bool(self.pool[~mine].isnan().all())
+
+
+SHAPES = [pytest.param(4, 4, 32, id="MHA"), pytest.param(8, 2, 16, id="GQA"), pytest.param(6, 1, 24, id="MQA")]
+
+
+@pytest.fixture(params=["together", "by-layer"])
+def gathering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of all layers at once, or of one layer at a time."""
+    if request.param == "by-layer":
+        monkeypatch.setattr(tables, "MAX_BYTES", 0)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.usefixtures("reference_flash", "gathering")
+def test_prefill_chunks_mixed_batches_and_decode(
+    heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = Unit(heads, kv_heads, dim, 3, monkeypatch)
+    a, b, c, d = (unit.add_request() for _ in range(4))
+    assert not unit.step([(a, 37)]).decode_only  # one prompt
+    unit.step([(b, 16), (c, 50)])  # a full block; a first chunk
+    unit.step([(a, 1), (c, 40), (b, 1), (d, 2)])  # decodes, a later chunk and a new prompt together
+    assert unit.step([(d, 1), (a, 1), (c, 1), (b, 1)]).decode_only
+    for _ in range(BLOCK + 1):  # across a block border
+        unit.step([(a, 1), (b, 1), (d, 1)])
+    unit.step([(c, 1)])
+    assert unit.pages_untouched()
+
+
+@pytest.mark.usefixtures("reference_flash")
+def test_a_padded_decode_batch_computes_and_writes_nothing_for_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = Unit(8, 2, 16, 2, monkeypatch, graphs=CUDAGraphMode.FULL_AND_PIECEWISE, capture=MAX_SEQS)
+    requests = [unit.add_request() for _ in range(5)]
+    unit.step([(r, 5 + r) for r in requests])
+    metadata = unit.step([(r, 1) for r in requests], padded=3)
+    assert metadata.query_start_loc.tolist() == [*range(10), *[10] * 7]
+    assert metadata.seq_lens[10:].tolist() == [0] * 6
+    assert unit.pages_untouched()
+
+
+@pytest.mark.usefixtures("reference_flash", "gathering")
+def test_what_a_full_graph_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replayed graph reads the addresses of its capture; the next build must have put its batch there."""
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
+    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", paged_reference.get_scheduler_metadata, raising=False)
+    unit = Unit(8, 2, 16, 2, monkeypatch, graphs=CUDAGraphMode.FULL_AND_PIECEWISE, capture=MAX_SEQS)
+    assert (
+        PooledFlashMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )  # type: ignore[arg-type]
+    requests = [unit.add_request() for _ in range(4)]
+    unit.step([(r, 9) for r in requests])
+
+    def addresses(metadata: Any) -> list[int]:
+        read = [metadata.query_start_loc, metadata.seq_lens, metadata.scheduler_metadata, metadata.page_table]
+        return [t.data_ptr() for t in [*read, *(metadata.tables.layer(i) for i in range(unit.layers))]]
+
+    captured = unit.builder.build_for_cudagraph_capture(unit.common([(r, 1) for r in requests]))
+    replayed = unit.step([(r, 1) for r in reversed(requests)])
+    assert addresses(captured) == addresses(replayed)
+    assert captured.max_num_splits == replayed.max_num_splits
+    assert captured.scheduler_metadata.shape == replayed.scheduler_metadata.shape
+    assert captured.query_start_loc.tolist() == replayed.query_start_loc.tolist()
+    assert captured.seq_lens.tolist() == replayed.seq_lens.tolist()
+
+
+@pytest.mark.usefixtures("reference_flash")
+def test_the_scheduler_of_flash_attention_is_told_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
+    asked: list[dict[str, Any]] = []
+
+    def metadata(**kwargs: Any) -> torch.Tensor:
+        asked.append(kwargs)
+        return paged_reference.get_scheduler_metadata(**kwargs)
+
+    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", metadata, raising=False)
+    unit = Unit(12, 3, 16, 1, monkeypatch)
+    requests = [unit.add_request() for _ in range(3)]
+    unit.step([(r, 20) for r in requests])
+    unit.step([(r, 1) for r in requests])
+    for kwargs in asked:
+        assert (kwargs["batch_size"], kwargs["num_heads_q"], kwargs["num_heads_kv"]) == (9, 4, 1)
+        assert kwargs["page_size"] == BLOCK
+    assert asked[0]["cache_seqlens"].tolist() == [21] * 9  # the buffer now holds the later batch
+    assert asked[1]["cu_seqlens_q"].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"alibi_slopes": [0.1] * 4}, "ALiBi"),
+        ({"sliding_window": 64}, "sliding-window"),
+        ({"attn_type": "encoder_only"}, "encoder_only"),
+        ({"kv_sharing_target_layer_name": "other"}, "share another's KV cache"),
+    ],
+)
+def test_what_the_pool_cannot_carry_is_refused_in_words(options: dict[str, Any], words: str) -> None:
+    arguments = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **options}
+    with pytest.raises(NotImplementedError, match=words):
+        PooledFlashImpl(4, 16, 0.25, 4, **arguments)
+
+
+def test_vllm_finds_the_backend_under_its_name() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    attention.register()
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    assert backend is attention.PooledFlashBackend
+    assert backend.get_name() == "CUSTOM"
+    assert torch.float32 not in backend.supported_dtypes
