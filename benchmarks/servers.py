@@ -44,12 +44,15 @@ class Server:
                 total += process.memory_full_info().pss
         return total
 
-    def cpu_seconds(self) -> float:
-        """CPU time that the server and everything it started have used."""
+    def cpu_seconds(self, without: str | None = None) -> float:
+        """CPU time that the server and everything it started have used, but for processes with `without` in their
+        command line."""
         total = 0.0
         root = psutil.Process(self.pid)
         for process in [root, *root.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
+                if without is not None and without in " ".join(process.cmdline()):
+                    continue
                 times = process.cpu_times()
                 total += times.user + times.system
         return total

@@ -3,32 +3,37 @@
     python benchmarks/sim_vs_live.py [--rates 4 8] [--duration 60] [--profile FILE] [--out FILE]
 
 All in one run, since a shared machine is not as fast at all times: `muxserve profile` measures the engines' steps
-(unless a profile is given), the fleet is deployed, single requests on the idle fleet tell what the way through gateway
-and unit scheduler adds to the first token, and `muxserve replay` sends the workload. The simulator gets the profile,
-that one constant, the same requests, and the fleet's own plan. Compared are throughput and mean latencies (target:
-within 20 %).
+(unless a profile is given), the fleet is deployed, and `muxserve replay` sends single requests to the idle fleet, then
+the workload. The single requests tell what gateway and unit scheduler add to the first token, and how much of the
+cores a request and a token cost outside of the engines. The simulator gets the profile with these three constants, the
+same requests, and the fleet's own plan. Compared are throughput and mean latencies (target: within 20 %).
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 from report import machine, write_report
-from servers import ROOT, ServerError, end_cleanly, fleet_with, muxserve_fleet
+from servers import ROOT, Server, ServerError, end_cleanly, fleet_with, muxserve_fleet
 
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import plan_fleet
 from muxserve.config import load_fleet
 from muxserve.costs import EngineShape
+from muxserve.costs.front_end import with_front_end
 from muxserve.costs.measured import ProfileModel
-from muxserve.costs.profile import Profile, load_profile
+from muxserve.costs.profile import Overheads as ProfileOverheads
+from muxserve.costs.profile import Profile, load_profile, save_profile
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.report import read_json
 from muxserve.metrics.summary import Summary, summarise
@@ -39,10 +44,13 @@ from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_r
 from muxserve.workload.trace import TraceRequest, write_trace
 from placement.objective import Objective
 
+ENGINES = "muxserve engine"  # what their processes are called
 MUXSERVE = Path(sys.executable).parent / "muxserve"
 PROMPT = LogNormalLengths(96, 0.8, 8, 768)
 OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
 ALONE_TOKENS = 64
+# Requests per model and their output tokens: what the front end costs per request and per token comes apart.
+SINGLES = ((8, 4), (8, 64), (16, 4))
 
 
 def profile(fleet: Path, out: Path) -> Profile:
@@ -65,12 +73,46 @@ def workload(models: list[str], rate: float, duration: float, seed: int) -> list
     return list(generate(loads, duration, seed))
 
 
-def singles(models: list[str], seed: int) -> list[TraceRequest]:
+def singles(models: list[str], count: int, output: int, seed: int) -> list[TraceRequest]:
     """Requests far apart: each is alone on the fleet."""
     rng = random.Random(seed)
-    requests = [model for model in models for _ in range(8)]
+    requests = [model for model in models for _ in range(count)]
     rng.shuffle(requests)
-    return [TraceRequest(0.4 * number, model, ALONE_TOKENS, 4) for number, model in enumerate(requests)]
+    return [TraceRequest(0.4 * number, model, ALONE_TOKENS, output) for number, model in enumerate(requests)]
+
+
+class Singles(NamedTuple):
+    """One run of single requests: how many, their tokens, core-seconds outside of the engines, what the client saw."""
+
+    requests: int
+    tokens: int
+    work: float
+    summary: Summary
+
+
+def run_singles(server: Server, models: list[str], count: int, output: int, seed: int, folder: Path) -> Singles:
+    """Send them; the work is that of the gateway, the unit scheduler, and the client, which shares the cores too."""
+    requests = singles(models, count, output, seed)
+    write_trace(folder / "singles.jsonl", models, requests)
+    before = server.cpu_seconds(without=ENGINES), client_seconds()
+    summary = replay(server.url, folder / "singles.jsonl", folder / "singles.json")
+    after = server.cpu_seconds(without=ENGINES), client_seconds()
+    work = sum(after) - sum(before)
+    return Singles(len(requests), sum(request.output_tokens for request in requests), work, summary)
+
+
+def client_seconds() -> float:
+    """CPU time of the replays that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def front_end_work(runs: Sequence[Singles]) -> tuple[float, float]:
+    """Core-seconds per request and per token: `work = start + request * n + token * tokens` of three runs."""
+    first, longer, more = runs
+    token = (longer.work - first.work) / (longer.tokens - first.tokens)
+    request = (more.work - first.work - token * (more.tokens - first.tokens)) / (more.requests - first.requests)
+    return max(0.0, request), max(0.0, token)
 
 
 def compared(live: Summary, simulated: Summary) -> dict[str, Any]:
@@ -98,6 +140,7 @@ def main() -> int:
     parser.add_argument("--duration", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--profile", type=Path, help="measured just before on this machine")
+    parser.add_argument("--save-profile", type=Path, help="write the profile with what was measured of the front end")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/sim_vs_live.json")
     options = parser.parse_args()
     end_cleanly()
@@ -119,31 +162,47 @@ def main() -> int:
             for d, p in zip(demands, planned.unit.models, strict=True)
         }
         units = units_of(placement, models, mode_of("muxserve"))
-        between = measured.overheads["CPU"].between if measured.overheads else 0.0
         try:
             with muxserve_fleet(file) as server:
-                alone = singles(names, options.seed)
-                write_trace(folder / "alone.jsonl", names, alone)
-                replay(server.url, folder / "alone.jsonl", folder / "warm.json")
-                single = replay(server.url, folder / "alone.jsonl", folder / "alone.json")
-                # What a lone first token takes beyond its prefill step.
-                beyond = []
+                run_singles(server, names, 8, 4, options.seed, folder)  # the first requests of engines are slow
+                runs = [run_singles(server, names, *each, options.seed, folder) for each in SINGLES]
+                request_work, token_work = front_end_work(runs)
+                # What a lone first token takes beyond its prefill step, and a lone later one beyond its decode step.
+                first, later = [], []
                 for demand, place in zip(demands, placement.units[0].models, strict=True):
                     shape = EngineShape("CPU", 1, place.prefill_share, demand.dtype)
-                    pairs = ALONE_TOKENS * (ALONE_TOKENS + 1) // 2
-                    step = latency.engine(demand.architecture, shape).prefill(ALONE_TOKENS, pairs, 1)
-                    ttft = single.models[demand.name].ttft
-                    assert ttft is not None
-                    beyond.append(ttft.p50 - step)
-                overhead = max(0.0, statistics.median(beyond))
-                report["first_token_overhead_seconds"] = round(overhead, 5)
-                print(f"a lone first token takes {overhead * 1e3:.1f} ms beyond its prefill step")
-                overheads = Overheads(request=overhead, prefill_step=between, decode_step=between)
+                    engine = latency.engine(demand.architecture, shape)
+                    ttft, tpot = (run.summary.models[demand.name] for run in runs[:2])
+                    assert ttft.ttft is not None
+                    assert tpot.tpot is not None
+                    first.append(
+                        ttft.ttft.p50 - engine.prefill(ALONE_TOKENS, ALONE_TOKENS * (ALONE_TOKENS + 1) // 2, 1)
+                    )
+                    context = ALONE_TOKENS + SINGLES[1][1] // 2
+                    later.append(tpot.tpot.p50 - engine.decode(1, context).seconds(context))
+                known = msgspec.structs.replace(
+                    measured.overheads.get("CPU", ProfileOverheads()),
+                    between=max(0.0, statistics.median(later)),
+                    request=max(0.0, statistics.median(first)),
+                    request_work=request_work / planned.unit.cores,
+                    token_work=token_work / planned.unit.cores,
+                )
+                measured.overheads["CPU"] = known
+                report["overheads"] = {key: round(value, 7) for key, value in msgspec.structs.asdict(known).items()}
+                print(
+                    f"a lone first token takes {known.request * 1e3:.1f} ms beyond its prefill step, a later one "
+                    f"{known.between * 1e3:.2f} ms beyond its decode step; outside of engines a request costs "
+                    f"{request_work * 1e3:.2f} ms of a core, a token {token_work * 1e3:.2f} ms"
+                )
+                if options.save_profile:
+                    save_profile(measured, options.save_profile)
+                overheads = Overheads(request=known.request, prefill_step=known.between, decode_step=known.between)
+                costs = with_front_end(latency, known)
                 for rate in options.rates:
                     requests = workload(names, rate, options.duration, options.seed)
                     write_trace(folder / "trace.jsonl", names, requests)
                     live = replay(server.url, folder / "trace.jsonl", folder / "live.json")
-                    result = simulate(units, requests, latency, Options(overheads=overheads), seed=options.seed)
+                    result = simulate(units, requests, costs, Options(overheads=overheads), seed=options.seed)
                     rows = compared(live, summarise(result.records))
                     report["rates"][str(rate)] = rows
                     print(f"\n{rate:g} requests/s: {len(requests)} requests, {live.overall.failed} failed")

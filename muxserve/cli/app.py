@@ -303,7 +303,12 @@ def simulate(
         Path | None, typer.Option(help="Measured costs (`muxserve profile`); the roofline without.", show_default=False)
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="How long the search for each placement may take.")] = 5.0,
-    request_overhead: Annotated[float, typer.Option(min=0, help="Seconds from the client to the unit's queue.")] = 0.0,
+    request_overhead: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds from the client to the unit's queue; or the profile's.", show_default=False
+        ),
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write every job as a trace for ui.perfetto.dev.", show_default=False)
     ] = None,

@@ -13,8 +13,10 @@ from muxserve.cli.output import console, errors, escape, print_error, print_prob
 from muxserve.cli.simulate_places import Places, PlacesError, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
+from muxserve.costs.front_end import with_front_end
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.measured import ProfileModel
+from muxserve.costs.profile import Overheads as MeasuredOverheads
 from muxserve.metrics import Objectives
 from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
 from muxserve.metrics.summary import Summary, summarise
@@ -51,7 +53,7 @@ class Settings:
     gpu_type: str | None = None
     nodes: str | None = None
     seconds: float = 5.0
-    request_overhead: float = 0.0
+    request_overhead: float | None = None
     timeline: Path | None = None
     out: Path | None = None
     html: Path | None = None
@@ -104,8 +106,10 @@ def _run(settings: Settings) -> int:
             units = units_of(placement, places.models, mode)
             # One yardstick for all modes: the devices that a model has in the first.
             alone = alone or Alone(units, latency)
-            options = Options(_overheads(latency, settings, units[0].device), timeline=settings.timeline is not None)
-            result = simulate(units, workload, latency, options, settings.seed, _count(mode.name, told))
+            measured = _measured(latency, units[0].device)
+            options = Options(_overheads(measured, settings), timeline=settings.timeline is not None)
+            costs = with_front_end(latency, measured)
+            result = simulate(units, workload, costs, options, settings.seed, _count(mode.name, told))
             summary = _summary(result, places, alone, mode)
             runs[mode.name] = Run(mode, result, summary)
     print_left_out(workload)
@@ -123,11 +127,16 @@ def _modes(text: str) -> list[Mode]:
     return [mode_of(name) for name in dict.fromkeys(names)]
 
 
-def _overheads(latency: LatencyModel, settings: Settings, device: str) -> Overheads:
-    """What the profile measured between two steps, and what the command line says of requests."""
-    measured = latency.profile.overheads.get(device) if isinstance(latency, ProfileModel) else None
-    between = measured.between if measured is not None else 0.0
-    return Overheads(request=settings.request_overhead, prefill_step=between, decode_step=between)
+def _measured(latency: LatencyModel, device: str) -> MeasuredOverheads | None:
+    """What the profile knows of time outside steps."""
+    return latency.profile.overheads.get(device) if isinstance(latency, ProfileModel) else None
+
+
+def _overheads(measured: MeasuredOverheads | None, settings: Settings) -> Overheads:
+    """What the profile measured between two steps and around a request, unless the command line says otherwise."""
+    known = measured or MeasuredOverheads()
+    request = known.request if settings.request_overhead is None else settings.request_overhead
+    return Overheads(request=request, prefill_step=known.between, decode_step=known.between)
 
 
 def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode) -> Summary:

@@ -94,10 +94,18 @@ class PairCell(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds outside steps: `turn` from granting a lease to an idle engine to hearing of its first step, beyond the
-    step itself; `between` from the end of one step to the start of the next while a lease runs."""
+    step itself; `between` from the end of one step to the start of the next while a lease runs; `request` what a lone
+    first token takes beyond its prefill step.
+
+    Where gateway and unit scheduler run on the engines' own cores, `request_work` and `token_work` are what a request
+    and a token cost them: seconds of the whole device.
+    """
 
     turn: float = 0.0
     between: float = 0.0
+    request: float = 0.0
+    request_work: float = 0.0
+    token_work: float = 0.0
 
 
 class Machine(msgspec.Struct, frozen=True, omit_defaults=True):

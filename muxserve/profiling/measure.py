@@ -264,7 +264,7 @@ class Session:
         known = self.profile.overheads.get(DEVICE, Overheads())
         turn = median(self.turns) if self.turns else known.turn
         between = median(self.gaps) if self.gaps else known.between
-        self.profile.overheads[DEVICE] = Overheads(turn, between)
+        self.profile.overheads[DEVICE] = msgspec.structs.replace(known, turn=turn, between=between)
         self.save()
         self.advanced(cells)
 

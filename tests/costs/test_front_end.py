@@ -1,0 +1,56 @@
+"""The front end's work is part of the load of the jobs that bring it, and of nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.front_end import FrontEnd, with_front_end
+from muxserve.costs.latency import EngineShape, Load
+from muxserve.costs.profile import Overheads
+from muxserve.costs.roofline import Roofline
+from tests.costs.models import SEVEN_B
+
+SHAPE = EngineShape("CPU", 1, 0.5, "float32")
+
+
+def costs(request: float, token: float, architecture: ModelArchitecture = SEVEN_B):
+    return FrontEnd(Roofline(), request, token).engine(architecture, SHAPE)
+
+
+def test_steps_take_as_long_as_without() -> None:
+    plain, loaded = Roofline().engine(SEVEN_B, SHAPE), costs(0.01, 0.001)
+    assert loaded.decode(4, 400) == plain.decode(4, 400)
+    assert loaded.prefill(64, 2080, 1) == plain.prefill(64, 2080, 1)
+
+
+def test_a_decode_step_brings_the_work_of_its_tokens() -> None:
+    plain, loaded = Roofline().engine(SEVEN_B, SHAPE), costs(0.0, 0.001)
+    seconds = plain.decode(4, 400).seconds(400)
+    before, after = plain.decode_load(4, 400), loaded.decode_load(4, 400)
+    assert after.compute - before.compute == pytest.approx(4 * 0.001 / seconds)
+    assert after.bandwidth == before.bandwidth
+
+
+def test_a_prefill_step_brings_the_work_of_its_requests_and_first_tokens() -> None:
+    plain, loaded = Roofline().engine(SEVEN_B, SHAPE), costs(0.01, 0.001)
+    seconds = plain.prefill(128, 4160, 2)
+    more = loaded.prefill_load(128, 4160, 2).compute - plain.prefill_load(128, 4160, 2).compute
+    assert more == pytest.approx(2 * 0.011 / seconds)
+
+
+def test_two_engines_that_leave_no_core_free_are_stretched_by_just_that_work() -> None:
+    model = FrontEnd(Roofline(), 0.0, 0.0)
+    # Two engines on half of the cores each, and a tenth of the cores for the front end of each.
+    mine = Load(0.0, 0.6)
+    slow = model.slowdown("CPU", mine, (mine,))
+    # Each gets 0.5 of the cores when it asks for 0.6: its compute part waits.
+    assert slow == pytest.approx(1.2, abs=0.01)
+    assert model.slowdown("CPU", Load(0.0, 0.5), (Load(0.0, 0.5),)) == pytest.approx(1.0, abs=0.01)
+
+
+def test_nothing_measured_changes_nothing() -> None:
+    roofline = Roofline()
+    assert with_front_end(roofline, None) is roofline
+    assert with_front_end(roofline, Overheads(turn=0.001)) is roofline
+    assert isinstance(with_front_end(roofline, Overheads(token_work=1e-4)), FrontEnd)
