@@ -1,0 +1,128 @@
+"""How much of a GPU an engine may compute on: a percentage under MPS, or a set of SMs of its own.
+
+Both are fixed for the life of an engine's process; what changes at run time is which engines hold a lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+from muxserve.deployment import Deployment
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["prefill", "decode"]
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+LOG = "CUDA_MPS_LOG_DIRECTORY"
+PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+
+@dataclass(frozen=True, slots=True)
+class SmRange:
+    """Parts `first` to `first + count - 1` of a GPU's SMs, in the order in which the driver divides them."""
+
+    first: int
+    count: int
+
+
+def percentage(share: float) -> int:
+    """A share as MPS takes it: whole percent, at least 1. MPS itself rounds up to what the GPU can divide."""
+    return min(100, max(1, round(share * 100)))
+
+
+def share_of(deployment: Deployment, model: str, phase: str) -> float:
+    """The share of SMs of a model's engine.
+
+    Raises:
+        KeyError: no such model.
+    """
+    of = deployment.model(model)
+    return of.prefill_share if phase == "prefill" else of.decode_share
+
+
+def client_environment(deployment: Deployment) -> dict[str, str]:
+    """What every process of the deployment needs to find the unit's own MPS server; nothing without one."""
+    if deployment.gpu is None or deployment.gpu.sm_sharing != "mps":
+        return {}
+    return {PIPE: str(deployment.mps_dir / "pipe"), LOG: str(deployment.mps_dir / "log")}
+
+
+def prepare(deployment: Deployment, model: str, phase: str, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set this process's share in its environment. Before anything in it touches CUDA.
+
+    `phase` other than prefill and decode (a weight holder) gets no limit. Without MPS a percentage that came from
+    outside is removed: it would act under somebody else's MPS server.
+
+    Raises:
+        KeyError: no such model.
+    """
+    environ = os.environ if environ is None else environ
+    if deployment.gpu is None:
+        return
+    environ.pop(PERCENTAGE, None)
+    environ.update(client_environment(deployment))
+    if deployment.gpu.sm_sharing == "mps" and phase in ("prefill", "decode"):
+        environ[PERCENTAGE] = str(percentage(share_of(deployment, model, phase)))
+
+
+def enter(deployment: Deployment, model: str, phase: str, rank: int = 0) -> int | None:
+    """With `sm_sharing: green_contexts`, make a green context with this engine's SMs current in this thread.
+
+    To be called in the thread that launches kernels, before anything makes a stream there: streams belong to the
+    context that was current when they were made. The GPU is that of the current context; without one, that of `rank`
+    among the visible GPUs. The context lives as long as the process.
+
+    Returns:
+        SMs of the context; None if the deployment shares in another way.
+
+    Raises:
+        muxserve.gpu.green.GreenContextError: the driver has no green contexts, or refuses this one; with what to do.
+    """
+    if deployment.gpu is None or deployment.gpu.sm_sharing != "green_contexts" or phase not in ("prefill", "decode"):
+        return None
+    from muxserve.gpu import green
+
+    driver = green.Driver.load()
+    device = green.device_of(driver, rank)
+    division = green.divide(driver, device)
+    parts = len(division.parts)
+    where = sm_range(deployment, model, phase, parts)
+    green.make_current(driver, device, division, where)
+    sms = where.count * division.size
+    log.info("%s/%s computes on %d of %d SMs, parts %d to %d of %d", model, phase, sms, division.total, where.first,
+             where.first + where.count - 1, parts)  # fmt: skip
+    return sms
+
+
+def sm_range(deployment: Deployment, model: str, phase: str, parts: int) -> SmRange:
+    """Which of a GPU's equal parts an engine gets.
+
+    Green contexts of different processes do not know of each other, so places are worked out from the deployment: one
+    prefill job runs at a time and they all have the first parts; decode engines, which run side by side, are laid one
+    before the other from the end on, beginning again at the end when the place beside the largest prefill is used up.
+
+    Raises:
+        KeyError: no such model.
+    """
+    if phase == "prefill":
+        return SmRange(0, parts_of(share_of(deployment, model, phase), parts))
+    floor = max(parts_of(each.prefill_share, parts) for each in deployment.models)
+    end = parts
+    for each in deployment.models:
+        count = parts_of(each.decode_share, parts)
+        if end - count < floor:
+            end = parts
+        first = end - count
+        if each.name == model:
+            return SmRange(first, count)
+        end = first
+    raise KeyError(model)
+
+
+def parts_of(share: float, parts: int) -> int:
+    """A share in parts: the nearest whole number, at least one."""
+    return min(parts, max(1, round(share * parts)))
