@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import gc
 import logging
@@ -20,6 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from muxserve.deployment import Deployment
+from muxserve.engine import binding
 from muxserve.engine.cuda import attention, weights
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
@@ -55,7 +55,7 @@ class HolderWorker(PooledGPUWorker):
         """A holder computes nothing once it has measured."""
 
     def init_device(self) -> None:
-        deployment, _, _ = self._deployment()
+        deployment, _, _ = binding.place_of(self.vllm_config)
         assert deployment.gpu is not None
         self._used_before = _used_bytes(deployment.gpu.uuids[self.rank])
         super().init_device()
@@ -72,7 +72,7 @@ class HolderWorker(PooledGPUWorker):
         try:
             super().load_model(load_dummy_weights=load_dummy_weights)
         except torch.OutOfMemoryError as error:
-            _, model, _ = self._deployment()
+            _, model, _ = binding.place_of(self.vllm_config)
             raise RuntimeError(out_of_memory(model, "the weights", self.device, error)) from error
         self._after_weights = _reserved(self.device)
 
@@ -83,7 +83,7 @@ class HolderWorker(PooledGPUWorker):
         `max_num_seqs` requests. Activations are what torch takes from the GPU for it; the context is all that the
         process has on the GPU and torch does not know of.
         """
-        deployment, model, _ = self._deployment()
+        deployment, model, _ = binding.place_of(self.vllm_config)
         device = self.device
         torch.cuda.reset_peak_memory_stats(device)
         self._run_largest_batch()
@@ -113,7 +113,7 @@ class HolderWorker(PooledGPUWorker):
 
     def hand_out(self) -> None:
         """Let engines map the weights from now on."""
-        deployment, model, _ = self._deployment()
+        deployment, model, _ = binding.place_of(self.vllm_config)
         gpu = "" if deployment.gpu is None else deployment.gpu.uuids[self.rank]
         held = describe(self.model_runner.get_model(), gpu)
         self._server = WeightServer(deployment.weights_socket(model, self.rank), self._fingerprint, held)
@@ -153,16 +153,16 @@ def run(deployment: Deployment, model: str, control: Any) -> None:
 
 def _load(deployment: Deployment, model: str, control: Any) -> Any:
     """An executor whose workers hold the weights, have told what they measured and hand them out."""
-    from vllm import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.abstract import Executor
+
+    from muxserve.engine.vllm_args import config_of
 
     def progress(detail: str) -> None:
         control.event("progress", kind="weights", model=model, phase="", detail=detail)
 
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    options = {name: value for name, value in holder_args(deployment, model).items() if name in names}
-    config = EngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # Workers of several ranks are forked, like everything else here; CUDA is untouched until then.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    config = config_of(holder_args(deployment, model))
     progress("waiting for the GPU")
     with open(Path(deployment.run_dir) / "weights.lock", "w") as lock:
         # One after the other: what a context takes shows only as a difference of the GPU's free memory.

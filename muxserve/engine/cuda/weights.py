@@ -13,12 +13,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig
 
-from muxserve.deployment import Deployment, load
+from muxserve.deployment import Deployment
 
 LOAD_FORMAT = "muxserve_held"
-_loaded: dict[str, Deployment] = {}
 
 
 def loader_args(deployment: Deployment, model: str) -> dict[str, Any]:
@@ -49,15 +48,6 @@ def run_holder(deployment: Deployment, model: str, control: Any) -> None:
     from muxserve.engine.cuda.weight_holder import run
 
     run(deployment, model, control)
-
-
-def place_of(vllm_config: VllmConfig) -> tuple[Deployment, str, str]:
-    """Deployment, model and phase of the engine that `vllm_config` was made for."""
-    place = vllm_config.additional_config["muxserve"]
-    path = place["deployment"]
-    if path not in _loaded:
-        _loaded[path] = load(path)
-    return _loaded[path], place["model"], place["phase"]
 
 
 def fingerprint(model_config: ModelConfig, ranks: int, rank: int) -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import vllm.v1.worker.gpu_worker as gpu_worker
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
 
-from muxserve.deployment import Deployment
 from muxserve.engine import binding
 from muxserve.engine.cuda import attention, weights
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
@@ -32,31 +32,30 @@ class PooledGPUWorker(gpu_worker.Worker):
             RuntimeError: the GPU is not the one that the deployment names for this rank.
         """
         self._bind()
+        index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
+        torch.accelerator.set_device_index(index)
+        # Before anything makes a stream: it would belong to the whole GPU.
+        self._enter_sm_share()
         # vLLM would refuse to start when less is free than a part of the whole GPU.
         gpu_worker.request_memory = _request_nothing
         super().init_device()
         self._check_device()
-        self._enter_sm_share()
 
     def _bind(self) -> None:
         binding.bind_worker(self.vllm_config, self.rank)
 
-    def _deployment(self) -> tuple[Deployment, str, str]:
-        """The deployment, this engine's model and its phase."""
-        return weights.place_of(self.vllm_config)
-
     def _enter_sm_share(self) -> None:
         from muxserve.gpu import sm
 
-        deployment, model, phase = self._deployment()
-        sm.enter(deployment, model, phase)
+        deployment, model, phase = binding.place_of(self.vllm_config)
+        sm.enter(deployment, model, phase, self.local_rank)
 
     def _check_device(self) -> None:
-        deployment, model, _ = self._deployment()
+        deployment, model, _ = binding.place_of(self.vllm_config)
         if deployment.gpu is None or self.device.type != "cuda":
             return
         expected = deployment.gpu.uuids[self.rank]
-        found = gpu_worker.current_platform.get_device_uuid(self.device.index)
+        found = current_platform.get_device_uuid(self.device.index)
         if _plain(found) != _plain(expected):
             raise RuntimeError(
                 f"rank {self.rank} of {model!r} runs on GPU {found}, but its weights and its pool are on {expected}; "
@@ -89,7 +88,7 @@ class PooledGPUWorker(gpu_worker.Worker):
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.profile_run()
         except torch.OutOfMemoryError as error:
-            _, model, phase = self._deployment()
+            _, model, phase = binding.place_of(self.vllm_config)
             raise RuntimeError(out_of_memory(model, f"the {phase} engine", self.device, error)) from error
         gc.collect()
 
