@@ -1,16 +1,20 @@
-"""What binds this engine process to its unit: model, phase, memory manager.
+"""What binds this process to its unit: model, phase, rank, memory manager.
 
 vLLM builds the worker, the attention backend and the scheduler by class name, so they cannot be handed their
-surroundings as arguments. They read them here; an engine process binds itself exactly once, before it builds its
-`EngineCore`.
+surroundings as arguments. They read them here. An engine process binds itself exactly once, before it builds its
+`EngineCore`. Where a model is split over several ranks, each rank's worker is a process of its own and binds itself by
+what vLLM's configuration says of its place (`bind_worker`), to the pool of its rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from muxserve.deployment import ModelDeployment
+from muxserve.deployment import Deployment, ModelDeployment, load
 from muxserve.memory.client import MemoryClient, ModelView
 
 Phase = Literal["prefill", "decode"]
@@ -18,13 +22,43 @@ Phase = Literal["prefill", "decode"]
 
 @dataclass(slots=True)
 class Binding:
-    """This process's place in the unit. `view` holds the mapped page table and pool; it stays valid when the memory
-    manager restarts, while `client` is replaced."""
+    """This process's place in the unit. `view` holds the mapped page table and the pool of `rank`.
+
+    In an engine process `client` is the connection that holds the engine's blocks; `client` and `view` are replaced
+    when the memory manager restarts. In a worker's process `client` is closed and only guards what is written
+    (`MemoryClient.writing`).
+    """
 
     model: ModelDeployment
     phase: Phase
     client: MemoryClient
     view: ModelView
+    rank: int = 0
+    pid: int = field(default_factory=os.getpid)
+
+
+class Place(Mapping[str, Any]):
+    """`vllm_config.additional_config` of an engine: `{"muxserve": {"deployment": path, "model": .., "phase": ..}}`.
+
+    Not a dict, because vLLM would hash a dict into the name of the directory where it keeps compiled code, and each
+    start of each phase would compile the same model anew.
+    """
+
+    def __init__(self, place: Mapping[str, Any]) -> None:
+        self._place = dict(place)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._place[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def compute_hash(self) -> str:
+        """The same for all: the code of a model does not depend on its place."""
+        return ""
 
 
 _binding: Binding | None = None
@@ -45,3 +79,44 @@ def current() -> Binding:
     if _binding is None:
         raise RuntimeError("this process is not an engine of a unit: muxserve.engine.binding.bind() was not called")
     return _binding
+
+
+def place_of(vllm_config: Any) -> tuple[Deployment, str, Phase]:
+    """Deployment, model and phase of the engine that `vllm_config` was made for; the deployment is read anew."""
+    place = vllm_config.additional_config["muxserve"]
+    return load(place["deployment"]), place["model"], place["phase"]
+
+
+def bind_worker(vllm_config: Any, rank: int, anew: bool = False) -> Binding:
+    """The binding of the worker of `rank`, to the pool of that rank.
+
+    In an engine process with one rank it is the engine's own. In a worker's process it is made at the first call, and
+    again with `anew` when the memory manager has restarted.
+
+    Raises:
+        MemoryManagerGone: there is no memory manager.
+    """
+    if _binding is not None and _binding.pid == os.getpid() and not anew:
+        return _binding
+    deployment, model, phase = place_of(vllm_config)
+    # What is mapped stays when the connection has ended. The blocks are the engine's, not the workers': they need none.
+    with MemoryClient(deployment.memory_socket, f"{model}/{phase}/{rank}"[-128:]) as client:
+        view = client.map(model, rank)
+    bind(Binding(deployment.model(model), phase, client, view, rank))
+    return current()
+
+
+def connection_to(path: str) -> int:
+    """Descriptor of this process's connection to the Unix socket `path`.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.family == socket.AF_UNIX and copy.getpeername() == path:
+                    return int(name)
+        except OSError:
+            continue
+    raise LookupError(f"not connected to {path}")

@@ -6,6 +6,10 @@
                        │                        ├── prefill engine
                        └── (inherited) ─────────└── decode engine
 
+Where a model runs on GPUs or in several ranks, its engines are forked from the warm parent directly, and on GPUs a
+holder of its weights too: a process that has touched CUDA cannot be forked, and weights in worker processes are not
+inherited.
+
 All of them inherit the control socket (SEQPACKET, JSON) and send their events on it directly; only the warm parent
 reads it. A parent stays single-threaded, since only the forking thread lives on in a child.
 """
@@ -25,6 +29,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from muxserve.deployment import Deployment
 
 _PR_SET_PDEATHSIG = 1
 MAX_MESSAGE = 1 << 16
@@ -95,7 +101,12 @@ class ForkingParent:
                     self._handle(command)
 
     def fork(self, name: str, log_file: Path, child: Callable[[], None], die_with_parent: bool = True) -> int:
-        """Fork a child that runs `child` with its output in `log_file`; returns its pid in the parent."""
+        """Fork a child that runs `child` with its output in `log_file`; returns its pid in the parent.
+
+        Raises:
+            RuntimeError: this process has touched CUDA, which a child could not use any more.
+        """
+        refuse_cuda()
         # What is here now stays: without the collector's touch its pages remain shared with the children.
         gc.collect()
         gc.freeze()
@@ -143,6 +154,32 @@ class ForkingParent:
             self.control.event("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
             if self._on_exit:
                 self._on_exit(pid, status)
+
+
+def refuse_cuda() -> None:
+    """Go on only in a process that has not touched CUDA.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError("this process has touched CUDA and cannot fork: something imported or asked there too early")
+
+
+def file_name(model: str) -> str:
+    """A model's name in those of files."""
+    return model.replace("/", "_")
+
+
+def engine_log(deployment: Deployment, model: str, phase: str) -> Path:
+    """Where an engine and its workers write."""
+    return deployment.log_dir / f"engine-{file_name(model)}-{phase}.log"
+
+
+def words(error: Exception) -> str:
+    """An error in one line, for the controller."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
 
 
 def die_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""The process that loads a model's weights once and forks its engines.
+"""The process that loads a model's weights once and forks its engines: on CPU, where a model has one rank.
 
 On CPU this shares all weights between the prefill and the decode engine, also those that oneDNN has packed into its own
 memory: the children see the parent's pages until someone writes, and nobody does.
@@ -6,7 +6,6 @@ memory: the children see the parent's pages until someone writes, and nobody doe
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.deployment import Deployment
-from muxserve.engine.family import Control, ForkingParent
+from muxserve.engine.family import Control, ForkingParent, engine_log, file_name, words
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
     except Exception as error:
         log.exception("cannot load %s", model)
         for phase in ("prefill", "decode"):
-            control.event("failed", kind="engine", model=model, phase=phase, error=_words(error))
+            control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
         raise
     config, executor, set_threads = loaded
 
@@ -36,9 +35,12 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
 
         def child() -> None:
             from muxserve.engine.process import run_engine
+            from muxserve.engine.vllm_args import engine_args
 
             commands.close()
             set_threads(deployment.model(model).threads)
+            # The worker starts from it when it has warmed up.
+            config.model_config.seed = engine_args(deployment, model, phase)["seed"]
             control.event("progress", kind="engine", model=model, phase=phase, detail="warming up")
             try:
                 run_engine(
@@ -46,15 +48,15 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
                     model,
                     phase,
                     config,
-                    executor,
+                    lambda _: executor,
                     lambda: control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid()),
                 )
             except Exception as error:
-                control.event("failed", kind="engine", model=model, phase=phase, error=_words(error))
+                control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
                 raise
 
         name = f"engine {model}/{phase}"
-        pid = parent.fork(name, deployment.log_dir / f"engine-{_file(model)}-{phase}.log", child)
+        pid = parent.fork(name, engine_log(deployment, model, phase), child)
         control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
     parent = ForkingParent(Control(commands), control, handle)
@@ -63,36 +65,27 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
 
 def log_file(deployment: Deployment, model: str) -> Path:
     """Where the model parent writes."""
-    return deployment.log_dir / f"model-{_file(model)}.log"
+    return deployment.log_dir / f"model-{file_name(model)}.log"
 
 
 def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, Any, Callable[[int], None]]:
     """vLLM's configuration, an executor with the weights loaded, and torch's own way to set the number of threads,
     which vLLM's worker puts out of use."""
     import torch
-    from vllm import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.abstract import Executor
 
-    from muxserve.engine.support import unsupported
-    from muxserve.engine.vllm_args import engine_args
+    from muxserve.engine.support import refuse_unsupported
+    from muxserve.engine.vllm_args import config_of, engine_args
 
-    deployed = deployment.model(model)
     for phase in ("prefill", "decode"):
         control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")
     # No OpenMP team may exist before the fork: its threads would not live on in the children.
     set_threads = torch.set_num_threads
     set_threads(1)
-    # The rest of `engine_args` is for the OpenAI server, which is the gateway's business.
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    options = {name: value for name, value in engine_args(deployed).items() if name in names}
-    config = EngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = config_of(engine_args(deployment, model, "prefill"))
     executor = Executor.get_class(config)(config)
     _end_groups()
-    specs = {name: spec for worker in executor.get_kv_cache_specs() for name, spec in worker.items()}
-    reason = unsupported(specs, deployed)
-    if reason:
-        raise ValueError(f"model {model!r} cannot be served: {reason}")
+    refuse_unsupported(executor, deployment.model(model))
     return config, executor, set_threads
 
 
@@ -107,11 +100,3 @@ def _end_groups() -> None:
         if group is not None:
             group.destroy()
     torch.distributed.destroy_process_group()
-
-
-def _file(model: str) -> str:
-    return model.replace("/", "_")
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:500]

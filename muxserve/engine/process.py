@@ -1,4 +1,4 @@
-"""An engine process, forked from the process that loaded the model's weights."""
+"""An engine process: bound to the pool, warmed up, then in its loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -27,22 +26,20 @@ def run_engine(
     model: str,
     phase: Phase,
     config: VllmConfig,
-    executor: Executor,
+    executor_of: Callable[[VllmConfig], Executor],
     on_up: Callable[[], None],
 ) -> None:
     """Bind to the pool, warm up, call `on_up`, serve until told to stop.
 
-    `executor` holds the loaded model; the process shares its memory with the model's other engine until one of them
-    writes, and neither writes weights.
+    `executor_of` makes the executor, or has one with the model loaded: on CPU the process then shares the memory of the
+    weights with the model's other engine until one of them writes, and neither does.
     """
     deployed = deployment.model(model)
     client = MemoryClient(deployment.memory_socket, f"{model}/{phase}")
     binding = Binding(deployed, phase, client, client.map(model))
     bind(binding)
-    core = EngineCore(config, lambda _: executor, log_stats=True)
+    core = EngineCore(config, executor_of, log_stats=True)
     warm_up(core)
-    # Both engines of a model start from the same state; requests without a seed must not see the same numbers twice.
-    set_random_seed(config.model_config.seed + (0 if phase == "prefill" else 1))
     loop = EngineLoop(deployment, binding, core)
     on_up()
     loop.run()

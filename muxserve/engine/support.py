@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 
 from muxserve.deployment import ModelDeployment
@@ -29,3 +30,15 @@ def unsupported(specs: dict[str, KVCacheSpec], model: ModelDeployment) -> str | 
             f"{model.layers}, {model.kv_heads} and {model.head_dim}"
         )
     return None
+
+
+def refuse_unsupported(executor: Executor, model: ModelDeployment) -> None:
+    """Go on only if the loaded model can be served, on each of its ranks.
+
+    Raises:
+        ValueError: says why not.
+    """
+    for specs in executor.get_kv_cache_specs():
+        reason = unsupported(specs, model)
+        if reason:
+            raise ValueError(f"model {model.name!r} cannot be served: {reason}")

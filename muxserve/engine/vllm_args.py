@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any, Literal
 
-from muxserve.deployment import ModelDeployment
+from muxserve.deployment import Deployment, ModelDeployment
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WORKERS = {
+    "cpu": "muxserve.engine.cpu.worker.PooledCPUWorker",
+    "cuda": "muxserve.engine.cuda.worker.PooledGPUWorker",
+}
 
 # Set by the unit for every engine; a fleet file cannot override them through `engine_args`.
 RESERVED = frozenset(
@@ -19,6 +29,7 @@ RESERVED = frozenset(
         "prefix_caching_hash_algo",
         "num_gpu_blocks_override",
         "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
         "distributed_executor_backend",
         "worker_cls",
         "scheduler_cls",
@@ -32,6 +43,9 @@ RESERVED = frozenset(
         "data_parallel_size",
         "kv_cache_dtype",
         "attention_backend",
+        "attention_config",
+        "additional_config",
+        "worker_extension_cls",
         # Of the OpenAI server: one gateway listens for all models.
         "host",
         "port",
@@ -71,16 +85,60 @@ def frontend_args(model: ModelDeployment) -> dict[str, Any]:
     }
 
 
-def engine_args(model: ModelDeployment) -> dict[str, Any]:
-    """Keyword arguments of `EngineArgs` for an engine of `model`."""
+def engine_args(deployment: Deployment, model: str, phase: Literal["prefill", "decode"]) -> dict[str, Any]:
+    """Keyword arguments of `EngineArgs` for the engine of `model` and `phase`."""
+    deployed = deployment.model(model)
+    common = frontend_args(deployed)
     return {
-        **frontend_args(model),
-        "num_gpu_blocks_override": model.num_blocks,
+        **common,
+        "num_gpu_blocks_override": deployed.num_blocks,
         # The pool is the memory manager's. This only keeps vLLM from sizing a cache of its own.
         "kv_cache_memory_bytes": 64 << 20,
         # Room for a whole prompt is checked by the unit scheduler before it admits the request.
         "scheduler_reserve_full_isl": False,
-        "worker_cls": "muxserve.engine.cpu.worker.PooledCPUWorker",
+        "tensor_parallel_size": deployment.ranks,
+        "distributed_executor_backend": "uni" if deployment.ranks == 1 else "mp",
+        "worker_cls": WORKERS[deployment.device],
         "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",
         "disable_log_stats": False,
+        # Requests without a seed must not see the same numbers in both engines of a model.
+        "seed": common["seed"] + (0 if phase == "prefill" else 1),
+        "additional_config": {
+            "muxserve": {
+                "deployment": os.path.join(deployment.run_dir, "deployment.json"),
+                "model": model,
+                "phase": phase,
+            }
+        },
+        **(_cuda_args(deployment, deployed) if deployment.device == "cuda" else {}),
     }
+
+
+def _cuda_args(deployment: Deployment, model: ModelDeployment) -> dict[str, Any]:
+    from muxserve.engine.cuda.weights import loader_args
+
+    own = model.engine_args
+    return {
+        # Without graphs a small model's decode step is mostly the launching of its kernels.
+        "enforce_eager": own.get("enforce_eager", False),
+        "compilation_config": own.get("compilation_config", {"cudagraph_mode": "PIECEWISE"}),
+        "attention_backend": "CUSTOM",
+        # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
+        "gpu_memory_utilization": 0.01,
+        **loader_args(deployment, model.name),
+    }
+
+
+def config_of(options: dict[str, Any]) -> VllmConfig:
+    """vLLM's configuration of an engine from what `engine_args` says."""
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from muxserve.engine.binding import Place
+
+    # The rest of a model's own `engine_args` is for the OpenAI server, which is the gateway's business.
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    known = {name: value for name, value in options.items() if name in names}
+    config = EngineArgs(**known).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config.additional_config = Place(options["additional_config"])
+    return config

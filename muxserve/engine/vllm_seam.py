@@ -33,37 +33,61 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
     ("vllm.v1.core.kv_cache_utils", "resolve_block_hashes", ("block_hashes", "hash_block_size", "block_size")),
     ("vllm.v1.core.kv_cache_utils", "resolve_none_hash_seed", ()),
-    ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
-    ("vllm.v1.worker.cpu_worker", "CPUModelRunner", ()),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache_tensors", ("kv_cache_config",)),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_streaming_request", ("req_id", "new_req_data")),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync", ("scheduler_output",)),
     ("vllm.v1.worker.utils", "bind_kv_cache", ("kv_caches", "forward_context", "runner_kv_caches")),
     ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids", "generator", "block_ids")),
-    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend.forward_includes_kv_cache_update", ()),
-    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build", ("common_attn_metadata",)),
     ("vllm.v1.attention.backends.registry", "register_backend", ("backend",)),
-    ("vllm._custom_ops", "cpu_attention_with_kv_cache", ("query", "key_cache", "block_table", "scheduler_metadata")),
-    ("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "value", "slot_mapping", "isa")),
-    ("vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "num_kv_heads", "query_start_loc")),
     ("vllm.v1.executor.uniproc_executor", "UniProcExecutor", ()),
     ("vllm.distributed.parallel_state", "_groups", ()),
     ("vllm.distributed.parallel_state", "GroupCoordinator.destroy", ()),
     ("vllm.v1.serial_utils", "MsgpackEncoder.encode", ("obj",)),
     ("vllm.v1.serial_utils", "MsgpackDecoder.decode", ("bufs",)),
+    ("vllm.config.vllm", "VllmConfig", ("additional_config",)),
+    ("vllm.v1.executor.multiproc_executor", "WorkerWrapperBase", ("rpc_rank", "global_rank")),
+    ("vllm.v1.executor.multiproc_executor", "MultiprocExecutor.start_worker_monitor", ("inline",)),
+    ("vllm.v1.executor.multiproc_executor", "MultiprocExecutor.collective_rpc", ("method",)),
+    ("vllm.v1.executor.multiproc_executor", "WorkerProcHandle", ("proc", "rank")),
+    ("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", ("all_kwargs",)),
+    ("vllm.v1.worker.worker_base", "WorkerWrapperBase.execute_model", ("scheduler_output",)),
+    ("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition", ("busy_loop_s",)),
+    ("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition.record_read", ()),
+    ("vllm.distributed.device_communicators.shm_broadcast", "ShmRingBuffer", ("name",)),
+    ("vllm.utils.system_utils", "get_mp_context", ()),
+]
+
+# What only engines on CPU rely on. Not looked for elsewhere: vLLM's CPU worker changes torch when it is imported.
+CPU_INTERNALS: list[Internal] = [
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
+    ("vllm.v1.worker.cpu_worker", "CPUModelRunner", ()),
+    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend.forward_includes_kv_cache_update", ()),
+    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build", ("common_attn_metadata",)),
+    ("vllm._custom_ops", "cpu_attention_with_kv_cache", ("query", "key_cache", "block_table", "scheduler_metadata")),
+    ("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "value", "slot_mapping", "isa")),
+    ("vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "num_kv_heads", "query_start_loc")),
 ]
 
 
-def problems() -> list[str]:
+def internals(device: str) -> list[Internal]:
+    """What engines on `device` (cpu or cuda) rely on."""
+    if device == "cpu":
+        return INTERNALS + CPU_INTERNALS
+    from muxserve.engine.cuda.vllm_seam import INTERNALS as CUDA_INTERNALS
+
+    return INTERNALS + CUDA_INTERNALS
+
+
+def problems(device: str = "cpu") -> list[str]:
     """What differs from the vLLM that the engines were written for, in words; empty when all is well."""
-    return differences(INTERNALS)
+    return differences(internals(device))
 
 
-def check() -> None:
-    """Refuse to go on with a vLLM that the engines do not fit.
+def check(device: str) -> None:
+    """Refuse to go on with a vLLM that engines on `device` do not fit.
 
     Raises:
         RuntimeError: says what differs and which version to install.
     """
-    refuse(problems())
+    refuse(problems(device))

@@ -12,10 +12,10 @@ import os
 import secrets
 import signal
 import socket
-from typing import Any
+from typing import Any, Literal
 
 from muxserve.deployment import Deployment, load
-from muxserve.engine.family import Control, ForkingParent
+from muxserve.engine.family import Control, ForkingParent, engine_log, file_name, refuse_cuda
 
 log = logging.getLogger(__name__)
 
@@ -36,23 +36,28 @@ def environment() -> dict[str, str]:
     }
 
 
-def preload() -> None:
-    """Import what engines and gateway need, so that a fork starts with it."""
+def preload(device: str) -> None:
+    """Import what engines on `device` (cpu or cuda) and gateway need, so that a fork starts with it. Touches no GPU."""
     import transformers  # noqa: F401
     import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen2
     import vllm.model_executor.models.qwen3
-    import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor  # noqa: F401
 
-    import muxserve.engine.cpu.worker
-    import muxserve.engine.process  # noqa: F401
+    import muxserve.engine.process
+    import muxserve.engine.ranks
     from muxserve.engine import vllm_seam
     from muxserve.gateway import main as gateway
 
-    vllm_seam.check()
+    if device == "cuda":
+        import muxserve.engine.cuda.worker
+    else:
+        # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
+        import muxserve.engine.cpu.worker  # noqa: F401
+    vllm_seam.check(device)
     gateway.preload()
+    refuse_cuda()
 
 
 def _register(deployment: Deployment) -> None:
@@ -63,9 +68,15 @@ def _register(deployment: Deployment) -> None:
 
 
 class WarmParent:
-    """Forks the gateway itself and passes orders for engines on to the parent of their model."""
+    """Forks the gateway, and engines and holders of weights or, where these fork their engines, model parents, to which
+    it passes the orders for engines on.
 
-    def __init__(self, deployment: Deployment, control: Control, lifeline_fd: int | None) -> None:
+    `path` is the deployment's file: what is forked here later reads it anew, since the sizes of pools on GPUs are known
+    only when the weights are loaded.
+    """
+
+    def __init__(self, path: str, deployment: Deployment, control: Control, lifeline_fd: int | None) -> None:
+        self.path = path
         self.deployment = deployment
         self.control = control
         self.lifeline_fd = lifeline_fd
@@ -82,8 +93,12 @@ class WarmParent:
             log.warning("unknown command %r", command)
         elif command["kind"] == "gateway":
             self._fork_gateway()
-        else:
+        elif command["kind"] == "weights":
+            self._fork_holder(command["model"])
+        elif shares_by_forking(self.deployment):
             self._order_engine(command["model"], json.dumps(command).encode())
+        else:
+            self._fork_engine(command["model"], command["phase"])
 
     def _fork_gateway(self) -> None:
         def child() -> None:
@@ -94,7 +109,7 @@ class WarmParent:
 
             self._close_model_parents()
             try:
-                run(self.deployment, self.lifeline_fd, on_up)
+                run(load(self.path), self.lifeline_fd, on_up)
             except Exception as error:
                 self.control.event(
                     "failed", kind="gateway", model="", phase="", error=f"{type(error).__name__}: {error}"
@@ -105,6 +120,26 @@ class WarmParent:
         log_file = self.deployment.log_dir / "gateway.log"
         pid = self._parent.fork("gateway", log_file, child, die_with_parent=False)
         self.control.event("forked", kind="gateway", model="", phase="", pid=pid)
+
+    def _fork_engine(self, model: str, phase: Literal["prefill", "decode"]) -> None:
+        def child() -> None:
+            from muxserve.engine.direct import run_direct_engine
+
+            run_direct_engine(load(self.path), model, phase, self.control)
+
+        log_file = engine_log(self.deployment, model, phase)
+        pid = self._parent.fork(f"engine {model}/{phase}", log_file, child)
+        self.control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
+
+    def _fork_holder(self, model: str) -> None:
+        def child() -> None:
+            from muxserve.engine.cuda.weights import run_holder
+
+            run_holder(load(self.path), model, self.control)
+
+        log_file = self.deployment.log_dir / f"weights-{file_name(model)}.log"
+        pid = self._parent.fork(f"weights {model}", log_file, child)
+        self.control.event("forked", kind="weights", model=model, phase="", pid=pid)
 
     def _order_engine(self, model: str, order: bytes) -> None:
         known = self._model_parents.get(model)
@@ -147,6 +182,11 @@ class WarmParent:
                 del self._model_parents[model]
 
 
+def shares_by_forking(deployment: Deployment) -> bool:
+    """Whether a model's engines share its weights by being forked from a process that has loaded them."""
+    return deployment.device == "cpu" and deployment.ranks == 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deployment", required=True)
@@ -157,14 +197,17 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     deployment = load(args.deployment)
     os.environ.update(environment())
+    if deployment.gpu is not None:
+        # Engines, their workers and the holders of weights number the unit's GPUs by rank.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(deployment.gpu.uuids)
     control = Control(socket.socket(fileno=args.control_fd))
     try:
-        preload()
+        preload(deployment.device)
         _register(deployment)
     except Exception as error:
         control.event("failed", kind="warm_parent", model="", phase="", error=f"{type(error).__name__}: {error}")
         raise
-    WarmParent(deployment, control, args.lifeline_fd).run()
+    WarmParent(args.deployment, deployment, control, args.lifeline_fd).run()
 
 
 if __name__ == "__main__":

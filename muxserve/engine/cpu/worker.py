@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
-from muxserve.engine.binding import current
+from muxserve.engine.binding import bind_worker, current
 from muxserve.engine.cpu import attention
 from muxserve.engine.runner import ResumingRunner
 
@@ -84,6 +84,10 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
     def init_device(self) -> None:
         # CPUWorker names its runner class; there is no hook to choose another.
         cpu_worker.CPUModelRunner = PooledCPUModelRunner
+        if self.parallel_config.world_size > 1:
+            # The engine's threads, divided among its workers. vLLM allows no other number once a worker is up.
+            threads = bind_worker(self.vllm_config, self.rank).model.threads
+            torch.set_num_threads(max(1, threads // self.parallel_config.world_size))
         super().init_device()
 
     def rebind_pool(self) -> None:

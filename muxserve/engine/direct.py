@@ -1,0 +1,62 @@
+"""An engine forked from the warm parent directly, which brings its model up itself: on GPUs, and where it has several
+ranks. On a GPU its weights are mapped from their holder; on CPU each rank loads its shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from muxserve.deployment import Deployment
+from muxserve.engine.binding import Phase
+from muxserve.engine.family import Control, words
+
+log = logging.getLogger(__name__)
+
+
+def run_direct_engine(deployment: Deployment, model: str, phase: Phase, control: Control) -> None:
+    """Bring the engine up and serve until told to stop; reports `up`, or `failed` with the reason."""
+
+    def progress(detail: str) -> None:
+        control.event("progress", kind="engine", model=model, phase=phase, detail=detail)
+
+    def up() -> None:
+        control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid())
+
+    try:
+        if deployment.device == "cuda":
+            from muxserve.gpu import sm
+
+            # Read by the driver when CUDA is touched for the first time.
+            sm.prepare(deployment, model, phase)
+        _run(deployment, model, phase, progress, up)
+    except Exception as error:
+        log.exception("cannot run %s/%s", model, phase)
+        control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
+        raise
+
+
+def _run(deployment: Deployment, model: str, phase: Phase, progress: Any, up: Any) -> None:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    from muxserve.engine.process import run_engine
+    from muxserve.engine.ranks import RankedExecutor
+    from muxserve.engine.support import refuse_unsupported
+    from muxserve.engine.vllm_args import config_of, engine_args
+
+    # The workers of several ranks are forked from here: no team of threads may exist.
+    torch.set_num_threads(1)
+    config = config_of(engine_args(deployment, model, phase))
+
+    def executor_of(config: VllmConfig) -> Executor:
+        progress("loading weights")
+        executor = (UniProcExecutor if deployment.ranks == 1 else RankedExecutor)(config)
+        refuse_unsupported(executor, deployment.model(model))
+        progress("warming up")
+        return executor
+
+    run_engine(deployment, model, phase, config, executor_of, up)

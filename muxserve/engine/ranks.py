@@ -1,0 +1,145 @@
+"""An engine whose model is split over several ranks: one worker process per rank, forked from the engine.
+
+    engine (EngineCore, scheduler, memory manager's client)
+      ├── worker of rank 0 ── its shard, the pool of rank 0
+      └── worker of rank 1 ── its shard, the pool of rank 1
+
+vLLM's `MultiprocExecutor` does this; what is added here is that the engine and its workers live and die as one:
+
+* A worker dies with its engine, by the kernel's hand. Until then it holds the engine's connection to the memory
+  manager, so that the manager takes the engine's blocks back only when none of its workers can write into them.
+* An engine dies with any of its workers, at once: the others wait for it in a collective operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any
+
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.utils.system_utils import get_mp_context
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from muxserve.engine import rank_worker
+from muxserve.engine.binding import connection_to, place_of
+
+log = logging.getLogger(__name__)
+
+# How long a process looks again and again for a message of the other side before it sleeps. vLLM's second would keep
+# the workers of every engine of the unit busy between its leases.
+SPIN_SECONDS = {"cpu": 0.0, "cuda": 0.002}
+# Until that many messages have come it is vLLM's second: the first may overtake the subscription to what wakes a
+# sleeper.
+_FIRST_MESSAGES = 4
+# What is left for a name in a directory that sockets are made in: 107 bytes, a slash and a UUID.
+_LONGEST_DIRECTORY = 107 - 1 - 36
+
+
+class RankedExecutor(MultiprocExecutor):
+    """Executor of an engine with several ranks; the process must have bound itself before, and not touched CUDA."""
+
+    def _init_executor(self) -> None:
+        deployment, _, _ = place_of(self.vllm_config)
+        self._memory_socket = deployment.memory_socket
+        # vLLM asks for processes that start from nothing on CPU; ours have nothing yet that a fork could break.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if get_mp_context().get_start_method() != "fork":
+            raise RuntimeError("this process cannot fork its workers (CUDA in use already, or Windows' Linux)")
+        multiproc_executor.WorkerWrapperBase = rank_worker.RankWorker
+        _Patience.spin_seconds = SPIN_SECONDS[deployment.device]
+        shm_broadcast.SpinCondition = _Patience
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(deployment.ranks)]
+        self._channels = [ours for ours, _ in pairs]
+        rank_worker.channels = pairs
+        try:
+            with _files_in(deployment.run_dir):
+                super()._init_executor()
+        except Exception as error:
+            words = self._first_words()
+            if words:
+                raise RuntimeError(words) from error
+            raise
+        finally:
+            rank_worker.channels = []
+            for _, theirs in pairs:
+                theirs.close()
+        self._unlink_queues()
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method == "rebind_pool":
+            for channel in self._channels:
+                socket.send_fds(channel, [b"connection"], [connection_to(self._memory_socket)])
+        return super().collective_rpc(method, *args, **kwargs)
+
+    def start_worker_monitor(self, inline: bool = False) -> None:
+        """End this process when one of its workers ends."""
+        workers = {worker.proc.sentinel: worker for worker in self.workers}
+
+        def watch() -> None:
+            died = workers[wait(list(workers))[0]]
+            died.proc.join()
+            log.error("the worker of rank %d ended (%s); so does its engine", died.rank, _how(died.proc.exitcode))
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True, name="workers").start()
+
+    def _first_words(self) -> str:
+        """Why a worker could not start, as it said itself."""
+        for channel in self._channels:
+            channel.setblocking(False)
+            try:
+                words = channel.recv(rank_worker.MOST_WORDS)
+            except OSError:
+                continue
+            if words:
+                return words.decode(errors="replace")
+        return ""
+
+    def _unlink_queues(self) -> None:
+        """Take the names of the message queues away: all who need them have them open, and nobody is left to do it
+        after a kill."""
+        for queue in (self.rpc_broadcast_mq, *self.response_mqs):
+            if queue is not None:
+                queue.buffer.shared_memory.unlink()
+                queue.buffer.is_creator = False
+
+
+class _Patience(shm_broadcast.SpinCondition):
+    """How vLLM's message queues wait."""
+
+    spin_seconds = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._messages = 0
+
+    def record_read(self) -> None:
+        super().record_read()
+        self._messages += 1
+        if self._messages == _FIRST_MESSAGES:
+            self.busy_loop_s = self.spin_seconds
+
+
+@contextmanager
+def _files_in(run_dir: str) -> Iterator[None]:
+    """What vLLM makes as temporary files (sockets, a store for the ranks to meet) goes with the run directory."""
+    if len(run_dir) > _LONGEST_DIRECTORY:
+        yield
+        return
+    before, tempfile.tempdir = tempfile.tempdir, run_dir
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _how(exitcode: int | None) -> str:
+    return f"killed by signal {-exitcode}" if exitcode is not None and exitcode < 0 else f"exit code {exitcode}"
