@@ -1,0 +1,156 @@
+"""Answers of one engine on the CUDA engine's runner, and of stock vLLM: `python serve_on_cpu.py OUT`.
+
+Several requests at once, prompts of several chunks, a repeated prompt that hits the prefix cache, decodes of different
+lengths, a restart of the memory manager in between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "configs/models/arithmetic"
+QUESTIONS = ["What is 12 + 7?", "hello", "What is 3 + 4? " * 20, "What is 9 - 2?", "What is 3 + 4? " * 20]
+TOKENS = [20, 33, 9, 25, 14]
+
+
+def stock() -> list[list[int]]:
+    from vllm import LLM, SamplingParams
+
+    from muxserve.engine.vllm_args import frontend_args
+    from tests.engine.harness import deployed_model
+
+    args = frontend_args(deployed_model("m", MODEL))
+    del args["served_model_name"]
+    llm = LLM(**args, kv_cache_memory_bytes=64 << 20)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in TOKENS]
+    results = llm.generate(QUESTIONS, params, use_tqdm=False)
+    return [list(result.prompt_token_ids) + list(result.outputs[0].token_ids) for result in results]
+
+
+def ours(prompts: list[list[int]]) -> dict[str, Any]:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+
+    from muxserve.deployment import Deployment, GatewayDeployment, PoolDeployment, save
+    from muxserve.engine.binding import Binding, bind
+    from muxserve.engine.vllm_args import config_of, engine_args
+    from muxserve.memory import server
+    from muxserve.memory.client import MemoryClient
+    from tests.engine.harness import deployed_model
+
+    model = deployed_model("m", MODEL, max_num_batched_tokens=64)
+    with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
+        pools = [PoolDeployment("main", 2 * model.block_tokens * model.head_dim * 4, 2500)]
+        gateway = GatewayDeployment("127.0.0.1", 0)
+        deployment = Deployment(run_dir, "test", "adbs", 1, pools, [model], gateway)
+        save(deployment, Path(run_dir) / "deployment.json")
+        manager = server.start(deployment)
+        try:
+            client = MemoryClient(deployment.memory_socket, "m/test")
+            place = Binding(model, "decode", client, client.map("m"))
+            bind(place)
+            options = engine_args(deployment, "m", "decode")
+            config = config_of({**options, "worker_cls": "tests.engine_cuda.cpu_stand_in.StandInWorker"})
+            core = EngineCore(config, Executor.get_class(config), log_stats=False)
+            first = run(core, place, prompts)
+            table = core.model_executor.driver_worker.worker.model_runner.page_table
+            uploads = table.uploaded_rows
+            again = run(core, place, prompts)
+
+            # A new manager: other pages, and whatever the device knows of the old table is wrong.
+            manager.kill()
+            manager.wait()
+            core.scheduler.forget_all()
+            client.close()
+            manager = server.start(deployment)
+            place.client = MemoryClient(deployment.memory_socket, "m/test")
+            place.view = place.client.map("m")
+            core.model_executor.collective_rpc("rebind_pool")
+            known = int((table.table >= 0).any(dim=-1).any(dim=-1).sum())
+            return {
+                "first": first,
+                "again": again,
+                "after": run(core, place, prompts),
+                "known_after_restart": known,
+                "uploads": uploads,
+            }
+        finally:
+            manager.kill()
+            manager.wait()
+            server.remove_segments(deployment)
+
+
+def run(core: Any, place: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens of all requests; one joins every third step."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    tokens: dict[str, list[int]] = {}
+    waiting = list(enumerate(prompts))
+    step = 0
+    while waiting or core.scheduler.has_requests():
+        if waiting and step % 3 == 0:
+            index, prompt = waiting.pop(0)
+            tokens[str(index)] = list(prompt)
+            request = EngineCoreRequest(
+                request_id=str(index),
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=SamplingParams(temperature=0.0, max_tokens=TOKENS[index], ignore_eos=True),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            core.add_request(*core.preprocess_add_request(request))
+        with place.client.writing():
+            outputs, _ = core.step()
+        core.scheduler.pool.end_step()
+        for batch in outputs.values():
+            for output in batch.outputs:
+                tokens[output.request_id] += output.new_token_ids
+        step += 1
+    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+def in_a_fork(job: Any, out: Path) -> Any:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            out.write_text(json.dumps(job()))
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        raise SystemExit(f"{out.stem} failed")
+    return json.loads(out.read_text())
+
+
+def main() -> None:
+    from tests.engine.stock import SETTINGS
+
+    os.environ.update(SETTINGS)
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    out = Path(sys.argv[1])
+    expected = in_a_fork(stock, out / "stock.json")
+    prompts = [tokens[: len(tokens) - count] for tokens, count in zip(expected, TOKENS, strict=True)]
+    in_a_fork(lambda: ours(prompts), out / "ours.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The runner of the CUDA engine: whole requests on a CPU with FlashAttention in plain torch, and seeds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from muxserve.engine.cuda import runner as runners
+from muxserve.engine.cuda.runner import PooledGPUModelRunner
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tokens_are_those_of_stock_vllm_before_and_after_a_restart_of_the_memory_manager(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.engine_cuda.serve_on_cpu", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    expected = json.loads((tmp_path / "stock.json").read_text())
+    ours = json.loads((tmp_path / "ours.json").read_text())
+    for run in ("first", "again", "after"):
+        assert ours[run] == expected, run
+    assert ours["known_after_restart"] == 0
+    assert ours["uploads"] > 0
+
+
+class FakeGenerator:
+    """A CUDA generator, as far as its offset goes."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self.seed, self.offset = 0, offset
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+
+def runner_without_a_model(per_token: int | None) -> Any:
+    runner: Any = PooledGPUModelRunner.__new__(PooledGPUModelRunner)
+    runner.device = torch.device("cpu")
+    runner._offset_per_token = per_token
+    runner.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+    return runner
+
+
+def test_a_request_s_generator_is_as_after_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners.torch, "Generator", lambda device: FakeGenerator())
+    generator = runner_without_a_model(8)._generator_after(SimpleNamespace(seed=42), 5)
+    assert (generator.seed, generator.offset) == (42, 40)
+
+
+@pytest.mark.parametrize("per_token", [4, 8])
+def test_a_discarded_token_leaves_the_generator_as_it_was(per_token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stock(self: Any) -> None:
+        for index in np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]:
+            generator = self.input_batch.generators.get(int(index))
+            if generator is not None:
+                generator.set_offset(generator.get_offset() - 4)
+
+    monkeypatch.setattr(GPUModelRunner, "_bookkeeping_sync", stock)
+    runner = runner_without_a_model(per_token)
+    # Each has drawn once more in this step; the first two were prompt chunks.
+    generators = {0: FakeGenerator(3 * per_token), 2: FakeGenerator(7 * per_token)}
+    runner.input_batch = SimpleNamespace(num_reqs=3, generators=generators)
+    runner.discard_request_mask = SimpleNamespace(np=np.array([True, True, False]))
+    runner._bookkeeping_sync()
+    assert generators[0].offset == 2 * per_token
+    assert generators[2].offset == 7 * per_token
