@@ -38,7 +38,8 @@ class Engines:
     ) -> None:
         self.demands = tuple(demands)
         self.rules = rules or MemoryRules()
-        self.memory = {name: int(size * self.rules.utilisation) for name, size in memory.items()}
+        rules = self.rules
+        self.memory = {name: int(size * rules.utilisation) - rules.reserve_bytes for name, size in memory.items()}
         self.unknown: dict[str, str] = {}
         self._latency = latency
         self._curves = Curves(latency)

@@ -20,13 +20,22 @@ class MemoryRules:
 
     `context_bytes` is what one process holds on each device before it does anything: CUDA context, libraries, NCCL
     buffers (300 to 600 MiB by common experience). A model has `processes` of them. `graph_bytes` is for the CUDA graphs
-    of its decode engine.
+    of one engine; `engines` of a model have graphs and activations of their own at the same time. `reserve_bytes` of
+    each device are for the memory manager and for what nobody has thought of.
     """
 
     utilisation: float = 0.92
     context_bytes: int = 500 * _MIB
     processes: int = 2
     graph_bytes: int = 500 * _MIB
+    engines: int = 1
+    reserve_bytes: int = 0
+
+    @classmethod
+    def served(cls, utilisation: float = 0.92) -> MemoryRules:
+        """What `muxserve deploy` sets aside: the processes of a model are its weight holder and two engines, which keep
+        the memory of their largest step."""
+        return cls(utilisation, processes=3, engines=2, reserve_bytes=1024 * _MIB)
 
 
 def activation_bytes(demand: Demand, tp: int) -> int:
@@ -46,8 +55,13 @@ def activation_bytes(demand: Demand, tp: int) -> int:
 
 def model_bytes(demand: Demand, tp: int, rules: MemoryRules) -> int:
     """Bytes on each device for one model before its first token of KV. Prefill and decode engine share the weights."""
-    weights = demand.architecture.weight_bytes(demand.dtype) / tp
-    return int(weights) + activation_bytes(demand, tp) + rules.processes * rules.context_bytes + rules.graph_bytes
+    engine = activation_bytes(demand, tp) + rules.graph_bytes
+    return weight_bytes(demand, tp) + rules.engines * engine + rules.processes * rules.context_bytes
+
+
+def weight_bytes(demand: Demand, tp: int) -> int:
+    """Bytes of a model's weights on each device."""
+    return int(demand.architecture.weight_bytes(demand.dtype) / tp)
 
 
 def sequence_bytes(demand: Demand, tp: int) -> float:

@@ -11,13 +11,16 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from muxserve.costs.architecture import ModelArchitecture
+from placement.demand import splits_evenly
 from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
 from placement.shares import share_out
 from placement.words import enumerate_words, format_size
 
 HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
+FLASH_STEP, FLASH_MOST = 8, 256  # head sizes of FlashAttention: multiples of 8 up to 256
 MIN_AUTO_LEN = 256  # tokens that a model with max_len auto gets at least
 AUTO_MEMORY = 0.10  # of the machine's memory: what a pool of size auto may take at most
 FORCED_MEMORY = 0.50  # ... unless one sequence per model needs more
@@ -37,7 +40,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelDemand:
-    """A model to be placed. None stands for auto; `rate` is in requests per second."""
+    """A model to be placed, split over `ranks` devices. None stands for auto; `rate` is in requests per second."""
 
     name: str
     architecture: ModelArchitecture
@@ -46,6 +49,17 @@ class ModelDemand:
     max_len: int | None = None
     max_num_seqs: int = 64
     threads: int | None = None
+    ranks: int = 1
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads on each of the tensor-parallel ranks; those beyond the model's heads hold copies."""
+        return max(1, self.architecture.kv_heads // self.ranks)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages on each rank behind one token block."""
+        return self.architecture.layers * self.kv_heads
 
     @property
     def resolved_dtype(self) -> str:
@@ -54,8 +68,8 @@ class ModelDemand:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V per token."""
-        return self.architecture.kv_bytes_per_token(self.resolved_dtype)
+        """Bytes of K and V per token on each rank."""
+        return self.architecture.kv_bytes_per_token(self.resolved_dtype) * self.kv_heads // self.architecture.kv_heads
 
     @property
     def demand(self) -> float:
@@ -65,7 +79,7 @@ class ModelDemand:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """One pool; its page 0 is the null page and belongs to nobody."""
+    """One pool, on every rank; its page 0 is the null page and belongs to nobody."""
 
     name: str
     dtype: str
@@ -76,7 +90,8 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One placed model. Pages are of its pool, lengths in tokens, shares of the machine's cores in (0, 1]."""
+    """One placed model. Pages are of its pool on each rank, lengths in tokens, `threads` those of each rank, shares of
+    the machine's cores in (0, 1]."""
 
     name: str
     pool: str
@@ -101,7 +116,7 @@ class UnitPlan:
 
     @property
     def pool_bytes(self) -> int:
-        """All pools together."""
+        """All pools together, on each rank."""
         return sum(pool.page_bytes * pool.num_pages for pool in self.pools)
 
 
@@ -123,29 +138,40 @@ class PlanError(ValueError):
 
 
 def plan_unit(
-    models: Sequence[ModelDemand], machine: Machine, cores: int | None = None, pool_bytes: int | None = None
+    models: Sequence[ModelDemand],
+    machine: Machine,
+    cores: int | None = None,
+    pool_bytes: int | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> UnitPlan:
     """Plan all `models` onto `machine`.
 
     Args:
+        models: all split over the same number of ranks.
         cores: cores for the engines; None: all of the machine.
-        pool_bytes: memory of all pools together; None: from the models' demand, within a tenth of the memory.
+        pool_bytes: memory of all pools together on each rank; None: from the models' demand, within a tenth of the
+            memory. For GPUs it must be given: it is what their budget leaves.
+        device: what the engines run on. The memory of GPUs is the budget's business, not checked here.
 
     Raises:
         PlanError: the models do not fit; every reason found, and what to change.
-        ValueError: no models.
+        ValueError: no models, or GPUs without the size of the pools.
     """
     if not models:
         raise ValueError("a unit needs at least one model")
+    if device == "cuda" and pool_bytes is None:
+        raise ValueError("the pools of a GPU have the size that its budget leaves")
     cores = machine.cores if cores is None else cores
-    _check(models, machine, cores)
+    _check(models, machine, cores, device)
     groups = group_pools([KVShape(m.name, m.architecture.head_dim, m.resolved_dtype) for m in models])
     by_name = {model.name: model for model in models}
     block_tokens = {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
     least = {m.name: _pages(m, block_tokens[m.name], m.max_len or _least_auto(m)) for m in models}
     needed = [(1 + sum(least[name] for name in group.models)) * group.page_bytes for group in groups]
     total = _pool_size(models, machine, pool_bytes, sum(needed))
-    _check_memory(models, machine, total, sum(needed), pool_bytes)
+    _check_pool(models, total, sum(needed), device)
+    if device == "cpu":
+        _check_memory(models, machine, total, sum(needed), pool_bytes)
 
     notes: list[str] = []
     weights = [sum(by_name[name].demand for name in group.models) for group in groups]
@@ -164,24 +190,24 @@ def plan_unit(
                 notes.append(
                     f"max_len of {member.name} is {length} tokens instead of {wished}: the pool is too small for more"
                 )
-            threads = member.threads or max(1, cores // (1 + len(models)))
+            threads = member.threads or max(1, cores // (1 + len(models)) // member.ranks)
             plans[member.name] = ModelPlan(
                 name=member.name,
                 pool=pool.name,
                 dtype=member.resolved_dtype,
                 block_tokens=block_tokens[member.name],
                 # Any block that the pool could ever hold for this model, and the null block.
-                num_blocks=(num_pages - 1) // member.architecture.pages_per_block + 1,
+                num_blocks=(num_pages - 1) // member.pages_per_block + 1,
                 quota_pages=quota,
                 floor_pages=floor,
                 max_len=length,
                 threads=threads,
-                share=threads / cores,
+                share=min(1.0, threads * member.ranks / cores),
             )
     return UnitPlan(cores, tuple(pools), tuple(plans[m.name] for m in models), (*_describe(pools, groups), *notes))
 
 
-def _check(models: Sequence[ModelDemand], machine: Machine, cores: int) -> None:
+def _check(models: Sequence[ModelDemand], machine: Machine, cores: int, device: str) -> None:
     problems = []
     if cores > machine.cores:
         problems.append(
@@ -189,9 +215,15 @@ def _check(models: Sequence[ModelDemand], machine: Machine, cores: int) -> None:
         )
     for model in models:
         architecture = model.architecture
-        if architecture.head_dim not in HEAD_DIMS:
-            known = enumerate_words([str(dim) for dim in sorted(HEAD_DIMS)])
+        known = _unknown_head_dim(architecture.head_dim, device)
+        if known:
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
+            problems.append(PlanProblem(message, "path", model.name))
+        if not splits_evenly(architecture, model.ranks):
+            message = (
+                f"its {architecture.heads} heads, {architecture.kv_heads} KV heads and MLP of "
+                f"{architecture.intermediate} columns cannot be split over {model.ranks} ranks"
+            )
             problems.append(PlanProblem(message, "path", model.name))
         if model.max_len is not None and model.max_len > architecture.max_len:
             message = f"{model.max_len} tokens are more than the model was made for ({architecture.max_len})"
@@ -203,17 +235,25 @@ def _check(models: Sequence[ModelDemand], machine: Machine, cores: int) -> None:
         raise PlanError(problems)
 
 
+def _unknown_head_dim(head_dim: int, device: str) -> str:
+    """What the attention kernel has instead of that head size; empty if it has it."""
+    if device == "cuda":
+        good = head_dim % FLASH_STEP == 0 and head_dim <= FLASH_MOST
+        return "" if good else f"multiples of {FLASH_STEP} up to {FLASH_MOST}"
+    return "" if head_dim in HEAD_DIMS else enumerate_words([str(dim) for dim in sorted(HEAD_DIMS)])
+
+
 def _least_auto(model: ModelDemand) -> int:
     return min(MIN_AUTO_LEN, model.architecture.default_max_len)
 
 
 def _pages(model: ModelDemand, block_tokens: int, length: int) -> int:
-    """Pages of one sequence of `length` tokens."""
-    return math.ceil(length / block_tokens) * model.architecture.pages_per_block
+    """Pages of one sequence of `length` tokens, on each rank."""
+    return math.ceil(length / block_tokens) * model.pages_per_block
 
 
 def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | None, needed: int) -> int:
-    """Bytes for all pools together."""
+    """Bytes for all pools together on each rank."""
     if asked is not None:
         return asked
     wanted = 0.0
@@ -223,20 +263,29 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     limit = machine.memory_bytes * AUTO_MEMORY
     if machine.shared_memory_bytes is not None:
         limit = min(limit, machine.shared_memory_bytes * SHARED_MEMORY)
-    size = max(min(wanted, limit), needed)
+    size = max(min(wanted, limit / models[0].ranks), needed)
     return math.ceil(size / _MIB) * _MIB
+
+
+def _check_pool(models: Sequence[ModelDemand], total: int, needed: int, device: str) -> None:
+    if needed <= total:
+        return
+    at_least = f"{math.ceil(needed / _MIB)}MiB"
+    largest = max(models, key=lambda m: (m.max_len or 0) * m.bytes_per_token)
+    where = "" if device == "cpu" else " of each GPU"
+    message = (
+        f"{format_size(max(0, total))}{where} cannot hold one sequence of every model; it must be at least {at_least}"
+    )
+    if largest.max_len:
+        size = format_size(largest.max_len * largest.bytes_per_token)
+        message += f", or lower max_len: {largest.max_len} tokens of {largest.name} alone take {size}"
+    raise PlanError([PlanProblem(message, "kv_pool.size")])
 
 
 def _check_memory(models: Sequence[ModelDemand], machine: Machine, total: int, needed: int, asked: int | None) -> None:
     problems = []
     at_least = f"{math.ceil(needed / _MIB)}MiB"
-    if needed > total:
-        largest = max(models, key=lambda m: (m.max_len or 0) * m.bytes_per_token)
-        message = f"{format_size(total)} cannot hold one sequence of every model; it must be at least {at_least}"
-        if largest.max_len:
-            size = format_size(largest.max_len * largest.bytes_per_token)
-            message += f", or lower max_len: {largest.max_len} tokens of {largest.name} alone take {size}"
-        problems.append(PlanProblem(message, "kv_pool.size"))
+    total *= models[0].ranks  # all ranks are on this machine
     shared = machine.shared_memory_bytes
     if shared is not None and total > shared:
         message = (

@@ -7,7 +7,7 @@ Importing this package loads pydantic; the command line does so only in the comm
 
 from muxserve.config.loader import load_fleet, parse_fleet
 from muxserve.config.problems import FleetError, Problem
-from muxserve.config.schema import AUTO, Cluster, Fleet, Gateway, KVPool, Limits, Model, Nodes, Slo, Workload
+from muxserve.config.schema import AUTO, Cluster, Fleet, Gateway, KVPool, Limits, Model, Nodes, Slo, Sm, Workload
 
 __all__ = [
     "AUTO",
@@ -21,6 +21,7 @@ __all__ = [
     "Nodes",
     "Problem",
     "Slo",
+    "Sm",
     "Workload",
     "load_fleet",
     "parse_fleet",

@@ -79,8 +79,20 @@ def _cluster(source: Source, serving: bool) -> Iterator[Problem]:
         return
     if cluster.get("nodes") and cluster.get("gpus"):
         yield source.problem(("cluster", "nodes"), "give either `gpus` (equal machines) or `nodes`, not both")
-    if cluster.get("gpus") and cluster.get("gpu_type") is None and not serving:
+    gpus, ids, ranks = cluster.get("gpus"), cluster.get("gpu_ids"), cluster.get("ranks")
+    if gpus and cluster.get("gpu_type") is None and not serving:
         yield source.problem(("cluster", "gpus"), "needs `gpu_type`, e.g. A100-80GB")
+    if isinstance(ids, list) and ids and type(gpus) is int and gpus != len(ids):
+        have = "no GPUs" if gpus == 0 else f"{gpus} GPUs"
+        yield source.problem(
+            ("cluster", "gpu_ids"), f"names {len(ids)}, but the cluster has {have}; set `gpus` to match"
+        )
+    if type(ranks) is int and ranks > 1 and (gpus or ids or cluster.get("nodes")):
+        message = "is for CPU; with GPUs every model of a unit is split over all of the unit's GPUs"
+        yield source.problem(("cluster", "ranks"), message)
+    if cluster.get("sm_sharing") == "green_contexts" and cluster.get("mps") in ("off", False):
+        message = "green contexts of different processes compute at the same time under MPS only; leave `mps` out"
+        yield source.problem(("cluster", "mps"), message)
 
 
 def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:

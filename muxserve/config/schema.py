@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
@@ -13,6 +14,8 @@ from muxserve.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 PolicyName = Literal["adbs", "fcfs", "round_robin"]
+SmSharingName = Literal["mps", "green_contexts"]
+GPU_UUID_PATTERN = r"^GPU-[0-9a-fA-F-]{36}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
@@ -31,6 +34,24 @@ def _count_or_auto(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"must be a whole number of at least 1, or auto, not {value!r}")
     return value
+
+
+def _gpu_ids(value: object) -> object:
+    wrong = 'must be a list of GPUs by number or UUID, such as [0, 1] or ["GPU-8f6d..."]'
+    if not isinstance(value, list):
+        raise ValueError(f"{wrong}, not {value!r}")
+    for each in value:
+        number = isinstance(each, int) and not isinstance(each, bool) and each >= 0
+        if not number and not (isinstance(each, str) and re.match(GPU_UUID_PATTERN, each)):
+            raise ValueError(f"{wrong}; {each!r} is neither (`nvidia-smi -L` lists them)")
+    if len(set(value)) < len(value):
+        raise ValueError("names a GPU twice")
+    return value
+
+
+def _switch(value: object) -> object:
+    """YAML 1.1 reads a bare `on` and `off` as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 def _keys(value: object) -> object:
@@ -72,6 +93,19 @@ Milliseconds = Annotated[
 ]
 
 
+MpsMode = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(_switch),
+    WithJsonSchema({"enum": ["auto", "on", "off", True, False]}),
+]
+Share = Annotated[float, Field(gt=0, le=1)]
+_GPU_IDS_SCHEMA = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": GPU_UUID_PATTERN}]},
+    "uniqueItems": True,
+}
+
+
 class Section(BaseModel):
     """Base of every mapping in a fleet file: typed strictly, and no key that we do not know."""
 
@@ -92,12 +126,40 @@ class Cluster(Section):
     cores: CountOrAuto = Field(
         default=AUTO, description="CPU cores for the engines; auto: all that this process may use"
     )
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Without GPUs: processes that every model is split over (tensor parallel), to try that out",
+    )
     gpus: int = Field(default=0, ge=0, description="GPUs, in machines of `gpus_per_node`; 0: serve on CPU")
+    gpu_ids: Annotated[list[int | str], BeforeValidator(_gpu_ids), WithJsonSchema(_GPU_IDS_SCHEMA)] = Field(
+        default_factory=list,
+        description="GPUs of this machine to serve on, by number or UUID; without it those with the most free memory",
+    )
+    gpu_memory: float = Field(
+        default=0.92, gt=0, le=0.99, description="Part of each GPU's memory that may be used for everything together"
+    )
+    mps: MpsMode = Field(
+        default="auto",
+        description="CUDA's Multi-Process Service, so that engines compute at the same time; auto: if it works here",
+    )
+    sm_sharing: SmSharingName = Field(
+        default="mps",
+        description="How engines get their share of SMs under MPS: by percentage, or as SMs of their own",
+    )
     gpu_type: str | None = Field(default=None, min_length=1, description="Type of the GPUs, e.g. A100-80GB")
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine; the last may have fewer")
     nodes: list[Nodes] = Field(
         default_factory=list, description="Machines with GPUs, where they differ; instead of gpus and gpu_type"
     )
+
+
+class Sm(Section):
+    """Shares of each GPU's SMs, instead of those that the planner chooses."""
+
+    prefill: Share | None = Field(default=None, description="Share of the prefill engine, e.g. 0.6")
+    decode: Share | None = Field(default=None, description="Share of the decode engine, e.g. 0.4")
 
 
 class Workload(Section):
@@ -159,6 +221,7 @@ class Model(Section):
     )
     prefix_caching: bool = Field(default=True, description="Reuse the KV cache of equal prompt prefixes")
     threads: CountOrAuto = Field(default=AUTO, description="CPU threads of each engine of this model")
+    sm: Sm = Field(default=Sm(), description="On GPUs: shares of the SMs, instead of the planner's")
     limits: Limits = Field(default=Limits(), description="Admission limits")
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="vLLM engine options passed through, e.g. trust_remote_code: true"

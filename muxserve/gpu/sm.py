@@ -1,4 +1,4 @@
-"""How much of a GPU an engine may compute on: a percentage under MPS, or a set of SMs of its own.
+"""How much of a GPU an engine may compute on: a percentage of the SMs, or a set of its own; both under MPS.
 
 Both are fixed for the life of an engine's process; what changes at run time is which engines hold a lease.
 """
@@ -45,8 +45,11 @@ def share_of(deployment: Deployment, model: str, phase: str) -> float:
 
 
 def client_environment(deployment: Deployment) -> dict[str, str]:
-    """What every process of the deployment needs to find the unit's own MPS server; nothing without one."""
-    if deployment.gpu is None or deployment.gpu.sm_sharing != "mps":
+    """What every process of the deployment needs to find the unit's own MPS server; nothing without one.
+
+    Green contexts need it, too: without it kernels of different processes take turns, whatever their SMs.
+    """
+    if deployment.gpu is None or deployment.gpu.sm_sharing == "off":
         return {}
     return {PIPE: str(deployment.mps_dir / "pipe"), LOG: str(deployment.mps_dir / "log")}
 

@@ -1,0 +1,168 @@
+"""What of a GPU's memory goes to what, and what is left for the page pool. Pure.
+
+Before anything runs the figures are estimates (`placement.memory`); once the weight holders have loaded and measured
+their models (`Needs.measured`), the pool is made of what is really left. Nobody else takes memory afterwards, so the
+order in which engines start does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from placement.demand import Demand
+from placement.memory import MemoryRules, activation_bytes, weight_bytes
+from placement.words import format_size
+
+_MIB = 1 << 20
+# Pools are a multiple of this, the granularity of the driver's memory on all GPUs so far.
+GRANULARITY = 2 * _MIB
+_TABLE_ENTRY = 4  # bytes of an engine's page table on the GPU, per page
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """One model on one GPU, in bytes. Weights are there once; each engine has activations and graphs of its own; each
+    engine and the weight holder have a CUDA context. `measured`: by the holder, not estimated."""
+
+    model: str
+    rank: int
+    weights_bytes: int
+    activation_bytes: int
+    context_bytes: int
+    graph_bytes: int
+    measured: bool = False
+
+    def engines(self, rules: MemoryRules) -> int:
+        """Bytes of its engines beside the weights."""
+        contexts = rules.processes * self.context_bytes
+        return rules.engines * (self.activation_bytes + self.graph_bytes) + contexts
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a budget."""
+
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """One GPU. `pool_bytes` is what is left for pages, negative if there is less than nothing."""
+
+    gpu: str
+    total_bytes: int
+    lines: tuple[Line, ...]
+    pool_bytes: int
+
+
+class BudgetError(ValueError):
+    """A GPU's memory is not enough; the message says what takes it and what to lower, and by how much."""
+
+
+def estimated(demands: Sequence[Demand], ranks: int, rules: MemoryRules) -> list[Needs]:
+    """The needs of models that have not been measured, on each of `ranks` GPUs."""
+    return [
+        Needs(
+            model=demand.name,
+            rank=rank,
+            weights_bytes=weight_bytes(demand, ranks),
+            activation_bytes=activation_bytes(demand, ranks),
+            context_bytes=rules.context_bytes,
+            graph_bytes=rules.graph_bytes,
+        )
+        for rank in range(ranks)
+        for demand in demands
+    ]
+
+
+def measured(event: Mapping[str, object]) -> Needs:
+    """What a weight holder said in its event `measured`.
+
+    Raises:
+        ValueError: it is no such event.
+    """
+    try:
+        figures = {key: int(str(event[key])) for key in _FIGURES}
+        return Needs(model=str(event["model"]), rank=int(str(event["rank"])), **figures, measured=True)
+    except KeyError as missing:
+        raise ValueError(f"the event has no {missing}") from None
+
+
+_FIGURES = ("weights_bytes", "activation_bytes", "context_bytes", "graph_bytes")
+
+
+def budget(
+    gpu: str, total_bytes: int, others_bytes: int, needs: Sequence[Needs], page_bytes: int, rules: MemoryRules
+) -> Budget:
+    """What is left of one GPU.
+
+    Args:
+        gpu: its name, for people.
+        total_bytes: its memory.
+        others_bytes: what was taken before anything of ours ran; if it is more than `rules` leave free, the rest is
+            ours to lose.
+        needs: of every model of the unit, on this GPU.
+        page_bytes: of the smallest page of the unit's pools; each page takes an entry of a page table in both engines
+            of a model, too.
+        rules: what may be used, and what is reserved.
+    """
+    usable = int(total_bytes * rules.utilisation)
+    lines = [Line(f"may be used ({rules.utilisation:.0%} of {format_size(total_bytes)})", usable)]
+    lines.append(Line("taken by others beyond the rest", max(0, usable - (total_bytes - others_bytes))))
+    for each in needs:
+        lines.append(Line(f"{each.model}: weights", each.weights_bytes))
+        lines.append(Line(f"{each.model}: engines and holder", each.engines(rules)))
+    lines.append(Line("memory manager, reserve", rules.reserve_bytes))
+    left = lines[0].bytes - sum(line.bytes for line in lines[1:])
+    tables = max(0, left - left * page_bytes // (page_bytes + rules.engines * _TABLE_ENTRY))
+    lines.append(Line("page tables of the engines", tables))
+    pool = left - tables
+    return Budget(gpu, total_bytes, tuple(lines), pool - pool % GRANULARITY)
+
+
+def pool_bytes(budgets: Sequence[Budget]) -> int:
+    """Bytes of the pools on each GPU: the same everywhere, so the tightest one decides."""
+    return min(each.pool_bytes for each in budgets)
+
+
+def check(budgets: Sequence[Budget], needs: Sequence[Needs], needed: int, rules: MemoryRules) -> None:
+    """Whether the tightest GPU has room for pools of `needed` bytes, one sequence of every model.
+
+    Raises:
+        BudgetError: it has not.
+    """
+    rank, tightest = min(enumerate(budgets), key=lambda item: item[1].pool_bytes)
+    short = needed - tightest.pool_bytes
+    if short <= 0:
+        return
+    here = [each for each in needs if each.rank == rank]
+    weights = sum(each.weights_bytes for each in here)
+    engines = sum(each.engines(rules) for each in here)
+    largest = max(here, key=lambda each: each.activation_bytes)
+    step = rules.engines * largest.activation_bytes
+    left = f"{format_size(tightest.pool_bytes)} are left" if tightest.pool_bytes > 0 else "nothing is left"
+    ways = []
+    usable = tightest.lines[0].bytes
+    most = int(0.97 * tightest.total_bytes)
+    if usable + short <= most:
+        ways.append(f"raise cluster.gpu_memory to {(usable + short) / tightest.total_bytes + 0.005:.2f}")
+    if step > short:
+        part = (step - short) / step
+        ways.append(f"lower max_num_batched_tokens of {largest.model} to {part:.0%} of what it is")
+    ways.append("lower max_len, serve fewer or smaller models, or give the unit more GPUs")
+    source = "measured" if all(each.measured for each in here) else "estimated"
+    raise BudgetError(
+        f"{tightest.gpu}: of {format_size(usable)} that may be used weights take {format_size(weights)} and engines "
+        f"{format_size(engines)} ({source}); {left} for the KV pool, {format_size(short)} too little for one sequence "
+        f"of every model: {'; or '.join(ways)}"
+    )
+
+
+def table(budgets: Sequence[Budget]) -> list[tuple[str, ...]]:
+    """The budgets as rows of text: what, then bytes on each GPU; the last row is the pool."""
+    rows = [
+        (line.what, *(format_size(each.lines[n].bytes) for each in budgets)) for n, line in enumerate(budgets[0].lines)
+    ]
+    return [*rows, ("KV pool", *(format_size(max(0, each.pool_bytes)) for each in budgets))]

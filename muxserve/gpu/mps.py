@@ -1,0 +1,244 @@
+"""An MPS server of our own: started, owned and stopped, with its own directories and no change of compute mode.
+
+NVIDIA, "Multi-Process Service" (docs.nvidia.com/deploy/mps): the control daemon starts a server on behalf of a user;
+clients find both through CUDA_MPS_PIPE_DIRECTORY. The daemon runs in the foreground here, below a small process of ours
+that ends both when the controller is gone:
+
+    python -m muxserve.gpu.mps --deployment FILE
+
+prints `READY <pid of the server>` when clients can come, and ends when daemon or server have ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from muxserve.gpu.sm import LOG, PERCENTAGE, PIPE
+
+CONTROL = "nvidia-cuda-mps-control"
+SERVER = "nvidia-cuda-mps-server"
+DEFAULT_PIPE = "/tmp/nvidia-mps"
+# The kernel's limit for Unix sockets is 107 bytes; the daemon's own names below the pipe directory are at most these.
+_LONGEST_NAME = "/control_privileged"
+_SOCKET_LIMIT = 107
+_ANSWER_SECONDS = 10.0
+_SERVER_SECONDS = 60.0
+_QUIT_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class MpsError(RuntimeError):
+    """MPS cannot be used; the message says why."""
+
+
+def binary() -> str | None:
+    """The control program; None if MPS is not installed."""
+    return shutil.which(CONTROL) or next(filter(os.path.exists, [f"/usr/local/nvidia/bin/{CONTROL}"]), None)
+
+
+class MpsServer:
+    """One control daemon and its server.
+
+    Args:
+        directory: where its pipes and logs go; made if it is not there.
+        gpus: UUIDs of the GPUs that it serves.
+        control: the control program.
+    """
+
+    def __init__(self, directory: Path, gpus: Sequence[str], control: str) -> None:
+        self.pipe, self.logs = directory / "pipe", directory / "log"
+        if len(os.fsencode(f"{self.pipe}{_LONGEST_NAME}")) > _SOCKET_LIMIT:
+            raise MpsError(
+                f"{directory} is too long a path for the sockets of MPS; set XDG_RUNTIME_DIR to a shorter one"
+            )
+        self._control = control
+        self._environment = {**os.environ, PIPE: str(self.pipe), LOG: str(self.logs)}
+        self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._environment.pop(PERCENTAGE, None)
+        self._daemon: subprocess.Popen[bytes] | None = None
+        self.server_pid = 0
+
+    def start(self) -> None:
+        """Start the daemon and the server; returns when clients can come.
+
+        Raises:
+            MpsError: it does not start; with the last line of its log.
+        """
+        for directory in (self.pipe, self.logs):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._daemon = subprocess.Popen(
+                [self._control, "-f"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=self._environment,
+                preexec_fn=_die_with_parent,
+            )
+        except OSError as error:
+            raise MpsError(f"{self._control} cannot be started: {error.strerror}") from None
+        self._until("does not answer", _ANSWER_SECONDS, lambda: self.command("get_server_list") is not None)
+        self.command(f"start_server -uid {os.getuid()}")
+        self._until("starts no server", _SERVER_SECONDS, lambda: bool(self._servers()))
+        self.server_pid = self._servers()[0]
+
+    def command(self, text: str, seconds: float = _ANSWER_SECONDS) -> str | None:
+        """The daemon's answer to a command; None if it does not answer."""
+        try:
+            done = subprocess.run(
+                [self._control], input=f"{text}\n".encode(), capture_output=True, timeout=seconds, env=self._environment
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+    def wait(self, wake_fd: int) -> str:
+        """Until daemon or server have ended, or `wake_fd` can be read; returns what happened ("" for `wake_fd`)."""
+        assert self._daemon is not None
+        with contextlib.ExitStack() as stack:
+            ends = {}
+            for pid, what in ((self._daemon.pid, "control daemon"), (self.server_pid, "server")):
+                try:
+                    fd = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    return f"the MPS {what} has ended"
+                stack.callback(os.close, fd)
+                ends[fd] = what
+            readable = select.select([wake_fd, *ends], [], [])[0]
+            return next((f"the MPS {ends[fd]} has ended" for fd in readable if fd in ends), "")
+
+    def stop(self) -> None:
+        """Quit, within a few seconds: clients that are still there get `quit -t`'s time, then everything is killed."""
+        daemon = self._daemon
+        if daemon is None:
+            return
+        if daemon.poll() is None:
+            self.command(f"quit -t {_QUIT_SECONDS:.0f}", _QUIT_SECONDS + 2)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(_QUIT_SECONDS)
+        # A server is the daemon's child; it may stay when the daemon was killed.
+        if self.server_pid and _name_of(self.server_pid).startswith(SERVER[:15]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.server_pid, signal.SIGKILL)
+        if daemon.poll() is None:
+            daemon.kill()
+        daemon.wait()
+        self._daemon = None
+
+    def last_words(self) -> str:
+        """The last line of the daemon's or the server's log."""
+        for name in ("server.log", "control.log"):
+            with contextlib.suppress(OSError):
+                lines = (self.logs / name).read_text(errors="replace").splitlines()
+                if lines:
+                    return lines[-1]
+        return ""
+
+    def _servers(self) -> list[int]:
+        return [int(word) for word in (self.command("get_server_list") or "").split() if word.isdigit()]
+
+    def _until(self, failing: str, seconds: float, done: Callable[[], bool]) -> None:
+        assert self._daemon is not None
+        deadline = time.monotonic() + seconds
+        while not done():
+            status = self._daemon.poll()
+            if status is not None or time.monotonic() > deadline:
+                ended = f"ended with status {status}" if status is not None else f"{failing} within {seconds:.0f} s"
+                words = self.last_words()
+                raise MpsError(f"the MPS control daemon {ended}" + (f": {words}" if words else ""))
+            time.sleep(0.05)
+
+
+def probe(gpus: Sequence[str], base: Path) -> str:
+    """Whether MPS works here, by starting and stopping it in a directory below `base`: empty if so, else why not."""
+    control = binary()
+    if control is None:
+        return f"{CONTROL} is not installed (it comes with the driver; in a container it must be mounted, too)"
+    with tempfile.TemporaryDirectory(prefix="mps-", dir=base) as directory:
+        try:
+            server = MpsServer(Path(directory), gpus, control)
+        except MpsError as error:
+            return str(error)
+        try:
+            server.start()
+        except MpsError as error:
+            return str(error)
+        finally:
+            server.stop()
+    return ""
+
+
+def foreign(environ: Mapping[str, str] | None = None) -> str:
+    """An MPS server of somebody else on this machine, in words; empty if there is none."""
+    environ = os.environ if environ is None else environ
+    pipe = Path(environ.get(PIPE, DEFAULT_PIPE))
+    servers = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _is(int(p.name), SERVER)]
+    if servers:
+        return f"another MPS server runs here (pid {', '.join(map(str, servers))})"
+    return f"another MPS control daemon listens in {pipe}" if (pipe / "control").exists() else ""
+
+
+def _is(pid: int, program: str) -> bool:
+    return _name_of(pid) == program[:15]  # the kernel keeps 15 characters
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> int:
+    """Run an MPS server until told to stop or until it ends."""
+    from muxserve.deployment import load
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deployment", required=True)
+    deployment = load(parser.parse_args().deployment)
+    if deployment.gpu is None:
+        parser.error("the deployment has no GPUs")
+    control = binary()
+    if control is None:
+        print(f"{CONTROL} is not installed", file=sys.stderr)
+        return 1
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        server = MpsServer(deployment.mps_dir, deployment.gpu.uuids, control)
+        try:
+            server.start()
+            print(f"READY {server.server_pid}", flush=True)
+            ended = server.wait(read)
+        finally:
+            server.stop()
+    except MpsError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    if ended:
+        print(ended, server.last_words(), sep=": ", file=sys.stderr, flush=True)
+    return 1 if ended else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
