@@ -1,0 +1,102 @@
+"""Every vLLM internal that the CUDA engine relies on beyond those of `muxserve.engine.vllm_seam`, in one place."""
+
+from __future__ import annotations
+
+from muxserve.engine.vllm_pin import Internal, differences
+
+_FLASH = "vllm.v1.attention.backends.flash_attn"
+_LOADER = "vllm.model_executor.model_loader"
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+INTERNALS: list[Internal] = [
+    # attention
+    (_FLASH, "FlashAttentionBackend.forward_includes_kv_cache_update", ()),
+    (_FLASH, "FlashAttentionBackend.get_supported_kernel_block_sizes", ("kv_cache_spec",)),
+    (_FLASH, "FlashAttentionBackend.get_preferred_block_size", ("default_block_size",)),
+    (
+        _FLASH,
+        "FlashAttentionMetadata",
+        (
+            "num_actual_tokens",
+            "max_query_len",
+            "query_start_loc",
+            "max_seq_len",
+            "seq_lens",
+            "block_table",
+            "slot_mapping",
+            "scheduler_metadata",
+            "max_num_splits",
+            "causal",
+        ),
+    ),
+    (
+        _FLASH,
+        "FlashAttentionMetadataBuilder.__init__",
+        ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    ),
+    (
+        _FLASH,
+        "FlashAttentionMetadataBuilder.build",
+        ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    (
+        _FLASH,
+        "FlashAttentionMetadataBuilder._get_scheduler_metadata",
+        (
+            "aot_schedule",
+            "batch_size",
+            "cu_query_lens",
+            "max_query_len",
+            "seqlens",
+            "max_seq_len",
+            "causal",
+            "max_num_splits",
+        ),
+    ),
+    (_FLASH, "FlashAttentionMetadataBuilder._store_scheduler_metadata", ("scheduler_metadata",)),
+    (_FLASH, "FlashAttentionMetadataBuilder._cudagraph_support", ()),
+    (_FLASH, "FlashAttentionMetadataBuilder.supports_update_block_table", ()),
+    (_FLASH, "FlashAttentionImpl.__init__", ("num_heads", "num_kv_heads", "sinks", "kv_sharing_target_layer_name")),
+    (_FLASH, "FlashAttentionImpl.forward", ("layer", "query", "kv_cache", "attn_metadata", "output")),
+    ("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version", ()),
+    ("vllm.vllm_flash_attn.flash_attn_interface", "flash_attn_varlen_func", ("seqused_k", "block_table", "num_splits")),
+    ("vllm.vllm_flash_attn.flash_attn_interface", "get_scheduler_metadata", ("cache_seqlens", "page_size")),
+    ("vllm.v1.attention.backend", "CommonAttentionMetadata", ("query_start_loc", "seq_lens", "slot_mapping")),
+    ("vllm.v1.attention.backend", "AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE", ()),
+    ("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CUSTOM", ()),
+    ("vllm.utils.torch_utils", "canonicalize_singleton_dim_strides", ()),
+    # runner
+    (_RUNNER, "GPUModelRunner.initialize_kv_cache_tensors", ("kernel_block_sizes", "kv_cache_allocation_context")),
+    (_RUNNER, "GPUModelRunner._attn_group_iterator", ()),
+    (_RUNNER, "GPUModelRunner._zero_block_ids", ("block_ids",)),
+    (_RUNNER, "GPUModelRunner._init_kv_zero_meta", ()),
+    (_RUNNER, "GPUModelRunner.capture_model", ()),
+    (_RUNNER, "GPUModelRunner.profile_run", ()),
+    (_RUNNER, "GPUModelRunner.profile_cudagraph_memory", ()),
+    ("vllm.compilation.cuda_graph", "CUDAGraphWrapper.clear_all_graphs", ()),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs", "scheduled_cached_reqs")),
+    ("vllm.v1.core.sched.output", "NewRequestData", ("block_ids",)),
+    ("vllm.v1.core.sched.output", "CachedRequestData", ("new_block_ids",)),
+    # worker
+    ("vllm.v1.worker.gpu_worker", "Worker.init_device", ()),
+    ("vllm.v1.worker.gpu_worker", "Worker.load_model", ("load_dummy_weights",)),
+    ("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", ()),
+    ("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ()),
+    ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ()),
+    ("vllm.v1.worker.gpu_worker", "request_memory", ("init_snapshot", "cache_config", "external_weight_memory")),
+    # weights
+    (_LOADER, "register_model_loader", ("load_format",)),
+    (_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", ()),
+    (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader._build_model", ("vllm_config", "model_config", "state")),
+    (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader._fetch_entries", ("model_config",)),
+    (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader.get_external_weight_memory", ("vllm_config",)),
+    (f"{_LOADER}.weight_cache.protocol", "WeightCacheState", ("entries", "aliases", "attrs")),
+    (f"{_LOADER}.weight_cache.protocol", "WeightCacheKey.from_model_config", ("model_config", "tp_size", "tp_rank")),
+    ("vllm.third_party.pynvml", "nvmlDeviceGetHandleByUUID", ()),
+    ("vllm.v1.executor.abstract", "Executor.register_failure_callback", ("callback",)),
+]
+
+
+def problems() -> list[str]:
+    """What differs from the vLLM that the CUDA engine was written for, in words; empty when all is well."""
+    return differences(INTERNALS)
