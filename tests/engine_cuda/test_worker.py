@@ -1,0 +1,192 @@
+"""Worker and weight holder as far as they run without a GPU: what they ask for, tell and refuse."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+import vllm.v1.executor.abstract as abstract
+
+from muxserve.deployment import Deployment, GatewayDeployment, GpuDeployment, PoolDeployment
+from muxserve.engine import support, vllm_args
+from muxserve.engine.cuda import weight_holder, weights, worker
+from muxserve.engine.cuda.weight_holder import HolderWorker
+from muxserve.engine.cuda.worker import PooledGPUWorker
+from tests.engine.harness import deployed_model
+
+MODEL = Path(__file__).parents[2] / "configs/models/arithmetic"
+UUIDS = ["GPU-aaaa", "GPU-bbbb"]
+
+
+def deployment(tmp_path: Path, **engine_args: Any) -> Deployment:
+    model = deployed_model("m", MODEL, dtype="bfloat16", engine_args=engine_args)
+    return Deployment(
+        run_dir=str(tmp_path),
+        unit="test",
+        policy="adbs",
+        cores=2,
+        pools=[PoolDeployment("main", 2 * model.block_tokens * model.head_dim * 2, 1000)],
+        models=[model],
+        gateway=GatewayDeployment("127.0.0.1", 0),
+        ranks=2,
+        gpu=GpuDeployment(UUIDS),
+    )
+
+
+def a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, uuid: str) -> Any:
+    """A worker of `rank` that finds itself on the GPU `uuid`."""
+    place = (deployment(tmp_path), "m", "decode")
+    monkeypatch.setattr(worker.binding, "place_of", lambda _: place)
+    platform = SimpleNamespace(get_device_uuid=lambda index: uuid)
+    monkeypatch.setattr(worker, "current_platform", platform)
+    made: Any = PooledGPUWorker.__new__(PooledGPUWorker)
+    made.vllm_config, made.rank, made.local_rank = None, rank, rank
+    made.device = torch.device("cuda", rank)
+    return made
+
+
+def test_a_worker_takes_the_gpu_of_its_rank_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_worker(tmp_path, monkeypatch, 1, "gpu-BBBB")._check_device()
+    with pytest.raises(RuntimeError, match=r"rank 1 of 'm' runs on GPU GPU-aaaa.*on GPU-bbbb.*CUDA_VISIBLE_DEVICES"):
+        a_worker(tmp_path, monkeypatch, 1, "GPU-aaaa")._check_device()
+
+
+def test_what_an_engine_says_it_has_is_the_model_s_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = a_worker(tmp_path, monkeypatch, 0, "GPU-aaaa")
+    ran: list[str] = []
+    made._run_largest_batch = lambda: ran.append("largest batch")
+    made.cache_config = SimpleNamespace(num_gpu_blocks_override=128)
+    made.get_kv_cache_spec = lambda: {f"layer.{i}": SimpleNamespace(page_size_bytes=4096) for i in range(3)}
+    assert made.determine_available_memory() == 128 * 3 * 4096
+    assert ran == ["largest batch"]
+
+
+def test_a_lack_of_memory_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = a_worker(tmp_path, monkeypatch, 0, "GPU-aaaa")
+
+    def profile_run() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB.\nmore")
+
+    made.vllm_config = None
+    monkeypatch.setattr(worker, "set_current_vllm_config", lambda _: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 140 << 30))
+    made.model_runner = SimpleNamespace(profile_run=profile_run)
+    words = r"no memory left for the decode engine of 'm': 1.00 of 140.00 GiB.*512.00 MiB.*max_num_batched_tokens"
+    with pytest.raises(RuntimeError, match=words):
+        made._run_largest_batch()
+
+
+# ------------------------------------------------------------ the holder
+
+
+class Events:
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def event(self, event: str, **fields: Any) -> None:
+        self.seen.append({"event": event, **fields})
+
+
+class Ended(BaseException):
+    """In place of waiting for ever."""
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An executor of two ranks that answers as workers do; `calls` is what it was asked."""
+    calls: list[str] = []
+
+    class Fake:
+        def __init__(self, config: Any) -> None:
+            calls.append("load")
+
+        def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+            return [{}]
+
+        def collective_rpc(self, method: str) -> list[Any]:
+            calls.append(method)
+            if method == "measure":
+                figures = {"weights_bytes": 7, "activation_bytes": 5, "context_bytes": 3, "graph_bytes": 1}
+                return [{"rank": rank, **figures} for rank in range(2)]
+            return [None, None]
+
+        def register_failure_callback(self, callback: Any) -> None:
+            calls.append("watch")
+
+    def pause() -> None:
+        raise Ended
+
+    monkeypatch.setattr(abstract.Executor, "get_class", staticmethod(lambda config: Fake))
+    monkeypatch.setattr(vllm_args, "config_of", lambda options: options)
+    monkeypatch.setattr(support, "unsupported", lambda *_: None)
+    monkeypatch.setattr(weight_holder.signal, "pause", pause)
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    return SimpleNamespace(calls=calls, cls=Fake)
+
+
+def test_a_holder_measures_before_anyone_maps_and_then_says_that_it_is_up(tmp_path: Path, executor: Any) -> None:
+    events = Events()
+    with pytest.raises(Ended):
+        weights.run_holder(deployment(tmp_path), "m", events)
+    assert executor.calls == ["load", "measure", "hand_out", "watch"]
+    told = [e for e in events.seen if e["event"] != "progress"]
+    assert [(e["event"], e.get("rank")) for e in told] == [("measured", 0), ("measured", 1), ("up", None)]
+    assert told[0]["weights_bytes"] == 7
+    assert {e["kind"] for e in events.seen} == {"weights"}
+    assert told[-1]["phase"] == ""
+
+
+def test_holders_measure_one_after_another(tmp_path: Path, executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: Any, method: str) -> list[Any]:
+        with open(tmp_path / "weights.lock", "w") as lock:
+            taken = False
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                taken = True
+        assert taken is (method == "measure")
+        return []
+
+    monkeypatch.setattr(executor.cls, "collective_rpc", measure)
+    with pytest.raises(Ended):
+        weights.run_holder(deployment(tmp_path), "m", Events())
+
+
+def test_a_holder_says_why_it_cannot(tmp_path: Path, executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "unsupported", lambda *_: "it uses sliding windows")
+    events = Events()
+    with pytest.raises(ValueError, match="sliding windows"):
+        weights.run_holder(deployment(tmp_path), "m", events)
+    assert events.seen[-1] == {
+        "event": "failed",
+        "kind": "weights",
+        "model": "m",
+        "phase": "",
+        "error": "model 'm' cannot be served: it uses sliding windows",
+    }
+
+
+def test_a_holder_loads_as_its_model_says_and_engines_map(tmp_path: Path) -> None:
+    plain, dummy = deployment(tmp_path), deployment(tmp_path, load_format="dummy")
+    assert weight_holder.holder_args(plain, "m")["load_format"] == "auto"
+    held = weight_holder.holder_args(dummy, "m")
+    assert held["load_format"] == "dummy"
+    assert held["worker_cls"].endswith("HolderWorker")
+    assert held["model_loader_extra_config"] == {}
+    engine = vllm_args.engine_args(dummy, "m", "decode")
+    assert engine["load_format"] == weights.LOAD_FORMAT
+    assert engine["model_loader_extra_config"]["sockets"] == [dummy.weights_socket("m", rank) for rank in (0, 1)]
+    assert engine["attention_backend"] == "CUSTOM"
+
+
+def test_a_holder_serves_no_requests() -> None:
+    with pytest.raises(NotImplementedError):
+        HolderWorker.__new__(HolderWorker).compile_or_warm_up_model()
