@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cli.plan_tables import plan_table, sweep_table, totals_words, units_table
+from muxserve.cli.output import errors, escape, print_error, print_problems
+from muxserve.cli.plan_tables import show_plan, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.planning.document import SweepPoint, document, needed, point
+from muxserve.planning.document import SweepPoint, document, point
 from muxserve.planning.fleets import ClusterError, cluster_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.latency import latency_model, latency_words
 from muxserve.planning.planfile import save_plan
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from muxserve.planning.predict import Prediction
+    from muxserve.planning.verified import Verified
 
 EXIT_OK, EXIT_UNPLACED, EXIT_BAD = 0, 1, 2
 _SIMULATED_REQUESTS, _SIMULATED_SECONDS = 5000, 300.0
@@ -95,12 +96,18 @@ def _plan(arguments: PlanArguments) -> int:
                 made = _on_gpus(demands, cluster, latency, options, arguments.seconds, told)
         seconds = time.monotonic() - began
         simulated, why_not = _simulated(made, latency, arguments, max_len, told)
+        spare: Mapping[str, float] = {}
+        if simulated is not None and cluster is not None and not sizes and options.objective.name != "throughput":
+            again = _verified(made, simulated, demands, cluster, latency, options, arguments, told)
+            made, simulated, spare = again.plan, again.prediction, again.spare
+            seconds = time.monotonic() - began
     about = f"{arguments.fleet.name}, objective {made.objective.name}, costs: {latency_words(arguments.profile)}"
     if arguments.as_json:
         data = document(made, str(arguments.fleet), latency_words(arguments.profile), seconds, simulated, points)
         print(json.dumps(data, indent=2))
     else:
-        _show(made, simulated, points, seconds, about)
+        show_plan(made, simulated, points, seconds, about)
+        show_spare(spare)
     if why_not:
         errors.print(f"not simulated: {escape(why_not)}")
     if arguments.output is not None and made.placement.units:
@@ -153,6 +160,34 @@ def _on_gpus(
 ) -> ClusterPlan:
     until = time.monotonic() + seconds
     return plan_cluster(demands, cluster, latency, memory_of(cluster), options, lambda: time.monotonic() >= until, told)
+
+
+def _verified(
+    first: ClusterPlan,
+    simulated: Prediction,
+    demands: list[Demand],
+    cluster: Cluster,
+    latency: LatencyModel,
+    options: PlanOptions,
+    arguments: PlanArguments,
+    told: Callable[[str], None],
+) -> Verified:
+    """The plan, or one with spare for models that fall short in its simulation."""
+    from muxserve.planning.verified import verified
+
+    known = {id(first): simulated}
+
+    def plan(asked: Sequence[Demand]) -> ClusterPlan:
+        if asked is demands:
+            return first
+        return _on_gpus(list(asked), cluster, latency, options, arguments.seconds, lambda text: told(f"again: {text}"))
+
+    def simulate(made: ClusterPlan) -> Prediction:
+        prediction = known.get(id(made)) or _simulated(made, latency, arguments, {}, told)[0]
+        assert prediction is not None, "what could be simulated once can be simulated again"
+        return prediction
+
+    return verified(demands, plan, simulate)
 
 
 def _swept(
@@ -230,45 +265,6 @@ def _simulated(
         )
     except (SimulationError, CostError) as error:
         return None, str(error)
-
-
-def _show(
-    made: ClusterPlan, simulated: Prediction | None, points: list[SweepPoint], seconds: float, about: str
-) -> None:
-    console.print(escape(about))
-    if points:
-        console.print(sweep_table(points))
-        enough = needed(points)
-        if enough is None:
-            console.print(f"not even {points[-1].gpus} GPUs meet all rates and objectives; the plan for that many:")
-        else:
-            console.print(f"[bold]{enough} GPUs[/] are enough; the plan for that many:")
-    console.print(plan_table(made, simulated))
-    console.print()
-    console.print(units_table(made))
-    for note in made.placement.notes[len(made.placement.units) :]:
-        console.print(f"- {escape(note)}")
-    console.print(totals_words(made))
-    if simulated is not None:
-        from muxserve.planning.predict import falls_short
-
-        overall = simulated.summary.overall
-        slo = overall.slo.get("all")
-        met = "" if slo is None else f", {slo:.1%} within their objectives"
-        console.print(
-            f"simulated {overall.requests} requests in {simulated.seconds:.0f} s of virtual time: "
-            f"{simulated.throughput:.2f} requests/s{met}"
-        )
-        short = falls_short(made, simulated)
-        if made.meets and short:
-            console.print(
-                f"[red]the simulation does not bear that out[/] for {escape(', '.join(short))}: the estimate is too "
-                "close to what the GPUs can do; plan for more GPUs or lower rates"
-            )
-    search = f"{made.evaluations} units estimated in {seconds:.1f} s"
-    if made.gap is not None:
-        search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"
-    console.print(search)
 
 
 @contextmanager

@@ -1,15 +1,15 @@
-"""A plan as tables."""
+"""A plan as tables and words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from muxserve.cli.output import escape
+from muxserve.cli.output import console, escape
 from muxserve.planning.document import SweepPoint, needed
-from muxserve.planning.predict import Prediction
+from muxserve.planning.predict import Prediction, falls_short
 from placement.planner import ClusterPlan
 from placement.words import format_size
 
@@ -138,3 +138,50 @@ def _range(numbers: Sequence[int]) -> str:
     if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
     return ",".join(map(str, numbers))
+
+
+def show_plan(
+    made: ClusterPlan, simulated: Prediction | None, points: list[SweepPoint], seconds: float, about: str
+) -> None:
+    """Print a plan, what its simulation shows, and how it was found."""
+    console.print(escape(about))
+    if points:
+        console.print(sweep_table(points))
+        enough = needed(points)
+        if enough is None:
+            console.print(f"not even {points[-1].gpus} GPUs meet all rates and objectives; the plan for that many:")
+        else:
+            console.print(f"[bold]{enough} GPUs[/] are enough; the plan for that many:")
+    console.print(plan_table(made, simulated))
+    console.print()
+    console.print(units_table(made))
+    for note in made.placement.notes[len(made.placement.units) :]:
+        console.print(f"- {escape(note)}")
+    console.print(totals_words(made))
+    if simulated is not None:
+        overall = simulated.summary.overall
+        slo = overall.slo.get("all")
+        met = "" if slo is None else f", {slo:.1%} within their objectives"
+        console.print(
+            f"simulated {overall.requests} requests in {simulated.seconds:.0f} s of virtual time: "
+            f"{simulated.throughput:.2f} requests/s{met}"
+        )
+        short = falls_short(made, simulated)
+        if made.meets and short:
+            console.print(
+                f"[red]the simulation does not bear that out[/] for {escape(', '.join(short))}: the estimate is too "
+                "close to what the GPUs can do; plan for more GPUs or lower rates"
+            )
+    search = f"{made.evaluations} units estimated in {seconds:.1f} s"
+    if made.gap is not None:
+        search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"
+    console.print(search)
+
+
+def show_spare(spare: Mapping[str, float]) -> None:
+    """Print for which models there is spare."""
+    if spare:
+        models = ", ".join(f"{name} {factor:.2f}x" for name, factor in spare.items())
+        console.print(
+            f"planned with spare for models whose simulation fell short at first: {escape(models)} of the rate"
+        )
