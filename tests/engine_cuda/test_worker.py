@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +126,10 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(abstract.Executor, "get_class", staticmethod(lambda config: Fake))
     monkeypatch.setattr(vllm_args, "config_of", lambda options: options)
-    monkeypatch.setattr(support, "unsupported", lambda *_: None)
+    monkeypatch.setattr(support, "refuse_unsupported", lambda *_: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
+        monkeypatch.setenv(name, "25")
     monkeypatch.setattr(weight_holder.signal, "pause", pause)
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -142,6 +146,9 @@ def test_a_holder_measures_before_anyone_maps_and_then_says_that_it_is_up(tmp_pa
     assert told[0]["weights_bytes"] == 7
     assert {e["kind"] for e in events.seen} == {"weights"}
     assert told[-1]["phase"] == ""
+    # A client of the unit's own MPS server, as the engines are that map its memory, with no limit of its own.
+    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"].startswith(str(tmp_path))
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ
 
 
 def test_holders_measure_one_after_another(tmp_path: Path, executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +168,10 @@ def test_holders_measure_one_after_another(tmp_path: Path, executor: Any, monkey
 
 
 def test_a_holder_says_why_it_cannot(tmp_path: Path, executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "unsupported", lambda *_: "it uses sliding windows")
+    def refuse(*_: Any) -> None:
+        raise ValueError("model 'm' cannot be served: it uses sliding windows")
+
+    monkeypatch.setattr(support, "refuse_unsupported", refuse)
     events = Events()
     with pytest.raises(ValueError, match="sliding windows"):
         weights.run_holder(deployment(tmp_path), "m", events)
@@ -170,7 +180,7 @@ def test_a_holder_says_why_it_cannot(tmp_path: Path, executor: Any, monkeypatch:
         "kind": "weights",
         "model": "m",
         "phase": "",
-        "error": "model 'm' cannot be served: it uses sliding windows",
+        "error": "ValueError: model 'm' cannot be served: it uses sliding windows",
     }
 
 

@@ -26,6 +26,7 @@ from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
+from muxserve.engine.family import words
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +142,7 @@ def run(deployment: Deployment, model: str, control: Any) -> None:
         executor = _load(deployment, model, control)
     except Exception as error:
         log.exception("cannot hold the weights of %s", model)
-        words = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
-        control.event("failed", kind="weights", model=model, phase="", error=words)
+        control.event("failed", kind="weights", model=model, phase="", error=words(error))
         raise
     # A shard's process that dies takes the whole holder with it: engines need all of them.
     executor.register_failure_callback(lambda: os._exit(1))
@@ -155,12 +155,17 @@ def _load(deployment: Deployment, model: str, control: Any) -> Any:
     """An executor whose workers hold the weights, have told what they measured and hand them out."""
     from vllm.v1.executor.abstract import Executor
 
+    from muxserve.engine.support import refuse_unsupported
     from muxserve.engine.vllm_args import config_of
+    from muxserve.gpu import sm
 
     def progress(detail: str) -> None:
         control.event("progress", kind="weights", model=model, phase="", detail=detail)
 
-    # Workers of several ranks are forked, like everything else here; CUDA is untouched until then.
+    # To be an MPS client like the engines, or they could not map its memory; without a limit on SMs.
+    sm.prepare(deployment, model, "weights")
+    # Workers of several ranks are forked, like everything else here: no CUDA and no team of threads until then.
+    torch.set_num_threads(1)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     config = config_of(holder_args(deployment, model))
     progress("waiting for the GPU")
@@ -169,22 +174,13 @@ def _load(deployment: Deployment, model: str, control: Any) -> Any:
         fcntl.flock(lock, fcntl.LOCK_EX)
         progress("loading weights")
         executor = Executor.get_class(config)(config)
-        _check(deployment, model, executor)
+        refuse_unsupported(executor, deployment.model(model))
         progress("measuring memory")
         measured = executor.collective_rpc("measure")
     executor.collective_rpc("hand_out")
     for each in measured:
         control.event("measured", kind="weights", model=model, **each)
     return executor
-
-
-def _check(deployment: Deployment, model: str, executor: Any) -> None:
-    from muxserve.engine.support import unsupported
-
-    specs = {name: spec for worker in executor.get_kv_cache_specs() for name, spec in worker.items()}
-    reason = unsupported(specs, deployment.model(model))
-    if reason:
-        raise ValueError(f"model {model!r} cannot be served: {reason}")
 
 
 def _reserved(device: torch.device) -> int:
