@@ -1,12 +1,6 @@
 from __future__ import annotations
 
-import os
-
 import pytest
-
-# Before vLLM is imported.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 @pytest.fixture
