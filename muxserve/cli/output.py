@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from muxserve.config import FleetError
 from muxserve.deployment import Deployment, ModelDeployment
+from muxserve.gpu.budget import Budget
+from muxserve.gpu.budget import table as budget_rows
 
 # Where nobody looks at a screen, nothing is cut to the width of one.
 _WIDE = 240
@@ -68,3 +71,14 @@ def models_table(deployment: Deployment) -> Table:
 def quota_words(model: ModelDeployment) -> str:
     """`6808 pages (425 blocks)`."""
     return f"{model.quota_pages} pages ({model.quota_pages // model.pages_per_block} blocks)"
+
+
+def budget_table(budgets: Sequence[Budget]) -> Table:
+    """What the memory of each GPU goes to."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("GPU memory", no_wrap=True)
+    for budget in budgets:
+        table.add_column(escape(budget.gpu), no_wrap=True, justify="right")
+    for row in budget_rows(budgets):
+        table.add_row(*map(escape, row))
+    return table

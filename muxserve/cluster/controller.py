@@ -5,31 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from muxserve import wire
-from muxserve.cluster.events import Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping
+from muxserve.cluster.events import Draining, Event, Failed, PartId, Ready, Stopping
 from muxserve.cluster.launcher import Launcher
-from muxserve.cluster.processes import Process, adopt_orphans, exit_words, has_children, kill_group, reap_group
-from muxserve.cluster.supervision import GaveUp, Part, PartDied, Supervisor, while_running
-from muxserve.cluster.unit_link import UnitLink
-from muxserve.cluster.warm_link import WarmLink
+from muxserve.cluster.processes import adopt_orphans, has_children, kill_group, reap_group
+from muxserve.cluster.sizing import PoolSizer
+from muxserve.cluster.starts import GATEWAY, MEMORY, MPS, UNIT, WARM, Starts
+from muxserve.cluster.supervision import WITH_PARENT, GaveUp, Part, Supervisor
 from muxserve.deployment import Deployment
+from muxserve.gpu import nvml
 
 log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_KEPT_DYING, EXIT_FORCED = 0, 2, 3, 4, 130
 
-MEMORY, WARM, UNIT, GATEWAY = PartId("memory"), PartId("warm_parent"), PartId("unit"), PartId("gateway")
-_START_SECONDS = {"memory": 60.0, "unit": 30.0, "warm_parent": 300.0, "gateway": 300.0, "engine": 1800.0}
 _STOP_SECONDS = 5.0
+_MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
 _DRAIN_MARGIN = 5.0  # on top of what the gateway itself allows its requests
 _TAIL_LINES = 15
-_LAST_WORDS_SECONDS = 0.1
 
 
 class Controller:
@@ -39,10 +37,14 @@ class Controller:
     kill. Exit codes: 0 stopped as asked, 3 could not start, 4 a part kept dying, 130 killed at the second `stop`.
     """
 
-    def __init__(self, deployment: Deployment, launcher: Launcher, emit: Callable[[Event], None]) -> None:
-        self.deployment = deployment
+    def __init__(
+        self,
+        deployment: Deployment,
+        launcher: Launcher,
+        emit: Callable[[Event], None],
+        sizer: PoolSizer | None = None,
+    ) -> None:
         self.ready = asyncio.Event()
-        self._launcher = launcher
         self._emit = emit
         self._stops = 0
         self._stopping = asyncio.Event()
@@ -51,18 +53,13 @@ class Controller:
         self._exits: dict[int, int] = {}
         # Process groups of warm parents that died: what they leave behind becomes our child and is ours to collect.
         self._orphaned: set[int] = set()
-        self._warm: WarmLink | None = None
-        self._parent_of: dict[PartId, WarmLink] = {}
-        self._unit: UnitLink | None = None
-        self._lifeline_read, self._lifeline_write = os.pipe()
-        # Model loading is mostly computing; more at once than this only makes each of them later.
-        self._starts = asyncio.Semaphore(2 * max(2, deployment.cores))
-        starters = {MEMORY: self._start_memory, WARM: self._start_warm, UNIT: self._start_unit}
-        starters[GATEWAY] = self._start_forked
-        for model in deployment.models:
-            for phase in ("prefill", "decode"):
-                starters[PartId("engine", model.name, phase)] = self._start_forked
-        self.parts = {part: Part(part, start, _START_SECONDS[part.kind]) for part, start in starters.items()}
+        self._starts = Starts(deployment, launcher, emit, self._exits, sizer)
+        self.parts = self._starts.parts
+
+    @property
+    def deployment(self) -> Deployment:
+        """As it is now: on GPUs the pools have their size only when the models have been measured."""
+        return self._starts.deployment
 
     def stop(self) -> None:
         """Drain and end; at once when called again."""
@@ -71,8 +68,8 @@ class Controller:
         if self._stops > 1:
             self._forced.set()
             for part in self.parts.values():
-                # The memory manager always gets a SIGTERM instead: it removes the shared memory.
-                if part.id != MEMORY:
+                # These get a SIGTERM instead: they have shared memory to remove, and processes of their own to end.
+                if part.id not in (MEMORY, MPS):
                     part.kill()
 
     async def run(self) -> int:
@@ -81,8 +78,8 @@ class Controller:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         began = time.monotonic()
-        self._unit = UnitLink(self.deployment.unit_address)
-        supervisor = Supervisor(self._emit, self._on_down, self._exits.get, lambda: self._served)
+        self._starts.open()
+        supervisor = Supervisor(self._emit, self._on_down, self._exits.get, lambda: self._served, self._explain)
         tasks = {part.id: asyncio.create_task(supervisor.keep(part)) for part in self.parts.values()}
         watcher = asyncio.create_task(self._watch_ready(began))
         stopping = asyncio.create_task(self._stopping.wait())
@@ -103,66 +100,8 @@ class Controller:
             await asyncio.gather(*others, return_exceptions=True)
             await self._stop_all()
             loop.remove_signal_handler(signal.SIGCHLD)
-            await self._close()
+            await self._starts.close()
         return code
-
-    # ------------------------------------------------------------ starting
-
-    async def _start_memory(self, part: Part) -> None:
-        self._emit(Starting(part.id))
-        part.process, ready = self._launcher.memory_manager()
-        await while_running(part.process, ready)
-
-    async def _start_unit(self, part: Part) -> None:
-        self._emit(Starting(part.id))
-        assert self._unit is not None
-        part.process = self._launcher.unit_scheduler()
-        await while_running(part.process, self._unit.state())
-
-    async def _start_warm(self, part: Part) -> None:
-        self._emit(Starting(part.id))
-        if self._warm is not None:
-            await self._warm.close()
-        self._warm = WarmLink(lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__)
-        try:
-            part.process = self._launcher.warm_parent(self._warm.theirs.fileno(), self._lifeline_read)
-        finally:
-            self._warm.theirs.close()
-        self._emit(Progress(part.id, "importing vLLM"))
-        await while_running(part.process, self._warm.ready)
-
-    async def _start_forked(self, part: Part) -> None:
-        warm = self.parts[WARM]
-        await warm.up.wait()
-        if part.id.kind == "engine":
-            await self.parts[MEMORY].up.wait()
-            async with self._starts:
-                await self._fork(part)
-        else:
-            await self._fork(part)
-
-    async def _fork(self, part: Part) -> None:
-        await self.parts[WARM].up.wait()
-        link = self._warm
-        assert link is not None
-        part.began = time.monotonic()
-        self._emit(Starting(part.id))
-        birth = link.order(part.id)
-        self._parent_of[part.id] = link
-        pid = await birth.forked
-        try:
-            try:
-                part.process = Process(pid)
-            except ProcessLookupError:
-                raise PartDied(exit_words(self._exits.get(pid))) from None
-            self._exits.pop(pid, None)  # of an earlier process with that pid
-            await while_running(part.process, asyncio.shield(birth.up))
-        except PartDied:
-            # It may have said why just before it ended.
-            await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
-            if birth.up.done():
-                birth.up.result()
-            raise
 
     async def _watch_ready(self, began: float) -> None:
         parts = self.parts.values()
@@ -175,25 +114,50 @@ class Controller:
 
     # ------------------------------------------------------------ deaths
 
-    async def _on_down(self, part: Part, reason: str) -> bool:
-        counts = True
+    async def _on_down(self, part: Part, reason: str) -> str:
         if part.id.kind == "engine":
-            counts = self._runs(WARM) and self._parent_of.get(part.id) is self._warm  # or it died with its parent
             await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason))
-        elif part.id == GATEWAY:
+            return self._ended_with_parent(part.id)
+        if part.id == GATEWAY:
             await self._tell(wire.GatewayDown())
         elif part.id == WARM:
-            # Engines die with it; one that did not would hold its model twice. The gateway serves on.
-            for other in self.parts.values():
-                if other.id.kind == "engine":
-                    other.kill()
-            if self._warm is not None:
-                await self._warm.close()
-                self._warm = None
+            # What it forked dies with it; what did not would hold its model twice. The gateway serves on.
+            self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
+            await self._starts.drop_warm()
             if part.process is not None:
                 self._orphaned.add(part.process.pid)
                 self._reap()
-        return counts
+        elif part.id == MPS:
+            # All that has a context on the GPUs has lost it, whether it has noticed or not.
+            self._kill([*self._starts.engines, *self._starts.holders, MEMORY], "ended with the MPS server")
+        elif part.id.kind == "weights":
+            # Its engines compute on memory that was its, and would not fit beside a second copy.
+            engines = [engine for engine in self._starts.engines if engine.model == part.id.model]
+            self._kill(engines, "ended with the process that held its weights")
+            return self._ended_with_parent(part.id)
+        return ""
+
+    def _kill(self, parts: Iterable[PartId], because: str) -> None:
+        for part in parts:
+            self.parts[part].kill(because)
+
+    def _ended_with_parent(self, part: PartId) -> str:
+        """Words for a forked part that died with the warm parent; empty if that lives."""
+        same = self._runs(WARM) and self._starts.parent_of.get(part) is self._starts.warm
+        return "" if same else WITH_PARENT
+
+    async def _explain(self, part: Part) -> str:
+        """What a GPU has to do with the end of a part: what it said last, and what the driver says."""
+        gpu = self.deployment.gpu
+        if gpu is None or part.id.kind not in ("weights", "engine", "memory", "mps"):
+            return ""
+        found = await asyncio.to_thread(nvml.machine)
+        for uuid in gpu.uuids:
+            state = found.by_uuid(uuid)
+            if found.gpus and (state is None or state.fault):
+                number = uuid if state is None else str(state.index)
+                return f"GPU {number}: {state.fault if state else 'it is no longer there'}"
+        return nvml.explain(self._last_words(part.id)[1])
 
     def _runs(self, part: PartId) -> bool:
         process = self.parts[part].process
@@ -201,8 +165,9 @@ class Controller:
 
     async def _tell(self, message: wire.Message) -> None:
         """Tell the unit scheduler; one that is being started knows of nobody, and must not hear it late."""
-        if self._unit is not None and self.parts[UNIT].up.is_set() and self._runs(UNIT):
-            await self._unit.send(message)
+        unit = self._starts.unit
+        if unit is not None and self.parts[UNIT].up.is_set() and self._runs(UNIT):
+            await unit.send(message)
 
     def _reap(self) -> None:
         """Collect what dead warm parents have left; the processes that load models are watched by nobody else."""
@@ -246,12 +211,13 @@ class Controller:
         ended.cancel()
 
     async def _stop_all(self) -> None:
-        """Everything that still runs: unit scheduler, engines, warm parent, memory manager, in this order."""
+        """Everything that still runs, in this order: what computes, what it was forked from, what owns its memory."""
         self._emit(Stopping())
-        engines = [part for part in self.parts if part.kind == "engine"]
-        for group in ([GATEWAY, UNIT], engines, [WARM], [MEMORY]):
-            processes = [p for p in (self.parts[part].process for part in group) if p is not None and p.running]
-            await asyncio.gather(*(process.stop(_STOP_SECONDS) for process in processes))
+        groups = [GATEWAY, UNIT], self._starts.engines, self._starts.holders, [WARM], [MEMORY], [MPS]
+        for group in groups:
+            processes = [self.parts[part].process for part in group if part in self.parts]
+            grace = _MPS_STOP_SECONDS if group == [MPS] else _STOP_SECONDS
+            await asyncio.gather(*(p.stop(grace) for p in processes if p is not None and p.running))
         warm = self.parts[WARM].process
         if warm is not None:
             self._orphaned.add(warm.pid)
@@ -262,11 +228,3 @@ class Controller:
                 kill_group(orphans)
             self._reap()
             await asyncio.sleep(0.01)
-
-    async def _close(self) -> None:
-        for fd in (self._lifeline_read, self._lifeline_write):
-            os.close(fd)
-        if self._warm is not None:
-            await self._warm.close()
-        if self._unit is not None:
-            await self._unit.close()

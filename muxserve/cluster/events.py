@@ -6,21 +6,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["memory", "warm_parent", "unit", "gateway", "engine"]
-_NAMES = {"memory": "memory manager", "warm_parent": "vLLM", "unit": "unit scheduler", "gateway": "gateway"}
-_LOGS = {"memory": "memory.log", "warm_parent": "warm_parent.log", "unit": "unit.log", "gateway": "gateway.log"}
+Kind = Literal["mps", "weights", "memory", "warm_parent", "unit", "gateway", "engine"]
+_NAMES = {
+    "mps": "MPS server",
+    "memory": "memory manager",
+    "warm_parent": "vLLM",
+    "unit": "unit scheduler",
+    "gateway": "gateway",
+}
 
 
 @dataclass(frozen=True)
 class PartId:
-    """One process of a deployment. Engines have a model and a phase."""
+    """One process of a deployment. Engines have a model and a phase, weight holders a model."""
 
     kind: Kind
     model: str = ""
     phase: str = ""
 
     def __str__(self) -> str:
-        return f"engine {self.model}/{self.phase}" if self.kind == "engine" else _NAMES[self.kind]
+        if self.kind == "engine":
+            return f"engine {self.model}/{self.phase}"
+        return f"weights of {self.model}" if self.kind == "weights" else _NAMES[self.kind]
 
     @property
     def log_names(self) -> tuple[str, ...]:
@@ -28,7 +35,7 @@ class PartId:
         if self.kind == "engine":
             # Weights are loaded by a process per model, so a failure may stand in that one's log.
             return f"engine-{self.model}-{self.phase}.log", f"model-{self.model}.log"
-        return (_LOGS[self.kind],)
+        return (f"weights-{self.model}.log" if self.kind == "weights" else f"{self.kind}.log",)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from muxserve.gpu import nvml
 from placement import Machine
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -15,6 +16,11 @@ _SHM = "/dev/shm"
 def this_machine() -> Machine:
     """The cores and memory that this process may use."""
     return Machine(cores=usable_cores(), memory_bytes=usable_memory(), shared_memory_bytes=free_shared_memory())
+
+
+def this_machines_gpus() -> nvml.Machine:
+    """The GPUs that this process may use."""
+    return nvml.visible(nvml.machine(), os.environ)
 
 
 def usable_cores() -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
+from muxserve.cluster.gpu_unit import GpuUnit
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve.gpu.budget import BudgetError, Needs
 from placement import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, UnitPlan, plan_unit
 
 UNIT = "unit0"
@@ -16,19 +20,48 @@ UNIT = "unit0"
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A fleet that fits the machine. `unit` has the planner's notes for the user."""
+    """A fleet that fits the machine. `unit` has the planner's notes for the user; `gpu` is None for serving on CPU."""
 
     fleet: Fleet
     unit: UnitPlan
-    architectures: tuple[ModelArchitecture, ...]
+    demands: tuple[ModelDemand, ...]
+    machine: Machine
+    gpu: GpuUnit | None = None
+
+    @property
+    def architectures(self) -> tuple[ModelArchitecture, ...]:
+        """Those of the models, in their order."""
+        return tuple(demand.architecture for demand in self.demands)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided for the user, in words."""
+        return (*(self.gpu.describe() if self.gpu else ()), *self.unit.notes)
 
     def with_fleet(self, fleet: Fleet) -> FleetPlan:
         """The same plan for the same fleet with other model paths."""
         return replace(self, fleet=fleet)
 
+    def with_gpu(self, gpu: GpuUnit) -> FleetPlan:
+        """The same plan with the GPUs shared in another way."""
+        return replace(self, gpu=gpu)
 
-def plan_fleet(fleet: Fleet, machine: Machine, hub: Hub | None = None) -> FleetPlan:
+    def measured(self, needs: Sequence[Needs]) -> FleetPlan:
+        """The plan with pools of the size that is left, now that the models' memory has been measured.
+
+        Raises:
+            FleetError: too little is left.
+        """
+        assert self.gpu is not None, "on a CPU nothing is measured"
+        gpu = self.gpu.measured(needs)
+        return replace(self, gpu=gpu, unit=_unit(self.fleet, self.demands, self.machine, gpu))
+
+
+def plan_fleet(fleet: Fleet, machine: Machine, hub: Hub | None = None, gpu: GpuUnit | None = None) -> FleetPlan:
     """Read every model's architecture and plan the machine.
+
+    Args:
+        gpu: the GPUs to serve on; None: the CPU.
 
     Raises:
         FleetError: a model cannot be served or the fleet does not fit; all reasons, with file and line.
@@ -36,24 +69,46 @@ def plan_fleet(fleet: Fleet, machine: Machine, hub: Hub | None = None) -> FleetP
     hub = hub or HuggingFaceHub()
     problems: list[Problem] = []
     demands: list[ModelDemand] = []
+    ranks = fleet.cluster.ranks if gpu is None else gpu.ranks
     # With temporal multiplexing an engine has the whole machine while it runs.
-    threads = (_known(fleet.cluster.cores) or machine.cores) if fleet.policy == "fcfs" else None
+    threads = max(1, (_known(fleet.cluster.cores) or machine.cores) // ranks) if fleet.policy == "fcfs" else None
     for key in ("gpus", "nodes"):
-        if getattr(fleet.cluster, key):
-            message = f"this version serves on CPU; {key} is for muxserve plan and simulate, leave it out here"
+        if getattr(fleet.cluster, key) and gpu is None:
+            message = f"this works on the CPU of this machine only; leave {key} out here"
             problems.append(fleet.problem(("cluster", key), message))
     for index, model in enumerate(fleet.models):
         try:
-            demands.append(_demand(model, architecture_of(model, hub), threads))
+            architecture = architecture_of(model, hub)
         except CheckpointError as error:
             problems.append(fleet.problem(("models", index, "path" if model.path else "hub"), str(error)))
+            continue
+        demand = _demand(model, architecture, threads, ranks)
+        demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
+        if gpu is not None and demands[-1].dtype == "float32":
+            message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
+            problems.append(fleet.problem(("models", index, "dtype"), message))
     if problems:
         raise FleetError(problems)
+    return FleetPlan(fleet, _unit(fleet, demands, machine, gpu), tuple(demands), machine, gpu)
+
+
+def gpu_dtype(model: Model, architecture: ModelArchitecture) -> str:
+    """The type that a model is served in on a GPU; checkpoints in float32 become bfloat16 unless the file insists."""
+    if model.dtype != AUTO:
+        return model.dtype
+    return "bfloat16" if architecture.dtype == "float32" else architecture.dtype
+
+
+def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: GpuUnit | None) -> UnitPlan:
+    size, cores = _known(fleet.kv_pool.size), _known(fleet.cluster.cores)
     try:
-        unit = plan_unit(demands, machine, _known(fleet.cluster.cores), _known(fleet.kv_pool.size))
+        if gpu is None:
+            return plan_unit(demands, machine, cores, size)
+        return plan_unit(demands, machine, cores, gpu.pool(demands, size), "cuda")
+    except BudgetError as error:
+        raise FleetError([fleet.problem(("cluster", "gpu_memory"), str(error))]) from None
     except PlanError as error:
         raise FleetError(_problem(fleet, problem) for problem in error.problems) from None
-    return FleetPlan(fleet, unit, tuple(demand.architecture for demand in demands))
 
 
 def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None) -> Fleet:
@@ -81,7 +136,13 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
     """The deployment of a planned fleet whose models are all local; `host` and `port` override the fleet file's."""
     gateway = plan.fleet.gateway
     pools = [PoolDeployment(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
-    models = [_model(*of) for of in zip(plan.fleet.models, plan.unit.models, plan.architectures, strict=True)]
+    models = [_model(*of) for of in zip(plan.fleet.models, plan.unit.models, plan.demands, strict=True)]
+    if plan.gpu is not None:
+        shares = plan.gpu.shares
+        models = [
+            msgspec.structs.replace(m, prefill_share=shares[m.name].prefill, decode_share=shares[m.name].decode)
+            for m in models
+        ]
     return Deployment(
         run_dir=run_dir,
         unit=UNIT,
@@ -96,10 +157,12 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
             max_body_bytes=gateway.max_body,
             drain_seconds=gateway.drain_seconds,
         ),
+        ranks=plan.demands[0].ranks,
+        gpu=plan.gpu.deployed if plan.gpu else None,
     )
 
 
-def _demand(model: Model, architecture: ModelArchitecture, threads: int | None) -> ModelDemand:
+def _demand(model: Model, architecture: ModelArchitecture, threads: int | None, ranks: int) -> ModelDemand:
     return ModelDemand(
         name=model.name,
         architecture=architecture,
@@ -108,19 +171,20 @@ def _demand(model: Model, architecture: ModelArchitecture, threads: int | None) 
         max_len=_known(model.max_len),
         max_num_seqs=model.max_num_seqs,
         threads=_known(model.threads) or threads,
+        ranks=ranks,
     )
 
 
-def _model(model: Model, plan: ModelPlan, architecture: ModelArchitecture) -> ModelDeployment:
+def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelDeployment:
     assert model.path is not None, "fetch() gives every model a path"
     return ModelDeployment(
         name=model.name,
         path=model.path,
         pool=plan.pool,
         dtype=plan.dtype,
-        layers=architecture.layers,
-        kv_heads=architecture.kv_heads,
-        head_dim=architecture.head_dim,
+        layers=demand.architecture.layers,
+        kv_heads=demand.kv_heads,
+        head_dim=demand.architecture.head_dim,
         block_tokens=plan.block_tokens,
         num_blocks=plan.num_blocks,
         quota_pages=plan.quota_pages,

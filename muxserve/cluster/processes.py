@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -84,11 +84,17 @@ class Process:
         self._exited.set()
 
 
-def spawn(argv: Sequence[str], log: Path, pass_fds: Sequence[int] = (), pipe_stdout: bool = False) -> Process:
+def spawn(
+    argv: Sequence[str],
+    log: Path,
+    pass_fds: Sequence[int] = (),
+    pipe_stdout: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Process:
     """Start a process in a process group of its own, so that Ctrl-C in the terminal reaches only us.
 
-    Its output is appended to `log`; with `pipe_stdout` only stderr is. To be called from the main thread: a process
-    that wants to die with its parent dies with the thread that started it.
+    Its output is appended to `log`; with `pipe_stdout` only stderr is. `environment` adds to ours. To be called from
+    the main thread: a process that wants to die with its parent dies with the thread that started it.
 
     Raises:
         OSError: it cannot be started.
@@ -101,6 +107,7 @@ def spawn(argv: Sequence[str], log: Path, pass_fds: Sequence[int] = (), pipe_std
             stderr=output,
             pass_fds=tuple(pass_fds),
             process_group=0,
+            env={**os.environ, **environment} if environment else None,
         )
     return Process(popen.pid, popen)
 

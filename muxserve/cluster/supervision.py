@@ -14,6 +14,7 @@ from muxserve.cluster.processes import Process, exit_words
 from muxserve.cluster.restarts import RestartPolicy
 
 T = TypeVar("T")
+WITH_PARENT = "ended with the process that it was forked from"
 _STATUS_SECONDS = 0.1  # how long to wait for someone to tell how a process that is not our child ended
 
 
@@ -38,11 +39,21 @@ class GaveUp(Exception):  # noqa: N818
 
 
 class Part:
-    """State of one part. `start` brings it up: it sets `process` as soon as there is one and returns when it serves."""
+    """State of one part. `start` brings it up: it sets `process` as soon as there is one and returns when it serves.
 
-    def __init__(self, part: PartId, start: Callable[[Part], Awaitable[None]], timeout: float) -> None:
+    `after` is awaited before every start, however long it takes; `timeout` seconds count from then on.
+    """
+
+    def __init__(
+        self,
+        part: PartId,
+        start: Callable[[Part], Awaitable[None]],
+        timeout: float,
+        after: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
         self.id = part
         self.start = start
+        self.after = after
         self.timeout = timeout
         self.process: Process | None = None
         self.began = 0.0
@@ -50,9 +61,13 @@ class Part:
         self.policy = RestartPolicy()
         self.early_policy = RestartPolicy(max_deaths=2)
 
-    def kill(self) -> None:
-        """SIGKILL, if it runs."""
-        if self.process is not None:
+        # Why it was killed, if that was because of another part's end.
+        self.killed_for = ""
+
+    def kill(self, because: str = "") -> None:
+        """SIGKILL, if it runs. `because`: another part's end, in words; its own end does not count then."""
+        if self.process is not None and self.process.running:
+            self.killed_for = because
             self.process.send(signal.SIGKILL)
 
 
@@ -80,22 +95,26 @@ class Supervisor:
 
     Args:
         emit: told what happens.
-        on_down: called when a part has ended, before it is started again; answers whether its end counts against it.
+        on_down: called when a part has ended, before it is started again; answers why its end does not count against
+            it, in words, or nothing if it does.
         exit_status: return code of a process that was not our child, if someone has told it.
         serving: whether the whole deployment has been up once; until then there is less patience.
+        explain: what more is known of why a part has ended; adds to the reason.
     """
 
     def __init__(
         self,
         emit: Callable[[Event], None],
-        on_down: Callable[[Part, str], Awaitable[bool]],
+        on_down: Callable[[Part, str], Awaitable[str]],
         exit_status: Callable[[int], int | None],
         serving: Callable[[], bool],
+        explain: Callable[[Part], Awaitable[str]],
     ) -> None:
         self._emit = emit
         self._on_down = on_down
         self._exit_status = exit_status
         self._serving = serving
+        self._explain = explain
 
     async def keep(self, part: Part) -> None:
         """Start `part`, and again whenever it ends; never returns.
@@ -105,7 +124,10 @@ class Supervisor:
         """
         while True:
             part.process = None
+            part.killed_for = ""
             blameless = fatal = False
+            if part.after is not None:
+                await part.after()
             part.began = time.monotonic()
             try:
                 async with asyncio.timeout(part.timeout):
@@ -126,8 +148,11 @@ class Supervisor:
                 reason = exit_words(part.process.returncode)
             part.up.clear()
             await self._end(part)
-            blameless |= not await self._on_down(part, reason)
-            reason = "ended with the process that it was forked from" if blameless else await self._why(part, reason)
+            cause = await self._on_down(part, reason) or part.killed_for
+            if blameless or cause:
+                blameless, reason = True, cause or WITH_PARENT
+            else:
+                reason = await self._why(part, reason)
             delay = part.policy.delays[0]
             if not blameless:
                 policy = part.policy if self._serving() else part.early_policy
@@ -145,7 +170,12 @@ class Supervisor:
             await part.process.wait()
 
     async def _why(self, part: Part, reason: str) -> str:
-        """Ask for the status of a process that someone else is the parent of."""
+        """The reason with the status of a process that someone else is the parent of, and with what is known more."""
+        reason = await self._status(part, reason)
+        more = await self._explain(part)
+        return f"{reason}; {more}" if more and more not in reason else reason
+
+    async def _status(self, part: Part, reason: str) -> str:
         if part.process is None or part.process.returncode is not None or reason != exit_words(None):
             return reason
         with contextlib.suppress(TimeoutError):

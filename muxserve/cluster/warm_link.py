@@ -11,6 +11,7 @@ from typing import Any
 
 from muxserve.cluster.events import PartId
 from muxserve.cluster.supervision import PartDied, PartFailed
+from muxserve.gpu.budget import Needs, measured
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,15 @@ class WarmLink:
     Args:
         on_progress: told what a part says of its start.
         on_exited: told pid and return code (as in `subprocess`) of every process of the family that ended.
+        on_measured: told what a weight holder has measured of its model.
     """
 
-    def __init__(self, on_progress: Callable[[PartId, str], None], on_exited: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        on_progress: Callable[[PartId, str], None],
+        on_exited: Callable[[int, int], None],
+        on_measured: Callable[[Needs], None] = lambda _: None,
+    ) -> None:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours.setblocking(False)
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,6 +56,7 @@ class WarmLink:
         self._model_parents: dict[int, str] = {}
         self._on_progress = on_progress
         self._on_exited = on_exited
+        self._on_measured = on_measured
         self._reader = asyncio.create_task(self._read())
 
     def order(self, part: PartId) -> Birth:
@@ -109,6 +117,9 @@ class WarmLink:
             self._model_parents[int(message["pid"])] = message["model"]
             return
         part = PartId(message["kind"], message.get("model", ""), message.get("phase", ""))
+        if event == "measured":
+            self._on_measured(measured(message))
+            return
         if event == "progress":
             self._on_progress(part, str(message["detail"]))
             return

@@ -45,7 +45,7 @@ def fake_commands(file: Path) -> Commands:
         return [sys.executable, str(fakes.SELF), *map(str, args)]
 
     return Commands(
-        memory_manager=fake("memory", file),
+        memory_manager=lambda store: fake("memory", file),
         unit_scheduler=fake("unit", file),
         warm_parent=lambda control, lifeline: fake("warm", file, control, lifeline),
     )

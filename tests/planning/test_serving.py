@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster.plan import plan_fleet
+from muxserve.cluster.plan import FleetPlan
 from muxserve.config import Fleet, FleetError, load_fleet
+from muxserve.gpu.nvml import Gpu
+from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.planfile import save_plan
-from muxserve.planning.serving import with_plan
+from muxserve.planning.serving import plan_to_serve
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -32,32 +34,61 @@ def saved(path: Path, device: str = "CPU", units: int = 1, share: float = 0.5) -
     return path
 
 
+H200 = GpuMachine(
+    tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20, capability=(9, 0)) for i in range(3))
+)
+NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
+
+
+def plan(fleet: Fleet, file: Path | None, cores: int, gpus: GpuMachine = NONE) -> FleetPlan:
+    return plan_to_serve(fleet, Machine(cores, 16 << 30), lambda: gpus, file)
+
+
 def test_pool_rates_and_threads_are_the_plans(fleet: Fleet, tmp_path: Path) -> None:
-    planned = with_plan(fleet, saved(tmp_path / "plan.yaml"), cores=8)
-    assert planned.kv_pool.size == 64 << 20
-    assert {model.name: (model.rate, model.threads) for model in planned.models} == dict.fromkeys(MODELS, (2.0, 4))
-    machine = Machine(8, 16 << 30)
-    unit = plan_fleet(planned, machine).unit
-    assert unit.pool_bytes <= 64 << 20
-    assert {model.name: (model.threads, model.share) for model in unit.models} == dict.fromkeys(MODELS, (4, 0.5))
+    planned = plan(fleet, saved(tmp_path / "plan.yaml"), cores=8)
+    assert {model.name: (model.rate, model.threads) for model in planned.fleet.models} == dict.fromkeys(
+        MODELS, (2.0, 4)
+    )
+    assert (64 << 20) - (1 << 20) < planned.unit.pool_bytes <= 64 << 20
+    assert {model.name: (model.threads, model.share) for model in planned.unit.models} == dict.fromkeys(
+        MODELS, (4, 0.5)
+    )
 
 
 def test_a_share_of_less_than_a_core_is_one_thread(fleet: Fleet, tmp_path: Path) -> None:
-    planned = with_plan(fleet, saved(tmp_path / "plan.yaml", share=0.2), cores=2)
-    assert {model.threads for model in planned.models} == {1}
+    planned = plan(fleet, saved(tmp_path / "plan.yaml", share=0.2), cores=2)
+    assert {model.threads for model in planned.unit.models} == {1}
 
 
 @pytest.mark.parametrize(
     ("device", "units", "said"),
-    [("A100-80GB", 1, "for A100-80GB; this version serves on CPU"), ("CPU", 2, "2 units; this version serves one")],
+    [
+        ("H200-141GB", 1, "no usable GPU: the NVIDIA driver is not installed"),
+        ("CPU", 2, "2 units; this version serves one"),
+    ],
 )
 def test_what_cannot_be_served_is_refused(fleet: Fleet, tmp_path: Path, device: str, units: int, said: str) -> None:
     with pytest.raises(FleetError, match=said):
-        with_plan(fleet, saved(tmp_path / "plan.yaml", device, units), cores=2)
+        plan(fleet, saved(tmp_path / "plan.yaml", device, units), cores=2)
 
 
 def test_a_plan_of_another_fleet_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     file = saved(tmp_path / "plan.yaml")
     file.write_text(file.read_text().replace("atlas", "globe"))
     with pytest.raises(FleetError, match="globe"):
-        with_plan(fleet, file, cores=2)
+        plan(fleet, file, cores=2)
+
+
+def test_a_plan_for_gpus_gives_shares_and_rates(fleet: Fleet, tmp_path: Path) -> None:
+    halves = fleet.model_copy(update={"models": [m.model_copy(update={"dtype": "bfloat16"}) for m in fleet.models]})
+    planned = plan(halves, saved(tmp_path / "plan.yaml", "H200-141GB", share=0.8), 4, H200)
+    assert planned.gpu is not None
+    assert [gpu.index for gpu in planned.gpu.gpus] == [0]  # the one with the most free memory
+    assert {(s.prefill, s.decode) for s in planned.gpu.shares.values()} == {(0.4, 0.8)}
+    assert {model.rate for model in planned.fleet.models} == {2.0}
+    assert planned.unit.pool_bytes > 64 << 20  # all that is left, not the plan's estimate
+
+
+def test_a_plan_must_be_for_the_gpus_that_are_there(fleet: Fleet, tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match="plan is for A100-80GB, but this machine has NVIDIA H200"):
+        plan(fleet, saved(tmp_path / "plan.yaml", "A100-80GB"), 4, H200)

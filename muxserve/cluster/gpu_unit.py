@@ -1,0 +1,87 @@
+"""The GPUs of a unit: which, how they are shared, and what their memory goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from muxserve.deployment import GpuDeployment, SmSharing
+from muxserve.gpu.budget import Budget, Needs, budget, check, pool_bytes
+from muxserve.gpu.nvml import Gpu
+from placement import ModelDemand, least_pool_bytes, pool_groups
+from placement.memory import MemoryRules
+from placement.words import format_size
+
+
+@dataclass(frozen=True)
+class SmShares:
+    """Parts of each GPU's SMs that a model's engines get."""
+
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class GpuUnit:
+    """One unit over `gpus`, in the order of the ranks. `needs` are estimates until they have been measured; `notes`
+    says in words what was decided."""
+
+    gpus: tuple[Gpu, ...]
+    sharing: SmSharing
+    shares: Mapping[str, SmShares]
+    needs: tuple[Needs, ...]
+    rules: MemoryRules
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel degree: as many as GPUs."""
+        return len(self.gpus)
+
+    @property
+    def deployed(self) -> GpuDeployment:
+        """What the processes are told."""
+        return GpuDeployment([gpu.uuid for gpu in self.gpus], self.sharing)
+
+    def measured(self, needs: Sequence[Needs]) -> GpuUnit:
+        """The same with what was measured of the models."""
+        return replace(self, needs=tuple(needs))
+
+    def budgets(self, demands: Sequence[ModelDemand]) -> list[Budget]:
+        """What the memory of each GPU goes to."""
+        page_bytes = min(group.page_bytes for group in pool_groups(demands))
+        return [
+            budget(
+                f"GPU {gpu.index} ({gpu.name})",
+                gpu.memory_bytes,
+                gpu.used_bytes,
+                [each for each in self.needs if each.rank == rank],
+                page_bytes,
+                self.rules,
+            )
+            for rank, gpu in enumerate(self.gpus)
+        ]
+
+    def pool(self, demands: Sequence[ModelDemand], asked: int | None) -> int:
+        """Bytes of the pools on each GPU: `asked`, or all that is left.
+
+        Raises:
+            muxserve.gpu.budget.BudgetError: that is not there, or not enough for one sequence of every model.
+        """
+        budgets = self.budgets(demands)
+        check(budgets, self.needs, asked or least_pool_bytes(demands), self.rules)
+        return asked or pool_bytes(budgets)
+
+    def describe(self) -> list[str]:
+        """GPUs and shares in words."""
+        gpus = ", ".join(f"{gpu.index} ({gpu.name}, {format_size(gpu.memory_bytes)})" for gpu in self.gpus)
+        how = {
+            "mps": "engines share the SMs by percentages of MPS",
+            "green_contexts": "engines have SMs of their own (green contexts under MPS)",
+            "off": "engines take turns on the GPU (no MPS)",
+        }
+        words = [f"GPU {gpus}: {how[self.sharing]}"]
+        if self.sharing != "off":
+            each = ", ".join(f"{name} {s.prefill:.0%}/{s.decode:.0%}" for name, s in self.shares.items())
+            words.append(f"SM shares of prefill/decode: {each}")
+        return [*words, *self.notes]

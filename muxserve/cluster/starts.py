@@ -1,0 +1,233 @@
+"""How each part of a deployment comes up, and what it waits for.
+
+On a CPU: memory manager, warm parent and unit scheduler at once; gateway and engines from the warm parent, engines when
+the memory manager serves. On GPUs also: the MPS server before the warm parent; the weight holders of all models from
+it; from what they measure, the size of the pools; and only then everything that reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from muxserve.cluster.events import Event, PartId, Progress, Starting
+from muxserve.cluster.launcher import Launcher
+from muxserve.cluster.processes import Process, exit_words
+from muxserve.cluster.sizing import PoolSizer, SizingError
+from muxserve.cluster.supervision import GaveUp, Part, PartDied, while_running
+from muxserve.cluster.unit_link import UnitLink
+from muxserve.cluster.warm_link import WarmLink
+from muxserve.deployment import Deployment
+from muxserve.gpu.budget import Needs
+from placement.words import format_size
+
+MPS, MEMORY, WARM = PartId("mps"), PartId("memory"), PartId("warm_parent")
+UNIT, GATEWAY = PartId("unit"), PartId("gateway")
+_START_SECONDS = {
+    "mps": 120.0,
+    "weights": 1800.0,
+    "memory": 60.0,
+    "unit": 30.0,
+    "warm_parent": 300.0,
+    "gateway": 300.0,
+    "engine": 1800.0,
+}
+_LAST_WORDS_SECONDS = 0.1
+
+
+class Starts:
+    """The parts of a deployment with what starts them. Made inside a running event loop, or before it.
+
+    Args:
+        exits: return codes of processes that are not our children, as they are told.
+        sizer: on GPUs, what makes pools of what was measured.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        launcher: Launcher,
+        emit: Callable[[Event], None],
+        exits: dict[int, int],
+        sizer: PoolSizer | None = None,
+    ) -> None:
+        if deployment.gpu is not None and sizer is None:
+            raise ValueError("on GPUs the pools are sized by what is measured")
+        self.deployment = deployment
+        self.warm: WarmLink | None = None
+        self.unit: UnitLink | None = None
+        # Which warm parent a part was forked from.
+        self.parent_of: dict[PartId, WarmLink] = {}
+        self._launcher = launcher
+        self._emit = emit
+        self._exits = exits
+        self._sizer = sizer
+        self._sized = asyncio.Event()
+        self._needs: dict[tuple[str, int], Needs] = {}
+        self._store: Any = None
+        self._lifeline_read, self._lifeline_write = os.pipe()
+        # Model loading is mostly computing; more at once than this only makes each of them later.
+        self._at_once = asyncio.Semaphore(2 * max(2, deployment.cores))
+        self.holders = [PartId("weights", model.name) for model in deployment.models] if deployment.gpu else []
+        self.engines = [
+            PartId("engine", model.name, phase) for model in deployment.models for phase in ("prefill", "decode")
+        ]
+        self.parts = {part.id: part for part in self._parts()}
+
+    def _parts(self) -> list[Part]:
+        """In the order in which they come up."""
+        gpu = self.deployment.gpu
+        memory = self._part(MEMORY, self._start_memory, self._until_sized)
+        return [
+            *([self._part(MPS, self._start_mps)] if gpu and gpu.sm_sharing != "off" else []),
+            *([] if gpu else [memory]),
+            self._part(WARM, self._start_warm, self._until_mps),
+            *(self._part(who, self._start_forked, self._until_mps) for who in self.holders),
+            *([memory] if gpu else []),
+            self._part(UNIT, self._start_unit, self._sized.wait),
+            self._part(GATEWAY, self._start_forked, self._sized.wait),
+            *(self._part(who, self._start_forked, self._sized.wait) for who in self.engines),
+        ]
+
+    def _part(
+        self,
+        who: PartId,
+        start: Callable[[Part], Awaitable[None]],
+        after: Callable[[], Awaitable[object]] | None = None,
+    ) -> Part:
+        return Part(who, start, _START_SECONDS[who.kind], after)
+
+    def open(self) -> None:
+        """Make what needs a running event loop."""
+        self.unit = UnitLink(self.deployment.unit_address)
+        if self.deployment.gpu is None:
+            self._sized.set()
+        else:
+            self._store = _fd_store()
+
+    async def close(self) -> None:
+        """Close all that is open to the parts; they end for it at the latest."""
+        for fd in (self._lifeline_read, self._lifeline_write):
+            os.close(fd)
+        await self.drop_warm()
+        if self.unit is not None:
+            await self.unit.close()
+        if self._store is not None:
+            self._store.close()
+
+    async def drop_warm(self) -> None:
+        """Forget the warm parent: whoever still waits to be forked by it is told that it died."""
+        if self.warm is not None:
+            await self.warm.close()
+            self.warm = None
+
+    # ------------------------------------------------------------ what parts wait for
+
+    async def _until_mps(self) -> None:
+        if MPS in self.parts:
+            await self.parts[MPS].up.wait()
+
+    async def _until_sized(self) -> None:
+        """The memory manager comes after the sizing of the pools, which it is the first to need.
+
+        Raises:
+            GaveUp: the GPUs are too small.
+        """
+        await self._until_mps()
+        if self._sized.is_set():
+            return
+        assert self._sizer is not None
+        wanted = [(model.name, rank) for model in self.deployment.models for rank in range(self.deployment.ranks)]
+        for holder in self.holders:
+            await self.parts[holder].up.wait()
+        missing = [f"{model} on rank {rank}" for model, rank in wanted if (model, rank) not in self._needs]
+        if missing:
+            raise GaveUp(MEMORY, f"the weight holders did not say what they measured of {', '.join(missing)}")
+        try:
+            self.deployment, budgets = self._sizer.size([self._needs[who] for who in wanted])
+        except SizingError as error:
+            raise GaveUp(MEMORY, str(error)) from None
+        left = min(budget.pool_bytes for budget in budgets)
+        self._emit(Progress(MEMORY, f"{format_size(left)} of each GPU are left for the KV pool, as measured"))
+        self._sized.set()
+
+    # ------------------------------------------------------------ starting
+
+    async def _start_mps(self, part: Part) -> None:
+        self._emit(Starting(part.id))
+        part.process, ready = self._launcher.mps()
+        await while_running(part.process, ready)
+
+    async def _start_memory(self, part: Part) -> None:
+        self._emit(Starting(part.id))
+        part.process, ready = self._launcher.memory_manager(self._store.child_fd if self._store else None)
+        await while_running(part.process, ready)
+
+    async def _start_unit(self, part: Part) -> None:
+        self._emit(Starting(part.id))
+        assert self.unit is not None
+        part.process = self._launcher.unit_scheduler()
+        await while_running(part.process, self.unit.state())
+
+    async def _start_warm(self, part: Part) -> None:
+        self._emit(Starting(part.id))
+        await self.drop_warm()
+        self.warm = WarmLink(
+            lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__, self._on_measured
+        )
+        try:
+            part.process = self._launcher.warm_parent(self.warm.theirs.fileno(), self._lifeline_read)
+        finally:
+            self.warm.theirs.close()
+        self._emit(Progress(part.id, "importing vLLM"))
+        await while_running(part.process, self.warm.ready)
+
+    async def _start_forked(self, part: Part) -> None:
+        await self.parts[WARM].up.wait()
+        if part.id.kind == "gateway":
+            await self._fork(part)
+            return
+        if part.id.kind == "engine":
+            holder = self.parts.get(PartId("weights", part.id.model))
+            if holder is not None:
+                await holder.up.wait()
+            await self.parts[MEMORY].up.wait()
+        async with self._at_once:
+            await self._fork(part)
+
+    async def _fork(self, part: Part) -> None:
+        await self.parts[WARM].up.wait()
+        link = self.warm
+        assert link is not None
+        part.began = time.monotonic()
+        self._emit(Starting(part.id))
+        birth = link.order(part.id)
+        self.parent_of[part.id] = link
+        pid = await birth.forked
+        try:
+            try:
+                part.process = Process(pid)
+            except ProcessLookupError:
+                raise PartDied(exit_words(self._exits.get(pid))) from None
+            self._exits.pop(pid, None)  # of an earlier process with that pid
+            await while_running(part.process, asyncio.shield(birth.up))
+        except PartDied:
+            # It may have said why just before it ended.
+            await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
+            if birth.up.done():
+                birth.up.result()
+            raise
+
+    def _on_measured(self, needs: Needs) -> None:
+        self._needs[needs.model, needs.rank] = needs
+
+
+def _fd_store() -> Any:
+    try:
+        from muxserve.memory.fd_store import FdStore
+    except ImportError:
+        return None
+    return FdStore()

@@ -1,0 +1,127 @@
+"""The GPUs of this machine as the unit that `muxserve deploy` serves a fleet on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from muxserve.cluster.checkpoints import Hub
+from muxserve.cluster.gpu_unit import GpuUnit, SmShares
+from muxserve.config import Fleet, FleetError
+from muxserve.costs.latency import LatencyModel
+from muxserve.costs.roofline import Roofline
+from muxserve.deployment import SmSharing
+from muxserve.gpu.budget import estimated
+from muxserve.gpu.nvml import Gpu, GpuChoiceError, Machine, choose, device_name
+from muxserve.planning.fleets import demands_of
+from placement.candidates import Candidates
+from placement.cluster import PlacedUnit
+from placement.demand import Demand, Member, Mesh
+from placement.engines import Engines
+from placement.estimator import Estimator
+from placement.memory import MemoryRules
+from placement.objective import Objective
+from placement.values import Values
+
+# Where nothing is known of a GPU's speed: a prefill beside decode, as in MuxServe's examples.
+UNPLANNED = SmShares(prefill=0.6, decode=0.4)
+
+
+def gpu_unit(
+    fleet: Fleet, found: Machine, hub: Hub | None = None, placed: PlacedUnit | None = None, sharing: SmSharing = "mps"
+) -> GpuUnit:
+    """Choose GPUs for the fleet, and how its models share them.
+
+    Args:
+        found: the GPUs of this machine.
+        placed: what a plan says of the models; without it they are planned here, with the costs of a roofline.
+        sharing: as it will be if MPS works here.
+
+    Raises:
+        FleetError: there are no such GPUs, or a model cannot be served.
+    """
+    ids = fleet.cluster.gpu_ids
+    count = len(ids) or fleet.cluster.gpus or (len(placed.devices) if placed else 0)
+    try:
+        gpus = choose(found, count, ids)
+    except GpuChoiceError as error:
+        raise FleetError([fleet.problem(("cluster", error.key), str(error))]) from None
+    # Checkpoints have been found before, so that no directory is asked for here.
+    demands = demands_of(fleet, Path(), hub)
+    rules = MemoryRules.served(fleet.cluster.gpu_memory)
+    kind = device_name(gpus[0])
+    notes = [
+        f"{demand.name} is served in bfloat16, since FlashAttention has no float32 (its checkpoint is in float32)"
+        for demand in demands
+        if demand.architecture.dtype == "float32" and demand.dtype == "bfloat16"
+    ]
+    if placed is not None and kind is not None and placed.device != kind:
+        message = f"the plan is for {placed.device}, but this machine has {gpus[0].name}; make it anew"
+        raise FleetError([fleet.problem(("cluster",), message)])
+    if placed is not None:
+        shares = {each.model: SmShares(each.prefill_share, each.decode_share) for each in placed.models}
+    else:
+        shares, note = _planned(fleet, demands, gpus, kind, rules)
+        notes += [note] if note else []
+    return GpuUnit(
+        gpus=gpus,
+        sharing=sharing,
+        shares=_with_overrides(fleet, shares),
+        needs=tuple(estimated(demands, len(gpus), rules)),
+        rules=rules,
+        notes=tuple(notes),
+    )
+
+
+def _planned(
+    fleet: Fleet, demands: Sequence[Demand], gpus: Sequence[Gpu], kind: str | None, rules: MemoryRules
+) -> tuple[dict[str, SmShares], str]:
+    """Shares by the planner, and a note if it could not plan."""
+    unplanned = {demand.name: UNPLANNED for demand in demands}
+    default = f"every model gets {UNPLANNED.prefill:.0%} of the SMs for prefill and {UNPLANNED.decode:.0%} for decode"
+    if kind is None:
+        return unplanned, f"nothing is known of the speed of a {gpus[0].name}: {default}; `sm` of a model sets others"
+    memory = min(gpu.memory_bytes for gpu in gpus)
+    shares = unit_shares(demands, kind, len(gpus), memory, rules, Roofline(), turns=fleet.policy == "fcfs")
+    if shares is None:
+        return unplanned, f"the planner sees no room for this fleet on these GPUs: {default}"
+    return shares, ""
+
+
+def unit_shares(
+    demands: Sequence[Demand],
+    kind: str,
+    ranks: int,
+    memory_bytes: int,
+    rules: MemoryRules,
+    latency: LatencyModel,
+    turns: bool = False,
+) -> dict[str, SmShares] | None:
+    """The SM shares that serve most when all models are one unit; None if they do not fit or costs are not known.
+
+    With objectives in the fleet file those count, as in `muxserve plan`.
+    """
+    mesh = Mesh(kind, ranks)
+    members = tuple(Member(index) for index in range(len(demands)))
+    engines = Engines(demands, latency, {kind: memory_bytes}, rules)
+    has_objectives = any(demand.slo_ttft is not None or demand.slo_tpot is not None for demand in demands)
+    values = Values(Estimator(Candidates(engines), turns=turns), Objective("slo" if has_objectives else "throughput"))
+    try:
+        estimate = values.estimate(mesh, members)
+    except ValueError:
+        return None
+    return {
+        demands[model.member.model].name: SmShares(estimate.prefill_share, model.decode_share)
+        for model in estimate.models
+    }
+
+
+def _with_overrides(fleet: Fleet, shares: Mapping[str, SmShares]) -> dict[str, SmShares]:
+    """What the fleet file says of a model goes before the planner."""
+    return {
+        model.name: SmShares(
+            shares[model.name].prefill if model.sm.prefill is None else model.sm.prefill,
+            shares[model.name].decode if model.sm.decode is None else model.sm.decode,
+        )
+        for model in fleet.models
+    }
