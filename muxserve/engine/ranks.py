@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
+import zmq
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.executor import multiproc_executor
@@ -126,6 +127,12 @@ class _Patience(shm_broadcast.SpinCondition):
         self._messages += 1
         if self._messages == _FIRST_MESSAGES:
             self.busy_loop_s = self.spin_seconds
+
+    def notify(self) -> None:
+        # The socket takes one message at a time, and drops the next one unless it has heard that the first is through.
+        # It listens only a thousand times a second, or when asked; a reader that missed it would sleep for seconds.
+        self.local_notify_socket.getsockopt(zmq.EVENTS)
+        super().notify()
 
 
 @contextmanager

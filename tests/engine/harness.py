@@ -41,7 +41,7 @@ from muxserve.wire import (
 START_SECONDS = 90.0
 
 
-def deployed_model(name: str, path: Path, **changes: Any) -> ModelDeployment:
+def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> ModelDeployment:
     """A model as a fleet would deploy it, straight from its config.json; everything can be changed."""
     config = json.loads((path / "config.json").read_text())
     heads = config["num_attention_heads"]
@@ -52,7 +52,7 @@ def deployed_model(name: str, path: Path, **changes: Any) -> ModelDeployment:
         "pool": "main",
         "dtype": "float32",
         "layers": config["num_hidden_layers"],
-        "kv_heads": config["num_key_value_heads"],
+        "kv_heads": max(1, config["num_key_value_heads"] // ranks),
         "head_dim": head_dim,
         "block_tokens": 64 * 64 // head_dim,
         "num_blocks": 128,
@@ -85,6 +85,7 @@ class Engines:
         self.reports: list[tuple[str, Any]] = []
         self.held: dict[str, HandOver] = {}
         self.hellos: list[EngineHello] = []
+        self.exits: dict[int, int] = {}
         self._lease_id = 0
         self._incarnation = 0
         self._context = zmq.Context()
@@ -249,13 +250,48 @@ class Engines:
     def fork(self, model: str, phase: str) -> None:
         self.control.send(json.dumps({"op": "fork", "kind": "engine", "model": model, "phase": phase}).encode())
 
+    def reborn(self, model: str, phase: str) -> int:
+        """Pid of the engine that is forked after one has died."""
+        hellos = len(self.hellos)
+        self.fork(model, phase)
+        self.expect_up({(model, phase)})
+        self.until(lambda: len(self.hellos) > hellos)
+        return self.pids[model, phase]
+
+    def expect_up(self, waiting: set[tuple[str, str]]) -> None:
+        """Follow the family's events until these engines are up.
+
+        Raises:
+            RuntimeError: one could not start.
+        """
+        while waiting:
+            event = json.loads(self.control.recv(1 << 16))
+            if event["event"] == "ready":
+                for model, phase in sorted(waiting):
+                    self.fork(model, phase)
+            elif event["event"] == "failed":
+                raise RuntimeError(event["error"])
+            elif event["event"] == "exited":
+                self.exits[event["pid"]] = event["status"]
+            elif event["event"] == "up":
+                self.pids[event["model"], event["phase"]] = event["pid"]
+                waiting.discard((event["model"], event["phase"]))
+
+    def expect_exit(self, pid: int) -> int:
+        """How the process ended that the warm parent forked as `pid`; waits for it."""
+        while pid not in self.exits:
+            event = json.loads(self.control.recv(1 << 16))
+            if event["event"] == "exited":
+                self.exits[event["pid"]] = event["status"]
+        return self.exits[pid]
+
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
 @contextmanager
-def engines(models: list[ModelDeployment], pages: int = 8000) -> Iterator[Engines]:
-    """Memory manager, warm parent and both engines of each model."""
+def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1) -> Iterator[Engines]:
+    """Memory manager, warm parent and both engines of each model; `models` are those of one of the `ranks`."""
     first = models[0]
     page_bytes = 2 * first.block_tokens * first.head_dim * 4
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
@@ -267,6 +303,7 @@ def engines(models: list[ModelDeployment], pages: int = 8000) -> Iterator[Engine
             pools=[PoolDeployment("main", page_bytes, pages)],
             models=models,
             gateway=GatewayDeployment("127.0.0.1", 0),
+            ranks=ranks,
         )
         deployment.log_dir.mkdir()
         path = Path(run_dir) / "deployment.json"
@@ -285,7 +322,8 @@ def engines(models: list[ModelDeployment], pages: int = 8000) -> Iterator[Engine
         theirs.close()
         family = Engines(deployment, ours, manager)
         try:
-            _start(family, models)
+            family.control.settimeout(START_SECONDS)
+            family.expect_up({(m.name, p) for m in models for p in ("prefill", "decode")})
             family.until(lambda: len(family.hellos) >= 2 * len(models))
             yield family
         except BaseException:
@@ -299,18 +337,3 @@ def engines(models: list[ModelDeployment], pages: int = 8000) -> Iterator[Engine
                 process.terminate()
                 process.wait(10)
             log.close()
-
-
-def _start(family: Engines, models: list[ModelDeployment]) -> None:
-    family.control.settimeout(START_SECONDS)
-    waiting = {(m.name, p) for m in models for p in ("prefill", "decode")}
-    while waiting:
-        event = json.loads(family.control.recv(1 << 16))
-        if event["event"] == "ready":
-            for model, phase in sorted(waiting):
-                family.fork(model, phase)
-        elif event["event"] == "failed":
-            raise RuntimeError(event["error"])
-        elif event["event"] == "up":
-            family.pids[event["model"], event["phase"]] = event["pid"]
-            waiting.discard((event["model"], event["phase"]))

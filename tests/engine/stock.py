@@ -1,16 +1,23 @@
 """Stock vLLM's answers to the cases: `python -m tests.engine.stock OUT_DIR MODEL_DIR...` writes OUT_DIR/NAME.json.
 
-Each model alone in a process, with vLLM's own block pool, scheduler, worker and attention.
+Each model alone in a process, with vLLM's own block pool, scheduler, workers and attention. `--ranks 1 2` does it also
+with the model split over two workers, into OUT_DIR/NAME-2.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import multiprocessing
 import os
-import sys
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tests.engine.cases import CASES, sampling
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -23,18 +30,28 @@ SETTINGS = {
 }
 
 
-def answers(path: Path) -> dict[str, Any]:
+def answers(path: Path, ranks: int = 1, cases: Sequence[str] = tuple(CASES)) -> dict[str, Any]:
+    import torch
     from vllm import LLM, SamplingParams
+    from vllm.v1.executor import multiproc_executor
 
     from muxserve.engine.vllm_args import frontend_args
-    from tests.engine.cases import CASES, sampling
     from tests.engine.harness import deployed_model
 
     args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=1024))
     del args["served_model_name"]
-    llm = LLM(**args, kv_cache_memory_bytes=64 << 20)
+    if ranks > 1:
+        args["distributed_executor_backend"] = "mp"
+        # Workers that import vLLM anew would only take longer.
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+        torch.compiler.set_stance("force_eager")
+        # vLLM names shared memory after it, and leaves it behind.
+        store = Path(tempfile.mkdtemp()) / f"stock-{os.getpid()}"
+        multiproc_executor.get_file_store_init_method = lambda: f"file://{store}"
+    llm = LLM(**args, tensor_parallel_size=ranks, kv_cache_memory_bytes=64 << 20)
     found = {}
-    for case, (text, params) in CASES.items():
+    for case in cases:
+        text, params = CASES[case]
         keywords = sampling(params)
         structured = keywords.get("structured_outputs")
         if structured is not None:
@@ -50,10 +67,15 @@ def answers(path: Path) -> dict[str, Any]:
                 {token: entry.logprob for token, entry in position.items()} for position in output.logprobs or []
             ],
         }
+    if ranks > 1:
+        llm.llm_engine.engine_core.shutdown()
+        for leftover in Path("/dev/shm").glob(f"{store.name}-*"):
+            leftover.unlink()
+        shutil.rmtree(store.parent)
     return found
 
 
-def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path]) -> None:
+def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path], suffix: str = "") -> None:
     """`answer` of each model into `out`, each in a fork of this process, so that vLLM is imported once.
 
     Raises:
@@ -68,7 +90,7 @@ def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path]) -> 
         if pid == 0:
             status = 1
             try:
-                (out / f"{path.name}.json").write_text(json.dumps(answer(path)))
+                (out / f"{path.name}{suffix}.json").write_text(json.dumps(answer(path)))
                 status = 0
             finally:
                 os._exit(status)
@@ -77,4 +99,13 @@ def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path]) -> 
 
 
 if __name__ == "__main__":
-    write_each(answers, Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
+    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    given = parser.parse_args()
+    for ranks in given.ranks:
+        write_each(
+            partial(answers, ranks=ranks, cases=given.cases), given.out, given.models, "" if ranks == 1 else f"-{ranks}"
+        )

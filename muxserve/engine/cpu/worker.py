@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
+from vllm.config import CompilationMode
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -84,12 +88,25 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
     def init_device(self) -> None:
         # CPUWorker names its runner class; there is no hook to choose another.
         cpu_worker.CPUModelRunner = PooledCPUModelRunner
-        if self.parallel_config.world_size > 1:
+        ranks = self.parallel_config.world_size
+        if ranks > 1:
             # The engine's threads, divided among its workers. vLLM allows no other number once a worker is up.
             threads = bind_worker(self.vllm_config, self.rank).model.threads
-            torch.set_num_threads(max(1, threads // self.parallel_config.world_size))
+            torch.set_num_threads(max(1, threads // ranks))
+            if self.compilation_config.mode == CompilationMode.NONE:
+                # The embedding of a split vocabulary would call a C++ compiler also in eager engines, for seconds.
+                torch.compiler.set_stance("force_eager")
         super().init_device()
+        if ranks > 1:
+            _unlink_shared_memory()
 
     def rebind_pool(self) -> None:
         """See `PooledCPUModelRunner.rebind_pool`."""
         self.model_runner.rebind_pool()
+
+
+def _unlink_shared_memory() -> None:
+    """Take away the names of the memory in which ranks exchange activations: all of them have it open, and after a kill
+    nobody would."""
+    for path in Path("/dev/shm").glob(f"{glob.escape(os.environ['VLLM_DIST_IDENT'])}-*"):
+        path.unlink(missing_ok=True)

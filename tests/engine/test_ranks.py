@@ -1,0 +1,216 @@
+"""A model split over two ranks on CPU: two engines of two workers each, one pool per rank, one page table."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from muxserve import deployment as deployments
+from muxserve.memory import server
+from tests.engine.cases import CASES, sampling
+from tests.engine.harness import Engines, deployed_model, engines
+from tests.engine.test_engines import bodies, check, owned
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "arithmetic"
+PATH = ROOT / "configs/models" / MODEL
+# One of each kind that could go wrong between ranks: chunks, logits gathered, sampling on each rank, a grammar.
+TRIED = ["greedy", "chunked", "logprobs", "penalties", "seed-top-p", "json"]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Stock vLLM's answers with one rank and with two."""
+    out = tmp_path_factory.mktemp("stock")
+    command = [sys.executable, "-m", "tests.engine.stock", str(out), str(PATH), "--cases", *TRIED, "--ranks", "1", "2"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    files = {1: out / f"{MODEL}.json", 2: out / f"{MODEL}-2.json"}
+    return {ranks: json.loads(file.read_text()) for ranks, file in files.items()}
+
+
+@pytest.fixture(scope="module")
+def stock(answers: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    return answers[2]
+
+
+@pytest.fixture(scope="module")
+def family() -> Iterator[Engines]:
+    with engines([deployed_model(MODEL, PATH, ranks=2, max_num_batched_tokens=128)], ranks=2) as running:
+        yield running
+
+
+def workers(engine: int) -> list[int]:
+    """Pids of an engine's workers, in the order of their ranks."""
+    titles = {child.pid: " ".join(child.cmdline()) for child in psutil.Process(engine).children()}
+    return sorted((pid for pid, title in titles.items() if " rank " in title), key=lambda pid: titles[pid].split()[-1])
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def decoding(family: Engines, name: str, body: bytes) -> None:
+    """Bring a request into the decode engine and let it produce some tokens there."""
+    family.lease(f"{MODEL}/prefill", [family.admit(name, body)])
+    family.until(lambda: name in family.held)
+    held = family.held[name]
+    admit = family.admit(
+        name, body, adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
+    )
+    family.lease(f"{MODEL}/decode", [admit])
+    family.until(lambda: len(family.tokens[name]) > 3)
+
+
+def endless(family: Engines, stock: dict[str, Any], name: str) -> bytes:
+    return family.body(name, stock["greedy"]["prompt"], max_tokens=900, ignore_eos=True)
+
+
+def test_tokens_are_those_of_stock_vllm_with_as_many_ranks(family: Engines, stock: dict[str, Any]) -> None:
+    family.serve(MODEL, bodies(family, stock, "same", TRIED))
+    check(family, stock, "same", TRIED)
+    family.until(lambda: not any(owned(family).values()))
+
+
+def test_logprobs_are_those_of_one_rank_up_to_rounding(
+    family: Engines, answers: dict[int, dict[str, Any]], stock: dict[str, Any]
+) -> None:
+    one = answers[1]["logprobs"]
+    family.serve(MODEL, bodies(family, stock, "one", ["logprobs"]))
+    assert family.tokens["one-logprobs"] == one["tokens"]
+    got = [row for output in family.outputs["one-logprobs"] for row in output.new_logprobs.logprobs[:, 0]]
+    assert got == pytest.approx([one["logprobs"][i][str(t)] for i, t in enumerate(one["tokens"])], abs=1e-4)
+
+
+def test_each_rank_writes_its_own_pool_at_the_same_pages(family: Engines, stock: dict[str, Any]) -> None:
+    client = family.memory()
+    try:
+        client.reset_cache(MODEL)
+        views = [client.map(MODEL, rank) for rank in range(2)]
+        for view in views:
+            view.pool[:] = 0
+        body = family.body("pages", stock["greedy"]["prompt"], max_tokens=8, ignore_eos=True)
+        family.lease(f"{MODEL}/prefill", [family.admit("pages", body)])
+        family.until(lambda: "pages" in family.held)
+        blocks = client.adopt(MODEL, family.held["pages"].key)
+        pages = views[0].page_table[blocks].reshape(-1)
+        assert np.array_equal(views[0].page_table[blocks], views[1].page_table[blocks])
+        assert len(set(pages.tolist())) == blocks.size * 4 * 2  # layers, and KV heads of one rank
+        written = [set(np.flatnonzero(view.pool.any(axis=1)).tolist()) for view in views]
+        assert written[0] == written[1] == set(pages.tolist())
+        # Each has its heads' keys and values, not a copy of the other's.
+        assert not (views[0].pool[pages] == views[1].pool[pages]).all(axis=1).any()
+        client.step(MODEL, release=blocks)
+    finally:
+        client.close()
+    family.abort(f"{MODEL}/prefill", ["pages"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_goes_down_with_a_worker_and_its_requests_go_on(
+    family: Engines, stock: dict[str, Any], rank: int
+) -> None:
+    name = f"worker-{rank}"
+    decoding(family, name, endless(family, stock, name))
+    engine = family.pids[MODEL, "decode"]
+    both = workers(engine)
+    assert len(both) == 2
+    os.kill(both[rank], signal.SIGKILL)
+    assert family.expect_exit(engine) == 1
+    wait_for(lambda: gone(both))
+    wait_for(lambda: not any(owned(family).values()))
+    family.reborn(MODEL, "decode")
+    # What the gateway would do: the tokens that are known, again.
+    case = stock["greedy"]["tokens"]
+    again = family.body(f"{name}-again", stock["greedy"]["prompt"], **sampling(CASES["greedy"][1]))
+    family.tokens[f"{name}-again"] = case[:4]
+    family.lease(f"{MODEL}/prefill", [family.admit(f"{name}-again", again, output_tokens=case[:4])])
+    family.until(lambda: f"{name}-again" in family.held)
+    held = family.held[f"{name}-again"]
+    admit = family.admit(
+        f"{name}-again", again, adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
+    )
+    family.lease(f"{MODEL}/decode", [admit])
+    family.until(lambda: family.finished(f"{name}-again"))
+    assert family.tokens[f"{name}-again"] == case
+
+
+def test_workers_die_with_their_engine(family: Engines, stock: dict[str, Any]) -> None:
+    decoding(family, "struck", endless(family, stock, "struck"))
+    engine = family.pids[MODEL, "decode"]
+    both = workers(engine)
+    family.kill(MODEL, "decode")
+    assert family.expect_exit(engine) == -signal.SIGKILL
+    wait_for(lambda: gone(both))
+    wait_for(lambda: not any(owned(family).values()))
+    family.reborn(MODEL, "decode")
+
+
+def test_workers_hold_the_engines_connection_and_bind_to_a_new_memory_manager(
+    family: Engines, stock: dict[str, Any]
+) -> None:
+    decoding(family, "lost", endless(family, stock, "lost"))
+    before = {phase: shared_connections(family.pids[MODEL, phase]) for phase in ("prefill", "decode")}
+    os.kill(family.manager.pid, signal.SIGKILL)
+    family.manager.wait()
+    lost = len(family.lost())
+    family.manager = server.start(family.deployment)
+    family.until(lambda: len(family.lost()) >= lost + 2)
+    family.serve(MODEL, bodies(family, stock, "anew", TRIED))
+    check(family, stock, "anew", TRIED)
+    assert not any(owned(family).values())
+    for phase in ("prefill", "decode"):
+        after = shared_connections(family.pids[MODEL, phase])
+        assert before[phase]
+        assert after - before[phase], phase
+
+
+def shared_connections(engine: int) -> set[str]:
+    """The Unix sockets that an engine and all of its workers have open."""
+    held = []
+    for pid in (engine, *workers(engine)):
+        sockets = (connection.fd for connection in psutil.Process(pid).net_connections("unix"))
+        held.append({os.readlink(f"/proc/{pid}/fd/{fd}") for fd in sockets})
+    return set.intersection(*held)
+
+
+def test_what_ranks_share_has_no_name_that_a_kill_would_leave_behind(family: Engines) -> None:
+    for worker in workers(family.pids[MODEL, "prefill"]):
+        lines = Path(f"/proc/{worker}/maps").read_text().splitlines()
+        shared = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and "muxserve" not in line}
+        assert len(shared) >= 3  # messages in, messages out, activations
+        assert all(name.endswith("(deleted)") for name in shared)
+
+
+def test_a_worker_that_cannot_start_says_why(family: Engines) -> None:
+    file = Path(family.deployment.run_dir) / "deployment.json"
+    right = file.read_bytes()
+    family.kill(MODEL, "prefill")
+    family.expect_exit(family.pids[MODEL, "prefill"])
+    (model,) = family.deployment.models
+    deployments.save(
+        msgspec.structs.replace(family.deployment, models=[msgspec.structs.replace(model, path="/none")]), file
+    )
+    family.fork(MODEL, "prefill")
+    with pytest.raises(RuntimeError, match="/none"):
+        family.expect_up({(MODEL, "prefill")})
+    file.write_bytes(right)
+    family.reborn(MODEL, "prefill")
