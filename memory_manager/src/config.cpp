@@ -34,6 +34,8 @@ class Fields {
     return *found;
   }
 
+  std::int64_t integer(const char* name, std::int64_t otherwise) const { return has(name) ? integer(name) : otherwise; }
+
   const json::Array& array(const char* name) const {
     const json::Array* found = get(name).array();
     if (found == nullptr) throw ConfigError(where_ + "." + name + ": expected a list");
@@ -41,6 +43,10 @@ class Fields {
   }
 
  private:
+  bool has(const char* name) const {
+    return std::any_of(object_->begin(), object_->end(), [&](const auto& member) { return member.first == name; });
+  }
+
   const Value& get(const char* name) const {
     for (const auto& member : *object_)
       if (member.first == name) return member.second;
@@ -93,6 +99,7 @@ void check_config(const Config& config) {
           std::string::npos) {
     throw ConfigError("prefix: 1 to 200 letters, digits, '-' and '_' are needed, got \"" + config.prefix + "\"");
   }
+  check_range("ranks", config.ranks, 1, kMaxRanks);
   if (config.pools.empty()) throw ConfigError("pools: at least one pool is needed");
   if (config.pools.size() > kMaxPools)
     throw ConfigError("pools: at most " + std::to_string(kMaxPools) + " are allowed");
@@ -137,9 +144,10 @@ Config parse_config(const std::string& text) {
   } catch (const json::ParseError& error) {
     throw ConfigError(error.what());
   }
-  const Fields fields(value, "configuration", {"prefix", "pools", "models"});
+  const Fields fields(value, "configuration", {"prefix", "ranks", "pools", "models"});
   Config config;
   config.prefix = fields.string("prefix");
+  config.ranks = fields.integer("ranks", 1);
   for (const Value& item : fields.array("pools")) {
     const std::string where = "pools[" + std::to_string(config.pools.size()) + "]";
     const Fields pool(item, where, {"name", "page_bytes", "num_pages"});

@@ -10,6 +10,7 @@ namespace muxserve::memory {
 
 constexpr std::size_t kMaxNameBytes = 128;
 constexpr std::size_t kMaxPools = 64;
+constexpr std::int64_t kMaxRanks = 64;
 constexpr std::size_t kMaxModels = 4096;             // over the life of one manager
 constexpr std::int64_t kMaxBlocks = 1 << 20;         // of one model; keeps every reply under the message bound
 constexpr std::int64_t kMaxPagesPerBlock = 1 << 20;  // layers * kv_heads
@@ -42,14 +43,17 @@ struct ModelConfig {
   std::int32_t pages_per_block() const { return static_cast<std::int32_t>(layers * kv_heads); }
 };
 
-// `prefix` starts the name of every shared memory segment, so that the names outlive a restart.
+// `prefix` starts the name of every shared memory segment, so that the names outlive a restart. Every pool has its
+// memory once on each of `ranks` tensor-parallel ranks; a page has the same number on all of them, so there is one set
+// of books.
 struct Config {
   std::string prefix;
+  std::int64_t ranks = 1;
   std::vector<PoolConfig> pools;
   std::vector<ModelConfig> models;
 };
 
-// Reads and checks {"prefix", "pools": [...], "models": [...]}. Throws ConfigError.
+// Reads and checks {"prefix", "ranks" (1 if missing), "pools": [...], "models": [...]}. Throws ConfigError.
 Config parse_config(const std::string& text);
 
 // Reads and checks one model as written in a configuration; the pool's existence and quota sums are not checked here.

@@ -17,9 +17,8 @@ struct Session {
 
 class Dispatcher {
  public:
-  // `pool_handles`: by pool, the name under which clients map it.
-  Dispatcher(Manager& manager, std::vector<std::string> pool_handles)
-      : manager_(manager), pool_handles_(std::move(pool_handles)) {}
+  // `pool_handles`: by pool and rank, the name under which clients map it.
+  Dispatcher(Manager& manager, PoolHandles pool_handles) : manager_(manager), pool_handles_(std::move(pool_handles)) {}
 
   // Carries one request out and appends the reply, if it has one, to `out`. A refusal becomes an error frame. False
   // if the connection cannot go on after the reply has been sent.
@@ -39,7 +38,7 @@ class Dispatcher {
   void refuse(const Header& header, Code code, const std::string& words, Bytes& out) const;
 
   Manager& manager_;
-  std::vector<std::string> pool_handles_;
+  PoolHandles pool_handles_;
   StepReply step_reply_;
 };
 

@@ -109,15 +109,19 @@ void serve(const Arguments& arguments) {
   const std::uint64_t generation = new_generation();
   PosixSegments segments(config.prefix, std::chrono::milliseconds(arguments.settle_ms));
   std::vector<std::unique_ptr<PoolMemory>> pools;
-  std::vector<std::string> handles;
+  PoolHandles handles(config.pools.size());
+  std::vector<std::string> names;
   for (std::size_t i = 0; i < config.pools.size(); ++i) {
     const PoolConfig& pool = config.pools[i];
     const auto bytes = static_cast<std::size_t>(pool.page_bytes) * static_cast<std::size_t>(pool.num_pages);
-    pools.push_back(std::make_unique<PosixPoolMemory>(config.prefix + ".pool." + std::to_string(i), bytes));
-    handles.push_back(pools.back()->handle());
+    for (std::int64_t rank = 0; rank < config.ranks; ++rank) {
+      names.push_back(pool_segment(config.prefix, i, rank));
+      pools.push_back(std::make_unique<PosixPoolMemory>(names.back(), bytes));
+      handles[i].push_back(pools.back()->handle());
+    }
   }
   Manager manager(config, segments, generation);
-  segments.remove_stale(pools.size());
+  segments.remove_stale(names);
   Dispatcher dispatcher(manager, handles);
   {
     Server server(dispatcher, arguments.socket);

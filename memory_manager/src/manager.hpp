@@ -12,6 +12,7 @@
 #include "errors.hpp"
 #include "model_table.hpp"
 #include "page_pool.hpp"
+#include "pool_memory.hpp"
 #include "segments.hpp"
 #include "span.hpp"
 
@@ -84,8 +85,9 @@ class Manager {
   // Removes a model without owned or handed-off blocks.
   void remove_model(std::uint32_t model);
 
-  // Pools and models as one JSON object; `pool_handles` says by pool where its memory is mapped from.
-  std::string describe(const std::vector<std::string>& pool_handles) const;
+  // Pools and models as one JSON object; `pool_handles` says by pool and rank where its memory is mapped
+  // from.
+  std::string describe(const PoolHandles& pool_handles) const;
 
   // Everything countable as one JSON object.
   std::string statistics() const;

@@ -3,11 +3,15 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace muxserve::memory {
 
-// One allocation of a whole pool. The manager never reads or writes it; it only keeps it alive and tells clients how
-// to map it.
+// What clients map the pools by: handles by pool and rank.
+using PoolHandles = std::vector<std::vector<std::string>>;
+
+// One allocation of a whole pool, on one rank. The manager never reads or writes it; it only keeps it alive and tells
+// clients how to map it.
 class PoolMemory {
  public:
   virtual ~PoolMemory() = default;

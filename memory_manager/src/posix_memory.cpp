@@ -90,6 +90,11 @@ PosixSegment::~PosixSegment() {
   if (fd_ >= 0) close(fd_);
 }
 
+std::string pool_segment(const std::string& prefix, std::size_t pool, std::int64_t rank) {
+  const std::string name = prefix + ".pool." + std::to_string(pool);
+  return rank == 0 ? name : name + "." + std::to_string(rank);
+}
+
 PosixPoolMemory::PosixPoolMemory(const std::string& name, std::size_t bytes) : segment_(name, bytes, false) {
   struct stat status{};
   const bool known = fstat(segment_.fd(), &status) == 0;
@@ -146,10 +151,10 @@ void PosixSegments::destroy_table(std::uint32_t model) {
 
 void PosixSegments::settled() { flock(guard_.fd(), LOCK_UN); }
 
-void PosixSegments::remove_stale(std::size_t pools) {
+void PosixSegments::remove_stale(const std::vector<std::string>& kept) {
   std::set<std::string> ours{counters_.name(), guard_.name()};
   for (const auto& table : tables_) ours.insert(table.second->name());
-  for (std::size_t i = 0; i < pools; ++i) ours.insert(prefix_ + ".pool." + std::to_string(i));
+  ours.insert(kept.begin(), kept.end());
   for (const std::string& name : segments_with(prefix_ + "."))
     if (ours.count(name) == 0) shm_unlink(("/" + name).c_str());
 }

@@ -1,6 +1,7 @@
 // POSIX shared memory: segments that keep their names over a restart of the manager.
 //
-// Names are <prefix>.counters, <prefix>.guard, <prefix>.pool.<i>, <prefix>.table.<i>. A manager that is killed leaves
+// Names are <prefix>.counters, <prefix>.guard, <prefix>.table.<i>, <prefix>.pool.<i>, and <prefix>.pool.<i>.<rank> on
+// ranks above 0. A manager that is killed leaves
 // its segments; the next one with the same configuration opens the very same ones, so clients' mappings stay good.
 #pragma once
 
@@ -10,6 +11,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "pool_memory.hpp"
 #include "segments.hpp"
@@ -46,6 +48,9 @@ class PosixSegment {
   bool existed_ = false;
 };
 
+// What the segment of a pool on a rank is called.
+std::string pool_segment(const std::string& prefix, std::size_t pool, std::int64_t rank);
+
 // A pool in a sparse segment: memory is taken page by page as engines write.
 class PosixPoolMemory final : public PoolMemory {
  public:
@@ -74,8 +79,8 @@ class PosixSegments final : public Segments {
   // Tables are reset and the new generation stands in the counters: clients may look again.
   void settled();
 
-  // Removes segments of this prefix that are not in use by this object, except pools below `pools`.
-  void remove_stale(std::size_t pools);
+  // Removes segments of this prefix that are not in use by this object, except those named in `kept`.
+  void remove_stale(const std::vector<std::string>& kept);
 
   // Tells clients that keep their mappings that nobody is there, and removes every segment of the prefix.
   void remove_all();

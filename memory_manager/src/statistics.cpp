@@ -4,7 +4,7 @@
 
 namespace muxserve::memory {
 
-std::string Manager::describe(const std::vector<std::string>& pool_handles) const {
+std::string Manager::describe(const PoolHandles& pool_handles) const {
   json::Writer out;
   out.open_object();
   out.member("generation", std::to_string(generation_)).member("prefix", config_.prefix);
@@ -12,8 +12,10 @@ std::string Manager::describe(const std::vector<std::string>& pool_handles) cons
   for (std::size_t i = 0; i < pools_.size(); ++i) {
     const PoolConfig& pool = pools_[i]->config();
     out.open_object().member("index", i).member("name", pool.name).member("page_bytes", pool.page_bytes);
-    out.member("num_pages", pool.num_pages).member("handle", i < pool_handles.size() ? pool_handles[i] : "");
-    out.close_object();
+    out.member("num_pages", pool.num_pages).key("handles").open_array();
+    if (i < pool_handles.size())
+      for (const std::string& handle : pool_handles[i]) out.value(handle);
+    out.close_array().close_object();
   }
   out.close_array();
   out.key("models").open_array();

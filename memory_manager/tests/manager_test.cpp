@@ -424,7 +424,8 @@ TEST(Manager, ModelsComeAndGo) {
 TEST(Manager, DescribesItself) {
   Fixture f;
   f.manager.connect("me \"quoted\"", 42);
-  EXPECT_NE(f.manager.describe({"posix:x"}).find("\"handle\": \"posix:x\""), std::string::npos);
+  EXPECT_NE(f.manager.describe({{"posix:x", "posix:y"}}).find("\"handles\": [\"posix:x\", \"posix:y\"]"),
+            std::string::npos);
   EXPECT_NE(f.manager.statistics().find("\"name\": \"me \\\"quoted\\\"\", \"pid\": 42"), std::string::npos);
 }
 

@@ -78,7 +78,7 @@ TEST(PosixSegments, RemoveWhatIsStale) {
   segments.create_table(0, 10);
   PosixSegment stale_table(prefix + ".table.7", 64, false), stale_pool(prefix + ".pool.1", 64, false);
   PosixSegment pool(prefix + ".pool.0", 64, false);
-  segments.remove_stale(1);
+  segments.remove_stale({pool_segment(prefix, 0, 0)});
   EXPECT_TRUE(exists(prefix + ".table.0"));
   EXPECT_TRUE(exists(prefix + ".pool.0"));
   EXPECT_FALSE(exists(prefix + ".table.7"));
@@ -112,6 +112,11 @@ TEST(PosixSegments, ANewManagerWaitsForWriters) {
   next.release();
   PosixSegments third(prefix, milliseconds(0));
   third.remove_all();
+}
+
+TEST(PosixPoolMemory, RankZeroKeepsThePoolsName) {
+  EXPECT_EQ(pool_segment("p", 3, 0), "p.pool.3");
+  EXPECT_EQ(pool_segment("p", 3, 2), "p.pool.3.2");
 }
 
 TEST(PosixPoolMemory, IsSparseAndRemoved) {

@@ -83,7 +83,7 @@ class MemoryClient:
     def __init__(self, socket_path: str, name: str, timeout_s: float = 10.0) -> None:
         self._native = _native.Client(socket_path, name, timeout_s)
         self._read_description(self._native.description)
-        self._pools: dict[int, _native.Mapping] = {}
+        self._pools: dict[tuple[int, int], _native.Mapping] = {}
         self._counters: _native.Mapping | None = None
         self._guard: _native.WriteGuard | None = None
 
@@ -255,13 +255,15 @@ class MemoryClient:
 
     # ------------------------------------------------------------ memory
 
-    def map(self, model: ModelHandle) -> ModelView:
-        """Map the model's page table, its pool and the counters into this process.
+    def map(self, model: ModelHandle, rank: int = 0) -> ModelView:
+        """Map the model's page table, its pool on `rank` and the counters into this process. Tables and counters are the
+        same for all ranks.
 
         The mappings live as long as the arrays, also after the connection has ended.
 
         Raises:
             MemoryManagerGone: the memory is not there any more.
+            ValueError: the pool has no such rank.
         """
         index = self._index(model)
         entry = self._models[index]
@@ -270,13 +272,16 @@ class MemoryClient:
         if self._counters is None:
             prefix = self._description["prefix"]
             self._counters = _native.Mapping(f"{prefix}.counters", _native.COUNTERS_BYTES, writable=False)
-        memory = self._pools.get(pool["index"])
+        memory = self._pools.get((pool["index"], rank))
         if memory is None:
-            handle: str = pool["handle"]
+            handles: list[str] = pool["handles"]
+            if not 0 <= rank < len(handles):
+                raise ValueError(f"pool {pool['name']!r} is on {len(handles)} ranks; there is no rank {rank}")
+            handle = handles[rank]
             if not handle.startswith(_POSIX):
                 raise MemoryManagerGone(f"this client cannot map pool memory of the kind {handle!r}")
             memory = _native.Mapping(handle.removeprefix(_POSIX), pool["num_pages"] * pool["page_bytes"], writable=True)
-            self._pools[pool["index"]] = memory
+            self._pools[pool["index"], rank] = memory
         table = _native.Mapping(entry["table"], blocks * layers * heads * 4, writable=False)
         return ModelView(
             name=entry["name"],

@@ -30,6 +30,7 @@ def manager_config(deployment: Deployment) -> dict[str, Any]:
     """What the memory manager reads as its configuration file."""
     return {
         "prefix": prefix(deployment),
+        "ranks": deployment.ranks,
         "pools": [
             {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages} for pool in deployment.pools
         ],

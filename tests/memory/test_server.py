@@ -178,3 +178,19 @@ def test_the_pool_takes_memory_only_where_it_is_written(start: Start, tmp_path: 
         view = client.map("a")
         view.pool[view.page_table[client.step(view, reserve=10).reserved].reshape(-1)] = 1
     assert segment.stat().st_blocks * 512 <= 8192
+
+
+def test_every_rank_has_memory_of_its_own_and_one_page_table(start: Start, tmp_path: Path) -> None:
+    of = msgspec.structs.replace(deployment(tmp_path), ranks=2)
+    start(of)
+    name = of.models[0].name
+    with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:
+        first, second = client.map(name), client.map(name, rank=1)
+        block = client.step(first, reserve=1).reserved
+        page = int(first.page_table[block[0]].reshape(-1)[0])
+        assert (first.page_table[block[0]] == second.page_table[block[0]]).all()
+        first.pool[page] = 1
+        second.pool[page] = 2
+        assert (client.map(name).pool[page] == 1).all()
+        with pytest.raises(ValueError, match="on 2 ranks; there is no rank 2"):
+            client.map(name, rank=2)
