@@ -18,7 +18,7 @@ struct Reply {
 };
 
 struct Wire : Fixture {
-  Dispatcher dispatcher{manager, {"posix:x"}};
+  Dispatcher dispatcher{manager, {{"posix:x"}}};
   Session session;
   std::uint32_t sequence = 100;
 

@@ -76,7 +76,7 @@ class ServerTest : public ::testing::Test {
   }
 
   Fixture fixture_;
-  Dispatcher dispatcher_{fixture_.manager, {"posix:x"}};
+  Dispatcher dispatcher_{fixture_.manager, {{"posix:x"}}};
   std::string directory_, path_;
   std::unique_ptr<Server> server_;
   std::thread thread_;

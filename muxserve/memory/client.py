@@ -256,8 +256,8 @@ class MemoryClient:
     # ------------------------------------------------------------ memory
 
     def map(self, model: ModelHandle, rank: int = 0) -> ModelView:
-        """Map the model's page table, its pool on `rank` and the counters into this process. Tables and counters are the
-        same for all ranks.
+        """Map the model's page table, its pool on `rank` and the counters into this process. Tables and counters are
+        the same for all ranks.
 
         The mappings live as long as the arrays, also after the connection has ended.
 
