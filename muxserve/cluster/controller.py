@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from muxserve import wire
-from muxserve.cluster.events import Draining, Event, Failed, PartId, Ready, Stopping
+from muxserve.cluster.events import Draining, Event, Failed, PartId, Ready, Starting, Stopping
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.processes import adopt_orphans, has_children, kill_group, reap_group
 from muxserve.cluster.sizing import PoolSizer
@@ -45,7 +45,9 @@ class Controller:
         sizer: PoolSizer | None = None,
     ) -> None:
         self.ready = asyncio.Event()
-        self._emit = emit
+        self._tell_user = emit
+        # How long a part's logs were when it was started last: what stands before is of its predecessors.
+        self._log_began: dict[tuple[PartId, str], int] = {}
         self._stops = 0
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
@@ -53,13 +55,20 @@ class Controller:
         self._exits: dict[int, int] = {}
         # Process groups of warm parents that died: what they leave behind becomes our child and is ours to collect.
         self._orphaned: set[int] = set()
-        self._starts = Starts(deployment, launcher, emit, self._exits, sizer)
+        self._starts = Starts(deployment, launcher, self._emit, self._exits, sizer)
         self.parts = self._starts.parts
 
     @property
     def deployment(self) -> Deployment:
         """As it is now: on GPUs the pools have their size only when the models have been measured."""
         return self._starts.deployment
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, Starting):
+            for name in event.part.log_names:
+                with contextlib.suppress(OSError):
+                    self._log_began[event.part, name] = (self.deployment.log_dir / name).stat().st_size
+        self._tell_user(event)
 
     def stop(self) -> None:
         """Drain and end; at once when called again."""
@@ -188,7 +197,9 @@ class Controller:
         for name in part.log_names:
             path = self.deployment.log_dir / name
             with contextlib.suppress(OSError):
-                lines = path.read_text(errors="replace").splitlines()
+                with path.open("rb") as log_file:
+                    log_file.seek(self._log_began.get((part, name), 0))
+                    lines = log_file.read().decode(errors="replace").splitlines()
                 if lines:
                     return path, tuple(lines[-_TAIL_LINES:])
         return None, ()

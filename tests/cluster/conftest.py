@@ -3,9 +3,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from muxserve.cluster.controller import Controller
@@ -13,7 +14,16 @@ from muxserve.cluster.events import Event, PartId, Up
 from muxserve.cluster.launcher import Commands, LocalLauncher
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.run_dir import RunDir
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment, save
+from muxserve.cluster.sizing import SizingError
+from muxserve.deployment import (
+    Deployment,
+    GatewayDeployment,
+    GpuDeployment,
+    ModelDeployment,
+    PoolDeployment,
+    save,
+)
+from muxserve.gpu.budget import Budget, Needs
 from tests.cluster import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +50,29 @@ def fake_deployment(run_dir: Path, drain_seconds: float = 5.0) -> Deployment:
     )
 
 
+def gpu_deployment(run_dir: Path) -> Deployment:
+    """Two models over two GPUs under MPS."""
+    return msgspec.structs.replace(fake_deployment(run_dir), ranks=2, gpu=GpuDeployment(["GPU-a", "GPU-b"]))
+
+
+class FakeSizer:
+    """Takes what was measured, and makes pools of 1000 pages of it; or says that there is no room."""
+
+    def __init__(self, deployment: Deployment, file: Path) -> None:
+        self.deployment, self.file = deployment, file
+        self.asked: list[list[Needs]] = []
+        self.refuse = False
+
+    def size(self, needs: Sequence[Needs]) -> tuple[Deployment, list[Budget]]:
+        self.asked.append(list(needs))
+        if self.refuse:
+            raise SizingError("GPU 0 is full; lower max_len")
+        pools = [PoolDeployment("pool0", 65536, 1000)]
+        sized = msgspec.structs.replace(self.deployment, pools=pools)
+        save(sized, self.file)
+        return sized, [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
+
+
 def fake_commands(file: Path) -> Commands:
     def fake(*args: object) -> list[str]:
         return [sys.executable, str(fakes.SELF), *map(str, args)]
@@ -48,20 +81,24 @@ def fake_commands(file: Path) -> Commands:
         memory_manager=lambda store: fake("memory", file),
         unit_scheduler=fake("unit", file),
         warm_parent=lambda control, lifeline: fake("warm", file, control, lifeline),
+        mps=fake("mps", file),
+        environment={"FAKE_ENVIRONMENT": "1"},
     )
 
 
 class Fleet:
     """A controller over fake processes, and what it said."""
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, on_gpus: bool = False) -> None:
         self.run_dir = run_dir
-        self.deployment = fake_deployment(run_dir.path)
+        self.deployment = gpu_deployment(run_dir.path) if on_gpus else fake_deployment(run_dir.path)
         file = run_dir.path / "deployment.json"
         save(self.deployment, file)
+        self.sizer = FakeSizer(self.deployment, file) if on_gpus else None
         self.events: list[Event] = []
         self.changed = asyncio.Event()
-        self.controller = Controller(self.deployment, LocalLauncher(fake_commands(file), run_dir.logs), self._emit)
+        launcher = LocalLauncher(fake_commands(file), run_dir.logs)
+        self.controller = Controller(self.deployment, launcher, self._emit, self.sizer)
         for part in self.controller.parts.values():
             part.policy = RestartPolicy(delays=(0.01,))
             part.early_policy = RestartPolicy(max_deaths=2, delays=(0.01,))
@@ -115,14 +152,29 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.fixture
-async def fleet(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    run_dir = RunDir(tmp_path_factory.mktemp("run"))
-    fleet = Fleet(run_dir)
+async def running(directory: Path, on_gpus: bool) -> AsyncIterator[Fleet]:
+    run_dir = RunDir(directory)
+    fleet = Fleet(run_dir, on_gpus)
     yield fleet
     if fleet.task is not None and not fleet.task.done():
         fleet.controller.stop()
         fleet.controller.stop()
         await asyncio.wait([fleet.task])
     run_dir.remove()
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async for each in running(tmp_path_factory.mktemp("run"), on_gpus=False):
+        yield each
+
+
+@pytest.fixture
+async def gpu_fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async for each in running(tmp_path_factory.mktemp("run"), on_gpus=True):
+        yield each

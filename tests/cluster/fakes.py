@@ -1,6 +1,6 @@
 """Stand-ins for the processes of a deployment: real processes that speak the controller's protocols and nothing else.
 
-    python fakes.py memory|unit|warm DEPLOYMENT [CONTROL_FD LIFELINE_FD]
+    python fakes.py mps|memory|unit|warm DEPLOYMENT [CONTROL_FD LIFELINE_FD]
 
 Files in the run directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME` (say that they
 cannot start), `slow-gateway` (seconds that draining takes). The gateway serves the fewest pages that `muxserve deploy`
@@ -37,7 +37,11 @@ def main() -> None:
         return
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: (journal.write(f"stop {kind}"), os._exit(0)))
-    if kind == "memory":
+    if kind in ("memory", "mps"):
+        if kind == "memory":
+            from muxserve import deployment
+
+            journal.write(f"memory has {deployment.load(file).pools[0].num_pages} pages")
         print("READY 1", flush=True)
         while True:
             signal.pause()
@@ -123,7 +127,7 @@ class Warm:
         if pid:
             self.event("forked", pid=pid, **who)
             return
-        name = order["kind"] if order["kind"] == "gateway" else f"{order['model']}-{order['phase']}"
+        name = order["kind"] if order["kind"] == "gateway" else f"{order['model']}-{order['phase'] or order['kind']}"
         if order["kind"] != "gateway":
             die_with_parent(signal.SIGKILL)
         if told(self.run_dir, f"fail-{name}"):
@@ -135,6 +139,10 @@ class Warm:
         self.event("progress", detail="loading weights", **who)
         if name == "gateway":
             serve_pages(self.file)
+        if order["kind"] == "weights" and not told(self.run_dir, "mute-weights"):
+            figures = {"weights_bytes": 100, "activation_bytes": 20, "context_bytes": 3, "graph_bytes": 1}
+            for rank in (0, 1):
+                self.event("measured", kind="weights", model=order["model"], rank=rank, **figures)
         self.event("up", pid=os.getpid(), **who)
         if order["kind"] == "gateway":
             os.read(self.lifeline, 1)

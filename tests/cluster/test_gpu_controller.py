@@ -1,0 +1,131 @@
+"""The order of things on GPUs, over real processes that only pretend: MPS, weights, sizing, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from muxserve.cluster.controller import EXIT_OK, EXIT_START
+from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
+from muxserve.deployment import load
+from tests.cluster.conftest import Fleet, alive
+from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, WARM, index
+
+MPS = PartId("mps")
+HOLDERS = [PartId("weights", "one"), PartId("weights", "two")]
+ALL = [MPS, MEMORY, WARM, UNIT, GATEWAY, *HOLDERS, *ENGINES]
+
+
+async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> None:
+    await gpu_fleet.serving()
+    events = gpu_fleet.events
+    assert {event.part for event in events if isinstance(event, Up)} == set(ALL)
+    assert index(events, Starting, WARM) > index(events, Up, MPS)
+    sized = next(i for i, e in enumerate(events) if isinstance(e, Progress) and "left for the KV pool" in e.detail)
+    for holder in HOLDERS:
+        assert index(events, Up, WARM) < index(events, Starting, holder)
+        assert index(events, Up, holder) < sized
+    for part in (MEMORY, UNIT, GATEWAY, *ENGINES):
+        assert index(events, Starting, part) > sized
+    for engine in ENGINES:
+        assert index(events, Starting, engine) > index(events, Up, MEMORY)
+
+    (asked,) = gpu_fleet.sizer.asked
+    assert [(needs.model, needs.rank) for needs in asked] == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
+    assert {(needs.weights_bytes, needs.measured) for needs in asked} == {(100, True)}
+    assert gpu_fleet.controller.deployment.pools[0].num_pages == 1000
+    assert load(gpu_fleet.run_dir.path / "deployment.json") == gpu_fleet.controller.deployment
+    assert "memory has 1000 pages" in gpu_fleet.journal()
+
+    gpu_fleet.controller.stop()
+    assert await gpu_fleet.task == EXIT_OK
+    stops = [line.removeprefix("stop ") for line in gpu_fleet.journal() if line.startswith("stop ")]
+    assert stops[:2] == ["gateway", "unit"]
+    assert sorted(stops[6:8]) == ["one-weights", "two-weights"]
+    assert stops[8:] == ["warm", "memory", "mps"]
+    assert not any(alive(pid) for pid in gpu_fleet.pids())
+
+
+async def test_the_engines_of_a_dead_holder_start_after_it(gpu_fleet: Fleet) -> None:
+    await gpu_fleet.serving()
+    before = {part: gpu_fleet.pid(part) for part in ALL}
+    os.kill(before[HOLDERS[0]], signal.SIGKILL)
+    again = [HOLDERS[0], *ENGINES[:2]]
+    await gpu_fleet.until(lambda: all(gpu_fleet.ups(part) == 2 for part in again))
+    assert all(gpu_fleet.ups(part) == 1 for part in ALL if part not in again)
+    ups = [event.part for event in gpu_fleet.events if isinstance(event, Up)][len(ALL) :]
+    assert ups[0] == HOLDERS[0]
+    reasons = {event.part: event.reason for event in gpu_fleet.events if isinstance(event, Down)}
+    assert "SIGKILL" in reasons.pop(HOLDERS[0])
+    assert reasons == dict.fromkeys(ENGINES[:2], "ended with the process that held its weights")
+    assert "unit got EngineDown one" in gpu_fleet.journal()
+    assert len(gpu_fleet.sizer.asked) == 1  # pools stay as they are
+
+
+async def test_all_that_computes_ends_with_the_mps_server(gpu_fleet: Fleet) -> None:
+    await gpu_fleet.serving()
+    before = {part: gpu_fleet.pid(part) for part in ALL}
+    os.kill(before[MPS], signal.SIGKILL)
+    again = [MPS, MEMORY, *HOLDERS, *ENGINES]
+    await gpu_fleet.until(lambda: all(gpu_fleet.ups(part) == 2 for part in again))
+    for part in (WARM, UNIT, GATEWAY):
+        assert gpu_fleet.ups(part) == 1
+        assert alive(before[part])
+    after = gpu_fleet.events[next(i for i, e in enumerate(gpu_fleet.events) if isinstance(e, Down)) :]
+    for part in [MEMORY, *HOLDERS]:
+        assert index(after, Starting, part) > index(after, Up, MPS)
+    for engine in ENGINES:
+        assert index(after, Starting, engine) > index(after, Up, PartId("weights", engine.model))
+        assert index(after, Starting, engine) > index(after, Up, MEMORY)
+    assert gpu_fleet.journal().count("memory has 1000 pages") == 2
+
+
+async def test_holders_die_with_the_warm_parent(gpu_fleet: Fleet) -> None:
+    await gpu_fleet.serving()
+    os.kill(gpu_fleet.pid(WARM), signal.SIGKILL)
+    again = [WARM, *HOLDERS, *ENGINES]
+    await gpu_fleet.until(lambda: all(gpu_fleet.ups(part) == 2 for part in again))
+    assert gpu_fleet.ups(GATEWAY) == gpu_fleet.ups(MEMORY) == gpu_fleet.ups(MPS) == 1
+    reasons = {event.reason for event in gpu_fleet.events if isinstance(event, Down) and event.part in HOLDERS}
+    assert reasons == {"ended with the process that it was forked from"}
+
+
+async def test_gpus_that_are_too_small_end_the_start_in_words(gpu_fleet: Fleet) -> None:
+    gpu_fleet.sizer.refuse = True
+    assert await gpu_fleet.start() == EXIT_START
+    failed = next(event for event in gpu_fleet.events if isinstance(event, Failed))
+    assert failed.message == "memory manager cannot start: GPU 0 is full; lower max_len"
+    assert not any(isinstance(e, Starting) and e.part in (MEMORY, *ENGINES) for e in gpu_fleet.events)
+    assert not any(alive(pid) for pid in gpu_fleet.pids())
+
+
+async def test_a_holder_that_measured_nothing_is_named(gpu_fleet: Fleet) -> None:
+    gpu_fleet.tell("mute-weights")
+    assert await gpu_fleet.start() == EXIT_START
+    failed = next(event for event in gpu_fleet.events if isinstance(event, Failed))
+    assert "did not say what they measured of one on rank 0" in failed.message
+
+
+@pytest.mark.parametrize(("file", "part"), [("die-mps", MPS), ("fail-two-weights", HOLDERS[1])])
+async def test_a_start_that_fails_ends_everything(gpu_fleet: Fleet, file: str, part: PartId) -> None:
+    gpu_fleet.tell(file)
+    assert await gpu_fleet.start() == EXIT_START
+    assert next(event for event in gpu_fleet.events if isinstance(event, Failed)).part == part
+    assert not any(alive(pid) for pid in gpu_fleet.pids())
+
+
+async def test_what_a_gpu_did_is_told_in_words(gpu_fleet: Fleet) -> None:
+    await gpu_fleet.serving()
+    log = gpu_fleet.run_dir.logs / "engine-one-decode.log"
+    log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    os.kill(gpu_fleet.pid(ENGINES[1]), signal.SIGKILL)
+    await gpu_fleet.until(lambda: gpu_fleet.ups(ENGINES[1]) == 2)
+    down = next(event for event in gpu_fleet.events if isinstance(event, Down))
+    assert "; the GPU is out of memory: lower cluster.gpu_memory, serve fewer models" in down.reason
+    # What an earlier process of that engine said is no reason for the end of this one.
+    os.kill(gpu_fleet.pid(ENGINES[1]), signal.SIGKILL)
+    await gpu_fleet.until(lambda: gpu_fleet.ups(ENGINES[1]) == 3)
+    again = [event for event in gpu_fleet.events if isinstance(event, Down)][1]
+    assert "out of memory" not in again.reason
