@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from vllm.distributed import parallel_state
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from muxserve.engine import binding
@@ -22,6 +23,12 @@ log = logging.getLogger(__name__)
 MOST_WORDS = 4096
 # Both ends of the engine's channel to each rank, while the engine forks its workers.
 channels: list[tuple[socket.socket, socket.socket]] = []
+
+
+def unlink(buffer: Any) -> None:
+    """Take the name of a message queue's shared memory away, so that it ends with its last user, also after a kill."""
+    buffer.shared_memory.unlink()
+    buffer.is_creator = False
 
 
 class RankWorker(WorkerWrapperBase):
@@ -56,6 +63,7 @@ class RankWorker(WorkerWrapperBase):
     def init_device(self) -> None:
         with self._telling():
             super().init_device()
+        self._unlink_queues()
 
     def load_model(self) -> None:
         place = binding.current()
@@ -98,6 +106,14 @@ class RankWorker(WorkerWrapperBase):
             # The other ranks wait for this one, and vLLM hears of a failure from one of them only.
             log.exception("a step failed; this worker ends, and with it the engine")
             os._exit(1)
+
+    def _unlink_queues(self) -> None:
+        """Take the names of the queues between the ranks away: all who need them have them open."""
+        for reference in parallel_state._groups.values():
+            group = reference()
+            queue = None if group is None else group.mq_broadcaster
+            if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
+                unlink(queue.buffer)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -105,12 +105,10 @@ class RankedExecutor(MultiprocExecutor):
         return ""
 
     def _unlink_queues(self) -> None:
-        """Take the names of the message queues away: all who need them have them open, and nobody is left to do it
-        after a kill."""
+        """Take the names of the queues between engine and workers away: all who need them have them open."""
         for queue in (self.rpc_broadcast_mq, *self.response_mqs):
             if queue is not None:
-                queue.buffer.shared_memory.unlink()
-                queue.buffer.is_creator = False
+                rank_worker.unlink(queue.buffer)
 
 
 class _Patience(shm_broadcast.SpinCondition):

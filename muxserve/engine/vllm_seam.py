@@ -43,6 +43,7 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.executor.uniproc_executor", "UniProcExecutor", ()),
     ("vllm.distributed.parallel_state", "_groups", ()),
     ("vllm.distributed.parallel_state", "GroupCoordinator.destroy", ()),
+    ("vllm.distributed.parallel_state", "GroupCoordinator", ("use_message_queue_broadcaster",)),
     ("vllm.v1.serial_utils", "MsgpackEncoder.encode", ("obj",)),
     ("vllm.v1.serial_utils", "MsgpackDecoder.decode", ("bufs",)),
     ("vllm.config.vllm", "VllmConfig", ("additional_config",)),

@@ -31,11 +31,20 @@ TRIED = ["greedy", "chunked", "logprobs", "penalties", "seed-top-p", "json"]
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Stock vLLM's answers with one rank and with two."""
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process in which stock vLLM answers, while the engines of the test start."""
     out = tmp_path_factory.mktemp("stock")
     command = [sys.executable, "-m", "tests.engine.stock", str(out), str(PATH), "--cases", *TRIED, "--ranks", "1", "2"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    with open(out / "log", "wb") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
+        yield process, out
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def answers(asked: tuple[subprocess.Popen[bytes], Path], family: Engines) -> dict[int, dict[str, Any]]:
+    """Stock vLLM's answers with one rank and with two."""
+    process, out = asked
+    assert process.wait() == 0, (out / "log").read_text()[-3000:]
     files = {1: out / f"{MODEL}.json", 2: out / f"{MODEL}-2.json"}
     return {ranks: json.loads(file.read_text()) for ranks, file in files.items()}
 
@@ -46,7 +55,7 @@ def stock(answers: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def family() -> Iterator[Engines]:
+def family(asked: object) -> Iterator[Engines]:
     with engines([deployed_model(MODEL, PATH, ranks=2, max_num_batched_tokens=128)], ranks=2) as running:
         yield running
 
@@ -197,7 +206,7 @@ def test_what_ranks_share_has_no_name_that_a_kill_would_leave_behind(family: Eng
         lines = Path(f"/proc/{worker}/maps").read_text().splitlines()
         shared = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and "muxserve" not in line}
         assert len(shared) >= 3  # messages in, messages out, activations
-        assert all(name.endswith("(deleted)") for name in shared)
+        assert [name for name in shared if not name.endswith("(deleted)")] == []
 
 
 def test_a_worker_that_cannot_start_says_why(family: Engines) -> None:

@@ -90,9 +90,8 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
         cpu_worker.CPUModelRunner = PooledCPUModelRunner
         ranks = self.parallel_config.world_size
         if ranks > 1:
-            # The engine's threads, divided among its workers. vLLM allows no other number once a worker is up.
-            threads = bind_worker(self.vllm_config, self.rank).model.threads
-            torch.set_num_threads(max(1, threads // ranks))
+            # Not later: vLLM lets nobody change it once a worker is up.
+            torch.set_num_threads(bind_worker(self.vllm_config, self.rank).model.threads)
             if self.compilation_config.mode == CompilationMode.NONE:
                 # The embedding of a split vocabulary would call a C++ compiler also in eager engines, for seconds.
                 torch.compiler.set_stance("force_eager")
