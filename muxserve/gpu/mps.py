@@ -129,9 +129,8 @@ class MpsServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(_QUIT_SECONDS)
         # A server is the daemon's child; it may stay when the daemon was killed.
-        if self.server_pid and _name_of(self.server_pid).startswith(SERVER[:15]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.server_pid, signal.SIGKILL)
+        if self.server_pid:
+            _kill_server(self.server_pid)
         if daemon.poll() is None:
             daemon.kill()
         daemon.wait()
@@ -188,6 +187,22 @@ def foreign(environ: Mapping[str, str] | None = None) -> str:
     if servers:
         return f"another MPS server runs here (pid {', '.join(map(str, servers))})"
     return f"another MPS control daemon listens in {pipe}" if (pipe / "control").exists() else ""
+
+
+def _kill_server(pid: int) -> None:
+    """Kill an MPS server and wait for its end; nothing if the number is somebody else's by now."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _is(pid, SERVER):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            select.select([fd], [], [], _QUIT_SECONDS)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def _is(pid: int, program: str) -> bool:

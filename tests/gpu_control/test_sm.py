@@ -1,0 +1,153 @@
+"""SM shares: what engines find in their environment, and which SMs they take as green contexts."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.deployment import Deployment, GpuDeployment, SmSharing
+from muxserve.gpu import green
+from muxserve.gpu.green import Driver, GreenContextError
+from muxserve.gpu.sm import SmRange, client_environment, enter, parts_of, percentage, prepare, sm_range
+from tests.cluster.conftest import fake_deployment
+from tests.gpu_control.fake_driver import FakeDriver
+
+PERCENTAGE, PIPE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PIPE_DIRECTORY"
+
+
+def deployment(sharing: SmSharing = "mps", shares: list[tuple[float, float]] | None = None) -> Deployment:
+    base = fake_deployment(Path("/run/x"))
+    models = [
+        msgspec.structs.replace(model, prefill_share=prefill, decode_share=decode)
+        for model, (prefill, decode) in zip(base.models, shares or [(0.6, 0.25), (0.5, 0.004)], strict=True)
+    ]
+    return msgspec.structs.replace(base, models=models, gpu=GpuDeployment(["GPU-a"], sharing))
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        ("model", "phase", "expected"), [("one", "prefill", "60"), ("one", "decode", "25"), ("two", "decode", "1")]
+    )
+    def test_a_percentage_per_engine(self, model: str, phase: str, expected: str) -> None:
+        environ: dict[str, str] = {}
+        prepare(deployment(), model, phase, environ)
+        assert environ[PERCENTAGE] == expected
+        assert environ[PIPE] == "/run/x/mps/pipe"
+
+    def test_a_weight_holder_has_no_limit(self) -> None:
+        environ = {PERCENTAGE: "3"}
+        prepare(deployment(), "one", "weights", environ)
+        assert PERCENTAGE not in environ
+        assert PIPE in environ
+
+    def test_green_contexts_are_clients_without_a_percentage(self) -> None:
+        environ = {PERCENTAGE: "3"}
+        prepare(deployment("green_contexts"), "one", "decode", environ)
+        assert environ == client_environment(deployment())
+
+    def test_without_mps_a_percentage_from_outside_is_removed(self) -> None:
+        environ = {PERCENTAGE: "3", "HOME": "/"}
+        prepare(deployment("off"), "one", "decode", environ)
+        assert environ == {"HOME": "/"}
+
+    def test_nothing_changes_on_a_cpu(self) -> None:
+        environ = {PERCENTAGE: "3"}
+        prepare(fake_deployment(Path("/run/x")), "one", "decode", environ)
+        assert environ == {PERCENTAGE: "3"}
+        assert enter(fake_deployment(Path("/run/x")), "one", "decode") is None
+
+    def test_no_such_model(self) -> None:
+        with pytest.raises(KeyError):
+            prepare(deployment(), "three", "decode", {})
+
+    @given(st.floats(1e-6, 1.0))
+    def test_percentages_are_what_mps_takes(self, share: float) -> None:
+        assert 1 <= percentage(share) <= 100
+
+
+class TestRanges:
+    def test_prefill_from_the_front_decode_from_the_end(self) -> None:
+        of = deployment("green_contexts", [(0.5, 0.25), (0.5, 0.25)])
+        assert sm_range(of, "one", "prefill", 16) == sm_range(of, "two", "prefill", 16) == SmRange(0, 8)
+        assert sm_range(of, "one", "decode", 16) == SmRange(12, 4)
+        assert sm_range(of, "two", "decode", 16) == SmRange(8, 4)
+
+    def test_what_finds_no_place_beside_the_prefill_begins_again_at_the_end(self) -> None:
+        of = deployment("green_contexts", [(0.5, 0.4), (0.5, 0.25)])
+        assert sm_range(of, "one", "decode", 16) == SmRange(10, 6)
+        assert sm_range(of, "two", "decode", 16) == SmRange(12, 4)
+
+    def test_all_of_the_gpu(self) -> None:
+        of = deployment("green_contexts", [(1.0, 1.0), (1.0, 1.0)])
+        assert {sm_range(of, m, p, 16) for m in ("one", "two") for p in ("prefill", "decode")} == {SmRange(0, 16)}
+
+    @given(st.lists(st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)), min_size=2, max_size=2), st.integers(2, 20))
+    def test_every_range_lies_on_the_gpu_and_decode_beside_prefill_where_it_fits(
+        self, shares: list[tuple[float, float]], parts: int
+    ) -> None:
+        of = deployment("green_contexts", shares)
+        most = max(parts_of(prefill, parts) for prefill, _ in shares)
+        for model in of.models:
+            for phase in ("prefill", "decode"):
+                where = sm_range(of, model.name, phase, parts)
+                assert where.first >= 0
+                assert where.count >= 1
+                assert where.first + where.count <= parts
+            decode = sm_range(of, model.name, "decode", parts)
+            if decode.count + most <= parts:
+                assert decode.first >= most
+
+
+class TestGreenContexts:
+    def enter(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, phase: str = "decode") -> int | None:
+        monkeypatch.setattr(Driver, "load", classmethod(lambda cls: cls(fake)))
+        return enter(deployment("green_contexts", [(0.5, 0.25), (0.5, 0.25)]), "two", phase)
+
+    def test_the_context_has_the_parts_of_its_place_and_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = FakeDriver()
+        assert self.enter(fake, monkeypatch) == 32
+        assert fake.chosen == [8, 9, 10, 11]  # of 16 parts of 8 SMs; 4 SMs of 132 are left over
+        assert fake.current == 7
+        assert fake.calls.index("cuDevicePrimaryCtxRetain") < fake.calls.index("cuGreenCtxCreate")
+
+    def test_the_current_context_tells_the_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = FakeDriver()
+        fake.current = 3
+        self.enter(fake, monkeypatch, "prefill")
+        assert "cuCtxGetDevice" in fake.calls
+        assert "cuDevicePrimaryCtxRetain" not in fake.calls
+        assert fake.chosen == list(range(8))
+
+    @pytest.mark.parametrize(("major", "sms", "expected"), [(9, 132, 8), (8, 108, 4)])
+    def test_drivers_that_do_not_tell_the_least_part(self, major: int, sms: int, expected: int) -> None:
+        fake = FakeDriver(sms=sms, least=0, major=major)
+        division = green.divide(Driver(fake), 0)
+        assert (division.total, division.size, len(division.parts)) == (sms, expected, sms // expected)
+
+    def test_a_gpu_too_small_to_divide(self) -> None:
+        with pytest.raises(GreenContextError, match="the 8 SMs of this GPU cannot be divided"):
+            green.divide(Driver(FakeDriver(sms=8)), 0)
+
+    @pytest.mark.parametrize(
+        "name", ["cuDeviceGetDevResource", "cuDevSmResourceSplitByCount", "cuDevResourceGenerateDesc",
+                 "cuGreenCtxCreate", "cuCtxFromGreenCtx", "cuCtxSetCurrent"],
+    )  # fmt: skip
+    def test_every_failure_names_the_call_and_the_way_out(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(GreenContextError, match=rf"{name} failed with CUDA_ERROR_NOT_SUPPORTED \(801\): use"):
+            self.enter(FakeDriver(fail=name), monkeypatch)
+        with pytest.raises(GreenContextError, match=f"the CUDA driver has no {name}"):
+            self.enter(FakeDriver(lacks=name), monkeypatch)
+
+    def test_no_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MUXSERVE_CUDA_DRIVER", "/nowhere/libcuda.so")
+        with pytest.raises(GreenContextError, match="the CUDA driver cannot be loaded"):
+            Driver.load()
+
+    def test_the_structure_is_as_the_driver_has_it(self) -> None:
+        resource = green._Resource()
+        assert (ctypes.sizeof(resource), type(resource).count.offset, type(resource).least.offset) == (144, 96, 100)
