@@ -1,0 +1,161 @@
+"""From a fleet file and the GPUs of a machine to a deployment, before and after measuring."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from muxserve.cluster.plan import FleetPlan, deployment_of
+from muxserve.cluster.sizing import PoolSizer, SizingError
+from muxserve.config import FleetError, parse_fleet
+from muxserve.deployment import load
+from muxserve.gpu.nvml import Gpu
+from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.planning.serving import plan_to_serve
+from placement import Machine
+from tests.cluster.test_plan import CONFIG
+
+GIB = 1 << 30
+MODELS = """
+  - {name: a, path: a, rate: 4, max_len: 512}
+  - {name: b, path: b, rate: 1, max_len: 512}
+"""
+
+
+def gpus(count: int, name: str = "NVIDIA H200", gib: int = 140) -> GpuMachine:
+    return GpuMachine(tuple(Gpu(i, f"GPU-{i}", name, gib * GIB, GIB // 2) for i in range(count)), "580", "13.0")
+
+
+def plan(directory: Path, cluster: str, models: str = MODELS, found: GpuMachine | None = None) -> FleetPlan:
+    for name in ("a", "b"):
+        (directory / name).mkdir(exist_ok=True)
+        (directory / name / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **CONFIG}))
+        (directory / name / "model.safetensors").touch()
+    fleet = parse_fleet(f"cluster: {cluster}\nmodels:{models}", "f.yaml", directory, {})
+    return plan_to_serve(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: found or gpus(2))
+
+
+def test_one_unit_over_the_chosen_gpus(tmp_path: Path) -> None:
+    made = deployment_of(plan(tmp_path, "{gpus: 2, gpu_memory: 0.5}"), "/run/x")
+    assert made.device == "cuda"
+    assert made.ranks == 2
+    assert made.gpu is not None
+    assert (made.gpu.uuids, made.gpu.sm_sharing) == (["GPU-0", "GPU-1"], "mps")
+    assert {model.kv_heads for model in made.models} == {1}  # of two, one on each rank
+    (pool,) = made.pools
+    assert 0.9 * 70 * GIB < pool.num_pages * pool.page_bytes < 70 * GIB
+    assert all(0 < m.prefill_share <= 1 and 0 < m.decode_share <= 1 for m in made.models)
+    a, b = made.models
+    assert a.quota_pages > 3 * b.quota_pages
+
+
+def test_gpu_ids_are_enough(tmp_path: Path) -> None:
+    made = plan(tmp_path, "{gpu_ids: [1]}")
+    assert made.gpu is not None
+    assert [gpu.uuid for gpu in made.gpu.gpus] == ["GPU-1"]
+
+
+def test_shares_of_the_file_go_before_the_planners(tmp_path: Path) -> None:
+    models = MODELS.replace("max_len: 512}", "max_len: 512, sm: {prefill: 0.7, decode: 0.15}}", 1)
+    deployed = deployment_of(plan(tmp_path, "{gpus: 1}", models), "/run/x")
+    assert (deployed.models[0].prefill_share, deployed.models[0].decode_share) == (0.7, 0.15)
+    planned = deployment_of(plan(tmp_path, "{gpus: 1}"), "/run/x").models[1]
+    assert (deployed.models[1].prefill_share, deployed.models[1].decode_share) == (
+        planned.prefill_share, planned.decode_share,
+    )  # fmt: skip
+
+
+def test_temporal_multiplexing_gives_everyone_everything(tmp_path: Path) -> None:
+    plan(tmp_path, "{gpus: 1}")
+    fleet = parse_fleet(f"cluster: {{gpus: 1}}\npolicy: fcfs\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+    made = plan_to_serve(fleet, Machine(8, 64 * GIB), lambda: gpus(1))
+    assert made.gpu is not None
+    assert {(s.prefill, s.decode) for s in made.gpu.shares.values()} == {(1.0, 1.0)}
+
+
+def test_a_gpu_of_unknown_speed_gets_default_shares_and_a_note(tmp_path: Path) -> None:
+    made = plan(tmp_path, "{gpus: 1}", found=gpus(1, "NVIDIA Unheard-Of"))
+    assert made.gpu is not None
+    assert {(s.prefill, s.decode) for s in made.gpu.shares.values()} == {(0.6, 0.4)}
+    assert any("nothing is known of the speed of a NVIDIA Unheard-Of" in note for note in made.notes)
+
+
+class TestTypes:
+    def test_float32_checkpoints_become_bfloat16_with_a_note(self, tmp_path: Path) -> None:
+        plan(tmp_path, "{gpus: 1}")
+        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float32", "dtype": "float32"}))
+        fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+        made = plan_to_serve(fleet, Machine(8, 64 * GIB), lambda: gpus(1))
+        assert {model.dtype for model in made.unit.models} == {"bfloat16"}
+        assert any(note.startswith("a is served in bfloat16") for note in made.notes)
+
+    def test_explicit_float32_is_refused_with_its_line(self, tmp_path: Path) -> None:
+        models = MODELS.replace("max_len: 512}", "max_len: 512, dtype: float32}", 1)
+        with pytest.raises(FleetError, match=r"f.yaml:3: models\[0\].dtype: FlashAttention has no float32"):
+            plan(tmp_path, "{gpus: 1}", models)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "found", "said"),
+    [
+        ("{gpus: 3}", gpus(2), "f.yaml:1: cluster.gpus: 3 GPUs of one type are wanted, this machine has 2 NVIDIA H200"),
+        ("{gpus: 1}", GpuMachine(why_none="no driver"), "f.yaml:1: cluster.gpus: this machine has no usable GPU: no"),
+        ("{gpu_ids: [4]}", gpus(2), "f.yaml:1: cluster.gpu_ids: there is no GPU 4"),
+        ("{gpus: 1}", gpus(1, gib=4), "f.yaml:1: cluster.gpu_memory: GPU 0 (NVIDIA H200): of 3.68 GiB that may be"),
+        ("{gpus: 3}", gpus(3), "models[0].path: its 4 heads, 2 KV heads and MLP of"),
+        ("{nodes: [{gpus: 8, gpu_type: H200}]}", gpus(1), "f.yaml:1: cluster.nodes: this version serves one machine"),
+    ],
+)
+def test_what_cannot_be_is_told_with_line_and_key(tmp_path: Path, cluster: str, found: GpuMachine, said: str) -> None:
+    with pytest.raises(FleetError) as caught:
+        plan(tmp_path, cluster, found=found)
+    assert said in str(caught.value)
+
+
+class TestSizing:
+    def test_measured_memory_makes_the_pools(self, tmp_path: Path) -> None:
+        planned = plan(tmp_path, "{gpus: 2}")
+        assert planned.gpu is not None
+        file = tmp_path / "deployment.json"
+        before = deployment_of(planned, str(tmp_path), "0.0.0.0", 1234)
+        measured = [replace(each, weights_bytes=10 * GIB, measured=True) for each in planned.gpu.needs]
+        after, budgets = PoolSizer(planned, before, file).size(measured)
+        assert load(file) == after
+        assert after.gateway == before.gateway
+        (pool,), (smaller,) = before.pools, after.pools
+        estimated = sum(each.weights_bytes for each in planned.gpu.needs if each.rank == 0)
+        less = (pool.num_pages - smaller.num_pages) * pool.page_bytes
+        assert less == pytest.approx(20 * GIB - estimated, abs=64 << 20)
+        assert [each.quota_pages for each in after.models] < [each.quota_pages for each in before.models]
+        assert {each.pool_bytes for each in budgets} == {budgets[0].pool_bytes}
+        assert smaller.num_pages * smaller.page_bytes <= budgets[0].pool_bytes
+
+    def test_too_little_is_told_in_words(self, tmp_path: Path) -> None:
+        planned = plan(tmp_path, "{gpus: 1}")
+        assert planned.gpu is not None
+        measured = [replace(each, weights_bytes=80 * GIB, measured=True) for each in planned.gpu.needs]
+        sizer = PoolSizer(planned, deployment_of(planned, str(tmp_path)), tmp_path / "deployment.json")
+        with pytest.raises(SizingError, match=r"weights take 160 GiB .*\(measured\); nothing is left for the KV pool"):
+            sizer.size(measured)
+
+    def test_a_pool_of_given_size_stays_so(self, tmp_path: Path) -> None:
+        plan(tmp_path, "{gpus: 1}")
+        text = f"cluster: {{gpus: 1}}\nkv_pool: {{size: 1GiB}}\nmodels:{MODELS}"
+        made = plan_to_serve(parse_fleet(text, "f.yaml", tmp_path, {}), Machine(8, 64 * GIB), lambda: gpus(1))
+        assert made.gpu is not None
+        assert GIB - (1 << 20) < made.unit.pool_bytes <= GIB
+        assert made.measured(made.gpu.needs).unit == made.unit
+
+
+def test_ranks_on_a_cpu(tmp_path: Path) -> None:
+    single = deployment_of(plan(tmp_path, "{cores: 8}"), "/run/x")
+    double = deployment_of(plan(tmp_path, "{cores: 8, ranks: 2}"), "/run/x")
+    assert (single.ranks, double.ranks, double.device) == (1, 2, "cpu")
+    assert [m.kv_heads for m in single.models] == [2, 2]
+    assert [m.kv_heads for m in double.models] == [1, 1]
+    assert [m.threads for m in single.models] == [2, 2]
+    assert [m.threads for m in double.models] == [1, 1]  # of each rank
+    assert single.models[0].decode_share == double.models[0].decode_share

@@ -1,0 +1,93 @@
+"""What of a GPU's memory is left for pages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.gpu.budget import GRANULARITY, BudgetError, Needs, budget, check, measured, pool_bytes, table
+from placement.memory import MemoryRules
+
+GIB, MIB = 1 << 30, 1 << 20
+RULES = MemoryRules.served(0.9)
+
+
+def needs(model: str = "a", rank: int = 0, weights: int = 16 * GIB, activation: int = 2 * GIB) -> Needs:
+    return Needs(model, rank, weights, activation, 500 * MIB, 256 * MIB, measured=True)
+
+
+def test_the_sum_by_hand() -> None:
+    made = budget("GPU 0", 100 * GIB, 1 * GIB, [needs(), needs("b", weights=3 * GIB)], 16384, RULES)
+    # 90 GiB, weights once, two engines with activations and graphs, three contexts each, a GiB in reserve.
+    engines = 2 * (2 * GIB + 256 * MIB) + 3 * 500 * MIB
+    left = 90 * GIB - (16 + 3) * GIB - 2 * engines - GIB
+    tables = left - left * 16384 // (16384 + 8)
+    assert made.pool_bytes == (left - tables) // GRANULARITY * GRANULARITY
+    assert [line.bytes for line in made.lines] == [90 * GIB, 0, 16 * GIB, engines, 3 * GIB, engines, GIB, tables]
+
+
+def test_what_others_have_counts_as_far_as_it_is_more_than_is_left_free() -> None:
+    free = budget("GPU 0", 100 * GIB, 10 * GIB, [needs()], 16384, RULES)
+    taken = budget("GPU 0", 100 * GIB, 15 * GIB, [needs()], 16384, RULES)
+    assert free == budget("GPU 0", 100 * GIB, 0, [needs()], 16384, RULES)
+    assert free.pool_bytes - taken.pool_bytes == pytest.approx(5 * GIB, abs=4 * MIB)
+    assert taken.lines[1].bytes == 5 * GIB
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30 * GIB), st.integers(0, 4 * GIB)), min_size=1, max_size=5),
+    st.integers(8 * GIB, 141 * GIB),
+    st.integers(0, 141 * GIB),
+    st.sampled_from([4096, 16384, 65536]),
+)
+def test_nothing_is_given_away_twice(models: list[tuple[int, int]], total: int, others: int, page: int) -> None:
+    all_needs = [needs(str(i), weights=w, activation=a) for i, (w, a) in enumerate(models)]
+    others = min(others, total)
+    made = budget("GPU", total, others, all_needs, page, RULES)
+    if made.pool_bytes <= 0:
+        return
+    assert made.pool_bytes % GRANULARITY == 0
+    ours = sum(each.weights_bytes + each.engines(RULES) for each in all_needs) + RULES.reserve_bytes
+    tables = RULES.engines * 4 * (made.pool_bytes // page)
+    assert ours + tables + made.pool_bytes <= min(int(total * 0.9), total - others)
+    assert sum(line.bytes for line in made.lines[1:]) + made.pool_bytes <= made.lines[0].bytes
+
+
+def test_the_tightest_gpu_decides_and_is_named() -> None:
+    big = budget("GPU 0", 100 * GIB, 0, [needs()], 16384, RULES)
+    small = budget("GPU 1", 40 * GIB, 0, [needs(rank=1)], 16384, RULES)
+    assert pool_bytes([big, small]) == small.pool_bytes
+    check([big, small], [needs(), needs(rank=1)], small.pool_bytes, RULES)
+    with pytest.raises(
+        BudgetError, match="GPU 1: of 36 GiB that may be used weights take 16 GiB and engines"
+    ) as caught:
+        check([big, small], [needs(), needs(rank=1)], small.pool_bytes + GIB, RULES)
+    words = str(caught.value)
+    assert "(measured); " in words
+    assert "for the KV pool, 1 GiB too little for one sequence of every model" in words
+    assert "raise cluster.gpu_memory to 0.93" in words
+    assert "lower max_num_batched_tokens of a to 75% of what it is" in words
+
+
+def test_advice_that_would_not_help_is_not_given() -> None:
+    full = budget("GPU 0", 18 * GIB, 0, [needs()], 16384, RULES)
+    with pytest.raises(BudgetError, match="nothing is left for the KV pool") as caught:
+        check([full], [needs()], GIB, RULES)
+    assert "cluster.gpu_memory" not in str(caught.value)
+    assert "max_num_batched_tokens" not in str(caught.value)
+    assert "give the unit more GPUs" in str(caught.value)
+
+
+def test_a_table_for_people() -> None:
+    rows = table([budget(f"GPU {i}", 100 * GIB, 0, [needs(rank=i)], 16384, RULES) for i in range(2)])
+    assert rows[0] == ("may be used (90% of 100 GiB)", "90 GiB", "90 GiB")
+    assert rows[2] == ("a: weights", "16 GiB", "16 GiB")
+    assert rows[-1][0] == "KV pool"
+
+
+def test_what_a_holder_says() -> None:
+    event = {"event": "measured", "kind": "weights", "model": "m", "rank": 1, "weights_bytes": 5, "activation_bytes": 4}
+    with pytest.raises(ValueError, match="context_bytes"):
+        measured(event)
+    assert measured({**event, "context_bytes": 3, "graph_bytes": 2}) == Needs("m", 1, 5, 4, 3, 2, measured=True)
