@@ -1,16 +1,20 @@
 """Answers of one engine on the CUDA engine's runner, and of stock vLLM: `python serve_on_cpu.py OUT`.
 
 Several requests at once, prompts of several chunks, a repeated prompt that hits the prefix cache, decodes of different
-lengths, a restart of the memory manager in between.
+lengths, a restart of the memory manager in between. Once with weights from the checkpoint, once with weights that
+another process holds.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,52 @@ def stock() -> list[list[int]]:
     return [list(result.prompt_token_ids) + list(result.outputs[0].token_ids) for result in results]
 
 
-def ours(prompts: list[list[int]]) -> dict[str, Any]:
+def hold(path: str, ready: Any) -> None:
+    """Load the model as a holder does and hand its weights out (by value: they are on a CPU) until killed."""
+    from vllm.v1.executor.abstract import Executor
+
+    from muxserve.engine.cuda import weights
+    from muxserve.engine.cuda.weight_server import WeightServer
+    from muxserve.engine.cuda.weight_tensors import describe
+    from muxserve.engine.vllm_args import config_of, frontend_args
+    from tests.engine.harness import deployed_model
+
+    without_repacking()
+    options = {**frontend_args(deployed_model("m", MODEL)), "kv_cache_memory_bytes": 64 << 20, "additional_config": {}}
+    config = config_of(options)
+    fingerprint = weights.fingerprint(config.model_config, 1, 0)
+    executor = Executor.get_class(config)(config)
+    held = describe(executor.driver_worker.worker.model_runner.get_model(), "GPU-none")
+    server = WeightServer(path, fingerprint, held)
+    ready.send(len(held.tensors))
+    ready.close()
+    server._thread.join()
+
+
+def without_repacking() -> None:
+    """Leave weights as loaded: what oneDNN packs cannot be told as tensors. (Packing does not exist on GPUs.)"""
+    from vllm import _custom_ops as ops
+
+    ops._supports_onednn = False
+
+
+def map_held_weights(path: str) -> dict[str, Any]:
+    """Let the loader of the CUDA engine work on a CPU, and say with which arguments an engine uses it."""
+    import torch
+    import vllm.model_executor.model_loader.weight_cache.ipc_loader as ipc_loader
+
+    from muxserve.engine.cuda import weights
+    from muxserve.engine.cuda.weight_loader import HeldWeightsLoader
+
+    without_repacking()
+    weights.register_loader()
+    ipc_loader.check_ipc_platform_support = lambda: None
+    HeldWeightsLoader._device = lambda self: torch.device("cpu")
+    torch.accelerator.current_device_index = lambda: 0
+    return {"load_format": weights.LOAD_FORMAT, "model_loader_extra_config": {"sockets": [path]}}
+
+
+def ours(prompts: list[list[int]], held_at: str | None = None) -> dict[str, Any]:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
@@ -56,7 +105,7 @@ def ours(prompts: list[list[int]]) -> dict[str, Any]:
             client = MemoryClient(deployment.memory_socket, "m/test")
             place = Binding(model, "decode", client, client.map("m"))
             bind(place)
-            options = engine_args(deployment, "m", "decode")
+            options = engine_args(deployment, "m", "decode") | (map_held_weights(held_at) if held_at else {})
             config = config_of({**options, "worker_cls": "tests.engine_cuda.cpu_stand_in.StandInWorker"})
             core = EngineCore(config, Executor.get_class(config), log_stats=False)
             first = run(core, place, prompts)
@@ -121,20 +170,24 @@ def run(core: Any, place: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [tokens[str(index)] for index in range(len(prompts))]
 
 
-def in_a_fork(job: Any, out: Path) -> Any:
+def fork(job: Any) -> int:
+    """A child that runs `job`; its pid."""
     pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            out.write_text(json.dumps(job()))
-            status = 0
-        except BaseException:
-            import traceback
+    if pid:
+        return pid
+    status = 1
+    try:
+        job()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+
+def in_a_fork(job: Any, out: Path) -> Any:
+    """What `job` answers, by way of the file `out`."""
+    if os.waitstatus_to_exitcode(os.waitpid(fork(lambda: out.write_text(json.dumps(job()))), 0)[1]):
         raise SystemExit(f"{out.stem} failed")
     return json.loads(out.read_text())
 
@@ -150,6 +203,17 @@ def main() -> None:
     expected = in_a_fork(stock, out / "stock.json")
     prompts = [tokens[: len(tokens) - count] for tokens, count in zip(expected, TOKENS, strict=True)]
     in_a_fork(lambda: ours(prompts), out / "ours.json")
+
+    path = str(out / "weights.sock")
+    receive, send = multiprocessing.Pipe(duplex=False)
+    holder = fork(lambda: hold(path, send))
+    send.close()
+    try:
+        (out / "tensors.json").write_text(json.dumps(receive.recv()))
+        in_a_fork(lambda: ours(prompts, held_at=path), out / "held.json")
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ INTERNALS: list[Internal] = [
     (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader._build_model", ("vllm_config", "model_config", "state")),
     (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader._fetch_entries", ("model_config",)),
     (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader.get_external_weight_memory", ("vllm_config",)),
+    (f"{_LOADER}.weight_cache.protocol", "check_ipc_quant_support", ("model",)),
     (f"{_LOADER}.weight_cache.protocol", "WeightCacheState", ("entries", "aliases", "attrs")),
     (f"{_LOADER}.weight_cache.protocol", "WeightCacheKey.from_model_config", ("model_config", "tp_size", "tp_rank")),
     ("vllm.third_party.pynvml", "nvmlDeviceGetHandleByUUID", ()),

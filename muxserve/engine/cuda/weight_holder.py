@@ -15,6 +15,10 @@ import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.model_loader.weight_cache.protocol import (
+    UnsupportedQuantForIPCError,
+    check_ipc_quant_support,
+)
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -23,6 +27,7 @@ from muxserve.engine import binding
 from muxserve.engine.cuda import attention, weights
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
+from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
 from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
@@ -75,6 +80,13 @@ class HolderWorker(PooledGPUWorker):
         except torch.OutOfMemoryError as error:
             _, model, _ = binding.place_of(self.vllm_config)
             raise RuntimeError(out_of_memory(model, "the weights", self.device, error)) from error
+        try:
+            check_ipc_quant_support(self.model_runner.get_model())
+        except UnsupportedQuantForIPCError as error:
+            raise RuntimeError(
+                f"its quantisation cannot be shared between processes ({error}); use an FP8 checkpoint or one that is "
+                "not quantised"
+            ) from error
         self._after_weights = _reserved(self.device)
 
     def measure(self) -> dict[str, int]:
@@ -106,8 +118,11 @@ class HolderWorker(PooledGPUWorker):
         return {
             "rank": self.rank,
             "weights_bytes": self._after_weights - self._before_weights,
-            # With the buffers that a runner has from the start, and ours: folded tables, staged rows.
-            "activation_bytes": peak + self._before_weights + tables.bytes + STAGED_ROWS * row_bytes,
+            # With the buffers that a runner has from the start, and what attention needs, which was left out: folded
+            # tables, partial results, staged rows.
+            "activation_bytes": (
+                peak + self._before_weights + tables.bytes + MAX_PARTIAL_BYTES + STAGED_ROWS * row_bytes
+            ),
             "context_bytes": context,
             "graph_bytes": graphs,
         }

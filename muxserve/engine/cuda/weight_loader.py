@@ -41,8 +41,10 @@ class HeldWeightsLoader(IpcModelLoader):
     def _fetch_entries(self, model_config: ModelConfig) -> WeightCacheState:
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         found = fetch(self._sockets[rank], weights.fingerprint(model_config, ranks, rank), self._seconds)
-        device = torch.device("cuda", torch.accelerator.current_device_index())
-        return WeightCacheState(entries=mapped(found, device), aliases=found.aliases, attrs={})
+        return WeightCacheState(entries=mapped(found, self._device()), aliases=found.aliases, attrs={})
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.accelerator.current_device_index())
 
 
 def fetch(path: str, fingerprint: dict[str, str], seconds: float) -> wire.Weights:
