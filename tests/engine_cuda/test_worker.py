@@ -45,8 +45,7 @@ def a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, uuid: s
     """A worker of `rank` that finds itself on the GPU `uuid`."""
     place = (deployment(tmp_path), "m", "decode")
     monkeypatch.setattr(worker.binding, "place_of", lambda _: place)
-    platform = SimpleNamespace(get_device_uuid=lambda index: uuid)
-    monkeypatch.setattr(worker, "current_platform", platform)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
     made: Any = PooledGPUWorker.__new__(PooledGPUWorker)
     made.vllm_config, made.rank, made.local_rank = None, rank, rank
     made.device = torch.device("cuda", rank)
@@ -54,13 +53,13 @@ def a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, uuid: s
 
 
 def test_a_worker_takes_the_gpu_of_its_rank_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a_worker(tmp_path, monkeypatch, 1, "gpu-BBBB")._check_device()
-    with pytest.raises(RuntimeError, match=r"rank 1 of 'm' runs on GPU GPU-aaaa.*on GPU-bbbb.*CUDA_VISIBLE_DEVICES"):
-        a_worker(tmp_path, monkeypatch, 1, "GPU-aaaa")._check_device()
+    a_worker(tmp_path, monkeypatch, 1, "BBBB")._check_device()
+    with pytest.raises(RuntimeError, match=r"rank 1 of 'm' runs on GPU aaaa.*on GPU-bbbb.*CUDA_VISIBLE_DEVICES"):
+        a_worker(tmp_path, monkeypatch, 1, "aaaa")._check_device()
 
 
 def test_what_an_engine_says_it_has_is_the_model_s_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = a_worker(tmp_path, monkeypatch, 0, "GPU-aaaa")
+    made = a_worker(tmp_path, monkeypatch, 0, "aaaa")
     ran: list[str] = []
     made._run_largest_batch = lambda: ran.append("largest batch")
     made.cache_config = SimpleNamespace(num_gpu_blocks_override=128)
@@ -70,7 +69,7 @@ def test_what_an_engine_says_it_has_is_the_model_s_blocks(tmp_path: Path, monkey
 
 
 def test_a_lack_of_memory_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = a_worker(tmp_path, monkeypatch, 0, "GPU-aaaa")
+    made = a_worker(tmp_path, monkeypatch, 0, "aaaa")
 
     def profile_run() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB.\nmore")

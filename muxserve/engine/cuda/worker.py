@@ -55,7 +55,8 @@ class PooledGPUWorker(gpu_worker.Worker):
         if deployment.gpu is None or self.device.type != "cuda":
             return
         expected = deployment.gpu.uuids[self.rank]
-        found = current_platform.get_device_uuid(self.device.index)
+        # From CUDA itself: vLLM would work it out from CUDA_VISIBLE_DEVICES, which an MPS server reads anew.
+        found = torch.cuda.get_device_properties(self.device).uuid
         if _plain(found) != _plain(expected):
             raise RuntimeError(
                 f"rank {self.rank} of {model!r} runs on GPU {found}, but its weights and its pool are on {expected}; "
