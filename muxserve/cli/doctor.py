@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -23,6 +22,7 @@ from rich.table import Table
 from muxserve.cli.output import console, escape
 from muxserve.cluster.machine import free_shared_memory, usable_cores, usable_memory
 from muxserve.cluster.run_dir import RunDirError, default_base
+from muxserve.gpu import mps, nvml
 from placement.words import format_size
 
 Verdict = Literal["ok", "note", "missing"]
@@ -163,41 +163,57 @@ def _parts() -> Iterator[Check]:
             yield Check("port 8000", "note", str(error.strerror), "deploy with --port")
 
 
-def _gpu() -> Iterator[Check]:
-    """This version serves on CPU; what a later one could use is told all the same."""
-    names = _gpu_names()
-    detail = ", ".join(names) if names else "none found"
-    advice = (
-        "this version serves on CPU; GPUs are not used" if names else "not needed: models run on vLLM's CPU backend"
-    )
-    yield Check("GPU (NVML)", "note", detail, advice)
-    control = shutil.which("nvidia-cuda-mps-control")
-    if names or control:
-        pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
-        state = "not installed" if control is None else "running" if (pipe / "control").exists() else "not running"
-        yield Check("MPS", "note", state, "not used by this version")
+def _gpu(found: Callable[[], nvml.Machine] = nvml.machine) -> Iterator[Check]:
+    """GPUs are used by fleets that ask for them; nothing here keeps one from being served on the CPU."""
+    machine = found()
+    if not machine.gpus:
+        driver = Path("/proc/driver/nvidia/version").exists()
+        advice = (
+            "a fleet with `cluster.gpus` needs it" if driver else "not needed: fleets without `gpus` run on the CPU"
+        )
+        yield Check("GPU", "note", machine.why_none, advice)
+        return
+    yield Check("NVIDIA driver", "ok", f"{machine.driver_version}, CUDA {machine.cuda_version}")
+    for gpu in machine.gpus:
+        yield _one_gpu(gpu)
+    left = nvml.visible(machine, os.environ)
+    if len(left.gpus) < len(machine.gpus):
+        shown = ", ".join(str(gpu.index) for gpu in left.gpus) or "none"
+        advice = f"CUDA_VISIBLE_DEVICES leaves GPU {shown} to this process"
+        yield Check("visible GPUs", "note", f"{len(left.gpus)} of {len(machine.gpus)}", advice)
+    yield from _mps_checks()
+    why_not = vllm_without_cuda()
+    good = _version("vllm") is not None and not why_not
+    detail = f"vllm {_version('vllm')}, torch {_version('torch')}" if good else why_not or "vLLM is not installed"
+    yield Check("vLLM for CUDA", "ok" if good else "note", detail, "pip install muxserve[gpu] to serve on these GPUs")
 
 
-def _gpu_names() -> list[str]:
-    """Names of the GPUs, from the driver's own library; empty without a driver."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    try:
-        count = ctypes.c_uint()
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        names = []
-        for index in range(count.value):
-            handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0:
-                nvml.nvmlDeviceGetName(handle, name, len(name))
-                names.append(name.value.decode())
-        return names
-    finally:
-        nvml.nvmlShutdown()
+def _one_gpu(gpu: nvml.Gpu) -> Check:
+    name = f"GPU {gpu.index}"
+    if gpu.fault:
+        return Check(name, "note", gpu.name, gpu.fault)
+    text = f"{gpu.name}, {format_size(gpu.free_bytes)} of {format_size(gpu.memory_bytes)} free"
+    if gpu.mig:
+        return Check(name, "note", text, "divided by MIG: not used; nvidia-smi -mig 0 makes it whole")
+    if gpu.compute_mode != "default":
+        return Check(name, "note", f"{text}, compute mode {gpu.compute_mode}", "only MPS lets several processes in")
+    if gpu.used_bytes > gpu.memory_bytes // 10:
+        pids = ", ".join(str(process.pid) for process in gpu.processes)
+        return Check(name, "note", text, f"others use its memory{f' (pid {pids})' if pids else ''}; the pool gets less")
+    if nvml.device_name(gpu) is None:
+        return Check(name, "note", text, "its speed is not known: muxserve plan needs a profile, shares are defaults")
+    return Check(name, "ok", text)
+
+
+def _mps_checks() -> Iterator[Check]:
+    control, foreign = mps.binary(), mps.foreign()
+    if control is None:
+        advice = f"without {mps.CONTROL} engines take turns on a GPU; it comes with the driver"
+        yield Check("MPS", "note", "not installed", advice)
+    elif foreign:
+        yield Check("MPS", "note", foreign, "a fleet starts a server of its own; the two take turns")
+    else:
+        yield Check("MPS", "ok", f"{control}; a fleet starts a server of its own")
 
 
 def _pidfd_works() -> bool:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.output import console, escape, print_error
+from placement.words import format_size
 
 EXIT_OK, EXIT_NOT_SERVING, EXIT_NOBODY = 0, 1, 2
 
@@ -71,3 +72,16 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
     for name, pool in (state.get("pools") or {}).items():
         free, total = pool.get("free_pages", "-"), pool.get("total_pages", "-")
         console.print(f"{escape(str(name))}: {free} of {total} pages free")
+    _print_gpus(fleet.get("gpus") or [])
+
+
+def _print_gpus(gpus: list[dict[str, Any]]) -> None:
+    for gpu in gpus:
+        name = f"GPU {gpu.get('index', '?')} ({gpu.get('name') or gpu.get('uuid')})"
+        if gpu.get("fault"):
+            console.print(f"{escape(name)}: [red]{escape(str(gpu['fault']))}[/]")
+            continue
+        busy = gpu.get("utilization")
+        words = "" if busy is None else f", busy {busy:.0%} of the time"
+        used, total, pool = (format_size(gpu.get(key) or 0) for key in ("used_bytes", "memory_bytes", "pool_bytes"))
+        console.print(f"{escape(name)}: {used} of {total} in use, {pool} of it KV pool{words}")

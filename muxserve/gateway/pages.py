@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from muxserve.gateway.app import Page
 from muxserve.gateway.errors import Send, respond, respond_json
+from muxserve.gateway.gpus import GpuStatus
 from muxserve.gateway.status import MAX_AGE_SECONDS, Reports, UnitStatus
 
 
@@ -20,8 +21,11 @@ class Pages:
     # Without a key: what load balancers and scrapers ask.
     OPEN: Final = frozenset({"/health", "/metrics", "/version"})
 
-    def __init__(self, unit: UnitStatus, reports: Reports, metrics: Collector, vllm_version: str) -> None:
+    def __init__(
+        self, unit: UnitStatus, gpus: GpuStatus, reports: Reports, metrics: Collector, vllm_version: str
+    ) -> None:
         self._unit = unit
+        self._gpus = gpus
         self._reports = reports
         self._metrics = metrics
         self._vllm_version = vllm_version
@@ -39,7 +43,7 @@ class Pages:
 
     async def fleet(self, send: Send) -> None:
         """Everything that is known."""
-        await self._unit.refresh()
+        await asyncio.gather(self._unit.refresh(), self._gpus.refresh())
         await respond_json(send, self._reports.fleet())
 
     async def version(self, send: Send) -> None:
@@ -48,7 +52,7 @@ class Pages:
 
     async def metrics(self, send: Send) -> None:
         """Prometheus text."""
-        await self._unit.refresh()
+        await asyncio.gather(self._unit.refresh(), self._gpus.refresh())
         # Some milliseconds of pure Python: streams must not wait for it.
         text = await asyncio.to_thread(generate_latest, self._metrics)
         await respond(send, 200, text, CONTENT_TYPE_LATEST.encode())

@@ -23,6 +23,7 @@ from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.engine_client import UnitEngineClient
+from muxserve.gateway.gpus import GpuStatus
 from muxserve.gateway.listener import bind
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.pages import Pages
@@ -86,7 +87,8 @@ class Gateway:
         self.broker = Broker(secrets.token_hex(4), deployment.unit_address, deployment.gateway_address, self.measures)
         self.turnstile = Turnstile(deployment.models, self.measures)
         self.unit = UnitStatus(self.broker)
-        self.reports = Reports(deployment, self.broker, self.unit, self.turnstile)
+        self.gpus = GpuStatus(deployment)
+        self.reports = Reports(deployment, self.broker, self.unit, self.turnstile, self.gpus)
 
     async def build(self) -> Endpoint:
         """Open the sockets to the unit and build the models' front ends and the endpoint over them."""
@@ -109,11 +111,12 @@ class Gateway:
             [
                 self.registry,
                 UnitCollector(self.deployment, self.unit, self.turnstile),
+                self.gpus,
                 *(front_end.registry for front_end in front_ends),
                 Merged([REGISTRY], GLOBAL_METRICS),
             ]
         )
-        pages = Pages(self.unit, self.reports, metrics, VLLM_VERSION)
+        pages = Pages(self.unit, self.gpus, self.reports, metrics, VLLM_VERSION)
         return Endpoint(
             apps=apps,
             cards=cards,

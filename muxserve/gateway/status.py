@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from muxserve.deployment import Deployment, ModelDeployment
 from muxserve.gateway.broker import Broker
+from muxserve.gateway.gpus import GpuStatus
 from muxserve.gateway.turnstile import Turnstile
 
 PHASES = ("prefill", "decode")
@@ -93,11 +94,14 @@ class UnitStatus:
 class Reports:
     """The answers of `/health` and `/fleet`."""
 
-    def __init__(self, deployment: Deployment, broker: Broker, unit: UnitStatus, turnstile: Turnstile) -> None:
+    def __init__(
+        self, deployment: Deployment, broker: Broker, unit: UnitStatus, turnstile: Turnstile, gpus: GpuStatus
+    ) -> None:
         self._deployment = deployment
         self._broker = broker
         self._unit = unit
         self._turnstile = turnstile
+        self._gpus = gpus
         self._started = time.monotonic()
         self.draining = False
 
@@ -148,6 +152,7 @@ class Reports:
                 {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages}
                 for pool in self._deployment.pools
             ],
+            "gpus": self._gpus.report(),
             "models": [self._model(model) for model in self._deployment.models],
             "gateway": {
                 "epoch": self._broker.table.epoch,

@@ -86,7 +86,6 @@ _WORDS = {
     18: "the driver's library and kernel module do not fit each other; restart the machine after a driver update",
     999: "unknown error of the driver; `dmesg | grep -i nvrm` says more",
 }
-_LOST = {15, 16}
 _COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 
 
@@ -140,12 +139,13 @@ def _versions(nvml: Nvml) -> tuple[str, str]:
 
 
 def _gpu(nvml: Nvml, index: int) -> Gpu:
+    name, uuid = f"GPU {index}", ""
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name, uuid = _text(nvml.nvmlDeviceGetName(handle)), _text(nvml.nvmlDeviceGetUUID(handle))
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError as error:
-        return Gpu(index, "", f"GPU {index}", fault=words_of(error))
+        return Gpu(index, uuid, name, fault=words_of(error))
     utilisation = _ask(nvml, None, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
     return Gpu(
         index=index,

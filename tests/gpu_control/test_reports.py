@@ -1,0 +1,150 @@
+"""GPUs in `/fleet`, `/metrics`, `status` and `doctor`, over stand-ins for NVML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.registry import CollectorRegistry
+
+from muxserve.cli import doctor, status
+from muxserve.cli.output import console
+from muxserve.deployment import GpuDeployment
+from muxserve.gateway.gpus import MAX_AGE_SECONDS, GpuStatus
+from muxserve.gpu import mps, nvml
+from tests.cluster.conftest import fake_deployment
+from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml
+
+UUIDS = [f"GPU-{i:08d}-0000-0000-0000-000000000000" for i in range(3)]
+POOL = 41 * 65536
+
+
+class Watched:
+    """Two GPUs of three, whose state can change, and a clock."""
+
+    def __init__(self) -> None:
+        self.gpus = [FakeGpu(uuid=uuid, used=(i + 1) * GIB) for i, uuid in enumerate(UUIDS)]
+        self.now, self.asked = 0.0, 0
+        deployment = msgspec.structs.replace(fake_deployment(Path("/run/x")), gpu=GpuDeployment([UUIDS[2], UUIDS[0]]))
+        self.status = GpuStatus(deployment, self.ask, lambda: self.now)
+
+    def ask(self) -> nvml.Machine:
+        self.asked += 1
+        return nvml.machine(FakeNvml(*self.gpus))
+
+    def metric(self, name: str, number: int) -> float | None:
+        registry = CollectorRegistry()
+        registry.register(self.status)
+        return registry.get_sample_value(name, {"gpu": str(number), "uuid": UUIDS[number]})
+
+
+async def test_the_units_gpus_by_rank() -> None:
+    watched = Watched()
+    await watched.status.refresh()
+    report = watched.status.report()
+    assert [(gpu["rank"], gpu["index"], gpu["used_bytes"]) for gpu in report] == [(0, 2, 3 * GIB), (1, 0, GIB)]
+    assert {(gpu["pool_bytes"], gpu["utilization"], gpu["fault"]) for gpu in report} == {(POOL, 0.4, "")}
+
+
+async def test_metrics_of_each_gpu() -> None:
+    watched = Watched()
+    await watched.status.refresh()
+    assert watched.metric("muxserve_gpu_up", 2) == 1
+    assert watched.metric("muxserve_gpu_memory_bytes", 2) == 143771 << 20
+    assert watched.metric("muxserve_gpu_memory_used_bytes", 0) == GIB
+    assert watched.metric("muxserve_gpu_utilization_ratio", 0) == 0.4
+    assert watched.metric("muxserve_gpu_pool_bytes", 0) == POOL
+    assert watched.metric("muxserve_gpu_up", 1) is None  # of somebody else
+
+
+async def test_the_driver_is_asked_once_a_second_at_most() -> None:
+    watched = Watched()
+    for _ in range(3):
+        await watched.status.refresh()
+    assert watched.asked == 1
+    watched.now = MAX_AGE_SECONDS + 0.1
+    await watched.status.refresh()
+    assert watched.asked == 2
+
+
+async def test_a_lost_gpu_is_down_and_says_why() -> None:
+    watched = Watched()
+    watched.gpus[0].errors["nvmlDeviceGetMemoryInfo"] = 15
+    await watched.status.refresh()
+    assert watched.metric("muxserve_gpu_up", 2) == 1
+    lost = watched.status.report()[1]
+    assert lost["uuid"] == UUIDS[0]
+    assert "fallen off the bus" in str(lost["fault"])
+    assert watched.metric("muxserve_gpu_up", 0) == 0
+    del watched.gpus[0]
+    watched.now = 10.0
+    await watched.status.refresh()
+    assert watched.status.report()[1]["fault"] == "it is no longer there"
+
+
+async def test_without_gpus_nobody_is_asked() -> None:
+    asked: list[int] = []
+
+    def ask() -> nvml.Machine:
+        asked.append(1)
+        return nvml.Machine()
+
+    nothing = GpuStatus(fake_deployment(Path("/run/x")), ask)
+    await nothing.refresh()
+    assert (asked, nothing.report(), list(nothing.collect())) == ([], [], [])
+
+
+def test_status_shows_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    good = {"index": 0, "name": "NVIDIA H200", "memory_bytes": 140 * GIB, "used_bytes": 129 * GIB,
+            "pool_bytes": 90 * GIB, "utilization": 0.87, "fault": ""}  # fmt: skip
+    with console.capture() as shown:
+        status._print_gpus([good, {"index": None, "uuid": UUIDS[1], "name": None, "fault": "the GPU is lost"}])
+    assert "GPU 0 (NVIDIA H200): 129 GiB of 140 GiB in use, 90 GiB of it KV pool, busy 87% of the time" in shown.get()
+    assert f"({UUIDS[1]}): the GPU is lost" in shown.get()
+
+
+class TestDoctor:
+    def checks(self, *gpus: FakeGpu, init_error: int = 0) -> dict[str, doctor.Check]:
+        found = list(doctor._gpu(lambda: nvml.machine(FakeNvml(*gpus, init_error=init_error))))
+        assert all(check.verdict != "missing" for check in found)  # a CPU serves all the same
+        return {check.name: check for check in found}
+
+    def test_no_driver(self) -> None:
+        assert "driver is not loaded" in self.checks(init_error=9)["GPU"].detail
+
+    def test_gpus_driver_and_mps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(mps, "binary", lambda: "/usr/bin/nvidia-cuda-mps-control")
+        monkeypatch.setattr(mps, "foreign", lambda: "")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        checks = self.checks(FakeGpu(), FakeGpu(uuid=UUIDS[1]))
+        assert checks["NVIDIA driver"].detail == "580.95.05, CUDA 13.0"
+        assert checks["GPU 0"] == doctor.Check("GPU 0", "ok", "NVIDIA H200, 139.4 GiB of 140.4 GiB free")
+        assert checks["MPS"].verdict == "ok"
+        assert "vLLM for CUDA" in checks
+
+    @pytest.mark.parametrize(
+        ("gpu", "words"),
+        [
+            (FakeGpu(mig=1), "nvidia-smi -mig 0"),
+            (FakeGpu(mode=3), "only MPS lets several processes in"),
+            (FakeGpu(used=60 * GIB, pids=[4711]), "others use its memory (pid 4711)"),
+            (FakeGpu(ecc=1), "uncorrectable errors"),
+            (FakeGpu(name="NVIDIA Unheard-Of"), "its speed is not known"),
+        ],
+    )
+    def test_what_keeps_a_gpu_from_serving_well(self, gpu: FakeGpu, words: str) -> None:
+        check = self.checks(gpu)["GPU 0"]
+        assert check.verdict == "note"
+        assert words in check.advice
+
+    def test_gpus_that_are_not_visible(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", UUIDS[1])
+        assert self.checks(FakeGpu(), FakeGpu(uuid=UUIDS[1]))["visible GPUs"].detail == "1 of 2"
+
+    def test_mps_missing_or_somebody_elses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(mps, "binary", lambda: None)
+        assert "engines take turns" in self.checks(FakeGpu())["MPS"].advice
+        monkeypatch.setattr(mps, "binary", lambda: "x")
+        monkeypatch.setattr(mps, "foreign", lambda: "another MPS server runs here (pid 3)")
+        assert self.checks(FakeGpu())["MPS"].detail == "another MPS server runs here (pid 3)"
