@@ -43,25 +43,15 @@ def generate(
 
 
 @app.command()
+@args.reads_a_workload()
 def convert(
     source: Source,
     out: Out,
     fleet: args.Fleet = None,
     models: args.Models = None,
-    format: args.Format = None,
-    map: args.Map = "auto",
-    start: args.Start = 0.0,
-    duration: args.Duration = None,
-    limit: args.Limit = None,
-    speed: args.Speed = 1.0,
-    rate: args.Rate = None,
-    max_prompt: args.MaxPrompt = None,
-    max_output: args.MaxOutput = None,
-    tokenizer: args.Tokenizer = None,
-    all_turns: args.AllTurns = False,
-    skip_bad: args.SkipBad = False,
-    seed: args.Seed = 0,
     about: Annotated[str, typer.Option(help="Words for the header.")] = "",
+    *,
+    reading: args.Reading,
 ) -> None:
     """Read a workload in any known format, cut, rescale and map it, and write it as a trace.
 
@@ -69,25 +59,18 @@ def convert(
     """
     from muxserve.cli.workload import convert as run
 
-    options = {
-        "format": format, "mapping": map, "seed": seed, "start": start, "duration": duration, "limit": limit,
-        "speed": speed, "rate": rate, "max_prompt": max_prompt, "max_output": max_output, "tokenizer": tokenizer,
-        "all_turns": all_turns, "skip_bad": skip_bad,
-    }  # fmt: skip
-    raise typer.Exit(run(source, out, fleet=fleet, models=models, options=options, about=about))
+    raise typer.Exit(run(source, out, fleet=fleet, models=models, options=reading, about=about))
 
 
 @app.command()
+@args.reads_a_workload("format", "tokenizer", "all_turns", "skip_bad", "rate")
 def describe(
     source: Source,
     fleet: args.Fleet = None,
     models: args.Models = None,
-    format: args.Format = None,
-    tokenizer: args.Tokenizer = None,
-    all_turns: args.AllTurns = False,
-    skip_bad: args.SkipBad = False,
-    rate: args.Rate = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    *,
+    reading: args.Reading,
 ) -> None:
     """Show what a workload looks like: rates, burstiness, lengths.
 
@@ -95,7 +78,4 @@ def describe(
     """
     from muxserve.cli.workload import describe as run
 
-    options = {
-        "format": format, "tokenizer": tokenizer, "all_turns": all_turns, "skip_bad": skip_bad, "rate": rate
-    }  # fmt: skip
-    raise typer.Exit(run(source, fleet=fleet, models=models, options=options, as_json=json))
+    raise typer.Exit(run(source, fleet=fleet, models=models, options=reading, as_json=json))

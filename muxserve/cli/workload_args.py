@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,28 +18,61 @@ Models = Annotated[
     str | None,
     typer.Option("--models", help="Models, most popular first: a,b or with rates a=4,b=1.", show_default=False),
 ]
-Format = Annotated[
-    str | None, typer.Option("--format", help="Format of the file, if it is not recognised.", show_default=False)
-]
-Map = Annotated[str, typer.Option("--map", help="auto, rates, round-robin, power:ALPHA, or OLD=NEW,*=NEW.")]
-Start = Annotated[float, typer.Option(help="Seconds of the trace to leave out at its start.")]
-Duration = Annotated[float | None, typer.Option(help="Seconds of the trace to take.", show_default=False)]
-Limit = Annotated[int | None, typer.Option(help="Requests to take at most.", show_default=False)]
-Speed = Annotated[float, typer.Option(help="Divide all times by this.")]
-Rate = Annotated[
-    float | None, typer.Option(help="Rescale to this many requests per second on average.", show_default=False)
-]
-MaxPrompt = Annotated[int | None, typer.Option(help="Cap prompts, tokens.", show_default=False)]
-MaxOutput = Annotated[int | None, typer.Option(help="Cap outputs, tokens.", show_default=False)]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(
-        help="tokenizer.json that counts the tokens of texts; they are estimated without.", show_default=False
-    ),
-]
-AllTurns = Annotated[bool, typer.Option("--all-turns", help="Every turn of a conversation, not the first alone.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out and count them.")]
-Seed = Annotated[int, typer.Option(help="Of what is drawn beside a file: models, times.")]
+Reading = dict[str, Any]  # the options below, by the names of `WorkloadOptions`
+
+
+def _reading(
+    format: Annotated[
+        str | None, typer.Option("--format", help="Format of the file, if it is not recognised.", show_default=False)
+    ] = None,
+    map: Annotated[
+        str, typer.Option("--map", help="auto, rates, round-robin, power:ALPHA, or OLD=NEW,*=NEW.")
+    ] = "auto",
+    start: Annotated[float, typer.Option(help="Seconds of the trace to leave out at its start.")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="Seconds of the trace to take.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Requests to take at most.", show_default=False)] = None,
+    speed: Annotated[float, typer.Option(help="Divide all times by this.")] = 1.0,
+    rate: Annotated[
+        float | None, typer.Option(help="Rescale to this many requests per second on average.", show_default=False)
+    ] = None,
+    max_prompt: Annotated[int | None, typer.Option(help="Cap prompts, tokens.", show_default=False)] = None,
+    max_output: Annotated[int | None, typer.Option(help="Cap outputs, tokens.", show_default=False)] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="tokenizer.json that counts the tokens of texts; they are estimated without.", show_default=False
+        ),
+    ] = None,
+    all_turns: Annotated[
+        bool, typer.Option("--all-turns", help="Every turn of a conversation, not the first alone.")
+    ] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out and count them.")] = False,
+    seed: Annotated[int, typer.Option(help="Of what is drawn beside a file: models, times.")] = 0,
+) -> None:
+    """The options that say how a workload is read; only its signature is used."""
+
+
+def reads_a_workload(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `_reading`, or those that are named; it gets them together, as `reading`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        added = inspect.signature(_reading, eval_str=True).parameters
+        names = only or tuple(added)
+
+        def run(**arguments: Any) -> None:
+            reading = {"mapping" if name == "map" else name: arguments.pop(name) for name in names}
+            command(**arguments, reading=reading)
+
+        parameters = [p for p in own.parameters.values() if p.name != "reading"] + [added[name] for name in names]
+        # By keyword, so that it does not matter which of them have defaults.
+        keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {p.name: p.annotation for p in keywords}
+        run.__signature__ = own.replace(parameters=keywords)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def models_of(fleet: Path | None, models: str | None) -> Mapping[str, float] | Sequence[str] | None:

@@ -178,7 +178,8 @@ def test_status_of_another_server(endpoint: Endpoint) -> None:
 
 def test_doctor_finds_this_machine_able() -> None:
     checks = {check.name: check for check in doctor.all_checks()}
-    assert {"Python", "cores", "memory", "shared memory", "vLLM", "memory manager", "GPU (NVML)"} <= set(checks)
+    assert {"Python", "cores", "memory", "shared memory", "vLLM", "memory manager"} <= set(checks)
+    assert any("GPU" in name for name in checks)
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     assert "a fleet can be served here" in result.stdout

@@ -86,7 +86,7 @@ def test_a_gpu_of_unknown_speed_gets_default_shares_and_a_note(tmp_path: Path) -
 class TestTypes:
     def test_float32_checkpoints_become_bfloat16_with_a_note(self, tmp_path: Path) -> None:
         plan(tmp_path, "{gpus: 1}")
-        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float32", "dtype": "float32"}))
+        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "dtype": "float32"}))
         fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
         made = plan_to_serve(fleet, Machine(8, 64 * GIB), lambda: gpus(1))
         assert {model.dtype for model in made.unit.models} == {"bfloat16"}

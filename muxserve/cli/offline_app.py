@@ -1,0 +1,247 @@
+"""The commands that need no running fleet of ours: options of plan, simulate, profile and replay. What they do is
+imported when one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from muxserve.cli import workload_args as args
+
+app = typer.Typer(rich_markup_mode=None)
+
+FleetFile = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet file (YAML).", show_default=False)]
+
+
+@app.command()
+def plan(
+    fleet: FleetFile,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Plan for so many GPUs instead of the file's.", show_default=False)
+    ] = None,
+    gpu_type: Annotated[
+        str | None, typer.Option(help="Their type, e.g. A100-80GB, H100, L40S.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="Machines instead, e.g. 4x8:A100-80GB,2x4:L20 (count, GPUs, type).", show_default=False),
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="throughput; slo: requests within their objectives; gpus: as few as meet rates and objectives; "
+            "auto: slo if the file has objectives, else throughput."
+        ),
+    ] = "auto",
+    mode: Annotated[str, typer.Option(help="muxserve, or a baseline: spatial, temporal, memory.")] = "muxserve",
+    attainment: Annotated[
+        float, typer.Option(min=0, max=1, help="Part of a model's requests that must meet its objectives.")
+    ] = 0.95,
+    sweep: Annotated[
+        str | None, typer.Option(help="Plan for growing clusters: gpus=8..64, with a step gpus=8..64:8.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured costs (`muxserve profile`); the roofline without.", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="How long the local search may take.")] = 10.0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Also solve exactly and tell the gap (small fleets only).")
+    ] = False,
+    simulate: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Simulate the plan for so long; 0: not at all. Default: up to 300.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the local search and the simulation.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan as YAML.", show_default=False)
+    ] = None,
+) -> None:
+    """Plan which models share which GPUs, and predict what they will deliver.
+
+    Exit codes: 0 every model has a place, 1 some model has none, 2 the fleet file or the command line is wrong.
+    """
+    from muxserve.cli.plan import PlanArguments
+    from muxserve.cli.plan import plan as run
+
+    raise typer.Exit(
+        run(
+            PlanArguments(
+                fleet=fleet,
+                gpus=gpus,
+                gpu_type=gpu_type,
+                nodes=nodes,
+                objective=objective,
+                mode=mode,
+                attainment=attainment,
+                sweep=sweep,
+                profile=profile,
+                seconds=seconds,
+                exact=exact,
+                simulate=simulate,
+                seed=seed,
+                as_json=json,
+                html=html,
+                output=output,
+            )
+        )
+    )
+
+
+@app.command()
+@args.reads_a_workload()
+def simulate(
+    fleet: FleetFile,
+    workload: Annotated[str, typer.Option("--workload", help=args.SOURCE_HELP, show_default=False)],
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="One or several of muxserve, spatial, temporal, round-robin, fcfs, no-split, no-unified-kv, no-sm."
+        ),
+    ] = "muxserve",
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan file (`muxserve plan -o`) instead of planning now.", show_default=False)
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="So many GPUs instead of the file's.", show_default=False)
+    ] = None,
+    gpu_type: Annotated[
+        str | None, typer.Option(help="Their type, e.g. A100-80GB, H100, L40S.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Machines instead, e.g. 4x8:A100-80GB,2x4:L20.", show_default=False)
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured costs (`muxserve profile`); the roofline without.", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="How long the search for each placement may take.")] = 5.0,
+    request_overhead: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds from the client to the unit's queue; or the profile's.", show_default=False),
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write every job as a trace for ui.perfetto.dev.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON (docs/simulator.md).")] = False,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="JSON report to write.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
+    *,
+    reading: args.Reading,
+) -> None:
+    """Simulate a fleet on a workload, under the scheduler that serves, in one or several modes side by side.
+
+    Exit codes: 0 all requests were answered in every mode, 1 some were not, 2 the fleet, the workload or the command
+    line is wrong, 130 interrupted.
+    """
+    from muxserve.cli.simulate import Settings
+    from muxserve.cli.simulate import run as run_simulation
+
+    raise typer.Exit(
+        run_simulation(
+            Settings(
+                fleet=fleet,
+                workload=workload,
+                options=reading,
+                modes=mode,
+                profile=profile,
+                plan=plan,
+                gpus=gpus,
+                gpu_type=gpu_type,
+                nodes=nodes,
+                seconds=seconds,
+                request_overhead=request_overhead,
+                timeline=timeline,
+                out=out,
+                html=html,
+                as_json=json,
+                seed=reading["seed"],
+            )
+        )
+    )
+
+
+@app.command()
+def profile(
+    fleet: FleetFile,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The profile file; what it has already is not measured again.")
+    ] = Path("profile.json"),
+    threads: Annotated[
+        str | None, typer.Option(help="Threads per engine, e.g. 1,2; by default those of the fleet and all cores.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Prompt tokens per sequence of prefill steps, e.g. 64,512.")
+    ] = None,
+    sequences: Annotated[str | None, typer.Option(help="Sequences of prefill steps, e.g. 1,4.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Sequences of decode steps, e.g. 1,8,32.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Tokens of context of decode steps, e.g. 64,512.")] = None,
+    pairs: Annotated[bool, typer.Option(help="Measure pairs of engines beside each other, too.")] = True,
+) -> None:
+    """Measure what prefill and decode steps of a fleet cost on this machine.
+
+    Starts the fleet's engines without an endpoint. Every measured cell is written at once; after Ctrl-C the same
+    command goes on where it was.
+
+    Exit codes: 0 everything was measured, 2 the fleet file or the command line is wrong, 3 engines could not start,
+    130 stopped by Ctrl-C.
+    """
+    from muxserve.cli.profile import profile as run
+
+    raise typer.Exit(run(fleet, out, threads, tokens, sequences, batches, contexts, pairs))
+
+
+@app.command()
+@args.reads_a_workload()
+def replay(
+    workload: Annotated[str, typer.Option("-w", "--workload", help=args.SOURCE_HELP, show_default=False)],
+    url: Annotated[
+        str, typer.Option("--url", envvar="MUXSERVE_URL", help="Any OpenAI-compatible endpoint.")
+    ] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if it wants one.")
+    ] = None,
+    fleet: args.Fleet = None,
+    models: args.Models = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at most; others wait.", show_default=False)
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request has failed.")] = 600.0,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="First measure each model alone, for SLO attainment by scale.")
+    ] = False,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Objective for all models instead of the fleet's.", show_default=False)
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(help="Objective for all models instead of the fleet's.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="JSON report to write.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML report to write.", show_default=False)] = None,
+    records: Annotated[
+        Path | None, typer.Option(help="JSON Lines to write, a line for each request.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    *,
+    reading: args.Reading,
+) -> None:
+    """Send a workload to an endpoint at its own pace and report what clients see.
+
+    Open loop: every request leaves at its time, whatever became of the others. The first Ctrl-C sends nothing more and
+    waits for what is under way, the second gives that up; both report what was done.
+
+    Exit codes: 0 all requests were answered, 1 some failed, 2 nothing was sent (wrong workload, option, URL or key),
+    130 ended early.
+    """
+    from muxserve.cli.replay import Settings
+    from muxserve.cli.replay import replay as run
+
+    settings = Settings(
+        url, workload, reading, fleet, models, key, max_in_flight, timeout, alone, slo_ttft_ms, slo_tpot_ms,
+        out, html, records, json,
+    )  # fmt: skip
+    raise typer.Exit(run(settings))
