@@ -115,14 +115,18 @@ class Starts:
         await self.drop_warm()
         if self.unit is not None:
             await self.unit.close()
-        if self._store is not None:
-            self._store.close()
+        self.forget_memory()
 
     async def drop_warm(self) -> None:
         """Forget the warm parent: whoever still waits to be forked by it is told that it died."""
         if self.warm is not None:
             await self.warm.close()
             self.warm = None
+
+    def forget_memory(self) -> None:
+        """Let go of the GPU memory that is kept for the next memory manager: nobody computes on it any more."""
+        if self._store is not None:
+            self._store.close()
 
     # ------------------------------------------------------------ what parts wait for
 
@@ -163,7 +167,7 @@ class Starts:
 
     async def _start_memory(self, part: Part) -> None:
         self._emit(Starting(part.id))
-        part.process, ready = self._launcher.memory_manager(self._store.child_fd if self._store else None)
+        part.process, ready = self._launcher.memory_manager(self._store.open_child() if self._store else None)
         await while_running(part.process, ready)
 
     async def _start_unit(self, part: Part) -> None:
