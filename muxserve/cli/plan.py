@@ -23,6 +23,7 @@ from placement.cluster import Cluster
 from placement.demand import Demand
 from placement.exact import TooLargeError
 from placement.improve import ImproveLimits
+from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
 from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
 
@@ -139,6 +140,7 @@ def _options(arguments: PlanArguments, fleet: Fleet) -> PlanOptions:
         objective=Objective(objective, arguments.attainment),
         mode=mode,
         exact=arguments.exact,
+        rules=MemoryRules.served(fleet.cluster.gpu_memory),
         local=ImproveLimits(seed=arguments.seed),
     )
 

@@ -14,6 +14,7 @@ from muxserve.planning.planfile import load_plan
 from muxserve.simulator import FleetModel
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
+from placement.memory import MemoryRules
 from placement.objective import Objective
 from placement.planner import MODES, PlanOptions, plan_cluster
 
@@ -51,7 +52,11 @@ class Places:
             self.cluster,
             self.latency,
             memory_of(self.cluster),
-            PlanOptions(objective=Objective("slo" if objective == "slo" else "throughput"), mode=mode),
+            PlanOptions(
+                objective=Objective("slo" if objective == "slo" else "throughput"),
+                mode=mode,
+                rules=MemoryRules.served(),
+            ),
             lambda: time.monotonic() >= until,
             lambda text: told(f"placing for {kind}: {text}"),
         )

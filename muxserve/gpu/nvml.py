@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError
@@ -98,10 +98,9 @@ def words_of(error: Exception) -> str:
 def load() -> Nvml | None:
     """The module `pynvml`; None if it is not installed."""
     try:
-        module: Any = importlib.import_module("pynvml")
+        return cast(Nvml, importlib.import_module("pynvml"))
     except ImportError:
         return None
-    return module
 
 
 def machine(nvml: Nvml | None = None) -> Machine:
