@@ -112,6 +112,24 @@ def test_durations_are_finite_and_not_negative(value: object) -> None:
     assert 0 <= duration < float("inf")
 
 
+@pytest.mark.parametrize(("text", "mode"), [("on", "on"), ("off", "off"), ("'off'", "off"), ("auto", "auto")])
+def test_switches_are_what_they_say_whatever_yaml_makes_of_them(text: str, mode: str, tmp_path: Path) -> None:
+    fleet = parse_fleet(f"cluster: {{gpus: 1, mps: {text}}}\nmodels: [{{name: a, hub: x/y}}]", "f", tmp_path, {})
+    assert fleet.cluster.mps == mode
+    jsonschema.validate(yaml.safe_load(f"cluster: {{mps: {text}}}\nmodels: [{{name: a, hub: x/y}}]"), fleet_schema())
+
+
+def test_gpus_by_number_and_uuid(tmp_path: Path) -> None:
+    uuid = "GPU-8f6d2b1c-0000-4000-8000-00000000000a"
+    text = f"cluster: {{gpu_ids: [3, {uuid}], gpu_memory: 0.8, sm_sharing: green_contexts}}\n"
+    text += "models: [{name: a, hub: x/y, sm: {prefill: 0.6}}]"
+    fleet = parse_fleet(text, "f", tmp_path, {})
+    assert fleet.cluster.gpu_ids == [3, uuid]
+    assert (fleet.cluster.gpu_memory, fleet.cluster.sm_sharing, fleet.cluster.ranks) == (0.8, "green_contexts", 1)
+    assert (fleet.models[0].sm.prefill, fleet.models[0].sm.decode) == (0.6, None)
+    jsonschema.validate(yaml.safe_load(text), fleet_schema())
+
+
 def test_the_committed_schema_is_up_to_date() -> None:
     committed = (ROOT / "configs/fleet.schema.json").read_text()
     assert committed == fleet_schema_text(), "run: muxserve schema > configs/fleet.schema.json"
