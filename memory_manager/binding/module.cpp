@@ -3,7 +3,9 @@
 #include "client/client.hpp"
 #include "client/mapping.hpp"
 #include "config.hpp"
+#include "cuda_driver.hpp"
 #include "errors.hpp"
+#include "export_server.hpp"
 
 namespace muxserve::memory::python {
 namespace {
@@ -21,6 +23,10 @@ void translate(const std::exception_ptr& pointer, void*) {
     raise_python("MemoryManagerError", nb::make_tuple(code_name(refused.code()), refused.what()));
   } catch (const Gone& gone) {
     raise_python("MemoryManagerGone", nb::make_tuple(gone.what()));
+  } catch (const muxserve::cuda::DriverError& error) {
+    raise_python("DeviceMemoryError", nb::make_tuple(error.what()));
+  } catch (const ExportError& error) {
+    raise_python("MemoryManagerGone", nb::make_tuple(error.what()));
   } catch (const MappingError& error) {
     raise_python("MemoryManagerGone", nb::make_tuple(error.what()));
   } catch (const ConfigError& error) {
@@ -84,6 +90,7 @@ NB_MODULE(_native, module) {
   module.attr("MAX_CLIENTS") = muxserve::memory::kMaxClients;
   module.attr("MAX_PAYLOAD") = muxserve::memory::kMaxPayload;
   bind_client(module);
+  bind_cuda(module);
   bind_manager(module);
   bind_fold(module);
 }

@@ -36,6 +36,18 @@ class Fields {
 
   std::int64_t integer(const char* name, std::int64_t otherwise) const { return has(name) ? integer(name) : otherwise; }
 
+  std::string string(const char* name, const char* otherwise) const { return has(name) ? string(name) : otherwise; }
+
+  std::vector<std::string> strings(const char* name) const {
+    std::vector<std::string> values;
+    if (!has(name)) return values;
+    for (const Value& item : array(name)) {
+      if (item.string() == nullptr) throw ConfigError(where_ + "." + name + ": expected strings");
+      values.push_back(*item.string());
+    }
+    return values;
+  }
+
   const json::Array& array(const char* name) const {
     const json::Array* found = get(name).array();
     if (found == nullptr) throw ConfigError(where_ + "." + name + ": expected a list");
@@ -100,6 +112,15 @@ void check_config(const Config& config) {
     throw ConfigError("prefix: 1 to 200 letters, digits, '-' and '_' are needed, got \"" + config.prefix + "\"");
   }
   check_range("ranks", config.ranks, 1, kMaxRanks);
+  if (config.device != "posix" && config.device != "cuda")
+    throw ConfigError("device: \"posix\" or \"cuda\" is needed, got \"" + config.device + "\"");
+  const std::size_t gpus = config.device == "cuda" ? static_cast<std::size_t>(config.ranks) : 0;
+  if (config.devices.size() != gpus) {
+    throw ConfigError("devices: " + std::to_string(gpus) + " are needed, one per rank with \"cuda\", got " +
+                      std::to_string(config.devices.size()));
+  }
+  if (config.ipc != "auto" && config.ipc != "vmm" && config.ipc != "legacy")
+    throw ConfigError("ipc: \"auto\", \"vmm\" or \"legacy\" is needed, got \"" + config.ipc + "\"");
   if (config.pools.empty()) throw ConfigError("pools: at least one pool is needed");
   if (config.pools.size() > kMaxPools)
     throw ConfigError("pools: at most " + std::to_string(kMaxPools) + " are allowed");
@@ -144,10 +165,13 @@ Config parse_config(const std::string& text) {
   } catch (const json::ParseError& error) {
     throw ConfigError(error.what());
   }
-  const Fields fields(value, "configuration", {"prefix", "ranks", "pools", "models"});
+  const Fields fields(value, "configuration", {"prefix", "ranks", "device", "devices", "ipc", "pools", "models"});
   Config config;
   config.prefix = fields.string("prefix");
   config.ranks = fields.integer("ranks", 1);
+  config.device = fields.string("device", "posix");
+  config.devices = fields.strings("devices");
+  config.ipc = fields.string("ipc", "auto");
   for (const Value& item : fields.array("pools")) {
     const std::string where = "pools[" + std::to_string(config.pools.size()) + "]";
     const Fields pool(item, where, {"name", "page_bytes", "num_pages"});

@@ -49,11 +49,15 @@ struct ModelConfig {
 struct Config {
   std::string prefix;
   std::int64_t ranks = 1;
+  std::string device = "posix";      // or "cuda": what pools lie in
+  std::vector<std::string> devices;  // with "cuda": UUIDs of the GPUs, by rank
+  std::string ipc = "auto";          // with "cuda": "auto", "vmm" or "legacy", how pools are exported
   std::vector<PoolConfig> pools;
   std::vector<ModelConfig> models;
 };
 
-// Reads and checks {"prefix", "ranks" (1 if missing), "pools": [...], "models": [...]}. Throws ConfigError.
+// Reads and checks {"prefix", "pools": [...], "models": [...]} and, if they are there, "ranks", "device", "devices"
+// and "ipc". Throws ConfigError.
 Config parse_config(const std::string& text);
 
 // Reads and checks one model as written in a configuration; the pool's existence and quota sums are not checked here.

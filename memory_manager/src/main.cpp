@@ -10,10 +10,14 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
+#include <optional>
 #include <sstream>
 
 #include "config.hpp"
+#include "cuda_memory.hpp"
 #include "dispatcher.hpp"
+#include "export_server.hpp"
+#include "fd_store.hpp"
 #include "manager.hpp"
 #include "posix_memory.hpp"
 #include "server.hpp"
@@ -24,23 +28,28 @@ using namespace muxserve::memory;
 
 constexpr char kUsage[] =
     "usage: muxserve-memory-manager --socket PATH --config FILE.json [--die-with-parent] [--settle-ms N]\n"
+    "                               [--fd-store FD]\n"
     "\n"
     "  --socket PATH        Unix socket to listen on\n"
     "  --config FILE.json   {\"prefix\", \"pools\": [{\"name\", \"page_bytes\", \"num_pages\"}],\n"
     "                        \"models\": [{\"name\", \"pool\", \"layers\", \"kv_heads\", \"num_blocks\", "
-    "\"quota_pages\"}]}\n"
+    "\"quota_pages\"}],\n"
+    "                        \"ranks\": 1, \"device\": \"posix\" or \"cuda\", \"devices\": [GPU UUID by rank],\n"
+    "                        \"ipc\": \"auto\", \"vmm\" or \"legacy\"}\n"
     "  --die-with-parent    stop when the process that started this one dies\n"
     "  --settle-ms N        how long to wait at start for clients of an earlier manager that still write (30000)\n"
+    "  --fd-store FD        inherited SEQPACKET socket to whoever keeps descriptors of GPU memory over a restart\n"
     "\n"
     "Prints \"READY <generation>\" when it listens. Exit status: 0 stopped by a signal, 2 wrong usage or "
     "configuration,\n"
-    "3 shared memory or socket not available.\n";
+    "3 shared memory, GPU memory or socket not available.\n";
 
 struct Arguments {
   std::string socket;
   std::string config;
   bool die_with_parent = false;
   long settle_ms = 30'000;
+  int fd_store = -1;
 };
 
 [[noreturn]] void usage_error(const std::string& what) {
@@ -68,6 +77,13 @@ Arguments parse_arguments(int argc, char** argv) {
       arguments.settle_ms = std::strtol(text.c_str(), &end, 10);
       if (text.empty() || *end != '\0' || arguments.settle_ms < 0 || arguments.settle_ms > 3'600'000)
         usage_error("--settle-ms needs a whole number of milliseconds up to 3600000, got \"" + text + "\"");
+    } else if (flag == "--fd-store") {
+      const std::string text = value();
+      char* end = nullptr;
+      const long fd = std::strtol(text.c_str(), &end, 10);
+      if (text.empty() || *end != '\0' || fd < 3 || fd > 1'000'000)
+        usage_error("--fd-store needs the number of an open socket, got \"" + text + "\"");
+      arguments.fd_store = static_cast<int>(fd);
     } else if (flag == "--help" || flag == "-h") {
       std::cout << kUsage;
       std::exit(0);
@@ -104,26 +120,62 @@ std::uint64_t new_generation() {
   return generation;
 }
 
-void serve(const Arguments& arguments) {
-  const Config config = load_config(arguments.config);
-  const std::uint64_t generation = new_generation();
-  PosixSegments segments(config.prefix, std::chrono::milliseconds(arguments.settle_ms));
-  std::vector<std::unique_ptr<PoolMemory>> pools;
-  PoolHandles handles(config.pools.size());
-  std::vector<std::string> names;
+// The pools of a configuration, by pool and rank, and how clients map them.
+struct Pools {
+  std::vector<std::unique_ptr<PoolMemory>> memory;
+  std::vector<std::string> segments;  // names of POSIX segments among them
+  PoolHandles handles;
+  PoolDescriptors descriptors;
+};
+
+Pools make_pools(const Config& config, FdStore& store) {
+  Pools pools;
+  pools.handles.resize(config.pools.size());
+  pools.descriptors.resize(config.pools.size());
   for (std::size_t i = 0; i < config.pools.size(); ++i) {
     const PoolConfig& pool = config.pools[i];
     const auto bytes = static_cast<std::size_t>(pool.page_bytes) * static_cast<std::size_t>(pool.num_pages);
     for (std::int64_t rank = 0; rank < config.ranks; ++rank) {
-      names.push_back(pool_segment(config.prefix, i, rank));
-      pools.push_back(std::make_unique<PosixPoolMemory>(names.back(), bytes));
-      handles[i].push_back(pools.back()->handle());
+      if (config.device == "cuda") {
+        std::string note;
+        const std::string name = "pool." + std::to_string(i) + "." + std::to_string(rank);
+        const std::string& uuid = config.devices[static_cast<std::size_t>(rank)];
+        pools.memory.push_back(cuda_pool(uuid, bytes, name, *pool_ipc(config.ipc), store, note));
+        std::cerr << "muxserve-memory-manager: " << note << std::endl;
+      } else {
+        pools.segments.push_back(pool_segment(config.prefix, i, rank));
+        pools.memory.push_back(std::make_unique<PosixPoolMemory>(pools.segments.back(), bytes));
+      }
+      pools.handles[i].push_back(pools.memory.back()->handle());
+      pools.descriptors[i].push_back(pools.memory.back()->descriptor());
     }
   }
+  store.forget_rest();
+  return pools;
+}
+
+// Threads of the CUDA driver and of the export server must not take signals that the server waits for.
+void block_signals() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  sigprocmask(SIG_BLOCK, &set, nullptr);
+}
+
+void serve(const Arguments& arguments) {
+  const Config config = load_config(arguments.config);
+  if (config.device == "cuda") block_signals();
+  const std::uint64_t generation = new_generation();
+  FdStore store(arguments.fd_store);
+  PosixSegments segments(config.prefix, std::chrono::milliseconds(arguments.settle_ms));
+  const Pools pools = make_pools(config, store);
   Manager manager(config, segments, generation);
-  segments.remove_stale(names);
-  Dispatcher dispatcher(manager, handles);
+  segments.remove_stale(pools.segments);
+  Dispatcher dispatcher(manager, pools.handles);
   {
+    std::optional<ExportServer> exports;
+    if (config.device == "cuda") exports.emplace(ExportServer::path_for(arguments.socket), pools.descriptors);
     Server server(dispatcher, arguments.socket);
     server.watch_signals();
     segments.settled();
@@ -131,7 +183,7 @@ void serve(const Arguments& arguments) {
     std::fflush(stdout);
     server.run();
   }
-  for (const auto& pool : pools) pool->destroy();
+  for (const auto& pool : pools.memory) pool->destroy();
   segments.remove_all();
 }
 

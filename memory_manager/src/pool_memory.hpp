@@ -1,4 +1,4 @@
-// The memory of a page pool, behind an interface: POSIX shared memory today, device memory where there is a GPU.
+// The memory of a page pool, behind an interface: POSIX shared memory, or device memory where there is a GPU.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,9 @@ class PoolMemory {
 
   // What a client needs to map the pool: "posix:<segment name>". Another kind of memory has another scheme.
   virtual std::string handle() const = 0;
+
+  // The descriptor by which a client maps it, if the handle alone is not enough; else -1. It stays this object's.
+  virtual int descriptor() const { return -1; }
 
   // Gives the memory back. Clients that have it mapped keep their mapping.
   virtual void destroy() = 0;

@@ -47,6 +47,18 @@ class Mapping:
     def page_table(self, num_blocks: int, layers: int, kv_heads: int) -> _Ids: ...
     def pages(self, num_pages: int, page_bytes: int) -> npt.NDArray[np.uint8]: ...
 
+class CudaMapping:
+    address: int
+    bytes: int
+    handle: str
+    device_uuid: str
+    def __init__(self, handle: str, descriptor: int = -1) -> None: ...
+
+class PinnedMemory:
+    def __init__(self, address: int, bytes: int, device_uuid: str, writable: bool) -> None: ...
+
+def pool_descriptor(manager_socket: str, pool: int, rank: int) -> int: ...
+
 class CountersView:
     free_pages: int
     pool_cached_pages: int

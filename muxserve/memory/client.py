@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from muxserve.memory import _native
+from muxserve.memory.device import DevicePool, is_device_handle, map_device_pool
 from muxserve.memory.errors import MemoryManagerError, MemoryManagerGone
 
 BlockIds = npt.NDArray[np.int32]
@@ -45,7 +46,8 @@ class ModelView:
     Attributes:
         page_table: int32[num_blocks, layers, kv_heads], read-only: the page behind each head of each block. The row of
             a block is valid while the block is held.
-        pool: uint8[num_pages, page_bytes], writable; views of models of one pool share it.
+        pool: uint8[num_pages, page_bytes], writable; views of models of one pool share it. Empty for a pool on a GPU.
+        device_pool: the pool, if it is on a GPU.
         counters: live numbers, read from shared memory without a lock: free_pages and pool_cached_pages of the pool,
             used_pages (owned or handed off), cached_pages and quota_pages of the model, and available_blocks, the
             blocks that could be reserved now.
@@ -57,6 +59,7 @@ class ModelView:
     pool: npt.NDArray[np.uint8]
     counters: _native.CountersView
     _mappings: tuple[_native.Mapping, ...] = field(repr=False)
+    device_pool: DevicePool | None = None
 
     @property
     def current(self) -> bool:
@@ -83,6 +86,7 @@ class MemoryClient:
     def __init__(self, socket_path: str, name: str, timeout_s: float = 10.0) -> None:
         self._native = _native.Client(socket_path, name, timeout_s)
         self._read_description(self._native.description)
+        self._socket_path = socket_path
         self._pools: dict[tuple[int, int], _native.Mapping] = {}
         self._counters: _native.Mapping | None = None
         self._guard: _native.WriteGuard | None = None
@@ -263,6 +267,7 @@ class MemoryClient:
 
         Raises:
             MemoryManagerGone: the memory is not there any more.
+            DeviceMemoryError: the pool is on a GPU and cannot be mapped.
             ValueError: the pool has no such rank.
         """
         index = self._index(model)
@@ -272,25 +277,26 @@ class MemoryClient:
         if self._counters is None:
             prefix = self._description["prefix"]
             self._counters = _native.Mapping(f"{prefix}.counters", _native.COUNTERS_BYTES, writable=False)
+        table = _native.Mapping(entry["table"], blocks * layers * heads * 4, writable=False)
+        page_table = table.page_table(blocks, layers, heads)
+        counters = _native.CountersView(self._counters, pool["index"], index, layers * heads, blocks)
+        handles: list[str] = pool["handles"]
+        if not 0 <= rank < len(handles):
+            raise ValueError(f"pool {pool['name']!r} is on {len(handles)} ranks; there is no rank {rank}")
+        handle, pages, page_bytes = handles[rank], pool["num_pages"], pool["page_bytes"]
+        if is_device_handle(handle):
+            device_pool = map_device_pool(self._socket_path, handle, pool["index"], rank, pages, page_bytes)
+            nothing = np.empty((0, page_bytes), dtype=np.uint8)
+            mappings = (table, self._counters)
+            return ModelView(entry["name"], index, page_table, nothing, counters, mappings, device_pool)
+        if not handle.startswith(_POSIX):
+            raise MemoryManagerGone(f"this client cannot map pool memory of the kind {handle!r}")
         memory = self._pools.get((pool["index"], rank))
         if memory is None:
-            handles: list[str] = pool["handles"]
-            if not 0 <= rank < len(handles):
-                raise ValueError(f"pool {pool['name']!r} is on {len(handles)} ranks; there is no rank {rank}")
-            handle = handles[rank]
-            if not handle.startswith(_POSIX):
-                raise MemoryManagerGone(f"this client cannot map pool memory of the kind {handle!r}")
-            memory = _native.Mapping(handle.removeprefix(_POSIX), pool["num_pages"] * pool["page_bytes"], writable=True)
+            memory = _native.Mapping(handle.removeprefix(_POSIX), pages * page_bytes, writable=True)
             self._pools[pool["index"], rank] = memory
-        table = _native.Mapping(entry["table"], blocks * layers * heads * 4, writable=False)
-        return ModelView(
-            name=entry["name"],
-            index=index,
-            page_table=table.page_table(blocks, layers, heads),
-            pool=memory.pages(pool["num_pages"], pool["page_bytes"]),
-            counters=_native.CountersView(self._counters, pool["index"], index, layers * heads, blocks),
-            _mappings=(table, memory, self._counters),
-        )
+        mappings = (table, memory, self._counters)
+        return ModelView(entry["name"], index, page_table, memory.pages(pages, page_bytes), counters, mappings)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

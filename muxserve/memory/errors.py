@@ -16,5 +16,9 @@ class MemoryManagerError(Exception):
         self.code = code
 
 
+class DeviceMemoryError(RuntimeError):
+    """The CUDA driver refused; the message says which call, why, and what to do."""
+
+
 class MemoryManagerGone(ConnectionError):  # noqa: N818 - a state of the world, like BrokenPipeError's relatives
     """The memory manager cannot be reached or has died: nothing is held any more, and nothing may be written."""

@@ -31,6 +31,7 @@ def manager_config(deployment: Deployment) -> dict[str, Any]:
     return {
         "prefix": prefix(deployment),
         "ranks": deployment.ranks,
+        **_device(deployment),
         "pools": [
             {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages} for pool in deployment.pools
         ],
@@ -46,6 +47,11 @@ def manager_config(deployment: Deployment) -> dict[str, Any]:
             for model in deployment.models
         ],
     }
+
+
+def _device(deployment: Deployment) -> dict[str, Any]:
+    gpu = deployment.gpu
+    return {} if gpu is None else {"device": "cuda", "devices": gpu.uuids, "ipc": gpu.ipc}
 
 
 def binary() -> Path:

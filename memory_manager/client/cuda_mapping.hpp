@@ -1,0 +1,59 @@
+// A pool in GPU memory as a client sees it.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "cuda_driver.hpp"
+#include "descriptors.hpp"
+#include "mapping.hpp"
+
+namespace muxserve::memory {
+
+// One pool on one GPU, mapped into this process until the last user of the object is gone. The device's primary context
+// is used, as by torch, and kept as long as the mapping.
+class CudaMapping {
+ public:
+  // `handle` is a pool's; `descriptor` is its, for handles of the kind "cuda-vmm", and not needed after the call.
+  // Throws cuda::DriverError, or MappingError for a handle that is not understood; nothing is left behind then.
+  CudaMapping(const std::string& handle, Descriptor descriptor);
+  ~CudaMapping();
+  CudaMapping(const CudaMapping&) = delete;
+  CudaMapping& operator=(const CudaMapping&) = delete;
+
+  cuda::DevicePointer address() const { return address_; }
+  std::size_t bytes() const { return bytes_; }
+  const std::string& handle() const { return handle_; }
+  const std::string& device_uuid() const { return uuid_; }
+
+ private:
+  void map_vmm(const Descriptor& descriptor);
+  void map_legacy(const std::string& digits);
+
+  const cuda::Driver& driver_;
+  std::string handle_;
+  std::string kind_;
+  std::string uuid_;
+  std::size_t bytes_ = 0;
+  cuda::Device device_ = 0;
+  cuda::Context context_ = nullptr;
+  cuda::DevicePointer address_ = 0;
+};
+
+// Host memory that the GPU's copies read and write without a detour: registered with the driver until this object is
+// gone. A read-only mapping can only be read so.
+class PinnedMemory {
+ public:
+  // Throws cuda::DriverError.
+  PinnedMemory(void* data, std::size_t bytes, const std::string& uuid, bool writable);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+
+ private:
+  const cuda::Driver& driver_;
+  cuda::PrimaryContext context_;
+  void* data_;
+};
+
+}  // namespace muxserve::memory

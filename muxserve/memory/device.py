@@ -1,0 +1,84 @@
+"""Pools in GPU memory, as engines map them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from muxserve.memory import _native
+
+VMM = "cuda-vmm:"
+LEGACY = "cuda-ipc:"
+
+
+class DevicePool:
+    """A pool on one GPU, mapped until the last user of the object is gone: uint8 [num_pages, page_bytes].
+
+    torch takes it up without a copy: `torch.as_tensor(pool, device="cuda")`; the tensor keeps it alive. Nothing orders
+    accesses with those of other processes: a page belongs to who holds its block.
+    """
+
+    def __init__(self, mapping: _native.CudaMapping, num_pages: int, page_bytes: int) -> None:
+        if num_pages * page_bytes > mapping.bytes:
+            raise ValueError("the mapping is smaller than the pool")
+        self._mapping = mapping
+        self.shape = (num_pages, page_bytes)
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process; the same as long as the object lives."""
+        return self._mapping.address
+
+    @property
+    def bytes(self) -> int:
+        """Size of the mapping, which the driver's granularity rounds up."""
+        return self._mapping.bytes
+
+    @property
+    def device_uuid(self) -> str:
+        """Of the GPU, as NVML writes it."""
+        return self._mapping.device_uuid
+
+    @property
+    def handle(self) -> str:
+        """What tells this memory from any other."""
+        return self._mapping.handle
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "stream": None,
+        }
+
+
+_mapped: weakref.WeakValueDictionary[str, DevicePool] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def is_device_handle(handle: str) -> bool:
+    """Whether a pool with this handle lies on a GPU."""
+    return handle.startswith((VMM, LEGACY))
+
+
+def map_device_pool(socket_path: str, handle: str, pool: int, rank: int, num_pages: int, page_bytes: int) -> DevicePool:
+    """Map a pool of the manager on `socket_path`, or take the mapping that this process has of the same memory: after a
+    restart of the manager, which takes its memory up again, addresses stay what they were.
+
+    Raises:
+        MemoryManagerGone: the manager is gone, or does not know the pool.
+        DeviceMemoryError: the driver refused; says why and what to do.
+    """
+    with _lock:
+        known = _mapped.get(handle)
+        if known is not None:
+            return known
+        descriptor = _native.pool_descriptor(socket_path, pool, rank) if handle.startswith(VMM) else -1
+        mapped = DevicePool(_native.CudaMapping(handle, descriptor), num_pages, page_bytes)
+        _mapped[handle] = mapped
+        return mapped
