@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
@@ -23,6 +23,9 @@ from muxserve.cluster.warm_link import WarmLink
 from muxserve.deployment import Deployment
 from muxserve.gpu.budget import Needs
 from placement.words import format_size
+
+if TYPE_CHECKING:
+    from muxserve.memory.fd_store import FdStore
 
 MPS, MEMORY, WARM = PartId("mps"), PartId("memory"), PartId("warm_parent")
 UNIT, GATEWAY = PartId("unit"), PartId("gateway")
@@ -67,7 +70,7 @@ class Starts:
         self._sizer = sizer
         self._sized = asyncio.Event()
         self._needs: dict[tuple[str, int], Needs] = {}
-        self._store: Any = None
+        self._store: FdStore | None = None
         self._lifeline_read, self._lifeline_write = os.pipe()
         # Model loading is mostly computing; more at once than this only makes each of them later.
         self._at_once = asyncio.Semaphore(2 * max(2, deployment.cores))
@@ -106,7 +109,10 @@ class Starts:
         if self.deployment.gpu is None:
             self._sized.set()
         else:
-            self._store = _fd_store()
+            # Needs the native module, which a controller without GPUs can do without.
+            from muxserve.memory.fd_store import FdStore
+
+            self._store = FdStore()
 
     async def close(self) -> None:
         """Close all that is open to the parts; they end for it at the latest."""
@@ -227,11 +233,3 @@ class Starts:
 
     def _on_measured(self, needs: Needs) -> None:
         self._needs[needs.model, needs.rank] = needs
-
-
-def _fd_store() -> Any:
-    try:
-        from muxserve.memory.fd_store import FdStore
-    except ImportError:
-        return None
-    return FdStore()
