@@ -33,6 +33,7 @@ from typing import Any
 from muxserve.deployment import Deployment
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 16
 
 
@@ -187,6 +188,11 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Have what dead children leave behind (workers of an engine) become this process's children, to be collected."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def redirect_output(log_file: Path) -> None:

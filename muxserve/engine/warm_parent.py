@@ -15,7 +15,7 @@ import socket
 from typing import Any, Literal
 
 from muxserve.deployment import Deployment, load
-from muxserve.engine.family import Control, ForkingParent, engine_log, file_name, refuse_cuda
+from muxserve.engine.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class WarmParent:
 
     def run(self) -> None:
         """Serve the controller until it goes away."""
+        adopt_orphans()
         self.control.event("ready")
         self._parent.run()
 
