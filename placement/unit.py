@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,7 @@ AUTO_MEMORY = 0.10  # of the machine's memory: what a pool of size auto may take
 FORCED_MEMORY = 0.50  # ... unless one sequence per model needs more
 SHARED_MEMORY = 0.80  # of the free shared memory (/dev/shm), where the pool lies
 _RESIDENCE = 10.0  # seconds that a request is assumed to hold pages, for the size of an auto pool
+_TABLE_ENTRY = 4  # bytes of a page table per page
 _MIB = 1 << 20
 
 
@@ -203,6 +204,8 @@ def plan_unit(
                 threads=threads,
                 share=min(1.0, threads * member.ranks / cores),
             )
+    if device == "cuda":
+        _check_tables(models, plans, machine)
     return UnitPlan(cores, tuple(pools), tuple(plans[m.name] for m in models), (*_describe(pools, groups), *notes))
 
 
@@ -329,6 +332,18 @@ def _check_memory(models: Sequence[ModelDemand], machine: Machine, total: int, n
         problems.append(PlanProblem(message, "models"))
     if problems:
         raise PlanError(problems)
+
+
+def _check_tables(models: Sequence[ModelDemand], plans: Mapping[str, ModelPlan], machine: Machine) -> None:
+    """Pools of GPUs are not in shared memory, but page tables are."""
+    tables = sum(_TABLE_ENTRY * plans[model.name].num_blocks * model.pages_per_block for model in models)
+    shared = machine.shared_memory_bytes
+    if shared is not None and tables > shared:
+        message = (
+            f"the page tables take {format_size(tables)}, but only {format_size(shared)} of shared memory (/dev/shm) are "
+            f"free; make /dev/shm larger (docker run --shm-size, or mount -o remount,size=...) or the pool smaller"
+        )
+        raise PlanError([PlanProblem(message, "kv_pool.size")])
 
 
 def _lengths(models: Sequence[ModelDemand], block_tokens: Sequence[int], pages: int) -> list[int]:

@@ -150,6 +150,13 @@ class TestSizing:
         assert made.measured(made.gpu.needs).unit == made.unit
 
 
+def test_page_tables_must_fit_into_shared_memory(tmp_path: Path) -> None:
+    plan(tmp_path, "{gpus: 1}")
+    fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+    with pytest.raises(FleetError, match=r"kv_pool.size: the page tables take .* only 64 MiB of shared memory"):
+        plan_to_serve(fleet, Machine(8, 64 * GIB, 64 << 20), lambda: gpus(1))
+
+
 def test_ranks_on_a_cpu(tmp_path: Path) -> None:
     single = deployment_of(plan(tmp_path, "{cores: 8}"), "/run/x")
     double = deployment_of(plan(tmp_path, "{cores: 8, ranks: 2}"), "/run/x")
