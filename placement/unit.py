@@ -26,6 +26,7 @@ AUTO_MEMORY = 0.10  # of the machine's memory: what a pool of size auto may take
 FORCED_MEMORY = 0.50  # ... unless one sequence per model needs more
 SHARED_MEMORY = 0.80  # of the free shared memory (/dev/shm), where the pool lies
 _RESIDENCE = 10.0  # seconds that a request is assumed to hold pages, for the size of an auto pool
+MAX_BLOCKS = 1 << 20  # of one page table, the memory manager's limit; met by toy models on large GPUs alone
 _TABLE_ENTRY = 4  # bytes of a page table per page
 _MIB = 1 << 20
 
@@ -177,10 +178,13 @@ def plan_unit(
     weights = [sum(by_name[name].demand for name in group.models) for group in groups]
     pools, plans = [], {}
     for index, (group, size) in enumerate(zip(groups, share_out(total, weights, needed), strict=True)):
-        num_pages = size // group.page_bytes
+        members = [by_name[name] for name in group.models]
+        most = 1 + (MAX_BLOCKS - 1) * min(member.pages_per_block for member in members)
+        num_pages = min(size // group.page_bytes, most)
         pool = PoolPlan(f"pool{index}", group.dtype, group.page_bytes, num_pages, group.models)
         pools.append(pool)
-        members = [by_name[name] for name in group.models]
+        if num_pages == most:
+            notes.append(f"{pool.name} takes no more: a page table has at most {MAX_BLOCKS} blocks")
         lengths = _lengths(members, group.block_tokens, num_pages - 1)
         floors = [_pages(*of) for of in zip(members, group.block_tokens, lengths, strict=True)]
         quotas = share_out(num_pages - 1, [member.demand for member in members], floors)
@@ -340,8 +344,8 @@ def _check_tables(models: Sequence[ModelDemand], plans: Mapping[str, ModelPlan],
     shared = machine.shared_memory_bytes
     if shared is not None and tables > shared:
         message = (
-            f"the page tables take {format_size(tables)}, but only {format_size(shared)} of shared memory (/dev/shm) are "
-            f"free; make /dev/shm larger (docker run --shm-size, or mount -o remount,size=...) or the pool smaller"
+            f"the page tables take {format_size(tables)}, but only {format_size(shared)} of shared memory (/dev/shm) "
+            f"are free; make /dev/shm larger (docker run --shm-size, or mount -o remount,size=...) or the pool smaller"
         )
         raise PlanError([PlanProblem(message, "kv_pool.size")])
 

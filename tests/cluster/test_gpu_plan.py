@@ -16,6 +16,7 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.serving import plan_to_serve
 from placement import Machine
+from placement.unit import MAX_BLOCKS
 from tests.cluster.test_plan import CONFIG
 
 GIB = 1 << 30
@@ -32,7 +33,7 @@ def gpus(count: int, name: str = "NVIDIA H200", gib: int = 140) -> GpuMachine:
 def plan(directory: Path, cluster: str, models: str = MODELS, found: GpuMachine | None = None) -> FleetPlan:
     for name in ("a", "b"):
         (directory / name).mkdir(exist_ok=True)
-        (directory / name / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **CONFIG}))
+        (directory / name / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 32}))
         (directory / name / "model.safetensors").touch()
     fleet = parse_fleet(f"cluster: {cluster}\nmodels:{models}", "f.yaml", directory, {})
     return plan_to_serve(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: found or gpus(2))
@@ -86,7 +87,7 @@ def test_a_gpu_of_unknown_speed_gets_default_shares_and_a_note(tmp_path: Path) -
 class TestTypes:
     def test_float32_checkpoints_become_bfloat16_with_a_note(self, tmp_path: Path) -> None:
         plan(tmp_path, "{gpus: 1}")
-        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "dtype": "float32"}))
+        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 32, "dtype": "float32"}))
         fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
         made = plan_to_serve(fleet, Machine(8, 64 * GIB), lambda: gpus(1))
         assert {model.dtype for model in made.unit.models} == {"bfloat16"}
@@ -150,11 +151,19 @@ class TestSizing:
         assert made.measured(made.gpu.needs).unit == made.unit
 
 
+def test_a_pool_is_no_larger_than_a_page_table_can_name(tmp_path: Path) -> None:
+    made = plan(tmp_path, "{gpus: 1}", found=gpus(1, gib=1400))
+    assert max(model.num_blocks for model in made.unit.models) == MAX_BLOCKS
+    (pool,) = made.unit.pools
+    assert pool.num_pages == 1 + (MAX_BLOCKS - 1) * made.demands[0].pages_per_block
+    assert "pool0 takes no more: a page table has at most 1048576 blocks" in made.notes
+
+
 def test_page_tables_must_fit_into_shared_memory(tmp_path: Path) -> None:
     plan(tmp_path, "{gpus: 1}")
     fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-    with pytest.raises(FleetError, match=r"kv_pool.size: the page tables take .* only 64 MiB of shared memory"):
-        plan_to_serve(fleet, Machine(8, 64 * GIB, 64 << 20), lambda: gpus(1))
+    with pytest.raises(FleetError, match=r"kv_pool.size: the page tables take .* only 8 MiB of shared memory"):
+        plan_to_serve(fleet, Machine(8, 64 * GIB, 8 << 20), lambda: gpus(1))
 
 
 def test_ranks_on_a_cpu(tmp_path: Path) -> None:
