@@ -8,9 +8,10 @@ prefix) holds it once and releases it once, when the last of them is done.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, NamedTuple, Union
 
 import numpy as np
@@ -47,7 +48,8 @@ class ModelView:
         page_table: int32[num_blocks, layers, kv_heads], read-only: the page behind each head of each block. The row of
             a block is valid while the block is held.
         pool: uint8[num_pages, page_bytes], writable; views of models of one pool share it. Empty for a pool on a GPU.
-        device_pool: the pool, if it is on a GPU.
+        device_pool: the pool, if it is on a GPU. It is mapped when it is first asked for, so that a process which only
+            reads tables and counters leaves the GPU alone.
         counters: live numbers, read from shared memory without a lock: free_pages and pool_cached_pages of the pool,
             used_pages (owned or handed off), cached_pages and quota_pages of the model, and available_blocks, the
             blocks that could be reserved now.
@@ -59,7 +61,17 @@ class ModelView:
     pool: npt.NDArray[np.uint8]
     counters: _native.CountersView
     _mappings: tuple[_native.Mapping, ...] = field(repr=False)
-    device_pool: DevicePool | None = None
+    _map_device_pool: Callable[[], DevicePool] | None = field(default=None, repr=False)
+
+    @property
+    def device_pool(self) -> DevicePool | None:
+        """See above.
+
+        Raises:
+            MemoryManagerGone: the memory is not there any more.
+            DeviceMemoryError: it cannot be mapped.
+        """
+        return None if self._map_device_pool is None else self._map_device_pool()
 
     @property
     def current(self) -> bool:
@@ -267,7 +279,6 @@ class MemoryClient:
 
         Raises:
             MemoryManagerGone: the memory is not there any more.
-            DeviceMemoryError: the pool is on a GPU and cannot be mapped.
             ValueError: the pool has no such rank.
         """
         index = self._index(model)
@@ -285,10 +296,10 @@ class MemoryClient:
             raise ValueError(f"pool {pool['name']!r} is on {len(handles)} ranks; there is no rank {rank}")
         handle, pages, page_bytes = handles[rank], pool["num_pages"], pool["page_bytes"]
         if is_device_handle(handle):
-            device_pool = map_device_pool(self._socket_path, handle, pool["index"], rank, pages, page_bytes)
+            pool_of = cache(partial(map_device_pool, self._socket_path, handle, pool["index"], rank, pages, page_bytes))
             nothing = np.empty((0, page_bytes), dtype=np.uint8)
-            mappings = (table, self._counters)
-            return ModelView(entry["name"], index, page_table, nothing, counters, mappings, device_pool)
+            shared = (table, self._counters)
+            return ModelView(entry["name"], index, page_table, nothing, counters, shared, pool_of)
         if not handle.startswith(_POSIX):
             raise MemoryManagerGone(f"this client cannot map pool memory of the kind {handle!r}")
         memory = self._pools.get((pool["index"], rank))

@@ -56,10 +56,10 @@ def managers() -> Iterator[list[subprocess.Popen[bytes]]]:
                 stream.close()
 
 
-def memory_of(view: ModelView) -> ctypes.Array[ctypes.c_char]:
+def memory_of(view: ModelView) -> memoryview:
     """The pool as this process has it mapped; device memory of the fake driver can be read."""
     assert view.device_pool is not None
-    return (ctypes.c_char * view.device_pool.bytes).from_address(view.device_pool.address)
+    return memoryview((ctypes.c_char * view.device_pool.bytes).from_address(view.device_pool.address)).cast("B")
 
 
 def map_in_another_process(of: Deployment, code: str) -> str:
@@ -210,8 +210,8 @@ def test_a_client_that_cannot_map_says_why(
     with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:
         monkeypatch.setenv("FAKE_CUDA_FAIL", "cuMemMap=801")
         with pytest.raises(DeviceMemoryError, match=r"mapping the pool .* cuMemMap .* does not allow it"):
-            client.map(of.models[0].name)
+            _ = client.map(of.models[0].name).device_pool
         monkeypatch.delenv("FAKE_CUDA_FAIL")
         os.unlink(f"{of.memory_socket}.pools")
         with pytest.raises(MemoryManagerGone, match="cannot reach"):
-            client.map(of.models[0].name)
+            _ = client.map(of.models[0].name).device_pool
