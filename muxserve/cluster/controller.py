@@ -28,6 +28,7 @@ _STOP_SECONDS = 5.0
 _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
 _DRAIN_MARGIN = 5.0  # on top of what the gateway itself allows its requests
 _TAIL_LINES = 15
+_NVML_SECONDS = 5.0  # a lost GPU may keep the driver busy
 
 
 class Controller:
@@ -161,7 +162,10 @@ class Controller:
         gpu = self.deployment.gpu
         if gpu is None or part.id.kind not in ("weights", "engine", "memory", "mps"):
             return ""
-        found = await asyncio.to_thread(nvml.machine)
+        try:
+            found = await asyncio.wait_for(asyncio.to_thread(nvml.machine), _NVML_SECONDS)
+        except TimeoutError:
+            return "the GPU driver does not answer"
         for uuid in gpu.uuids:
             state = found.by_uuid(uuid)
             if found.gpus and (state is None or state.fault):

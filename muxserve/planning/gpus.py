@@ -8,7 +8,8 @@ from pathlib import Path
 from muxserve.cluster.checkpoints import Hub
 from muxserve.cluster.gpu_unit import GpuUnit, SmShares
 from muxserve.config import Fleet, FleetError
-from muxserve.costs.latency import LatencyModel
+from muxserve.costs.devices import device
+from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.deployment import SmSharing
 from muxserve.gpu.budget import estimated
@@ -55,6 +56,9 @@ def gpu_unit(
         for demand in demands
         if demand.architecture.dtype == "float32" and demand.dtype == "bfloat16"
     ]
+    wanted = fleet.cluster.gpu_type
+    if wanted is not None and _type(wanted) != kind:
+        notes.append(f"the fleet file says {wanted}, but this machine has {gpus[0].name}; it is served on that")
     if placed is not None and kind is not None and placed.device != kind:
         message = f"the plan is for {placed.device}, but this machine has {gpus[0].name}; make it anew"
         raise FleetError([fleet.problem(("cluster",), message)])
@@ -71,6 +75,14 @@ def gpu_unit(
         rules=rules,
         notes=tuple(notes),
     )
+
+
+def _type(name: str) -> str:
+    """The name of the cost model for a type that a user wrote."""
+    try:
+        return device(name).name
+    except CostError:
+        return name
 
 
 def _planned(

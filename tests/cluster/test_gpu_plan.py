@@ -84,6 +84,12 @@ def test_a_gpu_of_unknown_speed_gets_default_shares_and_a_note(tmp_path: Path) -
     assert any("nothing is known of the speed of a NVIDIA Unheard-Of" in note for note in made.notes)
 
 
+def test_another_type_than_the_file_says_is_noted(tmp_path: Path) -> None:
+    assert not any("the fleet file says" in note for note in plan(tmp_path, "{gpus: 1, gpu_type: h200}").notes)
+    made = plan(tmp_path, "{gpus: 1, gpu_type: A100-80GB}")
+    assert "the fleet file says A100-80GB, but this machine has NVIDIA H200; it is served on that" in made.notes
+
+
 class TestTypes:
     def test_float32_checkpoints_become_bfloat16_with_a_note(self, tmp_path: Path) -> None:
         plan(tmp_path, "{gpus: 1}")

@@ -1,0 +1,85 @@
+"""What `deploy` makes of `mps` and `sm_sharing` on the machine at hand, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from muxserve.cli import deploy
+from muxserve.cli.deploy import Refused
+from muxserve.cli.output import errors
+from muxserve.cluster.run_dir import RunDir
+from muxserve.gpu import mps
+from tests.cluster.test_gpu_plan import gpus, plan
+
+
+@pytest.fixture
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
+    made = RunDir(tmp_path_factory.mktemp("run"))
+    yield made
+    made.remove()
+
+
+def sharing(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, keys: str = "", why_not: str = "", mode: str = ""
+) -> tuple[str, str]:
+    """The way of sharing, and what the user is told."""
+    asked: list[list[str]] = []
+
+    def probe(uuids: list[str], base: Path) -> str:
+        asked.append(uuids)
+        return why_not
+
+    monkeypatch.setattr(mps, "probe", probe)
+    monkeypatch.setattr(mps, "foreign", lambda: "")
+    found = gpus(2)
+    if mode:
+        found = replace(found, gpus=tuple(replace(gpu, compute_mode=mode) for gpu in found.gpus))
+    with errors.capture() as told:
+        made = deploy._with_sharing(plan(tmp_path, f"{{gpus: 2{keys}}}", found=found), run_dir)
+    assert made.gpu is not None
+    assert asked == ([] if "off" in keys else [["GPU-0", "GPU-1"]])
+    return made.gpu.sharing, told.get()
+
+
+def test_mps_that_works(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sharing(tmp_path, run_dir, monkeypatch) == ("mps", "")
+    assert sharing(tmp_path, run_dir, monkeypatch, ", sm_sharing: green_contexts") == ("green_contexts", "")
+
+
+def test_without_mps_engines_take_turns_with_a_warning(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how, told = sharing(tmp_path, run_dir, monkeypatch, why_not="not installed [x]")
+    assert how == "off"
+    assert "without MPS: not installed [x]; engines take turns" in told
+
+
+def test_mps_off_is_not_tried_and_not_warned_about(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sharing(tmp_path, run_dir, monkeypatch, ", mps: off") == ("off", "")
+
+
+def test_mps_on_is_refused_where_it_does_not_work(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Refused, match=r"cluster\.mps is on, but MPS does not work here: broken"):
+        sharing(tmp_path, run_dir, monkeypatch, ", mps: on", why_not="broken")
+
+
+def test_an_exclusive_gpu_needs_mps(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sharing(tmp_path, run_dir, monkeypatch, mode="exclusive_process")[0] == "mps"
+    with pytest.raises(Refused, match=r"GPU 0 lets one process compute only \(exclusive_process\), and MPS does not"):
+        sharing(tmp_path, run_dir, monkeypatch, why_not="broken", mode="exclusive_process")
+
+
+def test_somebody_elses_server_is_mentioned(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mps, "probe", lambda *_: "")
+    monkeypatch.setattr(mps, "foreign", lambda: "another MPS server runs here (pid 3)")
+    with errors.capture() as told:
+        deploy._with_sharing(plan(tmp_path, "{gpus: 1}"), run_dir)
+    assert "another MPS server runs here (pid 3); engines of this fleet take turns with its clients" in told.get()
