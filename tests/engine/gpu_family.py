@@ -1,0 +1,43 @@
+"""The warm parent of a deployment on GPUs with everything that needs a GPU (or vLLM) left out: holders and engines tell
+what they found and wait. Arguments as those of `muxserve.engine.warm_parent`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import ModuleType
+from typing import Any
+
+from muxserve.deployment import Deployment
+from muxserve.engine import direct, warm_parent
+
+SEEN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+
+
+def surroundings(deployment: Deployment) -> dict[str, Any]:
+    environment = {name: os.environ[name] for name in SEEN if name in os.environ}
+    return {"environment": environment, "pages": deployment.pools[0].num_pages}
+
+
+def run_holder(deployment: Deployment, model: str, control: Any) -> None:
+    control.event("up", kind="weights", model=model, phase="", pid=os.getpid(), **surroundings(deployment))
+    signal.pause()
+
+
+def run_engine(deployment: Deployment, model: str, phase: str, progress: Any, up: Any) -> None:
+    if deployment.pools[0].num_pages == 13:
+        raise ValueError("no such luck")
+    progress(str(surroundings(deployment)))
+    up()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    weights = ModuleType("muxserve.engine.cuda.weights")
+    weights.run_holder = run_holder  # type: ignore[attr-defined]
+    sys.modules[weights.__name__] = weights
+    direct._run = run_engine
+    warm_parent.preload = lambda device: None
+    warm_parent._register = lambda deployment: None
+    warm_parent.main()

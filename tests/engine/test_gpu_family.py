@@ -1,0 +1,138 @@
+"""Who is forked from whom on GPUs, with what in the environment. No GPU and no vLLM: see `gpu_family`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from muxserve import deployment as deployments
+from muxserve.deployment import Deployment, GatewayDeployment, GpuDeployment, PoolDeployment
+from muxserve.engine import family
+from muxserve.engine.warm_parent import shares_by_forking
+from tests.engine.harness import deployed_model
+
+ROOT = Path(__file__).resolve().parents[2]
+UUIDS = ["GPU-0a", "GPU-0b"]
+
+
+@pytest.fixture
+def of(tmp_path: Path) -> Deployment:
+    path = ROOT / "configs/models/arithmetic"
+    deployment = Deployment(
+        run_dir=str(tmp_path),
+        unit="test",
+        policy="adbs",
+        cores=2,
+        pools=[PoolDeployment("main", 16384, 7)],
+        models=[deployed_model("one", path, ranks=2, prefill_share=0.62, decode_share=0.38)],
+        gateway=GatewayDeployment("127.0.0.1", 0),
+        ranks=2,
+        gpu=GpuDeployment(UUIDS),
+    )
+    deployment.log_dir.mkdir()
+    deployments.save(deployment, tmp_path / "deployment.json")
+    return deployment
+
+
+@pytest.fixture
+def control(of: Deployment) -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(30)
+    file = str(Path(of.run_dir) / "deployment.json")
+    command = [sys.executable, "-m", "tests.engine.gpu_family", "--deployment", file, "--control-fd"]
+    # A percentage from outside would be that of somebody else's MPS server.
+    env = {**os.environ, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "3"}
+    with subprocess.Popen([*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT, env=env) as process:
+        theirs.close()
+        assert told(ours, "ready")
+        yield ours
+        ours.close()
+        assert process.wait(10) == 0
+
+
+def told(control: socket.socket, event: str) -> dict[str, Any]:
+    """The next event of that name."""
+    while True:
+        message: dict[str, Any] = json.loads(control.recv(family.MAX_MESSAGE))
+        if message["event"] == event:
+            return message
+
+
+def fork(control: socket.socket, kind: str, **more: str) -> dict[str, Any]:
+    control.send(json.dumps({"op": "fork", "kind": kind, "model": "one", **more}).encode())
+    return told(control, "forked")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_holders_and_engines_are_children_of_the_warm_parent(control: socket.socket, of: Deployment) -> None:
+    holder = fork(control, "weights")
+    assert (holder["kind"], holder["model"]) == ("weights", "one")
+    found = told(control, "up")
+    pipe = str(of.mps_dir / "pipe")
+    assert found["pid"] == holder["pid"]
+    assert found["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-0a,GPU-0b"
+    assert found["pages"] == 7
+
+    # What the holders measured decides how large the pool is.
+    pools = [PoolDeployment("main", 16384, 4242)]
+    deployments.save(msgspec.structs.replace(of, pools=pools), Path(of.run_dir) / "deployment.json")
+    for phase, percentage in (("prefill", "62"), ("decode", "38")):
+        engine = fork(control, "engine", phase=phase)
+        assert (engine["kind"], engine["phase"]) == ("engine", phase)
+        found = ast.literal_eval(told(control, "progress")["detail"])
+        assert found == {
+            "environment": {
+                "CUDA_VISIBLE_DEVICES": "GPU-0a,GPU-0b",
+                "CUDA_MPS_PIPE_DIRECTORY": pipe,
+                "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage,
+            },
+            "pages": 4242,
+        }
+        assert told(control, "up")["pid"] == engine["pid"]
+        assert parent_of(engine["pid"]) == parent_of(holder["pid"])
+
+    os.kill(holder["pid"], signal.SIGKILL)
+    assert told(control, "exited") == {"event": "exited", "pid": holder["pid"], "status": -signal.SIGKILL}
+    assert parent_of(engine["pid"]) != 1  # a holder's death is the controller's business
+
+
+def test_an_engine_that_cannot_start_says_why(control: socket.socket, of: Deployment) -> None:
+    pools = [PoolDeployment("main", 16384, 13)]
+    deployments.save(msgspec.structs.replace(of, pools=pools), Path(of.run_dir) / "deployment.json")
+    engine = fork(control, "engine", phase="decode")
+    assert told(control, "failed")["error"] == "ValueError: no such luck"
+    assert told(control, "exited") == {"event": "exited", "pid": engine["pid"], "status": 1}
+
+
+def test_a_process_that_has_touched_cuda_does_not_fork(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    touched = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "torch", touched)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        parent = family.ForkingParent(family.Control(ours), family.Control(ours), lambda _: None)
+        with pytest.raises(RuntimeError, match="has touched CUDA and cannot fork"):
+            parent.fork("x", tmp_path / "log", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpu", "shares"), [(1, None, True), (2, None, False), (1, GpuDeployment(["G"]), False)]
+)
+def test_only_engines_on_cpu_with_one_rank_share_weights_by_forking(
+    of: Deployment, ranks: int, gpu: GpuDeployment | None, shares: bool
+) -> None:
+    assert shares_by_forking(msgspec.structs.replace(of, ranks=ranks, gpu=gpu)) is shares
