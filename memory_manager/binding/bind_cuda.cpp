@@ -1,5 +1,4 @@
 #include <array>
-#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -26,14 +25,6 @@ void bind_cuda(nb::module_& module) {
       .def_prop_ro("bytes", &CudaMapping::bytes)
       .def_prop_ro("handle", &CudaMapping::handle)
       .def_prop_ro("device_uuid", &CudaMapping::device_uuid);
-
-  nb::class_<PinnedMemory>(module, "PinnedMemory")
-      .def(
-          "__init__",
-          [](PinnedMemory* self, std::uintptr_t address, std::size_t bytes, const std::string& uuid, bool writable) {
-            new (self) PinnedMemory(reinterpret_cast<void*>(address), bytes, uuid, writable);
-          },
-          nb::arg("address"), nb::arg("bytes"), nb::arg("device_uuid"), nb::arg("writable"), Release());
 
   // The descriptor is the caller's.
   module.def(

@@ -13,8 +13,6 @@ using cuda::Driver;
 using cuda::DriverError;
 
 constexpr unsigned kLazyPeerAccess = 1;
-constexpr unsigned kPortable = 1;
-constexpr unsigned kReadOnly = 8;
 
 std::vector<std::string> parts_of(const std::string& handle) {
   std::vector<std::string> parts;
@@ -105,13 +103,5 @@ CudaMapping::~CudaMapping() {
   }
   driver_.primary_release(device_);
 }
-
-PinnedMemory::PinnedMemory(void* data, std::size_t bytes, const std::string& uuid, bool writable)
-    : driver_(Driver::get()), context_(driver_, driver_.device(uuid)), data_(data) {
-  driver_.check(driver_.host_register(data, bytes, kPortable | (writable ? 0 : kReadOnly)), "cuMemHostRegister",
-                "pinning the page table");
-}
-
-PinnedMemory::~PinnedMemory() { driver_.host_unregister(data_); }
 
 }  // namespace muxserve::memory

@@ -40,20 +40,4 @@ class CudaMapping {
   cuda::DevicePointer address_ = 0;
 };
 
-// Host memory that the GPU's copies read and write without a detour: registered with the driver until this object is
-// gone. A read-only mapping can only be read so.
-class PinnedMemory {
- public:
-  // Throws cuda::DriverError.
-  PinnedMemory(void* data, std::size_t bytes, const std::string& uuid, bool writable);
-  ~PinnedMemory();
-  PinnedMemory(const PinnedMemory&) = delete;
-  PinnedMemory& operator=(const PinnedMemory&) = delete;
-
- private:
-  const cuda::Driver& driver_;
-  cuda::PrimaryContext context_;
-  void* data_;
-};
-
 }  // namespace muxserve::memory

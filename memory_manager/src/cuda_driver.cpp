@@ -86,8 +86,6 @@ Driver::Driver() {
     resolve(ipc_get, "cuIpcGetMemHandle");
     resolve(ipc_open, "cuIpcOpenMemHandle_v2");
     resolve(ipc_close, "cuIpcCloseMemHandle");
-    resolve(host_register, "cuMemHostRegister_v2");
-    resolve(host_unregister, "cuMemHostUnregister");
     check(init(0), "cuInit", "starting the CUDA driver");
   } catch (...) {
     dlclose(library_);

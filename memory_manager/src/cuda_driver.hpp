@@ -110,8 +110,6 @@ class Driver {
   Result (*ipc_get)(IpcHandle*, DevicePointer) = nullptr;
   Result (*ipc_open)(DevicePointer*, IpcHandle, unsigned) = nullptr;
   Result (*ipc_close)(DevicePointer) = nullptr;
-  Result (*host_register)(void*, std::size_t, unsigned) = nullptr;
-  Result (*host_unregister)(void*) = nullptr;
 
  private:
   Driver();

@@ -324,14 +324,5 @@ TEST_F(CudaMemory, HandlesThatAreNotUnderstood) {
   EXPECT_THROW(CudaMapping(short_digits, Descriptor()), MappingError);
 }
 
-TEST_F(CudaMemory, HostMemoryIsPinnedOnceAndLetGo) {
-  std::vector<char> data(4096);
-  {
-    const PinnedMemory pinned(data.data(), data.size(), kGpu, false);
-    EXPECT_THROW(PinnedMemory(data.data(), data.size(), kGpu, true), cuda::DriverError);
-  }
-  const PinnedMemory again(data.data(), data.size(), kGpu, true);
-}
-
 }  // namespace
 }  // namespace muxserve::memory::testing

@@ -54,9 +54,6 @@ class CudaMapping:
     device_uuid: str
     def __init__(self, handle: str, descriptor: int = -1) -> None: ...
 
-class PinnedMemory:
-    def __init__(self, address: int, bytes: int, device_uuid: str, writable: bool) -> None: ...
-
 def pool_descriptor(manager_socket: str, pool: int, rank: int) -> int: ...
 
 class CountersView:

@@ -39,7 +39,6 @@ std::map<unsigned long long, Allocation> allocations;    // by handle
 std::map<unsigned long long, std::size_t> reservations;  // by address
 std::map<unsigned long long, std::size_t> mappings;      // by address
 std::map<unsigned long long, std::size_t> legacy;        // by address: allocated or opened
-std::map<void*, std::size_t> registered;
 std::map<std::string, int> calls;
 std::string planned;
 int contexts = 0;
@@ -117,9 +116,7 @@ extern "C" {
 
 int fakeCudaLive() {
   const std::lock_guard<std::mutex> lock(mutex);
-  return static_cast<int>(allocations.size() + reservations.size() + mappings.size() + legacy.size() +
-                          registered.size()) +
-         contexts;
+  return static_cast<int>(allocations.size() + reservations.size() + mappings.size() + legacy.size()) + contexts;
 }
 
 Result cuGetErrorName(Result result, const char** text) {
@@ -374,19 +371,6 @@ Result cuIpcCloseMemHandle(unsigned long long address) {
     legacy.erase(address);
     return 0;
   });
-}
-
-Result cuMemHostRegister_v2(void* data, std::size_t bytes, unsigned) {
-  return call("cuMemHostRegister", [&] {
-    if (current == nullptr) return 201;
-    if (registered.count(data) != 0) return 712;
-    registered[data] = bytes;
-    return 0;
-  });
-}
-
-Result cuMemHostUnregister(void* data) {
-  return call("cuMemHostUnregister", [&] { return registered.erase(data) == 0 ? 713 : 0; });
 }
 
 }  // extern "C"
