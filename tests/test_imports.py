@@ -29,7 +29,15 @@ def within(module: str, packages: set[str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "package", ["muxserve/scheduling", "muxserve/workload", "muxserve/metrics", "muxserve/costs", "muxserve/simulator"]
+    "package",
+    [
+        "muxserve/scheduling",
+        "muxserve/workload",
+        "muxserve/metrics",
+        "muxserve/costs",
+        "muxserve/simulator",
+        "muxserve/replicas",
+    ],
 )
 def test_pure_packages_import_nothing_live(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):

@@ -1,0 +1,140 @@
+"""To which instance a request goes when it arrives, and in which order those wait that no instance can take.
+
+Freest       Llumnix: the instance with the highest freeness
+RoundRobin   one after the other
+LoadAware    INFaaS++: the least memory in use, queued requests included
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import Protocol
+
+from muxserve.replicas.priorities import NORMAL, Levels
+from muxserve.replicas.views import InstanceLoad
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request to dispatch. `demand` is the KV in tokens that its prompt needs; `arrival` is in seconds."""
+
+    request_id: str
+    demand: int
+    arrival: float
+    scheduling: str = NORMAL
+    execution: str = NORMAL
+
+
+class DispatchPolicy(Protocol):
+    """Chooses among instances."""
+
+    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+        """One of `loads`, which are scored, not terminating and large enough for `demand`; there is at least one."""
+        ...
+
+
+_FREENESS = attrgetter("freeness")
+
+
+class Freest:
+    """The instance with the highest freeness; of equals the first."""
+
+    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+        """See `DispatchPolicy`."""
+        return max(loads, key=_FREENESS)
+
+
+class FreestOfQueues:
+    """As `Freest`, but all queued requests count: with their demand, and in the batch size.
+
+    Algorithm 1 counts the first queued request only, so that two instances with a long and a short queue look alike.
+    For migration that is right, since nothing but the first one can start; a new request has to wait for all of them.
+    """
+
+    def __init__(self, levels: Levels) -> None:
+        self._levels = levels
+
+    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+        """See `DispatchPolicy`."""
+        return max(loads, key=self._freeness)
+
+    def _freeness(self, load: InstanceLoad) -> float:
+        if not load.waiting:
+            return load.freeness
+        left = load.capacity - load.used - load.queued_demand
+        for level, tokens in self._levels.headrooms(load.capacity).items():
+            if load.levels.get(level):
+                left -= tokens
+        return left / (load.running + load.waiting)
+
+
+class RoundRobin:
+    """The next one by name, wherever it stands."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+        """See `DispatchPolicy`. Remembers a name, not a place, so that instances may come and go."""
+        ordered = sorted(loads, key=attrgetter("name"))
+        chosen = next((load for load in ordered if load.name > self._last), ordered[0])
+        self._last = chosen.name
+        return chosen
+
+
+class LoadAware:
+    """The instance whose memory is least in use: (used + demand of all queued requests) / capacity. So does INFaaS++ in
+    Llumnix's evaluation (section 6.1); of equals the one with the fewest requests."""
+
+    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+        """See `DispatchPolicy`."""
+        return min(loads, key=_memory_load)
+
+
+def _memory_load(load: InstanceLoad) -> tuple[float, int]:
+    return (load.used + load.queued_demand) / load.capacity, load.running + load.waiting
+
+
+class DispatchQueue:
+    """Requests that wait for an instance: higher scheduling priority first, first come first served within one."""
+
+    def __init__(self, levels: Levels) -> None:
+        self._levels = levels
+        self._heap: list[tuple[int, float, int, NewRequest]] = []
+        # What still waits; an entry of the heap that is not here any more has left.
+        self._live: dict[str, NewRequest] = {}
+        self._serial = 0
+
+    def push(self, request: NewRequest) -> None:
+        """A request joins, in the place of one with the same id.
+
+        Raises:
+            PriorityError: its scheduling priority is not declared.
+        """
+        self._serial += 1
+        rank = self._levels[request.scheduling].rank
+        self._live[request.request_id] = request
+        heappush(self._heap, (-rank, request.arrival, self._serial, request))
+
+    def pop(self) -> NewRequest | None:
+        """The next one."""
+        while self._heap:
+            request = heappop(self._heap)[3]
+            if self._live.get(request.request_id) is request:
+                del self._live[request.request_id]
+                return request
+        return None
+
+    def remove(self, request_id: str) -> bool:
+        """A request leaves without being served; False: it was not there."""
+        return self._live.pop(request_id, None) is not None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[NewRequest]:
+        """In no order."""
+        return iter(self._live.values())

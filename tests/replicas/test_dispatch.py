@@ -1,0 +1,89 @@
+"""Who gets a new request."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.replicas.dispatch import (
+    DispatchQueue,
+    Freest,
+    FreestOfQueues,
+    LoadAware,
+    NewRequest,
+    RoundRobin,
+)
+from muxserve.replicas.priorities import DEFAULT_LEVELS
+from muxserve.replicas.virtual_usage import score
+from tests.replicas.support import load
+
+
+def test_freest_takes_the_highest_freeness_and_not_the_least_memory() -> None:
+    # a: room for 1,000 steps of each of its two; b: less memory in use, but eight share what is left.
+    a, b = load("a", used=8_000, running=2), load("b", used=4_000, running=8)
+    assert Freest().choose([a, b], 100) is a
+    assert LoadAware().choose([a, b], 100) is b
+
+
+def test_freest_avoids_an_instance_with_a_high_priority_request() -> None:
+    a, b = load("a", 200, 1), load("b", 6_000, 1)
+    assert Freest().choose([a, b], 100) is a
+    a.levels["high"] = 1
+    assert Freest().choose([score(a, DEFAULT_LEVELS), b], 100) is b
+
+
+def test_queues_behind_the_first_request_count_only_where_they_are_asked_for() -> None:
+    a = load("a", 9_000, 10, waiting=5, head_demand=2_000, queued_demand=10_000)
+    b = load("b", 9_500, 10, waiting=1, head_demand=2_000, queued_demand=2_000)
+    assert Freest().choose([a, b], 100) is a
+    assert FreestOfQueues(DEFAULT_LEVELS).choose([a, b], 100) is b
+    assert LoadAware().choose([a, b], 100) is b
+
+
+def test_round_robin_goes_on_when_instances_come_and_go() -> None:
+    policy, loads = RoundRobin(), [load(name) for name in "acd"]
+    assert [policy.choose(loads, 1).name for _ in range(4)] == ["a", "c", "d", "a"]
+    loads.insert(1, load("b"))
+    assert policy.choose(loads, 1).name == "b"
+    assert policy.choose(loads[:2], 1).name == "a"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["high", "normal"]), st.integers(0, 5), st.booleans()), max_size=30))
+def test_the_queue_is_by_priority_then_first_come_first_served(entries: list[tuple[str, int, bool]]) -> None:
+    queue = DispatchQueue(DEFAULT_LEVELS)
+    expected = []
+    for number, (level, arrival, cancelled) in enumerate(entries):
+        queue.push(NewRequest(str(number), 1, float(arrival), scheduling=level))
+        if not cancelled:
+            expected.append((level != "high", arrival, number))
+    for number, (_, _, cancelled) in enumerate(entries):
+        if cancelled:
+            assert queue.remove(str(number))
+            assert not queue.remove(str(number))
+    assert len(queue) == len(expected)
+    order = []
+    while (request := queue.pop()) is not None:
+        order.append(int(request.request_id))
+    assert order == [number for _, _, number in sorted(expected)]
+
+
+def test_a_request_that_left_the_queue_may_come_back() -> None:
+    queue = DispatchQueue(DEFAULT_LEVELS)
+    queue.push(NewRequest("a", 1, 0.0))
+    queue.remove("a")
+    queue.push(NewRequest("b", 1, 1.0))
+    queue.push(NewRequest("a", 1, 2.0))
+    popped = [queue.pop(), queue.pop(), queue.pop()]
+    assert [each.request_id if each else None for each in popped] == ["b", "a", None]
+
+
+def test_freest_spreads_requests_of_equal_size_evenly() -> None:
+    loads = [load(f"i{n}") for n in range(7)]
+    rng = random.Random(3)
+    for _ in range(700):
+        chosen = Freest().choose(loads, 10)
+        chosen.used += 10
+        chosen.running += 1
+        score(chosen, DEFAULT_LEVELS)
+        rng.shuffle(loads)
+    assert {each.running for each in loads} == {100}
