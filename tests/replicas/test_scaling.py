@@ -94,7 +94,7 @@ def test_scales_to_zero_after_a_while_and_wakes_for_a_request() -> None:
     [{"minimum": 3, "maximum": 2}, {"maximum": 0, "minimum": 0}, {"low": 5.0, "high": 5.0}, {"hold": -1.0}],
 )
 def test_rules_that_contradict_each_other(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="need|must"):
+    with pytest.raises(ValueError, match=r"need|must"):
         ScalingRules(**wrong)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,9 @@ from muxserve.replicas.views import InstanceView
 from muxserve.replicas.virtual_usage import FAKE, freeness, freeness_of, freeness_with, headroom_share, virtual_usage
 from tests.replicas.support import CAPACITY, THREE, instances, request, waiting
 
+# Thirds of a headroom do not quite add up to it.
+ROUNDING = 1e-6
+
 
 def test_running_requests_count_with_what_they_hold() -> None:
     view = InstanceView("i", CAPACITY, running=[request("a", 1_000), request("b", 3_000)])
@@ -65,7 +68,7 @@ def test_taking_a_request_away_never_makes_an_instance_less_free_when_it_has_roo
         kept = [each for n, each in enumerate(view.running) if n != index]
         after = freeness_of(InstanceView("i", view.capacity, "", kept, view.waiting, view.reserved), THREE)
         if before >= 0:
-            assert after >= before
+            assert after >= before - ROUNDING
         else:
             # Overloaded: the sum of virtual usage falls, though it is shared by fewer.
-            assert after * max(1, len(kept)) >= before * len(view.running)
+            assert after * max(1, len(kept)) >= before * len(view.running) - ROUNDING

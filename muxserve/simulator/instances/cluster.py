@@ -99,6 +99,10 @@ class Cluster:
         if instance.state == IDLE:
             self._step(instance, now)
 
+    def drain(self, name: str, now: float) -> None:
+        """Somebody wants that instance drained."""
+        self._apply(self.scheduler.drain(name), now)
+
     def _step(self, instance: Instance, now: float) -> None:
         end = instance.begin(now)
         if end is not None:
