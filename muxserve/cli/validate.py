@@ -32,6 +32,7 @@ def validate(file: Path, file_only: bool) -> int:
         console.print(f"- {escape(note)}")
     if plan.gpu is not None:
         console.print(budget_table(plan.gpu.budgets(plan.demands)))
-    where = f"{plan.unit.cores} cores" if plan.gpu is None else f"{plan.gpu.ranks} GPUs"
+    gpus = plan.gpu.ranks if plan.gpu else 0
+    where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{plan.unit.cores} cores"
     console.print(f"{escape(str(file))} can be deployed here on {where} with {fleet.policy}")
     return EXIT_OK

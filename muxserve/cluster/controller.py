@@ -141,6 +141,10 @@ class Controller:
             # All that has a context on the GPUs has lost it, whether it has noticed or not.
             self._kill([*self._starts.engines, *self._starts.holders, MEMORY], "ended with the MPS server")
             self._starts.forget_memory()
+            if part.process is not None:
+                # Its daemon and server, should it have been killed before it could end them.
+                self._orphaned.add(part.process.pid)
+                kill_group(part.process.pid)
         elif part.id.kind == "weights":
             # Its engines compute on memory that was its, and would not fit beside a second copy.
             engines = [engine for engine in self._starts.engines if engine.model == part.id.model]

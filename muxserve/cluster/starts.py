@@ -161,7 +161,9 @@ class Starts:
         except SizingError as error:
             raise GaveUp(MEMORY, str(error)) from None
         left = min(budget.pool_bytes for budget in budgets)
-        self._emit(Progress(MEMORY, f"{format_size(left)} of each GPU are left for the KV pool, as measured"))
+        size = sum(pool.page_bytes * pool.num_pages for pool in self.deployment.pools)
+        words = f"KV pool of {format_size(size)} on each GPU, where {format_size(left)} are left, as measured"
+        self._emit(Progress(MEMORY, words))
         self._sized.set()
 
     # ------------------------------------------------------------ starting

@@ -165,4 +165,4 @@ def table(budgets: Sequence[Budget]) -> list[tuple[str, ...]]:
     rows = [
         (line.what, *(format_size(each.lines[n].bytes) for each in budgets)) for n, line in enumerate(budgets[0].lines)
     ]
-    return [*rows, ("KV pool", *(format_size(max(0, each.pool_bytes)) for each in budgets))]
+    return [*rows, ("left for the KV pool", *(format_size(max(0, each.pool_bytes)) for each in budgets))]

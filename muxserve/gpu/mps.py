@@ -28,7 +28,7 @@ from pathlib import Path
 from muxserve.gpu.sm import LOG, PERCENTAGE, PIPE
 
 CONTROL = "nvidia-cuda-mps-control"
-SERVER = "nvidia-cuda-mps-server"
+_NAME = "nvidia-cuda-mps-server"[:15]  # what the kernel keeps of it
 DEFAULT_PIPE = "/tmp/nvidia-mps"
 # The kernel's limit for Unix sockets is 107 bytes; the daemon's own names below the pipe directory are at most these.
 _LONGEST_NAME = "/control_privileged"
@@ -76,6 +76,8 @@ class MpsServer:
         Raises:
             MpsError: it does not start; with the last line of its log.
         """
+        # What a killed daemon has left there would be in the way of the next.
+        shutil.rmtree(self.pipe, ignore_errors=True)
         for directory in (self.pipe, self.logs):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -179,11 +181,11 @@ def probe(gpus: Sequence[str], base: Path) -> str:
     return ""
 
 
-def foreign(environ: Mapping[str, str] | None = None) -> str:
+def foreign(environ: Mapping[str, str] | None = None, processes: Path = Path("/proc")) -> str:
     """An MPS server of somebody else on this machine, in words; empty if there is none."""
     environ = os.environ if environ is None else environ
     pipe = Path(environ.get(PIPE, DEFAULT_PIPE))
-    servers = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _is(int(p.name), SERVER)]
+    servers = [int(p.name) for p in processes.iterdir() if p.name.isdigit() and _name_of(p) == _NAME]
     if servers:
         return f"another MPS server runs here (pid {', '.join(map(str, servers))})"
     return f"another MPS control daemon listens in {pipe}" if (pipe / "control").exists() else ""
@@ -196,7 +198,7 @@ def _kill_server(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        if _is(pid, SERVER):
+        if _name_of(Path(f"/proc/{pid}")) == _NAME:
             signal.pidfd_send_signal(fd, signal.SIGKILL)
             select.select([fd], [], [], _QUIT_SECONDS)
     except ProcessLookupError:
@@ -205,13 +207,10 @@ def _kill_server(pid: int) -> None:
         os.close(fd)
 
 
-def _is(pid: int, program: str) -> bool:
-    return _name_of(pid) == program[:15]  # the kernel keeps 15 characters
-
-
-def _name_of(pid: int) -> str:
+def _name_of(process: Path) -> str:
+    """The name of a process, from its directory below /proc."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return (process / "comm").read_text().strip()
     except OSError:
         return ""
 

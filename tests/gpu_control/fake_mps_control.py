@@ -40,6 +40,7 @@ def daemon() -> int:
                     note(command)
                 if command.startswith("start_server") and not (STATE / "refuse-start").exists():
                     program = STATE / "nvidia-cuda-mps-server"
+                    program.unlink(missing_ok=True)
                     program.symlink_to(shutil.which("sleep") or "/bin/sleep")
                     server = subprocess.Popen([program, "600"])
                     note(f"server {server.pid}")

@@ -83,7 +83,7 @@ def test_a_table_for_people() -> None:
     rows = table([budget(f"GPU {i}", 100 * GIB, 0, [needs(rank=i)], 16384, RULES) for i in range(2)])
     assert rows[0] == ("may be used (90% of 100 GiB)", "90 GiB", "90 GiB")
     assert rows[2] == ("a: weights", "16 GiB", "16 GiB")
-    assert rows[-1][0] == "KV pool"
+    assert rows[-1][0] == "left for the KV pool"
 
 
 def test_what_a_holder_says() -> None:

@@ -118,6 +118,18 @@ def test_the_end_of_either_is_noticed(fake: Fake, place: Path, victim: int, what
     assert not any(alive(pid) for pid in fake.pids())
 
 
+def test_it_starts_again_where_one_was_killed(fake: Fake, place: Path) -> None:
+    first = fake.server(place)
+    first.start()
+    os.kill(fake.pids()[0], signal.SIGKILL)
+    first.stop()
+    again = fake.server(place)
+    again.start()
+    assert alive(again.server_pid)
+    again.stop()
+    assert not any(alive(pid) for pid in fake.pids())
+
+
 def test_paths_must_be_short(fake: Fake) -> None:
     with pytest.raises(MpsError, match="too long a path"):
         fake.server(Path("/tmp/" + "x" * 90))
@@ -138,10 +150,16 @@ class TestProbe:
         assert "nvidia-cuda-mps-control is not installed" in mps.probe(GPUS, place)
 
 
-def test_somebody_elses_server_is_seen(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mps.foreign({"CUDA_MPS_PIPE_DIRECTORY": str(place)}) == ""
+def test_somebody_elses_server_is_seen(place: Path) -> None:
+    environ, processes = {"CUDA_MPS_PIPE_DIRECTORY": str(place)}, place / "proc"
+    for pid, name in (("1", "init"), ("22", "nvidia-cuda-mps"), ("self", "x")):
+        (processes / pid).mkdir(parents=True)
+        (processes / pid / "comm").write_text(f"{name}\n")
+    assert mps.foreign(environ, processes) == "another MPS server runs here (pid 22)"
+    (processes / "22" / "comm").unlink()  # it has just ended
+    assert mps.foreign(environ, processes) == ""
     (place / "control").touch()
-    assert mps.foreign({"CUDA_MPS_PIPE_DIRECTORY": str(place)}) == f"another MPS control daemon listens in {place}"
+    assert mps.foreign(environ, processes) == f"another MPS control daemon listens in {place}"
 
 
 class TestProcess:
