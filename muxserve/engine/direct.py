@@ -10,7 +10,7 @@ from typing import Any
 
 from muxserve.deployment import Deployment
 from muxserve.engine.binding import Phase
-from muxserve.engine.family import Control, words
+from muxserve.engine.family import Control, temporary_files_in, words
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ def _run(deployment: Deployment, model: str, phase: Phase, progress: Any, up: An
 
     def executor_of(config: VllmConfig) -> Executor:
         progress("loading weights")
-        executor = (UniProcExecutor if deployment.ranks == 1 else RankedExecutor)(config)
+        with temporary_files_in(deployment.run_dir):
+            executor = (UniProcExecutor if deployment.ranks == 1 else RankedExecutor)(config)
         refuse_unsupported(executor, deployment.model(model))
         progress("warming up")
         return executor

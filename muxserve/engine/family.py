@@ -25,8 +25,10 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from muxserve.deployment import Deployment
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 16
+# What is left for a directory that vLLM makes sockets in: 107 bytes less a slash and a UUID.
+_LONGEST_DIRECTORY = 107 - 1 - 36
 
 
 class Control:
@@ -193,6 +197,19 @@ def die_with(parent: int) -> None:
 def adopt_orphans() -> None:
     """Have what dead children leave behind (workers of an engine) become this process's children, to be collected."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextmanager
+def temporary_files_in(run_dir: str) -> Iterator[None]:
+    """What vLLM makes as temporary files goes with the run directory: a store where ranks meet, and the sockets of
+    their message queues, also those that workers make later."""
+    if len(run_dir) <= _LONGEST_DIRECTORY:
+        os.environ["VLLM_RPC_BASE_PATH"] = run_dir
+    before, tempfile.tempdir = tempfile.tempdir, run_dir
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def redirect_output(log_file: Path) -> None:

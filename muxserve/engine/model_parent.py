@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.deployment import Deployment
-from muxserve.engine.family import Control, ForkingParent, engine_log, file_name, words
+from muxserve.engine.family import Control, ForkingParent, engine_log, file_name, temporary_files_in, words
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,8 @@ def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, An
     set_threads = torch.set_num_threads
     set_threads(1)
     config = config_of(engine_args(deployment, model, "prefill"))
-    executor = Executor.get_class(config)(config)
+    with temporary_files_in(deployment.run_dir):
+        executor = Executor.get_class(config)(config)
     _end_groups()
     refuse_unsupported(executor, deployment.model(model))
     return config, executor, set_threads

@@ -16,10 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -40,8 +37,6 @@ SPIN_SECONDS = {"cpu": 0.0, "cuda": 0.002}
 # Until that many messages have come it is vLLM's second: the first may overtake the subscription to what wakes a
 # sleeper.
 _FIRST_MESSAGES = 4
-# What is left for a name in a directory that sockets are made in: 107 bytes, a slash and a UUID.
-_LONGEST_DIRECTORY = 107 - 1 - 36
 
 
 class RankedExecutor(MultiprocExecutor):
@@ -61,8 +56,7 @@ class RankedExecutor(MultiprocExecutor):
         self._channels = [ours for ours, _ in pairs]
         rank_worker.channels = pairs
         try:
-            with _files_in(deployment.run_dir):
-                super()._init_executor()
+            super()._init_executor()
         except Exception as error:
             words = self._first_words()
             if words:
@@ -131,19 +125,6 @@ class _Patience(shm_broadcast.SpinCondition):
         # It listens only a thousand times a second, or when asked; a reader that missed it would sleep for seconds.
         self.local_notify_socket.getsockopt(zmq.EVENTS)
         super().notify()
-
-
-@contextmanager
-def _files_in(run_dir: str) -> Iterator[None]:
-    """What vLLM makes as temporary files (sockets, a store for the ranks to meet) goes with the run directory."""
-    if len(run_dir) > _LONGEST_DIRECTORY:
-        yield
-        return
-    before, tempfile.tempdir = tempfile.tempdir, run_dir
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def _how(exitcode: int | None) -> str:

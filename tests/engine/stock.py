@@ -47,6 +47,7 @@ def answers(path: Path, ranks: int = 1, cases: Sequence[str] = tuple(CASES)) -> 
         torch.compiler.set_stance("force_eager")
         # vLLM names shared memory after it, and leaves it behind.
         store = Path(tempfile.mkdtemp()) / f"stock-{os.getpid()}"
+        os.environ["VLLM_RPC_BASE_PATH"] = str(store.parent)
         multiproc_executor.get_file_store_init_method = lambda: f"file://{store}"
     llm = LLM(**args, tensor_parallel_size=ranks, kv_cache_memory_bytes=64 << 20)
     found = {}
