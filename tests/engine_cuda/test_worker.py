@@ -110,6 +110,12 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
         def get_kv_cache_specs(self) -> list[dict[str, Any]]:
             return [{}]
 
+        def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+            return [["LBNHC"]]
+
+        def set_kv_cache_layout(self, layout: str) -> None:
+            calls.append(layout)
+
         def collective_rpc(self, method: str) -> list[Any]:
             calls.append(method)
             if method == "measure":
@@ -124,7 +130,10 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
         raise Ended
 
     monkeypatch.setattr(abstract.Executor, "get_class", staticmethod(lambda config: Fake))
-    monkeypatch.setattr(vllm_args, "config_of", lambda options: options)
+    config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=None), kv_transfer_config=None)
+    monkeypatch.setattr(vllm_args, "config_of", lambda options: config)
+    chosen = SimpleNamespace(name="chosen layout")
+    monkeypatch.setattr(weight_holder, "resolve_kv_cache_layout", lambda *_: chosen)
     monkeypatch.setattr(support, "refuse_unsupported", lambda *_: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
@@ -139,7 +148,7 @@ def test_a_holder_measures_before_anyone_maps_and_then_says_that_it_is_up(tmp_pa
     events = Events()
     with pytest.raises(Ended):
         weights.run_holder(deployment(tmp_path), "m", events)
-    assert executor.calls == ["load", "measure", "hand_out", "watch"]
+    assert executor.calls == ["load", "chosen layout", "measure", "hand_out", "watch"]
     told = [e for e in events.seen if e["event"] != "progress"]
     assert [(e["event"], e.get("rank")) for e in told] == [("measured", 0), ("measured", 1), ("up", None)]
     assert told[0]["weights_bytes"] == 7

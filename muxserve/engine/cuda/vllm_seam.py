@@ -94,6 +94,13 @@ INTERNALS: list[Internal] = [
     (f"{_LOADER}.weight_cache.protocol", "WeightCacheState", ("entries", "aliases", "attrs")),
     (f"{_LOADER}.weight_cache.protocol", "WeightCacheKey.from_model_config", ("model_config", "tp_size", "tp_rank")),
     ("vllm.third_party.pynvml", "nvmlDeviceGetHandleByUUID", ()),
+    (
+        "vllm.v1.attention.backends.utils",
+        "resolve_kv_cache_layout",
+        ("vllm_config", "supported_layouts", "kv_cache_specs"),
+    ),
+    ("vllm.v1.executor.abstract", "Executor.get_supported_kv_cache_layouts", ()),
+    ("vllm.v1.executor.abstract", "Executor.set_kv_cache_layout", ("layout_name",)),
     ("vllm.v1.executor.abstract", "Executor.register_failure_callback", ("callback",)),
 ]
 

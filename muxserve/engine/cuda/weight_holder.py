@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.weight_cache.protocol import (
     UnsupportedQuantForIPCError,
     check_ipc_quant_support,
 )
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -190,12 +191,21 @@ def _load(deployment: Deployment, model: str, control: Any) -> Any:
         progress("loading weights")
         executor = Executor.get_class(config)(config)
         refuse_unsupported(executor, deployment.model(model))
+        _resolve_layout(config, executor)
         progress("measuring memory")
         measured = executor.collective_rpc("measure")
     executor.collective_rpc("hand_out")
     for each in measured:
         control.event("measured", kind="weights", model=model, **each)
     return executor
+
+
+def _resolve_layout(config: Any, executor: Any) -> None:
+    """Settle vLLM's layout of a KV cache, as its engine core does before it tries how much memory graphs take. The pool
+    has a layout of its own, but vLLM asks."""
+    specs = [spec for worker in executor.get_kv_cache_specs() for spec in worker.values()]
+    layout = resolve_kv_cache_layout(config, executor.get_supported_kv_cache_layouts(), specs)
+    executor.set_kv_cache_layout(layout.name)
 
 
 def _reserved(device: torch.device) -> int:
