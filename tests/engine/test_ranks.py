@@ -109,6 +109,21 @@ def test_logprobs_are_those_of_one_rank_up_to_rounding(
     assert got == pytest.approx([one["logprobs"][i][str(t)] for i, t in enumerate(one["tokens"])], abs=1e-4)
 
 
+def test_ranks_draw_the_same_tokens_for_requests_without_a_seed(family: Engines, stock: dict[str, Any]) -> None:
+    prompt = stock["greedy"]["prompt"]
+    family.serve(
+        MODEL, {"drawn": family.body("drawn", prompt, temperature=1.0, max_tokens=24, logprobs=0, ignore_eos=True)}
+    )
+    drawn = family.tokens["drawn"]
+    told = [row for output in family.outputs["drawn"] for row in output.new_logprobs.logprobs[:, 0]]
+    # A rank that had gone on with other tokens would have spoilt the sums of both.
+    family.serve(MODEL, {"read": family.body("read", [*prompt, *drawn], max_tokens=1, prompt_logprobs=0)})
+    (read,) = (
+        o.new_prompt_logprobs_tensors for o in family.outputs["read"] if o.new_prompt_logprobs_tensors is not None
+    )
+    assert told == pytest.approx(read.logprobs[len(prompt) - 1 :, 0].tolist(), abs=1e-4)
+
+
 def test_each_rank_writes_its_own_pool_at_the_same_pages(family: Engines, stock: dict[str, Any]) -> None:
     client = family.memory()
     try:
