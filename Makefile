@@ -2,6 +2,9 @@
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
 # make test        every check and test (sets up first)
 # make bench       every benchmark; results go to benchmarks/results/
+# make gpu-test    every test that needs a GPU, with GPU_PYTHON; says so where there is none
+# make gpu-bench   every benchmark that needs a GPU
+# make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -10,8 +13,10 @@ CPP := $(shell find memory_manager -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 FLEET ?= configs/quickstart.yaml
 PORT ?= 8000
 PYTEST_ARGS ?=
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test lint unit cpp bench clean
+.PHONY: setup quickstart test lint unit cpp bench gpu-test gpu-bench gpu-native clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -47,6 +52,21 @@ unit: setup
 
 bench: setup
 	@for b in memory_manager scheduler gateway serving_cpu; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
+
+gpu-test:
+	@$(GPU_PYTHON) -m tests.gpu.run $(PYTEST_ARGS)
+
+gpu-bench:
+	@$(GPU_PYTHON) benchmarks/gpu/run.py
+
+gpu-native:
+	@$(NATIVE_PYTHON) -m venv build/native-venv
+	@build/native-venv/bin/python -m pip install --disable-pip-version-check --quiet scikit-build-core nanobind cmake ninja
+	@rm -rf build/native && PATH="$(abspath build/native-venv/bin):$$PATH" build/native-venv/bin/python -m pip install \
+	  --disable-pip-version-check --quiet --no-build-isolation --no-deps --target build/native .
+	@mkdir -p muxserve/memory/bin && cp build/native/muxserve/memory/_native*.so muxserve/memory/ \
+	  && cp build/native/muxserve/memory/bin/* muxserve/memory/bin/
+	@ls muxserve/memory/_native*.so muxserve/memory/bin/*
 
 clean:
 	rm -rf build $(VENV)

@@ -123,8 +123,8 @@ class Fleet:
 
 
 @contextmanager
-def running(path: Path) -> Iterator[Fleet]:
-    """Deploy the fleet file, wait until it serves, and stop it as a user would."""
+def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
+    """Deploy the fleet file, wait until it serves (within `seconds`), and stop it as a user would."""
     port = free_port()
     log = open(path.parent / "deploy.log", "wb")  # noqa: SIM115
     process = subprocess.Popen(
@@ -137,7 +137,7 @@ def running(path: Path) -> Iterator[Fleet]:
     )
     fleet = Fleet(process, port)
     try:
-        fleet.wait_healthy()
+        fleet.wait_healthy(seconds)
         yield fleet
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0

@@ -1,0 +1,25 @@
+"""The step of folded attention that GPU tests run, tried on a CPU with FlashAttention in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from tests.gpu.folded import Batch, FoldedAttention
+
+
+@pytest.mark.usefixtures("reference_flash")
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(contexts=(20, 1, 32), new=(1, 1, 1)),
+        Batch(contexts=(0, 0), new=(5, 40)),
+        Batch(contexts=(30, 0, 7), new=(1, 20, 9)),
+    ],
+)
+def test_folded_attention_is_attention(batch: Batch) -> None:
+    folded = FoldedAttention(6, 2, 16, block=16, layers=2, dtype=torch.float32, device="cpu")
+    output, expected = folded.run(batch)
+    torch.testing.assert_close(output, expected, rtol=2e-4, atol=2e-5)

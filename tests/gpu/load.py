@@ -1,0 +1,73 @@
+"""Completions over token ids against a fleet on a GPU, compared with stock vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+
+from tests.e2e.fleet import Fleet
+from tests.gpu.stock import MODELS, TOKENS, first_difference
+
+# bfloat16 keeps 8 bits: logits near 16 are told apart by 0.125 at best, and two of them come into a difference.
+NEAR_TIE = 0.3
+# Of all answers, how many must be token by token the same.
+IDENTICAL = 0.9
+
+
+async def complete(client: openai.AsyncOpenAI, model: str, prompt: list[int]) -> list[int]:
+    """Stream one greedy completion of `TOKENS` tokens; returns their ids."""
+    tokens: list[int] = []
+    finish = None
+    stream = await client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=TOKENS,
+        temperature=0,
+        logprobs=0,
+        stream=True,
+        extra_body={"return_tokens_as_token_ids": True, "ignore_eos": True},
+    )
+    async for chunk in stream:
+        for choice in chunk.choices:
+            if choice.logprobs is not None and choice.logprobs.tokens:
+                tokens += [int(token.removeprefix("token_id:")) for token in choice.logprobs.tokens]
+            finish = choice.finish_reason or finish
+    assert finish == "length", finish
+    assert len(tokens) == TOKENS
+    return tokens
+
+
+async def all_answers(
+    fleet: Fleet, reference: dict[str, Any], concurrency: int = 32
+) -> dict[tuple[str, int], list[int]]:
+    """Every request of the reference, models interleaved."""
+    gate = asyncio.Semaphore(concurrency)
+    client = fleet.async_client()
+    found: dict[tuple[str, int], list[int]] = {}
+
+    async def one(model: str, index: int) -> None:
+        async with gate:
+            found[model, index] = await complete(client, model, reference[model][index]["prompt"])
+
+    await asyncio.gather(*(one(m, i) for i in range(len(reference[MODELS[0]])) for m in MODELS))
+    return found
+
+
+def check(answers: dict[tuple[str, int], list[int]], reference: dict[str, Any]) -> str:
+    """Refuse answers that leave stock vLLM's where that was not a near tie; says how many were the same.
+
+    Raises:
+        AssertionError: which answers, where and by how much.
+    """
+    wrong, same = {}, 0
+    for (model, index), tokens in answers.items():
+        difference = first_difference(tokens, reference[model][index])
+        if difference is None:
+            same += 1
+        elif difference[1] > NEAR_TIE:
+            wrong[f"{model}[{index}]"] = difference
+    assert not wrong, f"token and gap in nats where answers leave stock vLLM's: {wrong}"
+    assert same >= IDENTICAL * len(answers), f"only {same} of {len(answers)} answers are the same"
+    return f"{same} of {len(answers)} answers identical, the others from a near tie on"

@@ -1,0 +1,78 @@
+"""What stock vLLM answers on a GPU: `python -m tests.gpu.stock OUT.json MODEL_DIR`, one model per process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("arithmetic", "atlas", "frontdesk")
+REQUESTS, TOKENS, TOP = 24, 48, 8
+
+
+def checkpoint(model: str) -> Path:
+    """A trained model of the quickstart fleet."""
+    return ROOT / "configs/models" / model
+
+
+def reference_answers(out: Path) -> dict[str, Any]:
+    """By model: requests with `prompt`, `tokens` and, for each of them, the likeliest with their log probabilities."""
+    found = {}
+    for model in MODELS:
+        path = out / f"{model}.json"
+        command = [sys.executable, "-m", "tests.gpu.stock", str(path), str(checkpoint(model))]
+        subprocess.run(command, check=True, cwd=ROOT, timeout=600)
+        found[model] = json.loads(path.read_text())
+    return found
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    """Greedy answers of fixed length to chats of the model."""
+    from vllm import LLM, SamplingParams
+
+    from tests.models.questions import QUESTIONS
+
+    llm = LLM(
+        model=str(path), dtype="bfloat16", max_model_len=1024, gpu_memory_utilization=0.2, enforce_eager=True, seed=0
+    )
+    tokenizer = llm.get_tokenizer()
+    questions = QUESTIONS[path.name]
+    prompts = []
+    for index in range(REQUESTS):
+        messages = [
+            # Long and short prompts, with prefixes that others share.
+            {"role": "user", "content": "Let me think about that for a moment. " * (index % 8)},
+            {"role": "assistant", "content": "Go on."},
+            *questions[index % len(questions)].messages,
+        ]
+        prompts.append(tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True))
+    ids = [prompt if isinstance(prompt, list) else prompt["input_ids"] for prompt in prompts]
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True, logprobs=TOP)
+    results = llm.generate([{"prompt_token_ids": prompt} for prompt in ids], params, use_tqdm=False)
+    return [
+        {
+            "prompt": prompt,
+            "tokens": list(result.outputs[0].token_ids),
+            "top": [{str(t): each.logprob for t, each in step.items()} for step in result.outputs[0].logprobs],
+        }
+        for prompt, result in zip(ids, results, strict=True)
+    ]
+
+
+def first_difference(tokens: list[int], expected: dict[str, Any]) -> tuple[int, float] | None:
+    """Where `tokens` leave stock vLLM's, and by how much stock held its own token likelier there, in nats; None if they
+    never do. From there on the two answer different questions."""
+    for place, (ours, theirs) in enumerate(zip(tokens, expected["tokens"], strict=True)):
+        if ours != theirs:
+            top = expected["top"][place]
+            return place, top[str(theirs)] - top.get(str(ours), float("-inf"))
+    return None
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    Path(sys.argv[1]).write_text(json.dumps(answers(Path(sys.argv[2]))))

@@ -1,0 +1,28 @@
+"""Head-folded attention on the GPU against plain attention: kernels, metadata and FlashAttention together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.folded import Batch, FoldedAttention
+
+SHAPES = [(32, 8, 128), (32, 8, 64), (16, 16, 64), (8, 1, 128), (4, 4, 96)]
+BATCHES = {
+    "decode": Batch(contexts=(130, 1, 64, 700), new=(1, 1, 1, 1)),
+    "prefill": Batch(contexts=(0, 0, 0), new=(5, 300, 64)),
+    "chunks": Batch(contexts=(256, 64), new=(128, 100)),
+    "mixed": Batch(contexts=(300, 0, 33, 128), new=(1, 200, 1, 60)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}-{s[1]}-{s[2]}")
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("block", [32, 64])
+def test_folded_attention_is_attention(shape: tuple[int, int, int], batch: str, block: int) -> None:
+    heads, kv_heads, dim = shape
+    folded = FoldedAttention(heads, kv_heads, dim, block, layers=2, dtype=torch.bfloat16)
+    output, expected = folded.run(BATCHES[batch])
+    # bfloat16 has a step of 2^-8 at 1; FlashAttention accumulates in float32 and rounds once.
+    torch.testing.assert_close(output.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    assert (output.float() - expected.float()).abs().mean() < 2e-3
