@@ -23,7 +23,8 @@ async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> N
     events = gpu_fleet.events
     assert {event.part for event in events if isinstance(event, Up)} == set(ALL)
     assert index(events, Starting, WARM) > index(events, Up, MPS)
-    sized = next(i for i, e in enumerate(events) if isinstance(e, Progress) and "KV pool of 62.5 MiB on each GPU" in e.detail)
+    said = "KV pool of 62.5 MiB on each GPU"
+    sized = next(i for i, event in enumerate(events) if isinstance(event, Progress) and said in event.detail)
     for holder in HOLDERS:
         assert index(events, Up, WARM) < index(events, Starting, holder)
         assert index(events, Up, holder) < sized
