@@ -208,3 +208,25 @@ def test_a_holder_loads_as_its_model_says_and_engines_map(tmp_path: Path) -> Non
 def test_a_holder_serves_no_requests() -> None:
     with pytest.raises(NotImplementedError):
         HolderWorker.__new__(HolderWorker).compile_or_warm_up_model()
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("own", "before", "used", "context"),
+    [
+        pytest.param(900, 0, 90000, 600, id="the driver tells of the process"),
+        pytest.param(None, 1000, 1800, 500, id="it does not: what came to be in use"),
+        pytest.param(None, 1000, 70000, 768, id="others took memory meanwhile"),
+        pytest.param(None, 5000, 1000, 768, id="others gave memory back meanwhile"),
+        pytest.param(None, None, None, 768, id="it tells nothing"),
+        pytest.param(100, 1000, 1800, 500, id="it tells nonsense of the process"),
+    ],
+)
+def test_what_a_context_takes(
+    own: int | None, before: int | None, used: int | None, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_holder, "_own_bytes", lambda _: own and own * MIB)
+    monkeypatch.setattr(weight_holder, "_used_bytes", lambda _: used and used * MIB)
+    assert weight_holder._context_bytes("GPU-1", before and before * MIB, 300 * MIB) == context * MIB

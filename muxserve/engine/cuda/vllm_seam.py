@@ -94,6 +94,8 @@ INTERNALS: list[Internal] = [
     (f"{_LOADER}.weight_cache.protocol", "WeightCacheState", ("entries", "aliases", "attrs")),
     (f"{_LOADER}.weight_cache.protocol", "WeightCacheKey.from_model_config", ("model_config", "tp_size", "tp_rank")),
     ("vllm.third_party.pynvml", "nvmlDeviceGetHandleByUUID", ()),
+    ("vllm.third_party.pynvml", "nvmlDeviceGetMPSComputeRunningProcesses", ()),
+    ("vllm.third_party.pynvml", "nvmlDeviceGetComputeRunningProcesses", ()),
     (
         "vllm.v1.attention.backends.utils",
         "resolve_kv_cache_layout",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # What a context takes where the driver does not tell, on the safe side for a data-centre GPU.
 UNKNOWN_CONTEXT_BYTES = 768 << 20
+# More than any context takes, with the libraries' workspaces and what NCCL has for a few ranks.
+LARGEST_CONTEXT_BYTES = 4 << 30
 
 
 class HolderModelRunner(PooledGPUModelRunner):
@@ -108,11 +112,7 @@ class HolderWorker(PooledGPUWorker):
                 graphs = max(0, int(self.model_runner.profile_cudagraph_memory()))
         left = _reserved(device)
         assert deployment.gpu is not None
-        used = _used_bytes(deployment.gpu.uuids[self.rank])
-        if used is None or self._used_before is None:
-            context = UNKNOWN_CONTEXT_BYTES
-        else:
-            context = max(0, used - self._used_before - left)
+        context = _context_bytes(deployment.gpu.uuids[self.rank], self._used_before, left)
         deployed = deployment.model(model)
         tables = attention.table_shape(self.vllm_config, deployed.layers, deployed.kv_heads, deployed.block_tokens)
         row_bytes = table_bytes(1, deployed.layers, deployed.kv_heads)
@@ -216,16 +216,63 @@ def _reserved(device: torch.device) -> int:
     return int(torch.cuda.memory_reserved(device))
 
 
+def _context_bytes(uuid: str, used_before: int | None, torch_bytes: int) -> int:
+    """What this process has on a GPU beyond the `torch_bytes` that torch took.
+
+    From what the driver says of the process; where it does not tell (a PID namespace of its own), from what came to be
+    in use since `used_before`. That is not to be believed when somebody else took memory meanwhile.
+    """
+    own = _own_bytes(uuid)
+    if own is not None and own >= torch_bytes:
+        return own - torch_bytes
+    used = _used_bytes(uuid)
+    if used is None or used_before is None:
+        return UNKNOWN_CONTEXT_BYTES
+    context = used - used_before - torch_bytes
+    if 0 < context <= LARGEST_CONTEXT_BYTES:
+        return context
+    log.warning("others took or gave back memory of GPU %s meanwhile; a context is taken for %d MiB large", uuid,
+                UNKNOWN_CONTEXT_BYTES >> 20)  # fmt: skip
+    return UNKNOWN_CONTEXT_BYTES
+
+
+def _own_bytes(uuid: str) -> int | None:
+    """Memory of this process on a GPU, if the driver tells; as a client of an MPS server it stands in a list of its
+    own."""
+    from vllm.third_party import pynvml
+
+    def processes() -> Iterator[Any]:
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        for ask in (pynvml.nvmlDeviceGetMPSComputeRunningProcesses, pynvml.nvmlDeviceGetComputeRunningProcesses):
+            with contextlib.suppress(pynvml.NVMLError):
+                yield from ask(gpu)
+
+    try:
+        with _nvml():
+            found = [each.usedGpuMemory for each in processes() if each.pid == os.getpid()]
+    except pynvml.NVMLError:
+        return None
+    return int(found[0]) if found and found[0] else None
+
+
 def _used_bytes(uuid: str) -> int | None:
     """Memory in use on a GPU, as the driver sees it; asking makes no context."""
     from vllm.third_party import pynvml
 
     try:
-        pynvml.nvmlInit()
-        try:
+        with _nvml():
             return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).used)
-        finally:
-            pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         log.warning("the driver does not tell how much memory GPU %s uses: %s", uuid, error)
         return None
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[None]:
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
