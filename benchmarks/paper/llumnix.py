@@ -1,0 +1,273 @@
+"""Llumnix's evaluation in simulation (arXiv:2406.03243, sections 6.3 to 6.5): 16 instances of LLaMA-7B on A10.
+
+    python benchmarks/paper/llumnix.py [--requests 10000] [--only PART,PART] [--out FILE]
+
+Parts: latency, lighter, priorities, scaling, thresholds.
+
+Every part prints a table; all numbers go to the result file. docs/replicas.md discusses them beside the paper's claims.
+Step times come from the roofline of an A10: nothing here ran on one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from inputs import DTYPE, llama
+from report import machine, write_report
+
+from muxserve.costs import EngineShape
+from muxserve.costs.roofline import Roofline
+from muxserve.replicas.dispatch import FreestOfQueues, LoadAware, RoundRobin
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.scaling import ScalingRules
+from muxserve.simulator.instances import ClusterResult, InstanceSpec, ReplicaOptions, simulate
+from muxserve.simulator.instances.requests import ReplicaRequest
+from muxserve.workload import Arrivals, ModelLoad, TraceRequest, generate
+from muxserve.workload.published import published
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# The KV cache of LLaMA-7B on an A10 in the paper: 13,616 tokens, 851 blocks of 16 (section 6.1).
+SPEC = InstanceSpec(llama("7b"), EngineShape("A10", 1, 1.0, DTYPE), blocks=851)
+COSTS = Roofline()
+INSTANCES = 16
+# Requests per second at which INFaaS++ has a p99 prefill latency of about 10 s, Poisson and gamma with cv 4.
+LOADS: dict[str, tuple[str, str, float, float]] = {
+    "ShareGPT": ("sharegpt", "sharegpt", 8.7, 7.6),
+    "BurstGPT": ("burstgpt", "burstgpt", 9.6, 7.8),
+    "S-S": ("short", "short", 58.0, 58.0),
+    "M-M": ("medium", "medium", 8.6, 8.6),
+    "L-L": ("long", "long", 2.8, 2.6),
+    "S-L": ("short", "long", 4.1, 4.1),
+    "L-S": ("long", "short", 24.8, 23.5),
+}
+SYSTEMS: dict[str, ReplicaOptions] = {
+    "round-robin": ReplicaOptions(INSTANCES, dispatch=lambda levels: RoundRobin()),
+    "infaas++": ReplicaOptions(INSTANCES, dispatch=lambda levels: LoadAware()),
+    "llumnix": ReplicaOptions(INSTANCES, migration=MigrationRules()),
+    # Dispatch counts whole queues, as Llumnix's release does; the rest is the same.
+    "llumnix-queues": ReplicaOptions(INSTANCES, dispatch=FreestOfQueues, migration=MigrationRules()),
+}
+# What is not in the paper's comparison: either half of Llumnix alone.
+OURS = "llumnix-queues"
+PARTS: dict[str, ReplicaOptions] = {
+    "freeness, no migration": ReplicaOptions(INSTANCES),
+    "infaas++ with migration": ReplicaOptions(
+        INSTANCES, dispatch=lambda levels: LoadAware(), migration=MigrationRules()
+    ),
+}
+DISSECTED = ("ShareGPT", "M-M", "L-S")
+Row = dict[str, Any]
+
+
+def workload(prompt: str, output: str, rate: float, count: int, cv: float = 1.0, seed: int = 1) -> list[TraceRequest]:
+    """The first `count` requests of those lengths at that rate."""
+    load = ModelLoad(rate, published(prompt, "prompt"), published(output, "output"), Arrivals(cv))
+    return list(itertools.islice(generate({"llama-7b": load}, 4 * count / rate, seed), count))
+
+
+def play(
+    requests: Sequence[TraceRequest],
+    options: ReplicaOptions,
+    priorities: Callable[[int], tuple[str, str]] | None = None,
+) -> tuple[ClusterResult, Row]:
+    """Simulate; the result, and the figures of all requests."""
+    start = time.perf_counter()
+    result = simulate(SPEC, COSTS, requests, options, priorities)
+    row = figures(result) | {
+        "preemptions": result.preemptions,
+        "migrations": result.migrations,
+        "migrations_given_up": result.aborted,
+        "downtime_ms": round(1e3 * sum(result.downtimes) / len(result.downtimes), 1) if result.downtimes else None,
+        "average_instances": round(result.average_instances, 3),
+        "seconds_simulated": round(result.seconds, 1),
+        "seconds_of_simulation": round(time.perf_counter() - start, 2),
+    }
+    return result, row
+
+
+def figures(result: ClusterResult, which: Callable[[ReplicaRequest], bool] | None = None) -> Row:
+    """Rounded to a tenth of a millisecond."""
+    return {name: {key: round(value, 4) for key, value in each.items()} for name, each in result.figures(which).items()}
+
+
+def show(title: str, row: Row) -> None:
+    """One line."""
+    prefill, decode, request, loss = (row[name] for name in ("prefill", "decode", "request", "loss"))
+    print(
+        f"  {title:40s} prefill {prefill['mean']:7.2f} {prefill['p99']:7.2f} s   decode {decode['mean'] * 1e3:6.1f} "
+        f"{decode['p99'] * 1e3:7.1f} ms   request {request['mean']:6.1f} {request['p99']:6.1f} s   "
+        f"loss {loss['mean']:5.2f} {loss['p99']:6.2f} s",
+        flush=True,
+    )
+
+
+def gain(other: Row, ours: Row) -> Row:
+    """How many times longer the other's latencies are."""
+    return {
+        f"{name}_{key}": round(other[name][key] / ours[name][key], 2) if ours[name][key] else None
+        for name in ("prefill", "decode", "request")
+        for key in ("mean", "p99")
+    }
+
+
+def latency(count: int, load: float = 1.0) -> Row:
+    """Section 6.3: latencies of three systems, by lengths and arrivals, at `load` times the rates of `LOADS`."""
+    print(f"latency: mean and p99, load {load:g}")
+    rows: Row = {}
+    for name, (prompt, output, poisson, gamma) in LOADS.items():
+        for cv, rate in ((1.0, round(load * poisson, 2)), (4.0, round(load * gamma, 2))):
+            requests = workload(prompt, output, rate, count, cv)
+            kind = f"{name}, {'Poisson' if cv == 1.0 else f'gamma cv {cv:g}'}, {rate:g}/s"
+            systems: Row = {}
+            for system, options in (SYSTEMS | (PARTS if cv == load == 1.0 and name in DISSECTED else {})).items():
+                _, systems[system] = play(requests, options)
+                show(f"{kind} {system}"[-40:], systems[system])
+            gains = {
+                f"{ours} over {each}": gain(systems[each], systems[ours])
+                for ours in ("llumnix", "llumnix-queues")
+                for each in ("round-robin", "infaas++")
+            }
+            rows[kind] = {"lengths": name, "rate": rate, "cv": cv, "systems": systems, "gains": gains}
+    return rows
+
+
+def priorities(count: int) -> Row:
+    """Section 6.4: a tenth of the requests is of high priority, arrivals come in ever larger clumps."""
+    print("priorities: short-short, a tenth high")
+    rows: Row = {}
+    rng = random.Random(7)
+    chosen = [rng.random() < 0.1 for _ in range(count)]
+    # Light enough that clumps, not the mean load, make the difference.
+    rate = round(0.6 * LOADS["S-S"][2], 1)
+    for cv in (2.0, 4.0, 6.0, 8.0):
+        requests = workload("short", "short", rate, count, cv)
+        row: Row = {"rate": rate, "cv": cv}
+        for system, level in (("llumnix-base", "normal"), ("llumnix", "high")):
+            result, _ = play(
+                requests, SYSTEMS[OURS], lambda n, level=level: (level, level) if chosen[n] else ("normal",) * 2
+            )
+            for group, wanted in (("high", True), ("normal", False)):
+                row[f"{system}, {group}"] = figures(
+                    result, lambda r, wanted=wanted: chosen[int(r.request_id)] == wanted
+                )
+                show(f"cv {cv:g}, {system}: {group}", row[f"{system}, {group}"])
+        row["high_faster"] = gain(row["llumnix-base, high"], row["llumnix, high"])
+        row["normal_slower"] = gain(row["llumnix, normal"], row["llumnix-base, normal"])
+        rows[f"cv {cv:g}"] = row
+    return rows
+
+
+def scaling(count: int) -> Row:
+    """Section 6.5: instances come and go; what a latency costs, by the thresholds of scaling."""
+    print("scaling: long-long")
+    rows: Row = {}
+    for kind, rate, cv in (
+        ("Poisson", round(0.6 * LOADS["L-L"][2], 2), 1.0),
+        ("gamma", round(0.5 * LOADS["L-L"][2], 2), 4.0),
+    ):
+        requests = workload("long", "long", rate, count, cv)
+        curves: dict[str, list[Row]] = {}
+        for system in ("infaas++", OURS):
+            curves[system] = []
+            for low in (40.0, 80.0, 160.0, 320.0, 640.0):
+                rules = ScalingRules(1, INSTANCES, low=low, high=6 * low)
+                options = replace(SYSTEMS[system], instances=4, scaling=rules)
+                _, row = play(requests, options)
+                curves[system].append({"low": low, "high": 6 * low} | row)
+                show(f"{kind} {low:4.0f} {system}, {row['average_instances']:5.2f} instances", row)
+        rows[kind] = {"rate": rate, "cv": cv, "curves": curves} | savings(curves["infaas++"], curves[OURS])
+        print(f"  {kind}: {rows[kind]['saved_at']}")
+    return rows
+
+
+def savings(theirs: Sequence[Row], ours: Sequence[Row]) -> Row:
+    """For each point of theirs: the fewest instances with which ours has at most its p99 prefill latency."""
+    found = []
+    for row in theirs:
+        wanted = row["prefill"]["p99"]
+        enough = [each["average_instances"] for each in ours if each["prefill"]["p99"] <= wanted]
+        if enough:
+            saved = 1 - min(enough) / row["average_instances"]
+            found.append({"p99_prefill": wanted, "theirs": row["average_instances"], "saved": round(saved, 3)})
+    return {"saved_at": found}
+
+
+def thresholds(count: int) -> Row:
+    """What the two thresholds of migration, the length of a round and the number in flight do."""
+    print("thresholds of migration")
+    rows: Row = {}
+    for name in ("ShareGPT", "M-M"):
+        prompt, output, rate, _ = LOADS[name]
+        requests = workload(prompt, output, rate, count)
+        variants = {
+            **{
+                f"below {below:g} to above {above:g}": replace(SYSTEMS[OURS], migration=MigrationRules(below, above))
+                for below, above in ((0, 0), (16, 32), (48, 48), (48, 96), (48, 384), (160, 320), (480, 960))
+            },
+            "4 in flight": replace(SYSTEMS[OURS], migration=MigrationRules(in_flight=4)),
+            "rounds of 1 s": replace(SYSTEMS[OURS], tick=1.0),
+            "reports of 1 s": replace(SYSTEMS[OURS], stale=1.0),
+        }
+        rows[name] = {}
+        for variant, options in variants.items():
+            _, rows[name][variant] = play(requests, options)
+            show(f"{name}, {variant}", rows[name][variant])
+    return rows
+
+
+PARTS_OF_IT: dict[str, Callable[[int], Row]] = {
+    "latency": latency,
+    "lighter": lambda count: latency(count, 0.85),
+    "priorities": priorities,
+    "scaling": scaling,
+    "thresholds": thresholds,
+}
+
+
+def summary(report: Row) -> None:
+    """The largest gains, to be held against the paper's: p99 prefill up to 15x, p99 decode up to 2x."""
+    rows = [row for part in ("latency", "lighter") for row in report.get(part, {}).values()]
+    for pair in rows[0]["gains"] if rows else ():
+        for figure in ("prefill_p99", "decode_p99"):
+            best = max(rows, key=lambda row: row["gains"][pair][figure] or 0.0)
+            worst = min(rows, key=lambda row: row["gains"][pair][figure] or 0.0)
+            print(
+                f"{figure}, {pair}: {worst['gains'][pair][figure]:.2f}x ({worst['lengths']}, cv {worst['cv']:g}, "
+                f"{worst['rate']:g}/s) to {best['gains'][pair][figure]:.2f}x ({best['lengths']}, cv {best['cv']:g}, "
+                f"{best['rate']:g}/s)"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=10_000, help="of a run; half of them in all parts but latency")
+    parser.add_argument("--only", default=",".join(PARTS_OF_IT))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_llumnix.json")
+    args = parser.parse_args()
+    # Parts that are not run keep their figures.
+    report: Row = json.loads(args.out.read_text()) if args.out.exists() else {}
+    report |= {
+        "machine": machine(),
+        "costs": "roofline of an A10, float16",
+        "requests": args.requests,
+        "capacity_tokens": SPEC.capacity,
+    }
+    for part in args.only.split(","):
+        report[part] = PARTS_OF_IT[part](args.requests if part == "latency" else args.requests // 2)
+        write_report(args.out, report)
+    summary(report)
+
+
+if __name__ == "__main__":
+    main()

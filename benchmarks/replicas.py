@@ -1,0 +1,135 @@
+"""How long the decisions over replicas take: up to 1,024 instances with about 100 live requests each.
+
+    python benchmarks/replicas.py [--instances 16,64,256,1024] [--live 100] [--out benchmarks/results/replicas.json]
+
+The loads of a busy fleet stand still while the decisions are timed: taking in a report, dispatching a request, a round
+of pairing for migration with a decision on scaling, and, on one instance, choosing the request that moves. Every
+dispatch is followed by a new report of its instance, as in a live fleet. In microseconds of the thread's own processor
+time, since the machine is shared; the garbage collector is frozen once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from report import machine, percentiles, write_report
+
+from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, NewRequest, RoundRobin
+from muxserve.replicas.global_scheduler import GlobalScheduler
+from muxserve.replicas.migration import MigrationRules, choose_request
+from muxserve.replicas.priorities import DEFAULT_LEVELS
+from muxserve.replicas.scaling import ScalingRules
+from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
+
+CAPACITY = 64_000
+POLICIES = {
+    "freest": lambda: Freest(),
+    "freest_of_queues": lambda: FreestOfQueues(DEFAULT_LEVELS),
+    "load_aware": lambda: LoadAware(),
+    "round_robin": lambda: RoundRobin(),
+}
+
+
+def view(name: str, live: int, rng: random.Random) -> InstanceView:
+    """An instance with about that many live requests, a tenth of them queued and a twentieth of high priority."""
+    count = max(2, round(live * rng.uniform(0.7, 1.3)))
+    queued = count // 10 if rng.random() < 0.5 else 0
+    # From half full to as good as full, so that there are sources and destinations.
+    average = CAPACITY * rng.uniform(0.5, 1.0) / (count - queued)
+    running = [
+        RequestView(
+            f"{name}/{n}",
+            int(average * rng.uniform(0.2, 1.8)) // 16 * 16,
+            execution="high" if rng.random() < 0.05 else "normal",
+        )
+        for n in range(count - queued)
+    ]
+    waiting = [RequestView(f"{name}/w{n}", demand=16 * rng.randint(1, 200), queued=True) for n in range(queued)]
+    return InstanceView(name, CAPACITY, "m", running, waiting)
+
+
+def timed(times: int, call: Callable[[int], object]) -> dict[str, float]:
+    """Microseconds of `call`, each call on its own."""
+    took = []
+    for number in range(times):
+        start = time.thread_time_ns()
+        call(number)
+        took.append((time.thread_time_ns() - start) / 1e3)
+    return percentiles(took)
+
+
+def measure(instances: int, live: int, seed: int) -> dict[str, object]:
+    """All decisions at that size."""
+    rng = random.Random(seed)
+    views = [view(f"i{n:04d}", live, rng) for n in range(instances)]
+    rules = MigrationRules()
+    scaling = ScalingRules(minimum=1, maximum=2 * instances)
+    result: dict[str, object] = {
+        "instances": instances,
+        "live_requests": sum(len(each.running) + len(each.waiting) for each in views),
+    }
+    dispatch: dict[str, dict[str, float]] = {}
+    for name, policy in POLICIES.items():
+        scheduler = GlobalScheduler("m", dispatch=policy(), migration=rules, scaling=scaling)
+        loads: dict[str, InstanceLoad] = {}
+        for each in views:
+            loads[each.name] = each.load()
+            scheduler.up(loads[each.name])
+        gc.collect()
+        gc.freeze()
+        sent: list[str] = []
+
+        def send(number: int, scheduler: GlobalScheduler = scheduler, sent: list[str] = sent) -> None:
+            decisions = scheduler.arrive(0.0, NewRequest(str(number), 512, 0.0))
+            sent.append(decisions[0].instance)  # type: ignore[union-attr]
+
+        took = []
+        for number in range(1000):
+            took.append(timed(1, lambda _, number=number: send(number))["mean"])  # type: ignore[misc]
+            # The request has started and another has ended: the instance stands where it stood.
+            index = int(sent[-1][1:])
+            loads[sent[-1]] = views[index].load()
+            scheduler.report(loads[sent[-1]])
+        dispatch[name] = percentiles(took)
+    result["dispatch_us"] = dispatch
+    reports = [each.load() for each in views]
+    result["report_us"] = timed(2000, lambda n: scheduler.report(reports[n % instances]))
+    # One instance above all others and another below, so that pairs change in every round.
+    result["round_us"] = timed(200, lambda n: scheduler.tick(n / 10))
+    result["pairs"] = len(scheduler.pairs)
+    full = max(views, key=lambda each: sum(r.usage for r in each.running))
+    full.waiting = [RequestView("head", demand=4_000, queued=True)]
+    empty = InstanceLoad("empty", CAPACITY)
+    result["choose_us"] = timed(500, lambda _: choose_request(full, empty, rules, DEFAULT_LEVELS))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", default="16,64,256,1024")
+    parser.add_argument("--live", type=int, default=100, help="requests per instance")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replicas.json"))
+    args = parser.parse_args()
+    report: dict[str, object] = {"machine": machine()}
+    rows = []
+    for count in map(int, args.instances.split(",")):
+        row = measure(count, args.live, args.seed)
+        rows.append(row)
+        freest = row["dispatch_us"]["freest"]  # type: ignore[index]
+        print(
+            f"{count:5d} instances {row['live_requests']:7d} requests   dispatch p50 {freest['p50']:7.1f} p99 "
+            f"{freest['p99']:7.1f} us   round p99 {row['round_us']['p99']:8.1f}   "  # type: ignore[index]
+            f"report p99 {row['report_us']['p99']:6.1f}   choose p99 {row['choose_us']['p99']:6.1f}",  # type: ignore[index]
+            flush=True,
+        )
+    write_report(args.out, report | {"sizes": rows})
+
+
+if __name__ == "__main__":
+    main()
