@@ -80,6 +80,7 @@ class HolderWorker(PooledGPUWorker):
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self._fingerprint = weights.fingerprint(self.model_config, ranks, rank)
         self._before_weights = _reserved(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
         try:
             super().load_model(load_dummy_weights=load_dummy_weights)
         except torch.OutOfMemoryError as error:
@@ -93,6 +94,9 @@ class HolderWorker(PooledGPUWorker):
                 "not quantised"
             ) from error
         self._after_weights = _reserved(self.device)
+        # A very small model fits into what torch had taken before.
+        allocated = torch.cuda.memory_allocated(self.device) - allocated
+        self._weights_bytes = max(allocated, self._after_weights - self._before_weights)
 
     def measure(self) -> dict[str, int]:
         """What the weights take, and what an engine of this model will take beside them, in bytes on this GPU.
@@ -118,7 +122,7 @@ class HolderWorker(PooledGPUWorker):
         row_bytes = table_bytes(1, deployed.layers, deployed.kv_heads)
         return {
             "rank": self.rank,
-            "weights_bytes": self._after_weights - self._before_weights,
+            "weights_bytes": self._weights_bytes,
             # With the buffers that a runner has from the start, and what attention needs, which was left out: folded
             # tables, partial results, staged rows.
             "activation_bytes": (
