@@ -83,10 +83,8 @@ def _cluster(source: Source, serving: bool) -> Iterator[Problem]:
     if gpus and cluster.get("gpu_type") is None and not serving:
         yield source.problem(("cluster", "gpus"), "needs `gpu_type`, e.g. A100-80GB")
     if isinstance(ids, list) and ids and type(gpus) is int and gpus != len(ids):
-        have = "no GPUs" if gpus == 0 else f"{gpus} GPUs"
-        yield source.problem(
-            ("cluster", "gpu_ids"), f"names {len(ids)}, but the cluster has {have}; set `gpus` to match"
-        )
+        message = f"names {len(ids)}, but `gpus` says {gpus}; leave that out, or make it match"
+        yield source.problem(("cluster", "gpu_ids"), message)
     if type(ranks) is int and ranks > 1 and (gpus or ids or cluster.get("nodes")):
         message = "is for CPU; with GPUs every model of a unit is split over all of the unit's GPUs"
         yield source.problem(("cluster", "ranks"), message)
