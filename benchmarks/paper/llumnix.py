@@ -2,7 +2,7 @@
 
     python benchmarks/paper/llumnix.py [--requests 10000] [--only PART,PART] [--out FILE]
 
-Parts: latency, lighter, priorities, scaling, thresholds.
+Parts: latency, lighter, heavier, priorities, scaling, thresholds.
 
 Every part prints a table; all numbers go to the result file. docs/replicas.md discusses them beside the paper's claims.
 Step times come from the roofline of an A10: nothing here ran on one.
@@ -28,7 +28,7 @@ from report import machine, write_report
 
 from muxserve.costs import EngineShape
 from muxserve.costs.roofline import Roofline
-from muxserve.replicas.dispatch import FreestOfQueues, LoadAware, RoundRobin
+from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, RoundRobin
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.simulator.instances import ClusterResult, InstanceSpec, ReplicaOptions, simulate
@@ -54,14 +54,14 @@ LOADS: dict[str, tuple[str, str, float, float]] = {
 SYSTEMS: dict[str, ReplicaOptions] = {
     "round-robin": ReplicaOptions(INSTANCES, dispatch=lambda levels: RoundRobin()),
     "infaas++": ReplicaOptions(INSTANCES, dispatch=lambda levels: LoadAware()),
-    "llumnix": ReplicaOptions(INSTANCES, migration=MigrationRules()),
+    "llumnix": ReplicaOptions(INSTANCES, dispatch=lambda levels: Freest(), migration=MigrationRules()),
     # Dispatch counts whole queues, as Llumnix's release does; the rest is the same.
     "llumnix-queues": ReplicaOptions(INSTANCES, dispatch=FreestOfQueues, migration=MigrationRules()),
 }
 # What is not in the paper's comparison: either half of Llumnix alone.
 OURS = "llumnix-queues"
 PARTS: dict[str, ReplicaOptions] = {
-    "freeness, no migration": ReplicaOptions(INSTANCES),
+    "freeness, no migration": ReplicaOptions(INSTANCES, dispatch=lambda levels: Freest()),
     "infaas++ with migration": ReplicaOptions(
         INSTANCES, dispatch=lambda levels: LoadAware(), migration=MigrationRules()
     ),
@@ -229,6 +229,7 @@ def thresholds(count: int) -> Row:
 PARTS_OF_IT: dict[str, Callable[[int], Row]] = {
     "latency": latency,
     "lighter": lambda count: latency(count, 0.85),
+    "heavier": lambda count: latency(count, 1.06),
     "priorities": priorities,
     "scaling": scaling,
     "thresholds": thresholds,
@@ -237,7 +238,7 @@ PARTS_OF_IT: dict[str, Callable[[int], Row]] = {
 
 def summary(report: Row) -> None:
     """The largest gains, to be held against the paper's: p99 prefill up to 15x, p99 decode up to 2x."""
-    rows = [row for part in ("latency", "lighter") for row in report.get(part, {}).values()]
+    rows = [row for part in ("latency", "lighter", "heavier") for row in report.get(part, {}).values()]
     for pair in rows[0]["gains"] if rows else ():
         for figure in ("prefill_p99", "decode_p99"):
             best = max(rows, key=lambda row: row["gains"][pair][figure] or 0.0)

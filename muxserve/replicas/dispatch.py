@@ -50,8 +50,9 @@ class Freest:
 class FreestOfQueues:
     """As `Freest`, but all queued requests count: with their demand, and in the batch size.
 
-    Algorithm 1 counts the first queued request only, so that two instances with a long and a short queue look alike.
-    For migration that is right, since nothing but the first one can start; a new request has to wait for all of them.
+    Algorithm 1 counts the first queued request only, so that an instance with a long queue looks like one with a short
+    one, and a burst goes to one instance as soon as each has a queue. For migration that is right, since nothing but
+    the first can start; a new request has to wait for all of them.
     """
 
     def __init__(self, levels: Levels) -> None:

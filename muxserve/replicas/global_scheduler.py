@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from muxserve.replicas.decisions import Decision, Dispatch, Drain, Refuse, Resume, Start, Stop
-from muxserve.replicas.dispatch import DispatchPolicy, DispatchQueue, Freest, NewRequest
+from muxserve.replicas.dispatch import DispatchPolicy, DispatchQueue, FreestOfQueues, NewRequest
 from muxserve.replicas.migration import MigrationRules, Pairing
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.replicas.scaling import Scaler, ScalingRules
@@ -21,7 +21,7 @@ class GlobalScheduler:
     """Decides for the instances of `model`.
 
     Args:
-        dispatch: how a request's instance is chosen; by default Llumnix's way.
+        dispatch: how a request's instance is chosen; by default the freest, whole queues counted.
         migration: None: requests stay where they are.
         scaling: None: the instances stay as they are, and a request waits for as long as there is none.
     """
@@ -38,7 +38,7 @@ class GlobalScheduler:
         self.levels = levels
         self.starting = 0
         self.queue = DispatchQueue(levels)
-        self._policy = dispatch or Freest()
+        self._policy = dispatch or FreestOfQueues(levels)
         self._pairing = Pairing(migration) if migration else None
         self._scaler = Scaler(scaling) if scaling else None
         self._loads: dict[str, InstanceLoad] = {}

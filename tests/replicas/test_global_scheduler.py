@@ -28,8 +28,9 @@ def test_a_burst_between_two_reports_does_not_all_go_to_one_instance() -> None:
     scheduler = GlobalScheduler("m")
     for name in "ab":
         up(scheduler, name, 5_000, 1)
-    sent = [scheduler.arrive(0, new(str(n)))[0] for n in range(2)]
-    assert sent == [Dispatch("0", "a"), Dispatch("1", "b")]
+    sent = [scheduler.arrive(0, new(str(n)))[0] for n in range(40)]
+    assert sent[:2] == [Dispatch("0", "a"), Dispatch("1", "b")]
+    assert sum(isinstance(each, Dispatch) and each.instance == "a" for each in sent) == 20
 
 
 def test_requests_wait_for_an_instance_and_go_by_priority() -> None:

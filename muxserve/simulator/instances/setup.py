@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from muxserve.costs import EngineShape, ModelArchitecture
-from muxserve.replicas.dispatch import DispatchPolicy, Freest
+from muxserve.replicas.dispatch import DispatchPolicy, FreestOfQueues
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.replicas.scaling import ScalingRules
@@ -53,7 +53,7 @@ class MigrationCosts:
     The defaults: Llumnix ran on VMs with 64 Gb/s between them, and copied through host memory with Gloo (sections 5 and
     6.1), for which half of that is taken. Downtimes of 20 to 30 ms in its figure 10 are a step under way plus the last
     stage; steps slow down by at most 1 % there. Stages are as in its release (`--migration-max-stages`,
-    `--migration-last-stage-max-blocks`). The round trips are Ray actor calls, about 1 ms each.
+    `--migration-last-stage-max-blocks`). What a round trip and a commit take is assumed.
     """
 
     bandwidth: float = 4e9
@@ -79,7 +79,7 @@ class ReplicaOptions:
     old at most (0: never). `dispatch` makes the policy, since some remember what they did."""
 
     instances: int = 16
-    dispatch: Callable[[Levels], DispatchPolicy] = field(default=lambda levels: Freest())
+    dispatch: Callable[[Levels], DispatchPolicy] = FreestOfQueues
     migration: MigrationRules | None = None
     scaling: ScalingRules | None = None
     levels: Levels = DEFAULT_LEVELS
