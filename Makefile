@@ -47,7 +47,11 @@ lint: setup
 cpp: setup
 	@PATH="$(abspath $(BIN)):$$PATH" memory_manager/run_tests.sh
 
-unit: setup
+build/triton/.installed: requirements/kernels.txt | setup
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --upgrade --target build/triton -r $<
+	@touch $@
+
+unit: setup build/triton/.installed
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: setup

@@ -2,7 +2,7 @@
 
 Triton is not in the environment of vLLM for CPU, which would take it for a sign of a GPU. Put it beside:
 
-    pip install --no-deps --target build/triton triton==3.6.0
+    pip install --no-deps --target build/triton -r requirements/kernels.txt
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 def run(script: str, tmp_path: Path, **environment: str) -> str:
     beside = ROOT / "build" / "triton"
     if importlib.util.find_spec("triton") is None and not beside.is_dir():
-        pytest.skip(f"no Triton: pip install --no-deps --target {beside.relative_to(ROOT)} triton==3.6.0")
+        pytest.skip(f"no Triton: pip install --no-deps --target {beside.relative_to(ROOT)} -r requirements/kernels.txt")
     path = os.pathsep.join([str(ROOT), str(beside)])
     done = subprocess.run(
         [sys.executable, str(HERE / script)],
