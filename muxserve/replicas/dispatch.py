@@ -53,6 +53,9 @@ class FreestOfQueues:
     Algorithm 1 counts the first queued request only, so that an instance with a long queue looks like one with a short
     one, and a burst goes to one instance as soon as each has a queue. For migration that is right, since nothing but
     the first can start; a new request has to wait for all of them.
+
+    What is missing on an overloaded instance is not divided by the batch size: otherwise the one with the largest batch
+    would seem the least overloaded. That matters where headroom makes many instances overloaded.
     """
 
     def __init__(self, levels: Levels) -> None:
@@ -63,13 +66,11 @@ class FreestOfQueues:
         return max(loads, key=self._freeness)
 
     def _freeness(self, load: InstanceLoad) -> float:
-        if not load.waiting:
-            return load.freeness
         left = load.capacity - load.used - load.queued_demand
         for level, tokens in self._levels.headrooms(load.capacity).items():
             if load.levels.get(level):
                 left -= tokens
-        return left / (load.running + load.waiting)
+        return left / (load.running + load.waiting or 1) if left > 0 else left
 
 
 class RoundRobin:

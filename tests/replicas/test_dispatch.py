@@ -40,6 +40,14 @@ def test_queues_behind_the_first_request_count_only_where_they_are_asked_for() -
     assert LoadAware().choose([a, b], 100) is b
 
 
+def test_of_overloaded_instances_the_one_with_less_missing_is_freer_whatever_their_batches() -> None:
+    small = load("small", 2_000, 2, levels={"high": 1})
+    large = load("large", 6_000, 40, levels={"high": 1})
+    assert 0 > large.freeness > small.freeness
+    assert Freest().choose([small, large], 100) is large
+    assert FreestOfQueues(DEFAULT_LEVELS).choose([small, large], 100) is small
+
+
 def test_round_robin_goes_on_when_instances_come_and_go() -> None:
     policy, loads = RoundRobin(), [load(name) for name in "acd"]
     assert [policy.choose(loads, 1).name for _ in range(4)] == ["a", "c", "d", "a"]
