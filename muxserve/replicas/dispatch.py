@@ -7,6 +7,7 @@ LoadAware    INFaaS++: the least memory in use, queued requests included
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -31,8 +32,8 @@ class NewRequest:
 class DispatchPolicy(Protocol):
     """Chooses among instances."""
 
-    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
-        """One of `loads`, which are scored, not terminating and large enough for `demand`; there is at least one."""
+    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
+        """One of `loads`, which are scored, not terminating and large enough for the request; there is at least one."""
         ...
 
 
@@ -42,7 +43,7 @@ _FREENESS = attrgetter("freeness")
 class Freest:
     """The instance with the highest freeness; of equals the first."""
 
-    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
         """See `DispatchPolicy`."""
         return max(loads, key=_FREENESS)
 
@@ -56,21 +57,35 @@ class FreestOfQueues:
 
     What is missing on an overloaded instance is not divided by the batch size: otherwise the one with the largest batch
     would seem the least overloaded. That matters where headroom makes many instances overloaded.
+
+    Headroom counts only against requests of lower execution priority. It is kept for the others: a request of high
+    priority finds the instance that the last one has cleared, and does not clear another.
     """
 
     def __init__(self, levels: Levels) -> None:
         self._levels = levels
 
-    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
         """See `DispatchPolicy`."""
-        return max(loads, key=self._freeness)
+        best, most, capacity = loads[0], -math.inf, -1
+        above: list[tuple[str, int]] = []
+        for load in loads:
+            if load.capacity != capacity:
+                capacity = load.capacity
+                above = self._above(request.execution, capacity)
+            left = capacity - load.used - load.queued_demand
+            for level, tokens in above:
+                if load.levels.get(level):
+                    left -= tokens
+            value = left / (load.running + load.waiting or 1) if left > 0 else left
+            if value > most:
+                best, most = load, value
+        return best
 
-    def _freeness(self, load: InstanceLoad) -> float:
-        left = load.capacity - load.used - load.queued_demand
-        for level, tokens in self._levels.headrooms(load.capacity).items():
-            if load.levels.get(level):
-                left -= tokens
-        return left / (load.running + load.waiting or 1) if left > 0 else left
+    def _above(self, level: str, capacity: int) -> list[tuple[str, int]]:
+        """Headrooms of higher levels."""
+        rank, headrooms = self._levels[level].rank, self._levels.headrooms(capacity)
+        return [(name, tokens) for name, tokens in headrooms.items() if self._levels[name].rank > rank]
 
 
 class RoundRobin:
@@ -79,7 +94,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""
 
-    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
         """See `DispatchPolicy`. Remembers a name, not a place, so that instances may come and go."""
         ordered = sorted(loads, key=attrgetter("name"))
         chosen = next((load for load in ordered if load.name > self._last), ordered[0])
@@ -91,7 +106,7 @@ class LoadAware:
     """The instance whose memory is least in use: (used + demand of all queued requests) / capacity. So does INFaaS++ in
     Llumnix's evaluation (section 6.1); of equals the one with the fewest requests."""
 
-    def choose(self, loads: Sequence[InstanceLoad], demand: int) -> InstanceLoad:
+    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
         """See `DispatchPolicy`."""
         return min(loads, key=_memory_load)
 

@@ -140,7 +140,7 @@ class GlobalScheduler:
             if not fitting:
                 decisions.append(self._too_long(request))
                 continue
-            chosen = self._policy.choose(fitting, request.demand)
+            chosen = self._policy.choose(fitting, request)
             chosen.enqueue(request.demand)
             score(chosen, self.levels)
             decisions.append(Dispatch(request.request_id, chosen.name))

@@ -176,7 +176,8 @@ def test_scales_out_under_load_and_in_again() -> None:
     result = play([*busy, *later], options)
     assert result.peak == 4
     assert all(request.finish is not None for request in result.requests)
-    assert result.average_instances < 2.5
+    # Four all the time would be needed without scaling in.
+    assert result.average_instances < 3
     alone = play([*busy, *later], one())
     assert result.figures()["request"]["p99"] < alone.figures()["request"]["p99"] / 2
 
