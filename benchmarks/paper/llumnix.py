@@ -152,9 +152,13 @@ def priorities(count: int) -> Row:
         rate = round(load * LOADS["S-S"][2], 1)
         requests = workload("short", "short", rate, count, cv)
         row: Row = {"rate": rate, "cv": cv}
-        for system, level in (("llumnix-base", "normal"), ("llumnix", "high")):
+        for system, policies, level in (
+            ("llumnix-base", OURS, "normal"),
+            ("llumnix", OURS, "high"),
+            ("to the letter", "llumnix", "high"),
+        ):
             result, _ = play(
-                requests, SYSTEMS[OURS], lambda n, level=level: (level, level) if chosen[n] else ("normal",) * 2
+                requests, SYSTEMS[policies], lambda n, level=level: (level, level) if chosen[n] else ("normal",) * 2
             )
             for group, wanted in (("high", True), ("normal", False)):
                 row[f"{system}, {group}"] = figures(
@@ -163,6 +167,8 @@ def priorities(count: int) -> Row:
                 show(f"{rate:g}/s, cv {cv:g}, {system}: {group}", row[f"{system}, {group}"])
         row["high_faster"] = gain(row["llumnix-base, high"], row["llumnix, high"])
         row["normal_slower"] = gain(row["llumnix, normal"], row["llumnix-base, normal"])
+        row["to_the_letter_high_faster"] = gain(row["llumnix-base, high"], row["to the letter, high"])
+        row["to_the_letter_normal_slower"] = gain(row["to the letter, normal"], row["llumnix-base, normal"])
         print(f"    high faster {row['high_faster']}")
         print(f"    normal slower {row['normal_slower']}")
         rows[f"{rate:g}/s, cv {cv:g}"] = row
