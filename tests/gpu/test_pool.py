@@ -72,9 +72,10 @@ def test_processes_share_pages(of: Deployment, environment: dict[str, str], monk
         monkeypatch.setenv(name, value)
     manager = server.start(of)
     try:
-        shape = in_process(of, environment, "pool[3] = 7\ntorch.cuda.synchronize()\nprint(json.dumps(pool.shape))")
+        write = "pool[3].copy_(torch.full(pool.shape[1:], 7, dtype=torch.uint8))\ntorch.cuda.synchronize()\n"
+        shape = in_process(of, environment, write + "print(json.dumps(pool.shape))")
         assert shape == [of.pools[0].num_pages, of.pools[0].page_bytes]
-        assert in_process(of, environment, "print(json.dumps(pool[2:5].float().mean(1).tolist()))")[1] == 7.0
+        assert in_process(of, environment, "print(json.dumps(pool[2:5].cpu().float().mean(1).tolist()))")[1] == 7.0
     finally:
         manager.terminate()
         manager.wait()
