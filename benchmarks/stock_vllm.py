@@ -23,7 +23,7 @@ from servers import ROOT, Server, end_cleanly, free_port, server
 
 @dataclass(frozen=True)
 class StockSettings:
-    """How a stock server runs. `kv_bytes` is the size of its KV cache."""
+    """How a stock server runs. `kv_bytes` is the size of its KV cache; `dummy` makes weights up."""
 
     threads: int = 1
     eager: bool = True
@@ -32,13 +32,15 @@ class StockSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     prefix_caching: bool = True
+    dtype: str = "float32"
+    dummy: bool = False
 
 
 @contextlib.contextmanager
 def stock_server(
     model: Path, name: str, settings: StockSettings | None = None, port: int | None = None
 ) -> Iterator[Server]:
-    """A stock vLLM OpenAI server of one model in float32, for the length of the block; stopped by its pid.
+    """A stock vLLM OpenAI server of one model for the length of the block; stopped by its pid.
 
     Raises:
         ServerError: it did not come up.
@@ -47,7 +49,7 @@ def stock_server(
     port = port or free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--served-model-name", name, "--dtype", "float32"),
+        *("--model", str(model), "--served-model-name", name, "--dtype", settings.dtype),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", str(settings.max_len), "--max-num-seqs", str(settings.max_num_seqs)),
         *("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
@@ -57,6 +59,8 @@ def stock_server(
     ]
     if settings.eager:
         command.append("--enforce-eager")
+    if settings.dummy:
+        command += ["--load-format", "dummy"]
     env = {
         "OMP_NUM_THREADS": str(settings.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
