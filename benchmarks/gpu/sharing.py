@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT, BATCHES, CONTEXT = 1024, (1, 32, 128), 512
 PAIR_SECONDS = 5.0
 PAIR = (60, 40)
+RESULT = "result: "
+KV_BYTES = 36 << 30  # 128 requests of 2,048 tokens of an 8B model
 
 
 def role(model: str, phase: str, seconds: float, batch: int, gate: str) -> None:
@@ -47,7 +49,8 @@ def role(model: str, phase: str, seconds: float, batch: int, gate: str) -> None:
         max_model_len=2048,
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=2048,
-        gpu_memory_utilization=0.4,
+        # Fixed: vLLM's own way looks at what is free, and two processes that start together disturb each other.
+        kv_cache_memory_bytes=KV_BYTES,
         enable_prefix_caching=False,
         async_scheduling=False,
     )
@@ -90,7 +93,7 @@ def role(model: str, phase: str, seconds: float, batch: int, gate: str) -> None:
             add(PROMPT, 1)
         times.append(step())
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    print(json.dumps({"seconds": statistics.median(times), "steps": len(times), "sms": sms}))
+    print(RESULT + json.dumps({"seconds": statistics.median(times), "steps": len(times), "sms": sms}))
 
 
 def start(
@@ -116,7 +119,9 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     out, err = process.communicate(timeout=600)
     if process.returncode != 0:
         raise RuntimeError(err[-2000:])
-    return dict(json.loads(out.splitlines()[-1]))
+    # vLLM writes to the standard output, too.
+    line = next(line for line in reversed(out.splitlines()) if line.startswith(RESULT))
+    return dict(json.loads(line.removeprefix(RESULT)))
 
 
 def measure(shape: str, shares: list[int], environment: dict[str, str], model: Path) -> dict[str, Any]:
