@@ -1,7 +1,4 @@
-"""Messages between the processes of one unit: gateway, unit scheduler, engines, controller.
-
-Every message is a tagged msgspec struct sent as one msgpack frame over ZeroMQ. Nothing is ever pickled.
-Tokens take a path of their own (engine to gateway, see `TokensHeader`) and never pass the unit scheduler.
+"""Messages within one unit: gateway, unit scheduler, engines, controller.
 
 A request is known by `request_id` for its whole life. Two counters tell its lives apart:
 
@@ -13,14 +10,7 @@ A request is known by `request_id` for its whole life. Two counters tell its liv
 
 from __future__ import annotations
 
-from typing import Union
-
-import msgspec
-
-
-class Message(msgspec.Struct, tag=True, tag_field="t", omit_defaults=True, gc=False):
-    """Base of every message; the struct's name is its tag on the wire."""
-
+from muxserve.wire.base import Message
 
 # ---------------------------------------------------------------- gateway -> unit scheduler
 
@@ -37,7 +27,8 @@ class Submit(Message):
     """A request to serve. `body` is vLLM's own msgpack encoding of its `EngineCoreRequest`.
 
     `output_tokens` are the tokens already sent to the client; they stay output tokens when the request is prefilled
-    again. `priority` follows vLLM: lower is served earlier. Times are seconds of the machine's monotonic clock.
+    again. `priority` follows vLLM: lower is served earlier. `scheduling` and `execution` name the request's levels
+    (`muxserve.replicas.priorities`); the gateway has put the rank of the former into `priority`.
     """
 
     request_id: str
@@ -49,6 +40,8 @@ class Submit(Message):
     body: bytes
     output_tokens: list[int] = []
     priority: int = 0
+    scheduling: str = "normal"
+    execution: str = "normal"
 
 
 class Cancel(Message):
@@ -89,7 +82,8 @@ class Admit(Message):
     """One request entering an engine with a lease.
 
     With `adopt` the engine takes over the blocks that the prefill engine handed to the memory manager under that key:
-    they hold the KV of the first `computed_tokens` tokens. Without it the engine computes everything itself.
+    they hold the KV of the first `computed_tokens` tokens. Without it the engine computes everything itself. Blocks
+    that came by migration (`foreign`) are in no prefix index yet.
     `output_tokens` count as output in penalties, usage, logprobs, stop conditions and structured output.
     """
 
@@ -102,6 +96,7 @@ class Admit(Message):
     output_tokens: list[int] = []
     adopt: str = ""
     computed_tokens: int = 0
+    foreign: bool = False
 
 
 class Lease(Message):
@@ -235,26 +230,3 @@ class TokensHeader(Message):
     model: str
     engine: int
     entries: list[tuple[str, int, int]]
-
-
-AnyMessage = Union[
-    GatewayHello, Submit, Cancel, UnitHello, Lost, Refused, Lease, Abort, Reset, Stop, EngineHello, StepReport,
-    EngineLost, EngineDown, GatewayDown, StateRequest, UnitState, TokensHeader,
-]  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode(message: Message) -> bytes:
-    """One msgpack frame."""
-    return _encoder.encode(message)
-
-
-def decode(frame: bytes | memoryview) -> AnyMessage:
-    """The message of one frame.
-
-    Raises:
-        msgspec.DecodeError: the frame is not msgpack or not one of the messages above.
-    """
-    return _decoder.decode(frame)

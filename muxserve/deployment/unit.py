@@ -1,8 +1,4 @@
-"""The resolved plan of one machine: what the controller decided and every process is told.
-
-Written once as JSON to `run_dir/deployment.json` before anything starts. It holds no secrets of clients other than the
-gateway's API keys, and the file is readable by its owner only.
-"""
+"""The resolved plan of one unit: what its processes are told. Written to `run_dir/deployment.json` of the unit."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from muxserve.deployment.network import Keys, Listen
 
 PolicyName = Literal["adbs", "fcfs", "round_robin"]
 SmSharing = Literal["mps", "green_contexts", "off"]
@@ -82,6 +80,8 @@ class GatewayDeployment(msgspec.Struct, frozen=True):
     api_keys: list[str] = []
     max_body_bytes: int = 4 << 20
     drain_seconds: float = 30.0
+    # Gateway processes at that address; the kernel spreads connections over them.
+    count: int = 1
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -97,6 +97,11 @@ class Deployment(msgspec.Struct, frozen=True):
     # Tensor-parallel degree of every model of the unit: as many pools, one on each device of the mesh.
     ranks: int = 1
     gpu: GpuDeployment | None = None
+    # Where it is reached from other machines, and with what keys; without, over Unix sockets only.
+    listen: Listen | None = None
+    keys: Keys | None = None
+    # Most bytes per second that leave by migration; 0: no limit.
+    migration_bandwidth: float = 0.0
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -150,6 +155,11 @@ class Deployment(msgspec.Struct, frozen=True):
         return f"ipc://{self.socket('unit')}"
 
     @property
+    def migrator_address(self) -> str:
+        """ZeroMQ ROUTER of the unit's migrator, for other migrators of this machine."""
+        return f"ipc://{self.socket('migrator')}"
+
+    @property
     def gateway_address(self) -> str:
         """ZeroMQ PULL of the gateway, where engines push tokens."""
         return f"ipc://{self.socket('gateway')}"
@@ -162,9 +172,14 @@ class Deployment(msgspec.Struct, frozen=True):
 
 def save(deployment: Deployment, path: str | os.PathLike[str]) -> None:
     """Write as JSON, readable by the owner only."""
+    write(msgspec.json.format(msgspec.json.encode(deployment), indent=2), path)
+
+
+def write(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Write a file that is readable by the owner only."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(deployment), indent=2))
+        file.write(data)
 
 
 def load(path: str | os.PathLike[str]) -> Deployment:

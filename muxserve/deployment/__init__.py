@@ -1,0 +1,46 @@
+"""What the controller decided and every process is told: units, the fleet of them, addresses and keys.
+
+Written as JSON before anything starts. The files hold no secrets of clients other than the gateway's API keys, and are
+readable by their owner only.
+"""
+
+from muxserve.deployment.fleet import (
+    FleetDeployment,
+    UnitEntry,
+    fleet_of,
+    load_fleet_deployment,
+    save_fleet,
+)
+from muxserve.deployment.network import Keys, Listen
+from muxserve.deployment.unit import (
+    Deployment,
+    GatewayDeployment,
+    GpuDeployment,
+    ModelDeployment,
+    PolicyName,
+    PoolDeployment,
+    PoolIpc,
+    SmSharing,
+    load,
+    save,
+)
+
+__all__ = [
+    "Deployment",
+    "FleetDeployment",
+    "GatewayDeployment",
+    "GpuDeployment",
+    "Keys",
+    "Listen",
+    "ModelDeployment",
+    "PolicyName",
+    "PoolDeployment",
+    "PoolIpc",
+    "SmSharing",
+    "UnitEntry",
+    "fleet_of",
+    "load",
+    "load_fleet_deployment",
+    "save",
+    "save_fleet",
+]

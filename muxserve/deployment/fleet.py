@@ -1,0 +1,150 @@
+"""The fleet as it stands: which units there are, what they serve, and by which rules.
+
+The controller writes it to `run_dir/fleet.json` before anything starts and whenever something changes, always as a
+whole; then it sends the gateways and the global scheduler SIGHUP, and they read it again. So whoever is started anew
+knows what the others know.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from muxserve.deployment.network import Keys
+from muxserve.deployment.unit import Deployment, GatewayDeployment, ModelDeployment, write
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
+from muxserve.replicas.scaling import ScalingRules
+
+FILE = "fleet.json"
+
+
+class UnitEntry(msgspec.Struct, frozen=True):
+    """One unit of the fleet.
+
+    `unit_address` is the ZeroMQ ROUTER of its scheduler, `migrator_address` that of its migrator, as the other
+    processes of the fleet reach them. `serves` are the models of the unit that are up or being started there; the
+    others have no engines at present. A `remote` unit is reached over TCP.
+    """
+
+    deployment: Deployment
+    unit_address: str
+    migrator_address: str
+    serves: list[str]
+    remote: bool = False
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        return self.deployment.unit
+
+
+class FleetDeployment(msgspec.Struct, frozen=True):
+    """Everything that gateways and the global scheduler need to know.
+
+    `models` are all that the endpoint offers, also those that no unit serves at present; where replicas differ, as the
+    smallest has it. `scaling` has the models whose number of replicas may change by itself. `migration` is None where
+    requests stay where they are. `key_levels` gives API keys a priority level. `tokens_host` is the address under which
+    engines of other machines reach the gateways. `generation` grows with every change.
+    """
+
+    run_dir: str
+    gateway: GatewayDeployment
+    models: list[ModelDeployment]
+    units: list[UnitEntry]
+    scaling: dict[str, ScalingRules] = {}
+    migration: MigrationRules | None = None
+    levels: tuple[Level, ...] = tuple(DEFAULT_LEVELS)
+    default_level: str = NORMAL
+    key_levels: dict[str, str] = {}
+    keys: Keys | None = None
+    tokens_host: str = ""
+    generation: int = 0
+
+    def unit(self, name: str) -> UnitEntry:
+        """The unit of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for unit in self.units:
+            if unit.name == name:
+                return unit
+        raise KeyError(name)
+
+    def replicas(self, model: str) -> list[UnitEntry]:
+        """The units that serve `model`."""
+        return [unit for unit in self.units if model in unit.serves]
+
+    def placed_by_scheduler(self, model: str) -> bool:
+        """Whether the global scheduler says where requests of `model` go. With one replica for good there is nothing to
+        choose, and gateways do not ask."""
+        return model in self.scaling or len(self.replicas(model)) != 1
+
+    def priority_levels(self) -> Levels:
+        """The levels as the policies want them."""
+        return Levels(self.levels, self.default_level)
+
+    @property
+    def scheduler_address(self) -> str:
+        """ZeroMQ ROUTER of the global scheduler."""
+        return f"ipc://{self.socket('scheduler')}"
+
+    @property
+    def control_address(self) -> str:
+        """ZeroMQ ROUTER of the controller, for the commands of its user."""
+        return f"ipc://{self.socket('control')}"
+
+    def tokens_address(self, gateway: int) -> str:
+        """ZeroMQ PULL of gateway number `gateway`, where engines of this machine push tokens."""
+        return f"ipc://{self.socket(f'gateway-{gateway}')}"
+
+    def socket(self, name: str) -> str:
+        """Path of a Unix socket of the fleet."""
+        return os.path.join(self.run_dir, f"{name}.sock")
+
+    @property
+    def file(self) -> Path:
+        """Where this is written."""
+        return Path(self.run_dir) / FILE
+
+    @property
+    def log_dir(self) -> Path:
+        """Logs of the processes that belong to no unit."""
+        return Path(self.run_dir) / "logs"
+
+
+def save_fleet(fleet: FleetDeployment) -> None:
+    """Write it to its place, as a whole, readable by the owner only."""
+    temporary = fleet.file.with_suffix(".new")
+    write(msgspec.json.format(msgspec.json.encode(fleet), indent=2), temporary)
+    os.replace(temporary, fleet.file)
+
+
+def load_fleet_deployment(path: str | os.PathLike[str]) -> FleetDeployment:
+    """Read what `save_fleet` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        msgspec.ValidationError: the file is not a fleet.
+    """
+    return msgspec.json.decode(Path(path).read_bytes(), type=FleetDeployment)
+
+
+def fleet_of(deployment: Deployment, gateway: GatewayDeployment) -> FleetDeployment:
+    """The fleet that consists of one unit of this machine."""
+    return FleetDeployment(
+        run_dir=deployment.run_dir,
+        gateway=gateway,
+        models=deployment.models,
+        units=[
+            UnitEntry(
+                deployment,
+                deployment.unit_address,
+                deployment.migrator_address,
+                [model.name for model in deployment.models],
+            )
+        ],
+    )

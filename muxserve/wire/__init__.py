@@ -1,0 +1,174 @@
+"""Messages between processes.
+
+Every message is a tagged msgspec struct sent as one msgpack frame over ZeroMQ. Nothing is ever pickled.
+Tokens take a path of their own (engine to gateway, see `TokensHeader`) and never pass the unit scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from muxserve.wire.base import Message
+from muxserve.wire.migration import (
+    Blocks,
+    Detach,
+    Detached,
+    MigratorHello,
+    MoveAbort,
+    MoveCommit,
+    MoveCommitted,
+    MoveFailed,
+    MoveStage,
+    MoveStaged,
+    Moving,
+    MovingIn,
+    PeerAbort,
+    PeerCommit,
+    PeerCommitted,
+    PeerOpen,
+    PeerOpened,
+    PeerPages,
+    PeerRefused,
+    PeerStaged,
+    ShowBlocks,
+    TakenOver,
+    TakeOver,
+)
+from muxserve.wire.replicas import (
+    ControllerHello,
+    DrainReplicas,
+    Elsewhere,
+    Load,
+    Loads,
+    NotPlaced,
+    Paired,
+    Place,
+    Placed,
+    SchedulerHello,
+    StartFailed,
+    StartReplicas,
+    StopReplica,
+    Terminating,
+    TookOver,
+    Unpaired,
+    Unplace,
+)
+from muxserve.wire.unit import (
+    Abort,
+    Admit,
+    Cancel,
+    EngineDown,
+    EngineHello,
+    EngineLost,
+    GatewayDown,
+    GatewayHello,
+    HandOver,
+    Lease,
+    Lost,
+    Refused,
+    Reset,
+    Returned,
+    StateRequest,
+    StepReport,
+    Stop,
+    Submit,
+    TokensHeader,
+    UnitHello,
+    UnitState,
+)
+
+__all__ = [
+    "Abort",
+    "Admit",
+    "AnyMessage",
+    "Blocks",
+    "Cancel",
+    "ControllerHello",
+    "Detach",
+    "Detached",
+    "DrainReplicas",
+    "Elsewhere",
+    "EngineDown",
+    "EngineHello",
+    "EngineLost",
+    "GatewayDown",
+    "GatewayHello",
+    "HandOver",
+    "Lease",
+    "Load",
+    "Loads",
+    "Lost",
+    "Message",
+    "MigratorHello",
+    "MoveAbort",
+    "MoveCommit",
+    "MoveCommitted",
+    "MoveFailed",
+    "MoveStage",
+    "MoveStaged",
+    "Moving",
+    "MovingIn",
+    "NotPlaced",
+    "Paired",
+    "PeerAbort",
+    "PeerCommit",
+    "PeerCommitted",
+    "PeerOpen",
+    "PeerOpened",
+    "PeerPages",
+    "PeerRefused",
+    "PeerStaged",
+    "Place",
+    "Placed",
+    "Refused",
+    "Reset",
+    "Returned",
+    "SchedulerHello",
+    "ShowBlocks",
+    "StartFailed",
+    "StartReplicas",
+    "StateRequest",
+    "StepReport",
+    "Stop",
+    "StopReplica",
+    "Submit",
+    "TakeOver",
+    "TakenOver",
+    "Terminating",
+    "TokensHeader",
+    "TookOver",
+    "UnitHello",
+    "UnitState",
+    "Unpaired",
+    "Unplace",
+    "decode",
+    "encode",
+]
+
+AnyMessage = Union[
+    GatewayHello, Submit, Cancel, UnitHello, Lost, Refused, Lease, Abort, Reset, Stop, EngineHello, EngineLost,
+    StepReport, EngineDown, GatewayDown, StateRequest, UnitState, TokensHeader, SchedulerHello, Loads, Paired,
+    Unpaired, Terminating, Elsewhere, TookOver, Place, Unplace, Placed, NotPlaced, ControllerHello, StartReplicas,
+    StopReplica, StartFailed, DrainReplicas, ShowBlocks, Blocks, Detach, Detached, MigratorHello, MoveStage,
+    MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
+    PeerCommit, PeerCommitted, PeerRefused, PeerAbort, TakeOver, TakenOver, MovingIn,
+]  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """One msgpack frame."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """The message of one frame.
+
+    Raises:
+        msgspec.DecodeError: the frame is not msgpack or not one of the messages above.
+    """
+    return _decoder.decode(frame)

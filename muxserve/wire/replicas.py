@@ -1,0 +1,166 @@
+"""Messages about several replicas of a model: between gateways, the global scheduler, units and the controller.
+
+The global scheduler is a ZeroMQ ROUTER to gateways (`gateway/EPOCH`) and the controller (`controller`), and itself a
+peer (`scheduler/EPOCH`) of every unit scheduler's ROUTER. It holds nothing that it does not get back by itself when it
+is started again: units report as soon as they are greeted.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from muxserve.wire.base import Message
+
+
+class Load(msgspec.Struct, omit_defaults=True, gc=False):
+    """One model's replica in one unit, as `muxserve.replicas.views.InstanceLoad` has it; all sums are tokens of KV.
+
+    `layout` tells whether two replicas can exchange KV: it is equal where block size, layers, heads, head size, type
+    and ranks are.
+    """
+
+    model: str
+    capacity: int
+    layout: str = ""
+    used: int = 0
+    running: int = 0
+    waiting: int = 0
+    head_demand: int = 0
+    queued_demand: int = 0
+    levels: dict[str, int] = {}
+    terminating: bool = False
+    moving_in: int = 0
+    moving_out: int = 0
+
+
+# ---------------------------------------------------------------- global scheduler <-> unit scheduler
+
+
+class SchedulerHello(Message):
+    """First message of a global scheduler to a unit, which sends it `Loads` from then on."""
+
+    epoch: str
+
+
+class Loads(Message):
+    """How the replicas of a unit stand; sent when asked (`SchedulerHello`), when they have changed by more than a
+    little, and at least every second. `epoch` is the unit scheduler's. Models that are not up are not in it."""
+
+    unit: str
+    epoch: str
+    loads: list[Load]
+
+
+class Paired(Message):
+    """The replica of `model` is to give requests to the one in unit `destination`, whose migrator listens at `address`
+    and whose last report was `load`. Repeated with every round for as long as it holds: a unit that has not heard it
+    for two seconds begins no more migrations."""
+
+    model: str
+    destination: str
+    address: str
+    load: Load
+
+
+class Unpaired(Message):
+    """The replica of `model` gives away no more requests; those on their way arrive."""
+
+    model: str
+
+
+class Terminating(Message):
+    """The replica of `model` is (or, with `on` false, is no longer) being drained. What waits in its queue is given
+    back (`Elsewhere`); what runs is moved as pairs allow, or ends."""
+
+    model: str
+    on: bool
+
+
+# ---------------------------------------------------------------- unit scheduler -> gateway
+
+
+class Elsewhere(Message):
+    """The unit has not begun these requests and will not, since it is being drained: the gateway sends them to another
+    one. This does not count as an attempt that failed."""
+
+    request_ids: list[str]
+
+
+class TookOver(Message):
+    """The request came to this unit by migration, and is served here now. A gateway that does not know it, or knows a
+    later attempt, answers with `Cancel`."""
+
+    request_id: str
+    attempt: int
+
+
+# ---------------------------------------------------------------- gateway <-> global scheduler
+
+
+class Place(Message):
+    """Where to send a request? `demand` is the tokens of KV that it needs to start. `arrival` is seconds of the
+    machine's monotonic clock."""
+
+    request_id: str
+    model: str
+    demand: int
+    arrival: float
+    scheduling: str
+    execution: str
+
+
+class Unplace(Message):
+    """The answer is not needed any more."""
+
+    request_ids: list[str]
+
+
+class Placed(Message):
+    """Answer to `Place`."""
+
+    request_id: str
+    unit: str
+
+
+class NotPlaced(Message):
+    """Answer to `Place`: the request cannot be served; `message` is for the user. `late`: no replica came up in time
+    (it may be tried again); otherwise none could ever hold it."""
+
+    request_id: str
+    message: str
+    late: bool
+
+
+# ---------------------------------------------------------------- controller <-> global scheduler
+
+
+class ControllerHello(Message):
+    """First message of the controller to the global scheduler."""
+
+
+class StartReplicas(Message):
+    """The global scheduler wants `count` more replicas of `model`."""
+
+    model: str
+    count: int
+
+
+class StopReplica(Message):
+    """The replica is drained: the controller ends it."""
+
+    model: str
+    unit: str
+
+
+class StartFailed(Message):
+    """The controller could not start a replica of `model`."""
+
+    model: str
+    reason: str
+
+
+class DrainReplicas(Message):
+    """Somebody wants these replicas of `unit` drained; the global scheduler answers with `StopReplica` for each."""
+
+    unit: str
+    models: list[str]
