@@ -1,0 +1,288 @@
+"""Sockets between machines: TCP with CURVE (RFC 26), which proves who is at the other end and encrypts.
+
+Whoever opens a ZeroMQ socket that other machines reach does it with `bind_tcp`, and reaches others with `connect`. Unix
+sockets need no keys: the directory that they lie in lets in its owner only. One socket may be bound to both, since
+ZeroMQ takes its options for each address when that is bound.
+
+A server proves itself by the fleet's server key. It lets in whoever proves to have the fleet's client key, which an
+`Authenticator` decides (ZAP, RFC 27). It fails closed: without one nobody is let in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import ipaddress
+import os
+import socket as sockets
+import threading
+import time
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from muxserve.deployment.network import Keys
+
+AnySocket = zmq.Socket[Any]
+
+# A machine that loses its power says no goodbye; after this long without a sign its connections are closed, and what
+# watches them is told as of a process that died.
+HEARTBEAT_MS = 1_000
+SILENCE_MS = 3_000
+# Who connects and does not prove itself is cut off.
+HANDSHAKE_MS = 5_000
+RECONNECT_MS = 20
+RECONNECT_MAX_MS = 1_000
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+
+
+class NetworkError(Exception):
+    """An address that cannot be bound or reached; the message says which, and what to do."""
+
+
+def new_keys() -> Keys:
+    """Keys for a fleet that is being started."""
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    return Keys(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The ZeroMQ address of a port; IPv6 addresses are put in brackets."""
+    return f"tcp://[{host}]:{port}" if _is_ipv6(host) else f"tcp://{host}:{port}"
+
+
+def bind_tcp(socket: AnySocket, host: str, port: int, keys: Keys) -> int:
+    """Let other machines reach `socket` at that port of `host`, an address or a name of this machine.
+
+    Addresses that the socket is bound to before or after are not concerned. Starts the `Authenticator` of the socket's
+    context if there is none yet.
+
+    Args:
+        port: 0 for any that is free.
+
+    Returns:
+        The port.
+
+    Raises:
+        NetworkError: there is no such address here, or the port is taken.
+    """
+    try:
+        found = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE)
+    except OSError as error:
+        raise NetworkError(f"{host!r} cannot be listened on: {error.strerror or error}; give its address") from error
+    family, address = found[0][0], str(found[0][4][0])
+    serve_curve(socket, keys)
+    try:
+        if family == sockets.AF_INET6:
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.bind(tcp_address(address, port))
+        return int(socket.get_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+    except zmq.ZMQError as error:
+        shown = host if host == address else f"{host} ({address})"
+        if error.errno == zmq.EADDRINUSE:
+            why = f"port {port} of {shown} is taken; stop what listens there, or choose another"
+        elif error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+            why = f"{shown} is no address of this machine ({sockets.gethostname()}); name one by which others reach it"
+        else:
+            why = f"{shown}, port {port}, cannot be listened on: {error.strerror}"
+        raise NetworkError(why) from error
+    finally:
+        _serve_plainly(socket)
+
+
+def connect(socket: AnySocket, address: str, keys: Keys | None) -> None:
+    """Connect to a `tcp://` address with the fleet's keys, or to any other without.
+
+    Raises:
+        NetworkError: the address is TCP, and there are no keys.
+        zmq.ZMQError: it is no address at all.
+    """
+    if address.startswith("tcp://"):
+        if keys is None:
+            raise NetworkError(f"{address} is reached over the network, and this fleet has no keys: deploy it anew")
+        client_curve(socket, keys)
+        if address.startswith("tcp://["):
+            socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(address)
+
+
+def serve_curve(socket: AnySocket, keys: Keys) -> None:
+    """Demand CURVE on every address that `socket` is bound to from now on; `bind_tcp` does this and undoes it."""
+    Authenticator.of(socket.context).allow(keys)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
+    # The domain tells the authenticator whose keys count, and without an authenticator nobody is let in.
+    socket.setsockopt(zmq.ZAP_DOMAIN, keys.server_public.encode())
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    _watch(socket)
+
+
+def client_curve(socket: AnySocket, keys: Keys) -> None:
+    """Prove to have the client key, and demand proof of the server key, wherever `socket` connects to from now on."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret.encode())
+    _watch(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    # Doubled up to this while nobody is there: a machine that is gone is not asked fifty times a second.
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+
+
+def probe(address: str, keys: Keys, seconds: float) -> None:
+    """Make sure that a server of this fleet answers at a `tcp://` address.
+
+    Raises:
+        NetworkError: nobody answers in time, it does not let us in, or it is not of this fleet.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        connect(socket, address, keys)
+        failed = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        failed |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED | failed)
+        # The socket was connected before it was watched, so that what has failed by now is seen at the next attempt.
+        end, connected = time.monotonic() + seconds, False
+        try:
+            while (left := end - time.monotonic()) > 0 and monitor.poll(max(1, int(left * 1000))):
+                event = recv_monitor_message(monitor)["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return
+                connected = True
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    raise NetworkError(
+                        f"{address} does not let us in: it belongs to another fleet, or an older life of it"
+                    )
+                if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+                    raise NetworkError(
+                        f"what listens at {address} is not of this fleet (its keys are others, or it is no MuxServe)"
+                    )
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+    if connected:
+        raise NetworkError(f"what listens at {address} did not answer within {seconds:g} s")
+    raise NetworkError(f"nobody listens at {address}, or a firewall is between (waited {seconds:g} s)")
+
+
+class Authenticator:
+    """Lets in who proves to have the client key of the fleet whose server key it asked for.
+
+    A thread with ZeroMQ's ZAP socket; it ends with its context, which it does not keep from ending.
+    """
+
+    _lock = threading.Lock()
+    _running: dict[int, Authenticator] = {}  # noqa: RUF012 (one for all, on purpose)
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        """Start it; use `of`.
+
+        Raises:
+            NetworkError: another ZAP handler has this context.
+        """
+        # A context for asyncio makes sockets that only a loop can read.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+        self._clients: dict[bytes, bytes] = {}
+        self._closed = False
+        socket = self._context.socket(zmq.REP)
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            socket.bind(_ZAP_ADDRESS)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise NetworkError("this ZeroMQ context has another authenticator already") from error
+        self._thread = threading.Thread(target=self._serve, args=(socket,), name="zap", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, context: zmq.Context[Any]) -> Authenticator:
+        """The one of this context, started if there is none."""
+        with cls._lock:
+            found = cls._running.get(context.underlying)
+            # The address of a context may be that of an earlier one; after a fork the thread is in the other process.
+            if found is None or found._closed or not found._thread.is_alive():
+                found = cls._running[context.underlying] = cls(context)
+            return found
+
+    def allow(self, keys: Keys) -> None:
+        """From now on let in this fleet's clients, to its own sockets."""
+        self._clients[keys.server_public.encode()] = z85.decode(keys.client_public)
+
+    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+        try:
+            while True:
+                frames = socket.recv_multipart()
+                if len(frames) < 2:
+                    socket.send_multipart([b"1.0", b"", b"500", b"not ZAP", b"", b""])
+                    continue
+                good = self._good(frames)
+                status = [b"200", b"OK", b"fleet"] if good else [b"400", b"not of this fleet", b""]
+                socket.send_multipart([b"1.0", frames[1], *status, b""])
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._closed = True
+            socket.close()
+
+    def _good(self, frames: list[bytes]) -> bool:
+        # version, request id, domain, address, identity, mechanism, credentials
+        if len(frames) == 6 and frames[5] == b"NULL":
+            # Not over TCP but a Unix socket, of which `frames[3]` names user, group and process.
+            return not _is_ip(frames[3].decode(errors="replace"))
+        if len(frames) != 7 or frames[0] != b"1.0" or frames[5] != b"CURVE":
+            return False
+        wanted = self._clients.get(frames[2])
+        return wanted is not None and hmac.compare_digest(wanted, frames[6])
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that nobody listens on at this moment.
+
+    Raises:
+        NetworkError: it is no address of this machine.
+    """
+    try:
+        family = sockets.getaddrinfo(host, 0, type=sockets.SOCK_STREAM)[0][0]
+        with sockets.socket(family, sockets.SOCK_STREAM) as one:
+            one.bind((host, 0))
+            return int(one.getsockname()[1])
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise NetworkError(
+            f"{host!r} cannot be listened on: {why}; name this machine by one of its addresses"
+        ) from error
+
+
+def machine_id() -> str:
+    """Equal for two processes that can use each other's shared memory: same boot of the same kernel, same user."""
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot or sockets.gethostname()}/{os.getuid()}"
+
+
+def _serve_plainly(socket: AnySocket) -> None:
+    socket.setsockopt(zmq.CURVE_SERVER, 0)
+    # The domain cannot be taken back, so that the authenticator is asked about Unix sockets bound from now on, too.
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
+
+
+def _watch(socket: AnySocket) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_ipv6(host: str) -> bool:
+    return _is_ip(host) and ipaddress.ip_address(host).version == 6
