@@ -14,7 +14,7 @@ import signal
 import socket
 from typing import Any, Literal
 
-from muxserve.deployment import Deployment, load
+from muxserve.deployment import Deployment, fleet_of, load
 from muxserve.engine.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class WarmParent:
 
             self._close_model_parents()
             try:
-                run(load(self.path), self.lifeline_fd, on_up)
+                run(fleet_of(deployment := load(self.path), deployment.gateway), 0, self.lifeline_fd, on_up)
             except Exception as error:
                 self.control.event(
                     "failed", kind="gateway", model="", phase="", error=f"{type(error).__name__}: {error}"

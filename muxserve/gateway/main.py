@@ -1,6 +1,6 @@
-"""The gateway process: the OpenAI endpoint of a unit.
+"""The gateway process: the OpenAI endpoint of a fleet.
 
-python -m muxserve.gateway.main --deployment FILE
+python -m muxserve.gateway.main --fleet FILE [--index N]
 
 Importing this module is cheap; `preload` imports vLLM.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from muxserve.deployment import Deployment, load
+from muxserve.deployment import FleetDeployment, load_fleet_deployment
 
 BAD_INPUT = 2
 
@@ -31,11 +31,12 @@ def preload() -> None:
     process.check()
 
 
-def run(deployment: Deployment, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
-    """Serve until SIGTERM and drained.
+def run(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
+    """Serve until SIGTERM and drained; read `fleet.file` again at SIGHUP.
 
     Args:
-        deployment: what to serve, and where the unit is.
+        fleet: what to serve, and where the units are.
+        index: which of the fleet's gateways this is, from 0.
         lifeline_fd: at the end of this file the process ends at once; the controller holds the other end.
         on_up: called when the endpoint accepts connections.
 
@@ -47,27 +48,31 @@ def run(deployment: Deployment, lifeline_fd: int | None, on_up: Callable[[], Non
     from muxserve.gateway import process
 
     process.check()
-    process.serve(deployment, lifeline_fd, on_up)
+    process.serve(fleet, index, lifeline_fd, on_up)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a gateway alone; the unit may come later."""
+    """Run a gateway alone; the units may come later."""
     from muxserve.engine.warm_parent import environment
 
-    parser = argparse.ArgumentParser(description="The OpenAI endpoint of a unit.")
-    parser.add_argument("--deployment", required=True, help="the unit's deployment.json")
+    parser = argparse.ArgumentParser(description="The OpenAI endpoint of a fleet.")
+    parser.add_argument("--fleet", required=True, help="the fleet's fleet.json")
+    parser.add_argument("--index", type=int, default=0, help="which of the fleet's gateways, from 0")
     parser.add_argument("--lifeline-fd", type=int, help="end when this file descriptor reaches its end")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        deployment = load(args.deployment)
+        fleet = load_fleet_deployment(args.fleet)
     except (OSError, msgspec.MsgspecError) as error:
-        print(f"cannot read {args.deployment}: {error}", file=sys.stderr)
+        print(f"cannot read {args.fleet}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if not 0 <= args.index < fleet.gateway.count:
+        print(f"--index {args.index}: the fleet has {fleet.gateway.count} gateways, from 0", file=sys.stderr)
         return BAD_INPUT
     os.environ.update(environment())
-    address = f"http://{deployment.gateway.host}:{deployment.gateway.port}"
+    address = f"http://{fleet.gateway.host}:{fleet.gateway.port}"
     try:
-        run(deployment, args.lifeline_fd, lambda: logging.getLogger(__name__).info("listening on %s", address))
+        run(fleet, args.index, args.lifeline_fd, lambda: logging.getLogger(__name__).info("listening on %s", address))
     except (OSError, ValueError) as error:
         print(f"the gateway cannot start: {error}", file=sys.stderr)
         return 1

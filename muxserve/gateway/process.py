@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from prometheus_client import REGISTRY, CollectorRegistry, disable_created_metrics
 
-from muxserve.deployment import Deployment
+from muxserve.deployment import FleetDeployment
 from muxserve.engine.vllm_pin import VLLM_VERSION
 from muxserve.gateway import seam, vllm_seam
 from muxserve.gateway.admission import Keys
@@ -44,31 +44,31 @@ KEEP_ALIVE_SECONDS = 60
 CLOSE_SECONDS = 2.0
 
 
-def serve(deployment: Deployment, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
+def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
     """See `muxserve.gateway.main.run`."""
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_CHOICES)
     ours = logging.getLogger("muxserve")
     ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them
-    listener = bind(deployment.gateway)
+    listener = bind(fleet.gateway)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner, listener:
-        runner.run(_serve(deployment, listener, lifeline_fd, on_up))
+        runner.run(_serve(fleet, index, listener, lifeline_fd, on_up))
 
 
 async def _serve(
-    deployment: Deployment, listener: socket.socket, lifeline_fd: int | None, on_up: Callable[[], None]
+    fleet: FleetDeployment, index: int, listener: socket.socket, lifeline_fd: int | None, on_up: Callable[[], None]
 ) -> None:
     loop = asyncio.get_running_loop()
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, _end_with, lifeline_fd)
-    gateway = Gateway(deployment)
+    gateway = Gateway(fleet, index)
     try:
         endpoint = await gateway.build()
         # What was built stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
         server = Server(endpoint, on_up)
-        drain = Drain(gateway, endpoint, server, deployment.gateway.drain_seconds)
+        drain = Drain(gateway, endpoint, server, fleet.gateway.drain_seconds)
         loop.add_signal_handler(signal.SIGTERM, drain.begin)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGINT, drain.begin)
@@ -80,8 +80,9 @@ async def _serve(
 class Gateway:
     """Everything that one gateway process holds."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
+    def __init__(self, fleet: FleetDeployment, index: int) -> None:
+        self.index = index
+        self.deployment = deployment = fleet.units[0].deployment
         self.registry = CollectorRegistry()
         self.measures = Measures(deployment.models, self.registry)
         self.broker = Broker(secrets.token_hex(4), deployment.unit_address, deployment.gateway_address, self.measures)

@@ -85,15 +85,16 @@ def main() -> None:
                     lifelines[command["pid"]] = os.open(os.devnull, os.O_RDONLY)
                     continue
                 deployment = deployments.load(command["deployment"])
+                fleet = deployments.fleet_of(deployment, deployment.gateway)
                 lifeline, held = os.pipe()
                 os.set_inheritable(lifeline, True)
 
                 def child(
-                    deployment: deployments.Deployment = deployment, lifeline: int = lifeline, held: int = held
+                    fleet: deployments.FleetDeployment = fleet, lifeline: int = lifeline, held: int = held
                 ) -> None:
                     for fd in (held, *lifelines.values()):
                         os.close(fd)
-                    gateway.run(deployment, lifeline, lambda: tell("up", pid=os.getpid()))
+                    gateway.run(fleet, 0, lifeline, lambda: tell("up", pid=os.getpid()))
 
                 pid = fork(child, f"{log_dir}/gateway-{deployment.unit}.log")
                 os.close(lifeline)

@@ -76,10 +76,10 @@ def test_a_gateway_follows_one_that_was_killed_and_ends_with_its_controller(rig:
 
 
 def test_a_deployment_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--deployment", str(tmp_path / "nothing.json")]) == 2
+    assert main(["--fleet", str(tmp_path / "nothing.json")]) == 2
     broken = tmp_path / "broken.json"
     broken.write_text('{"run_dir": 3}')
-    assert main(["--deployment", str(broken)]) == 2
+    assert main(["--fleet", str(broken)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert all("cannot read" in error and str(tmp_path) in error for error in errors)
