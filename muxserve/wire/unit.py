@@ -17,10 +17,12 @@ from muxserve.wire.base import Message
 
 class GatewayHello(Message):
     """First message of a gateway. `epoch` is fresh per gateway process; `reply_to` is the ZeroMQ address on which the
-    gateway's PULL socket takes tokens from engines."""
+    gateway's PULL socket takes tokens from engines; `gateway` is its number among the fleet's gateways, which the one
+    that is started in its place has again."""
 
     epoch: str
     reply_to: str
+    gateway: int = 0
 
 
 class Submit(Message):
@@ -202,7 +204,9 @@ class EngineDown(Message):
 
 
 class GatewayDown(Message):
-    """The controller saw the gateway die: every request of that gateway is cancelled."""
+    """The controller saw gateway number `gateway` die: every request of that gateway is cancelled."""
+
+    gateway: int = 0
 
 
 class StateRequest(Message):
