@@ -119,6 +119,17 @@ class Deployment(msgspec.Struct, frozen=True):
                 return model
         raise KeyError(name)
 
+    def layout(self, name: str) -> str:
+        """How the KV of that model lies in its pages. Two replicas can exchange it if this is equal (`Load.layout`).
+
+        Raises:
+            KeyError: no such model in this unit.
+        """
+        model = self.model(name)
+        page_bytes = self.pool(model.pool).page_bytes
+        shape = f"{model.block_tokens}t.{model.layers}l.{model.kv_heads}h.{model.head_dim}d"
+        return f"{shape}.{model.dtype}.{page_bytes}b.{self.ranks}r"
+
     def pool(self, name: str) -> PoolDeployment:
         """The pool of that name.
 

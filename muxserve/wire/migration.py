@@ -122,7 +122,7 @@ class MoveAbort(Message):
 class PeerOpen(Message):
     """First message of a move, and of each later stage that needs more blocks: set `blocks` more aside. `layout` must
     be that of the model over there (see `Load.layout`). `epoch` is the sending migrator's: moves of an earlier one of
-    the same `unit` are void."""
+    the same `unit` are void. `machine` tells whether its pool can be written to from over there (see `PeerOpened`)."""
 
     move: str
     unit: str
@@ -130,13 +130,15 @@ class PeerOpen(Message):
     model: str
     layout: str
     blocks: int
+    machine: str = ""
 
 
 class PeerOpened(Message):
     """Answer to `PeerOpen`: block ids over there, in order of the request's blocks.
 
     If both are on one machine (`machine` is equal: boot id and user), the sender may write into the pool itself: it
-    connects to the memory manager at `memory_socket`, of which `generation` is the life that granted the blocks.
+    connects to the memory manager at `memory_socket`, of which `generation` is the life that granted the blocks, and
+    adopts the hand-off `key`. So both hold the blocks, and whoever dies, they are given to nobody while one writes.
     """
 
     move: str
@@ -144,6 +146,7 @@ class PeerOpened(Message):
     machine: str
     memory_socket: str
     generation: int
+    key: str = ""
 
 
 class PeerPages(Message):
@@ -157,7 +160,8 @@ class PeerPages(Message):
 
 
 class PeerStaged(Message):
-    """Sent after the pages of a stage, and answered with the same when they have been written."""
+    """Sent after some pages, and answered with the same when all blocks up to number `until` have been written. Also
+    sent from time to time while nothing moves: a side that hears nothing for ten seconds lets go."""
 
     move: str
     until: int
@@ -177,10 +181,12 @@ class PeerCommitted(Message):
 
 
 class PeerRefused(Message):
-    """The move is over on this side; nothing of it is left here."""
+    """The move is over on this side; nothing of it is left here. `uncertain`: the unit had been told of the request
+    and did not answer, so that it may have taken it."""
 
     move: str
     reason: str
+    uncertain: bool = False
 
 
 class PeerAbort(Message):
