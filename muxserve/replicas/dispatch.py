@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import Protocol
 
@@ -121,37 +121,44 @@ class DispatchQueue:
     def __init__(self, levels: Levels) -> None:
         self._levels = levels
         self._heap: list[tuple[int, float, int, NewRequest]] = []
-        # What still waits; an entry of the heap that is not here any more has left.
-        self._live: dict[str, NewRequest] = {}
+        # What still waits, and since when; an entry of the heap that is not here any more has left.
+        self._live: dict[str, tuple[NewRequest, float]] = {}
         self._serial = 0
 
-    def push(self, request: NewRequest) -> None:
-        """A request joins, in the place of one with the same id.
+    def push(self, request: NewRequest, now: float) -> None:
+        """A request joins at `now`, in the place of one with the same id, whose waiting counts.
 
         Raises:
             PriorityError: its scheduling priority is not declared.
         """
         self._serial += 1
         rank = self._levels[request.scheduling].rank
-        self._live[request.request_id] = request
+        known = self._live.get(request.request_id)
+        self._live[request.request_id] = (request, known[1] if known else now)
         heappush(self._heap, (-rank, request.arrival, self._serial, request))
 
-    def pop(self) -> NewRequest | None:
-        """The next one."""
+    def pop(self) -> tuple[NewRequest, float] | None:
+        """The next one, and since when it has waited."""
         while self._heap:
             request = heappop(self._heap)[3]
-            if self._live.get(request.request_id) is request:
+            known = self._live.get(request.request_id)
+            if known is not None and known[0] is request:
                 del self._live[request.request_id]
-                return request
+                return known
         return None
 
     def remove(self, request_id: str) -> bool:
         """A request leaves without being served; False: it was not there."""
-        return self._live.pop(request_id, None) is not None
+        left = self._live.pop(request_id, None) is not None
+        # While there is no instance nobody pops, however many come and go.
+        if left and len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [e for e in self._heap if self._live.get(e[3].request_id, (None,))[0] is e[3]]
+            heapify(self._heap)
+        return left
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[NewRequest]:
-        """In no order."""
+    def __iter__(self) -> Iterator[tuple[NewRequest, float]]:
+        """Each with the time at which it joined, in no order."""
         return iter(self._live.values())

@@ -47,7 +47,6 @@ class GlobalScheduler:
         self._leaving: set[str] = set()
         # Those of a serving instance; made anew after one has come, gone or changed sides.
         self._serving: list[InstanceLoad] | None = None
-        self._largest = 0
 
     @property
     def instances(self) -> Collection[InstanceLoad]:
@@ -78,7 +77,6 @@ class GlobalScheduler:
             if known is None and load.terminating:
                 self._draining.add(name)
             self._loads[name] = load
-            self._largest = max(self._largest, load.capacity)
             self._serving = None
         load.terminating = name in self._draining or name in self._leaving
         score(load, self.levels)
@@ -115,7 +113,7 @@ class GlobalScheduler:
             PriorityError: one of its priorities is not declared.
         """
         self.levels[request.execution]
-        self.queue.push(request)
+        self.queue.push(request, now)
         return self.dispatch(now)
 
     def cancel(self, request_id: str) -> bool:
@@ -133,10 +131,15 @@ class GlobalScheduler:
         if not loads:
             return decisions
         smallest = min(load.capacity for load in loads)
-        while (request := self.queue.pop()) is not None:
+        held_back: list[tuple[NewRequest, float]] = []
+        while (popped := self.queue.pop()) is not None:
+            request, since = popped
             fitting = loads
             if request.demand > smallest:
                 fitting = [load for load in loads if load.capacity >= request.demand]
+            if not fitting and self.starting:
+                held_back.append((request, since))  # one that comes up may be larger
+                continue
             if not fitting:
                 decisions.append(self._too_long(request))
                 continue
@@ -144,6 +147,8 @@ class GlobalScheduler:
             chosen.enqueue(request.demand)
             score(chosen, self.levels)
             decisions.append(Dispatch(request.request_id, chosen.name))
+        for request, since in held_back:
+            self.queue.push(request, since)
         return decisions
 
     def tick(self, now: float) -> list[Decision]:
@@ -166,14 +171,14 @@ class GlobalScheduler:
         return Refuse(
             request.request_id,
             f"the request needs KV cache for {request.demand} tokens and no instance of {self.model} has more than "
-            f"{self._largest}; shorten the prompt",
+            f"{max(load.capacity for load in self._candidates())}; shorten the prompt",
         )
 
     def _expire(self, now: float) -> list[Decision]:
         if not self._scaler or not self.queue:
             return []
         limit = self._scaler.rules.wake_limit
-        late = [request for request in self.queue if now - request.arrival >= limit]
+        late = [request for request, since in self.queue if now - since >= limit]
         for request in late:
             self.queue.remove(request.request_id)
         reason = f"{self.model} was not ready within {limit:g} s (wake_limit); try again, it may be starting"

@@ -54,23 +54,25 @@ class Pairing:
         """One round over all scored instances: what has changed since the last one.
 
         The instance of the lowest freeness is paired with that of the highest, the second lowest with the second
-        highest, and so on. An instance that is back within the thresholds, or gone, is no source any more; what it has
-        in flight arrives.
+        highest, and so on, each among those whose KV is laid out alike. An instance that is back within the thresholds,
+        or gone, is no source any more; what it has in flight arrives.
         """
         rules = self.rules
-        sources, destinations = [], []
+        sources: dict[str, list[InstanceLoad]] = {}
+        destinations: dict[str, list[InstanceLoad]] = {}
         for load in loads:
             if load.freeness < rules.source_below:
                 if load.running:
-                    sources.append(load)
+                    sources.setdefault(load.layout, []).append(load)
             elif load.freeness > rules.destination_above and not load.terminating:
-                destinations.append(load)
+                destinations.setdefault(load.layout, []).append(load)
         pairs: dict[str, str] = {}
-        if sources and destinations:
-            sources.sort(key=_FREENESS)
-            destinations.sort(key=_FREENESS, reverse=True)
+        for layout, full in sources.items():
+            free = destinations.get(layout, [])
+            full.sort(key=_FREENESS)
+            free.sort(key=_FREENESS, reverse=True)
             # The shorter of the two ends the pairing.
-            pairs = {s.name: d.name for s, d in zip(sources, destinations, strict=False)}
+            pairs.update((s.name, d.name) for s, d in zip(full, free, strict=False))
         changes: list[Pair | Unpair] = [Unpair(name) for name in self.pairs if name not in pairs]
         changes += [Pair(s, d) for s, d in pairs.items() if self.pairs.get(s) != d]
         self.pairs = pairs

@@ -72,7 +72,8 @@ class InstanceLoad:
 
     `capacity` is M, `used` the tokens that are taken (requests on their way in included), `running` the batch size B.
     `head_demand` is what the first of the `waiting` requests needs, `queued_demand` what all of them need. `levels`
-    counts the running requests by execution priority. `freeness` is filled in by `virtual_usage.score`.
+    counts the running requests by execution priority. Only instances of equal `layout` can exchange KV. `freeness` is
+    filled in by `virtual_usage.score`.
     """
 
     name: str
@@ -87,6 +88,7 @@ class InstanceLoad:
     terminating: bool = False
     moving_in: int = 0
     moving_out: int = 0
+    layout: str = ""
     freeness: float = 0.0
 
     @property

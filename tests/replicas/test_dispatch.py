@@ -72,7 +72,7 @@ def test_the_queue_is_by_priority_then_first_come_first_served(entries: list[tup
     queue = DispatchQueue(DEFAULT_LEVELS)
     expected = []
     for number, (level, arrival, cancelled) in enumerate(entries):
-        queue.push(NewRequest(str(number), 1, float(arrival), scheduling=level))
+        queue.push(NewRequest(str(number), 1, float(arrival), scheduling=level), float(number))
         if not cancelled:
             expected.append((level != "high", arrival, number))
     for number, (_, _, cancelled) in enumerate(entries):
@@ -81,19 +81,40 @@ def test_the_queue_is_by_priority_then_first_come_first_served(entries: list[tup
             assert not queue.remove(str(number))
     assert len(queue) == len(expected)
     order = []
-    while (request := queue.pop()) is not None:
+    while (popped := queue.pop()) is not None:
+        request, since = popped
+        assert since == int(request.request_id)
         order.append(int(request.request_id))
     assert order == [number for _, _, number in sorted(expected)]
 
 
 def test_a_request_that_left_the_queue_may_come_back() -> None:
     queue = DispatchQueue(DEFAULT_LEVELS)
-    queue.push(NewRequest("a", 1, 0.0))
+    queue.push(NewRequest("a", 1, 0.0), 0)
     queue.remove("a")
-    queue.push(NewRequest("b", 1, 1.0))
-    queue.push(NewRequest("a", 1, 2.0))
+    queue.push(NewRequest("b", 1, 1.0), 1)
+    queue.push(NewRequest("a", 1, 2.0), 2)
     popped = [queue.pop(), queue.pop(), queue.pop()]
-    assert [each.request_id if each else None for each in popped] == ["b", "a", None]
+    assert [(each[0].request_id, each[1]) if each else None for each in popped] == [("b", 1), ("a", 2), None]
+
+
+def test_a_request_that_is_sent_again_has_waited_since_it_came_first() -> None:
+    queue = DispatchQueue(DEFAULT_LEVELS)
+    queue.push(NewRequest("a", 1, 0.0), 5)
+    queue.push(NewRequest("a", 2, 0.0), 9)
+    assert queue.pop() == (NewRequest("a", 2, 0.0), 5)
+    assert queue.pop() is None
+
+
+def test_a_queue_that_nobody_takes_from_does_not_grow_with_those_that_left() -> None:
+    queue = DispatchQueue(DEFAULT_LEVELS)
+    for number in range(1000):
+        queue.push(NewRequest(str(number), 1, 0.0), 0)
+        if number % 100:
+            queue.remove(str(number))
+    assert len(queue) == 10
+    assert len(queue._heap) < 100
+    assert [int(queue.pop()[0].request_id) for _ in range(10)] == list(range(0, 1000, 100))  # type: ignore[index]
 
 
 def test_freest_spreads_requests_of_equal_size_evenly() -> None:

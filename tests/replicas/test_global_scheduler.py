@@ -134,3 +134,29 @@ def test_a_new_scheduler_has_its_view_back_with_the_next_reports() -> None:
         scheduler.report(each)
     assert scheduler.dispatch(1) == [Dispatch("x", "b")]
     assert scheduler.tick(2) == [Pair("a", "b")]
+
+
+def test_how_long_a_request_has_waited_counts_from_when_it_came_here() -> None:
+    """A request that has run elsewhere for minutes does not wake a model in vain."""
+    scheduler = GlobalScheduler("m", scaling=ZERO)
+    assert scheduler.arrive(100, new("a", arrival=0)) == [Start(1)]
+    assert scheduler.tick(129) == []
+    assert [type(each) for each in scheduler.tick(131)] == [Refuse]
+
+
+def test_what_fits_nowhere_waits_for_an_instance_that_starts() -> None:
+    scheduler = GlobalScheduler("m", scaling=ScalingRules(maximum=2))
+    up(scheduler, "a")
+    scheduler.starting = 1
+    assert scheduler.arrive(0, new("x", demand=2 * CAPACITY)) == []
+    assert scheduler.arrive(1, new("y")) == [Dispatch("y", "a")]
+    scheduler.up(InstanceLoad("b", 2 * CAPACITY))
+    assert scheduler.dispatch(2) == [Dispatch("x", "b")]
+
+
+def test_only_instances_whose_kv_is_laid_out_alike_are_paired() -> None:
+    scheduler = GlobalScheduler("m", migration=MigrationRules())
+    for name, layout, used in (("a", "x", CAPACITY), ("b", "y", 0), ("c", "x", 5_000), ("d", "y", CAPACITY)):
+        scheduler.up(InstanceLoad(name, CAPACITY, used=used, running=1, layout=layout))
+    scheduler.tick(0)
+    assert scheduler.pairs == {"a": "c", "d": "b"}
