@@ -1,0 +1,249 @@
+"""Messages in, messages out: the global scheduler without its sockets and clock.
+
+`handle` takes a message and the time, `turn` returns what is to be sent. One `ModelDesk` per model decides; here is
+which units are alive, who is asked what, and what the fleet file says.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from muxserve.deployment import FleetDeployment, UnitEntry
+from muxserve.global_scheduler.desk import ModelDesk, Rules
+from muxserve.global_scheduler.outbox import Client, Outbox, Peer, Unit
+from muxserve.network import tcp_address
+from muxserve.wire import (
+    ControllerHello,
+    DrainReplicas,
+    Loads,
+    Message,
+    NotPlaced,
+    Paired,
+    Place,
+    SchedulerHello,
+    StartFailed,
+    StateRequest,
+    StopReplica,
+    UnitState,
+    Unplace,
+)
+
+log = logging.getLogger(__name__)
+
+# One round: pairs, scaling, and who waits in vain.
+TICK_SECONDS = 0.1
+# A unit reports every second at least.
+SILENCE_SECONDS = 3.0
+# A gateway may have read of a new model before we have.
+UNKNOWN_MODEL_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class UnitSeen:
+    """A unit of the fleet: whether its scheduler is up, and which models it has reported."""
+
+    heard_at: float
+    up: bool = False
+    epoch: str = ""
+    models: set[str] = field(default_factory=set)
+
+
+class SchedulerCore:
+    """All models of the fleet.
+
+    Args:
+        epoch: new for each process.
+        now: seconds of the machine's monotonic clock.
+    """
+
+    def __init__(self, fleet: FleetDeployment, epoch: str, now: float) -> None:
+        self.epoch = epoch
+        self.fleet = fleet
+        self._out = Outbox()
+        self._desks: dict[str, ModelDesk] = {}
+        self._units: dict[str, UnitSeen] = {}
+        self._entries: dict[str, UnitEntry] = {}
+        self._unknown: list[tuple[float, bytes, Place]] = []
+        self._started = now
+        self._tick_at = now
+        self.change(fleet, now)
+
+    # ------------------------------------------------------------ the two sides
+
+    def handle(self, peer: Peer, message: Message, now: float) -> None:
+        """Take in a message."""
+        match peer, message:
+            case Unit(name), Loads():
+                self._loads(name, message, now)
+            case Client(identity), Place():
+                self._place(identity, message, now)
+            case Client(identity), Unplace():
+                self._unplace(identity, message)
+            case Client(identity), ControllerHello():
+                log.info("the controller is here")
+                self._out.controller_is(identity)
+            case Client(), StartFailed():
+                desk = self._desks.get(message.model)
+                if desk is not None:
+                    desk.start_failed(message.reason)
+            case Client(), DrainReplicas():
+                self._drain(message, now)
+            case Client(identity), StateRequest():
+                self._out.to_client(identity, UnitState(self.state(now)))
+            case _:
+                log.warning("unexpected %s from %s", type(message).__name__, peer)
+
+    def turn(self, now: float) -> list[tuple[Peer, Message]]:
+        """Decide on what has been heard; returns messages and whom to send them to, in order."""
+        if now >= self._tick_at:
+            self._tick_at = now + TICK_SECONDS
+            self._round(now)
+        return self._out.take()
+
+    def wakeup(self) -> float:
+        """When `turn` is due although no message came."""
+        return self._tick_at
+
+    def unit_gone(self, unit: str, now: float) -> None:
+        """The connection to a unit has ended."""
+        seen = self._units.get(unit)
+        if seen is not None and seen.up:
+            log.warning("unit %s is gone", unit)
+            self._down(unit, seen, now)
+
+    def returned(self, peer: Peer, message: Message) -> None:
+        """A message could not be sent, since there is nobody of that identity."""
+        if isinstance(peer, Client):
+            self._out.returned(peer.identity, message)
+            for desk in self._desks.values():
+                desk.forget(peer.identity)
+
+    def change(self, fleet: FleetDeployment, now: float) -> None:
+        """The controller has written another fleet file: units and models have come, gone or changed."""
+        before, self.fleet = self._entries, fleet
+        self._entries = {unit.name: unit for unit in fleet.units}
+        for name in self._units.keys() - self._entries.keys():
+            self._down(name, self._units.pop(name), now)
+        for name in self._entries.keys() - self._units.keys():
+            self._units[name] = UnitSeen(now)
+        for name in self._entries.keys() & before.keys():
+            # What it has reported of these models was of no interest until now.
+            if self._units[name].up and set(self._entries[name].serves) - set(before[name].serves):
+                self._out.to_unit(name, SchedulerHello(self.epoch))
+        levels = fleet.priority_levels()
+        offered = {model.name for model in fleet.models}
+        for name in self._desks.keys() - offered:
+            self._desks.pop(name).close()
+        for name in sorted(offered):
+            # Levels that are equal are one object: what they have worked out is kept, and nothing is built anew.
+            desk = self._desks.get(name)
+            if desk is not None and [*desk.rules.levels] == [*levels] and desk.rules.levels.default == levels.default:
+                levels = desk.rules.levels
+            rules = Rules(levels, fleet.migration, fleet.scaling.get(name))
+            serves = [unit.name for unit in fleet.replicas(name)]
+            if desk is None:
+                self._desks[name] = ModelDesk(name, rules, serves, self._out)
+            else:
+                desk.change(rules, serves, now)
+        waiting, self._unknown = self._unknown, []
+        for until, peer, place in waiting:
+            self._place(peer, place, now, until)
+
+    def state(self, now: float) -> dict[str, object]:
+        """Everything as JSON-ready data."""
+        return {
+            "epoch": self.epoch,
+            "generation": self.fleet.generation,
+            "uptime_seconds": now - self._started,
+            "units": {name: {"up": seen.up, "epoch": seen.epoch} for name, seen in sorted(self._units.items())},
+            "models": {name: desk.state(now) for name, desk in sorted(self._desks.items())},
+        }
+
+    # ------------------------------------------------------------ units
+
+    def _loads(self, unit: str, message: Loads, now: float) -> None:
+        seen = self._units.get(unit)
+        if seen is None:
+            return  # it left the fleet while this was on its way
+        if message.unit != unit:
+            log.warning("what listens at the address of unit %s is unit %s", unit, message.unit)
+            return
+        if seen.up and seen.epoch != message.epoch:
+            log.warning("the scheduler of unit %s was started anew", unit)
+            self._down(unit, seen, now)
+        if not seen.up:
+            log.info("unit %s is up", unit)
+        seen.heard_at, seen.up, seen.epoch = now, True, message.epoch
+        loads = {load.model: load for load in message.loads}
+        # What the fleet file does not name is about to go, or its file is about to be read.
+        models = {name for name in self._entries[unit].serves if name in loads and name in self._desks}
+        for name in seen.models - models:
+            if name in self._desks:
+                self._desks[name].gone(unit, now)
+        seen.models = models
+        for name in models:
+            self._desks[name].report(unit, loads[name], now)
+
+    def _down(self, unit: str, seen: UnitSeen, now: float) -> None:
+        seen.up = False
+        models, seen.models = seen.models, set()
+        for name in models:
+            if name in self._desks:
+                self._desks[name].gone(unit, now)
+
+    def _drain(self, message: DrainReplicas, now: float) -> None:
+        for name in message.models:
+            desk = self._desks.get(name)
+            if desk is None:
+                self._out.to_controller(StopReplica(name, message.unit))
+            else:
+                desk.drain(message.unit, now)
+
+    # ------------------------------------------------------------ requests
+
+    def _place(self, peer: bytes, message: Place, now: float, until: float | None = None) -> None:
+        desk = self._desks.get(message.model)
+        if desk is not None:
+            desk.place(peer, message, now)
+        else:
+            self._unknown.append((now + UNKNOWN_MODEL_SECONDS if until is None else until, peer, message))
+
+    def _unplace(self, peer: bytes, message: Unplace) -> None:
+        for request_id in message.request_ids:
+            if not any(desk.unplace(peer, request_id) for desk in self._desks.values()):
+                self._unknown = [u for u in self._unknown if (u[1], u[2].request_id) != (peer, request_id)]
+
+    # ------------------------------------------------------------ rounds
+
+    def _round(self, now: float) -> None:
+        for name, seen in self._units.items():
+            if now - seen.heard_at < SILENCE_SECONDS:
+                continue
+            if seen.up:
+                log.warning("unit %s has been silent for %g s", name, now - seen.heard_at)
+                self._down(name, seen, now)
+            # It may have forgotten us.
+            seen.heard_at = now
+            self._out.to_unit(name, SchedulerHello(self.epoch))
+        for desk in self._desks.values():
+            desk.tick(now)
+            for source, destination, load in desk.pairs():
+                address = self._migrator(source, destination)
+                if address:
+                    self._out.to_unit(source, Paired(desk.model, destination, address, load))
+        if self._unknown:
+            for until, peer, place in self._unknown:
+                if now >= until:
+                    reason = f"there is no model {place.model!r} in the fleet"
+                    self._out.to_client(peer, NotPlaced(place.request_id, reason, late=False))
+            self._unknown = [each for each in self._unknown if now < each[0]]
+
+    def _migrator(self, source: str, destination: str) -> str:
+        """Where the destination's migrator is reached from the source; empty: it is not."""
+        here, there = self._entries[source], self._entries[destination]
+        if not here.remote:
+            return there.migrator_address
+        # Unix sockets of this machine are no good over there.
+        listen = there.deployment.listen
+        return "" if listen is None else tcp_address(listen.host, listen.migrator_port)
