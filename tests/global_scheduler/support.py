@@ -1,0 +1,127 @@
+"""Fleets, and a core with its peers played by the test on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from muxserve.deployment import (
+    Deployment,
+    FleetDeployment,
+    GatewayDeployment,
+    Keys,
+    Listen,
+    ModelDeployment,
+    PoolDeployment,
+    UnitEntry,
+)
+from muxserve.global_scheduler.core import SchedulerCore
+from muxserve.global_scheduler.outbox import Client, Peer, Unit
+from muxserve.wire import ControllerHello, Load, Loads, Message, Place, decode, encode
+
+M = TypeVar("M", bound=Message)
+
+CAPACITY = 10_000
+G0, G1, CONTROLLER = Client(b"gateway/g0"), Client(b"gateway/g1"), Client(b"controller")
+
+
+def model(name: str) -> ModelDeployment:
+    return ModelDeployment(
+        name=name, path=f"/models/{name}", pool="main", dtype="float32", layers=2, kv_heads=2, head_dim=64,
+        block_tokens=16, num_blocks=128, quota_pages=400, floor_pages=100, max_len=400, rate=1.0, max_num_seqs=8,
+        max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
+        max_concurrency=64, max_queue=64,
+    )  # fmt: skip
+
+
+def entry(name: str, serves: Iterable[str], run_dir: str = "/nowhere", host: str = "") -> UnitEntry:
+    """A unit; with `host` one of another machine."""
+    deployment = Deployment(
+        run_dir=f"{run_dir}/{name}",
+        unit=name,
+        policy="adbs",
+        cores=2,
+        pools=[PoolDeployment("main", 32768, 1001)],
+        models=[model(each) for each in serves],
+        gateway=GatewayDeployment("127.0.0.1", 0),
+        listen=Listen(host, 7001, 7002) if host else None,
+    )
+    unit, migrator = deployment.unit_address, deployment.migrator_address
+    if host:
+        unit, migrator = f"tcp://{host}:7001", f"tcp://{host}:7002"
+    return UnitEntry(deployment, unit, migrator, list(serves), remote=bool(host))
+
+
+def fleet(
+    units: Mapping[str, Iterable[str]],
+    run_dir: str = "/nowhere",
+    hosts: Mapping[str, str] | None = None,
+    keys: Keys | None = None,
+    **changes: Any,
+) -> FleetDeployment:
+    """Units with the models that they serve."""
+    entries = [entry(name, serves, run_dir, (hosts or {}).get(name, "")) for name, serves in units.items()]
+    models = sorted({each for unit in entries for each in unit.serves} | set(changes.pop("models", ())))
+    return FleetDeployment(
+        run_dir=run_dir,
+        gateway=GatewayDeployment("127.0.0.1", 0),
+        models=[model(each) for each in models],
+        units=entries,
+        keys=keys,
+        **changes,
+    )
+
+
+def load(name: str = "m", used: int = 0, running: int = 0, **more: Any) -> Load:
+    return Load(name, more.pop("capacity", CAPACITY), used=used, running=running, **more)
+
+
+def place(request_id: str, name: str = "m", demand: int = 100, arrival: float = 0.0, **more: Any) -> Place:
+    return Place(request_id, name, demand, arrival, more.get("scheduling", "normal"), more.get("execution", "normal"))
+
+
+class World:
+    """A core, the time, and what it has sent."""
+
+    def __init__(self, deployed: FleetDeployment, now: float = 100.0) -> None:
+        self.now = now
+        self.core = SchedulerCore(deployed, "s1", now)
+        self.sent: list[tuple[Peer, Message]] = []
+        self.turn()
+
+    def turn(self) -> None:
+        # Everything goes over the wire.
+        self.sent += [(peer, decode(encode(message))) for peer, message in self.core.turn(self.now)]
+
+    def say(self, peer: Peer, message: Message) -> None:
+        self.core.handle(peer, decode(encode(message)), self.now)
+        self.turn()
+
+    def report(self, unit: str, *loads: Load, epoch: str = "e1") -> None:
+        self.say(Unit(unit), Loads(unit, epoch, list(loads)))
+
+    def controller(self) -> None:
+        self.say(CONTROLLER, ControllerHello())
+
+    def change(self, deployed: FleetDeployment) -> None:
+        self.core.change(msgspec.json.decode(msgspec.json.encode(deployed), type=FleetDeployment), self.now)
+        self.turn()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, with every turn that is due."""
+        end = self.now + seconds
+        while (due := self.core.wakeup()) <= end:
+            self.now = max(self.now, due)
+            self.turn()
+        self.now = end
+
+    def heard(self, kind: type[M], peer: Peer | None = None) -> list[M]:
+        """Messages of that kind since the last call, and forget all that was sent."""
+        found = [m for p, m in self.sent if isinstance(m, kind) and (peer is None or p == peer)]
+        self.sent = []
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return self.core.state(self.now)
