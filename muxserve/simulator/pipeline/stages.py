@@ -1,0 +1,127 @@
+"""Stages: which layers each has, how long a micro-batch takes there, and how much KV it can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from muxserve.costs import EngineCosts, LatencyModel, ModelArchitecture
+from muxserve.costs.architecture import ITEM_BYTES
+from muxserve.simulator.pipeline.setup import PipelineSpec
+
+# Where attention takes nearly all of a prefill step, whatever the model.
+_MANY_PAIRS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch as the stages see it. `prefill` prompt tokens of `prompts` prompts with `pairs` (query, key)
+    pairs of attention; `decode` sequences with `context` tokens of KV between them, the new ones included."""
+
+    prefill: int
+    prompts: int
+    pairs: int
+    decode: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the linear layers."""
+        return self.prefill + self.decode
+
+
+def split_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage: equally many, and what is left over goes to the stages before the last, from behind; the
+    last one has the LM head to compute, the first one begins."""
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be spread over {stages} stages")
+    each, over = divmod(layers, stages)
+    split = [each] * stages
+    for place in range(over):
+        split[-2 - place] += 1
+    return tuple(split)
+
+
+def stage_architectures(architecture: ModelArchitecture, stages: int) -> list[ModelArchitecture]:
+    """The model's parts as models of their own. Only the last computes logits; looking up embeddings costs nothing."""
+    split = split_layers(architecture.layers, stages)
+    return [
+        replace(architecture, layers=layers, vocab=architecture.vocab if number == stages - 1 else 0)
+        for number, layers in enumerate(split)
+    ]
+
+
+def kv_blocks(
+    architecture: ModelArchitecture,
+    dtype: str,
+    stages: int,
+    memory: Sequence[float],
+    block_tokens: int = 16,
+) -> tuple[int, ...]:
+    """Blocks that each stage's KV cache can have. `memory` is what each stage has for weights and KV, bytes, of all its
+    devices together.
+
+    Raises:
+        ValueError: the weights leave no room, or the lengths do not fit.
+    """
+    if len(memory) != stages:
+        raise ValueError(f"{stages} stages have {len(memory)} memories")
+    found = []
+    for number, layers in enumerate(split_layers(architecture.layers, stages)):
+        part = replace(architecture, layers=layers, tied_embeddings=True)
+        # Embeddings lie on the first stage and the LM head on the last; on a single one both, unless they are tied.
+        ends = (number == 0) + (number == stages - 1)
+        if architecture.tied_embeddings and stages == 1:
+            ends = 1
+        matrix = architecture.vocab * architecture.hidden
+        weights = (part.parameters + (ends - 1) * matrix) * ITEM_BYTES[dtype]
+        room = memory[number] - weights
+        blocks = int(room // (part.kv_bytes_per_token(dtype) * block_tokens))
+        if blocks < 1:
+            raise ValueError(
+                f"stage {number} has {memory[number] / 2**30:.1f} GiB, of which its weights take "
+                f"{weights / 2**30:.1f}: no room for a block"
+            )
+        found.append(blocks)
+    return tuple(found)
+
+
+class Stage:
+    """One stage. `free_at` is when it has done all it was given, `blocks` its KV cache."""
+
+    def __init__(self, costs: EngineCosts, blocks: int, layers: int) -> None:
+        self.blocks = blocks
+        self.layers = layers
+        self.free_at = 0.0
+        self._costs = costs
+        longer = costs.prefill(1, 2 * _MANY_PAIRS, 1) - costs.prefill(1, _MANY_PAIRS, 1)
+        self._pair_seconds = longer / _MANY_PAIRS
+
+    def seconds(self, work: Work) -> float:
+        """How long it computes that micro-batch.
+
+        Latency models know steps of one kind. In a mixed one all tokens go through the linear layers together, which is
+        a prefill of as many tokens, and decoding sequences read their KV beside it. That is counted as so many pairs of
+        prefill attention as take the same time, so that a step that waits for the host waits only once.
+        """
+        if not work.decode:
+            return self._costs.prefill(work.prefill, work.pairs, work.prompts)
+        if not work.prefill:
+            return self._costs.decode(work.decode, work.context).seconds(work.context)
+        reading = self._costs.decode(work.decode, _MANY_PAIRS).per_token * work.context
+        tokens, rows = work.tokens, work.prompts + work.decode
+        if self._pair_seconds > 0.0:
+            return self._costs.prefill(tokens, work.pairs + round(reading / self._pair_seconds), rows)
+        return self._costs.prefill(tokens, work.pairs, rows) + reading
+
+
+def make_stages(spec: PipelineSpec, latency: LatencyModel) -> list[Stage]:
+    """The stages of that engine.
+
+    Raises:
+        CostError: the latency model does not know a part of the model on that device.
+    """
+    return [
+        Stage(latency.engine(part, spec.shape), blocks, part.layers)
+        for part, blocks in zip(stage_architectures(spec.architecture, spec.stages), spec.blocks, strict=True)
+    ]

@@ -1,0 +1,118 @@
+"""Stages of a pipeline: layers, memory, and what mixed micro-batches cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.costs import EngineShape, ModelArchitecture
+from muxserve.costs.roofline import Roofline
+from muxserve.simulator.pipeline import PipelineSpec, kv_blocks, split_layers
+from muxserve.simulator.pipeline.stages import Stage, Work, make_stages, stage_architectures
+from tests.simulator.support import Linear
+
+MODEL = ModelArchitecture("large", 48, 40, 8, 128, 5120, 13824, 152064, 32768, 32768, "bfloat16")
+SPEC = PipelineSpec(MODEL, EngineShape("L20-48GB"), (1000,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [(48, 4, (12, 12, 12, 12)), (10, 4, (2, 3, 3, 2)), (11, 4, (3, 3, 3, 2)), (5, 2, (3, 2)), (7, 1, (7,))],
+)
+def test_layers_are_split_evenly(layers: int, stages: int, expected: tuple[int, ...]) -> None:
+    assert split_layers(layers, stages) == expected
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 layers cannot be spread over 4 stages"):
+        split_layers(3, 4)
+
+
+@given(layers=st.integers(1, 200), stages=st.integers(1, 16))
+def test_all_layers_are_somewhere(layers: int, stages: int) -> None:
+    if stages <= layers:
+        split = split_layers(layers, stages)
+        assert sum(split) == layers
+        assert max(split) - min(split) <= 1
+        assert split[-1] == min(split)
+
+
+def test_the_parts_add_up_to_the_model() -> None:
+    parts = stage_architectures(MODEL, 4)
+    assert [part.layers for part in parts] == [12] * 4
+    # Of the two matrices of the vocabulary, embeddings are looked up and cost nothing.
+    assert sum(part.parameters for part in parts) == MODEL.parameters
+    assert [part.vocab for part in parts] == [0, 0, 0, MODEL.vocab]
+
+
+def test_each_stage_has_its_own_room_for_kv() -> None:
+    gib = 40 * 2**30
+    first, second, third, last = kv_blocks(MODEL, "bfloat16", 4, [gib] * 4)
+    layer_weights = (MODEL.parameters - 2 * MODEL.vocab * MODEL.hidden) / 4 * 2
+    block = 12 * 8 * 128 * 2 * 2 * 16
+    assert second == third == (gib - layer_weights) // block
+    # Embeddings here, the LM head there.
+    assert first == last == (gib - layer_weights - MODEL.vocab * MODEL.hidden * 2) // block
+    (alone,) = kv_blocks(MODEL, "bfloat16", 1, [4 * gib])
+    assert alone == (4 * gib - MODEL.weight_bytes("bfloat16")) // (4 * block)
+    tied = replace(MODEL, tied_embeddings=True)
+    assert kv_blocks(tied, "bfloat16", 4, [gib] * 4) == (first, second, third, last)
+    assert kv_blocks(tied, "bfloat16", 1, [4 * gib])[0] > alone
+
+
+def test_memory_that_does_not_hold_the_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stage 0 has 6\.0 GiB, of which its weights take 7\.\d: no room"):
+        kv_blocks(MODEL, "bfloat16", 4, [6 * 2**30] * 4)
+    with pytest.raises(ValueError, match="4 stages have 3 memories"):
+        kv_blocks(MODEL, "bfloat16", 4, [6 * 2**30] * 3)
+
+
+# ------------------------------------------------------------ mixed micro-batches
+
+
+def test_steps_of_one_kind_cost_what_the_latency_model_says() -> None:
+    costs = Roofline().engine(stage_architectures(MODEL, 4)[0], SPEC.shape)
+    stage = make_stages(SPEC, Roofline())[0]
+    assert stage.seconds(Work(512, 2, 70_000, 0, 0)) == costs.prefill(512, 70_000, 2)
+    assert stage.seconds(Work(0, 0, 0, 64, 20_000)) == costs.decode(64, 20_000).seconds(20_000)
+
+
+def test_a_mixed_step_reads_weights_once_and_adds_both_attentions() -> None:
+    costs = Roofline().engine(stage_architectures(MODEL, 4)[0], SPEC.shape)
+    stage = make_stages(SPEC, Roofline())[0]
+    reading = costs.decode(64, 1 << 30).per_token * 40_000
+    mixed = stage.seconds(Work(512, 2, 70_000, 64, 40_000))
+    assert mixed == pytest.approx(costs.prefill(576, 70_000, 66) + reading, rel=1e-6)
+    alone = stage.seconds(Work(512, 2, 70_000, 0, 0)) + stage.seconds(Work(0, 0, 0, 64, 40_000))
+    assert mixed < alone
+
+
+def test_a_step_that_waits_for_the_host_waits_once() -> None:
+    # A device so fast that launching is all there is to it.
+    quick = PipelineSpec(replace(MODEL, hidden=512, intermediate=512, heads=4, kv_heads=4), SPEC.shape, (1000,) * 4)
+    stage = make_stages(quick, Roofline())[0]
+    floor = stage.seconds(Work(1, 1, 1, 0, 0))
+    assert stage.seconds(Work(8, 1, 36, 8, 1000)) == pytest.approx(floor)
+
+
+def test_latency_models_that_know_no_pairs_add_the_reading_of_kv() -> None:
+    stage = Stage(Linear(), 10, 1)
+    assert stage.seconds(Work(100, 1, 5050, 10, 5000)) == pytest.approx(0.001 + 0.00005 * 110 + 0.000001 * 5000)
+
+
+@given(
+    prefill=st.integers(1, 4000), decode=st.integers(1, 500), context=st.integers(500, 500_000), more=st.integers(1, 99)
+)
+def test_more_work_never_takes_less_time(prefill: int, decode: int, context: int, more: int) -> None:
+    stage = make_stages(SPEC, Roofline())[3]
+    pairs = prefill * (prefill + 1) // 2
+    work = Work(prefill, 1, pairs, decode, context)
+    seconds = stage.seconds(work)
+    assert stage.seconds(Work(prefill + more, 1, pairs, decode, context)) >= seconds
+    assert stage.seconds(Work(prefill, 1, pairs + more, decode, context)) >= seconds
+    assert stage.seconds(Work(prefill, 1, pairs, decode + more, context)) >= seconds
+    assert stage.seconds(Work(prefill, 1, pairs, decode, context + 100 * more)) >= seconds
+    assert seconds >= stage.seconds(Work(prefill, 1, pairs, 0, 0))
