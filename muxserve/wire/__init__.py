@@ -32,6 +32,7 @@ from muxserve.wire.migration import (
     PeerPages,
     PeerRefused,
     PeerStaged,
+    PeerThere,
     ShowBlocks,
     TakenOver,
     TakeOver,
@@ -120,6 +121,7 @@ __all__ = [
     "PeerPages",
     "PeerRefused",
     "PeerStaged",
+    "PeerThere",
     "Place",
     "Placed",
     "Refused",
@@ -153,7 +155,7 @@ AnyMessage = Union[
     Unpaired, Terminating, Elsewhere, TookOver, Place, Unplace, Placed, NotPlaced, ControllerHello, StartReplicas,
     StopReplica, StartFailed, DrainReplicas, ShowBlocks, Blocks, Detach, Detached, MigratorHello, MoveStage,
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
-    PeerCommit, PeerCommitted, PeerRefused, PeerAbort, TakeOver, TakenOver, MovingIn,
+    PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -189,6 +189,12 @@ class PeerRefused(Message):
     uncertain: bool = False
 
 
+class PeerThere(Message):
+    """Not to be answered: ZeroMQ tells the receiving side of a move when nobody takes this any more."""
+
+    move: str
+
+
 class PeerAbort(Message):
     """The move is over; let go of everything."""
 

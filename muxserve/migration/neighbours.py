@@ -1,0 +1,124 @@
+"""Memory managers of other units on this machine, whose pools are written to directly.
+
+What is written to is held here too, beside the other unit's migrator: so whoever dies, no block goes to somebody else
+while this process writes into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from muxserve.memory import MemoryManagerError, MemoryManagerGone
+from muxserve.memory.client import MemoryClient
+from muxserve.memory.errors import DeviceMemoryError
+from muxserve.migration.pages import MakePages, Pages, of_all_ranks
+from muxserve.migration.tasks import Join
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 2.0
+# Mappings are kept for the next move: the first access to each of their pages costs more than copying it.
+KEEP_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class Neighbour:
+    """One connection. `moves` are those under way, with model and blocks."""
+
+    client: MemoryClient
+    used_at: float
+    pages: dict[str, list[Pages]] = field(default_factory=dict)
+    moves: defaultdict[str, list[tuple[str, list[int]]]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Neighbours:
+    """All of them, used by the worker's thread only."""
+
+    def __init__(self, name: str, ranks: int, make_pages: MakePages) -> None:
+        self._name = name
+        self._ranks = ranks
+        self._make_pages = make_pages
+        self._by_socket: dict[str, Neighbour] = {}
+        self._of_move: dict[str, Neighbour] = {}
+
+    def join(self, task: Join) -> bool:
+        """Hold the blocks of `task.key` as well; false if that memory cannot be reached from here.
+
+        Raises:
+            MemoryManagerError, MemoryManagerGone: it was reached, and the blocks are not there any more.
+        """
+        try:
+            neighbour = self._reach(task)
+        except (OSError, MemoryManagerError, DeviceMemoryError, ValueError) as error:
+            log.warning("%s cannot be written to directly: %s", task.memory_socket, error)
+            return False
+        if neighbour.client.generation != task.generation:
+            raise MemoryManagerGone("the other unit's memory manager has started anew")
+        known = self._of_move.get(task.move)
+        if known is not None and known is not neighbour:
+            raise MemoryManagerGone("the other unit's memory manager has started anew")
+        blocks = neighbour.client.adopt(task.model, task.key).tolist()
+        neighbour.moves[task.move].append((task.model, blocks))
+        self._of_move[task.move] = neighbour
+        if blocks != list(task.blocks):
+            raise MemoryManagerError("INVALID", "the other migrator names other blocks than it shares")
+        return True
+
+    @contextmanager
+    def writing(self, move: str, model: str) -> Iterator[list[Pages]]:
+        """The model's pages on each rank, for writing into what was joined for `move`.
+
+        Raises:
+            MemoryManagerGone: nothing was joined, or the memory manager over there has died.
+        """
+        neighbour = self._of_move.get(move)
+        if neighbour is None:
+            raise MemoryManagerGone("the other unit's memory manager is gone")
+        with neighbour.client.writing():
+            yield neighbour.pages[model]
+
+    def leave(self, move: str) -> None:
+        """Let go of what was joined for `move`."""
+        neighbour = self._of_move.pop(move, None)
+        if neighbour is None:
+            return
+        with contextlib.suppress(MemoryManagerGone, MemoryManagerError):  # then it is not held any more
+            for model, blocks in neighbour.moves.pop(move):
+                neighbour.client.step(model, release=np.array(blocks, dtype=np.int32))
+
+    def tidy(self) -> None:
+        """Close connections that have not been used for a while."""
+        now = time.monotonic()
+        for socket, neighbour in list(self._by_socket.items()):
+            if not neighbour.moves and now - neighbour.used_at > KEEP_SECONDS:
+                neighbour.client.close()
+                del self._by_socket[socket]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for neighbour in self._by_socket.values():
+            neighbour.client.close()
+        self._by_socket.clear()
+        self._of_move.clear()
+
+    def _reach(self, task: Join) -> Neighbour:
+        known = self._by_socket.get(task.memory_socket)
+        if known is not None and known.client.generation != task.generation:
+            # A later life of that manager has granted the blocks; what was held in this one is gone.
+            known.client.close()
+            known = None
+        if known is None:
+            client = MemoryClient(task.memory_socket, self._name, TIMEOUT_SECONDS)
+            known = self._by_socket[task.memory_socket] = Neighbour(client, 0.0)
+        if task.model not in known.pages:
+            known.pages[task.model] = of_all_ranks(known.client, task.model, self._ranks, self._make_pages)
+        known.used_at = time.monotonic()
+        return known

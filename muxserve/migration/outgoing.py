@@ -1,0 +1,404 @@
+"""Moves from this unit to others: what is sent when, and what is done when something goes wrong.
+
+No socket, no clock, no page: messages of the unit scheduler and of other migrators and outcomes of tasks come in, with
+the time; messages and tasks go out through `Actions`.
+
+A stage is copied in chunks. Several moves take turns, chunk by chunk, within one limit of bytes per second. On the way
+to another machine only so many chunks are under way that the network is kept busy, and are acknowledged as written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from muxserve.migration.bandwidth import TokenBucket
+from muxserve.migration.shapes import ModelShape
+from muxserve.migration.tasks import CopyOver, Failed, Gather, Join, Leave, Outcome, Task
+from muxserve.wire import (
+    Message,
+    MoveAbort,
+    MoveCommit,
+    MoveCommitted,
+    MoveFailed,
+    MoveStage,
+    MoveStaged,
+    PeerAbort,
+    PeerCommit,
+    PeerCommitted,
+    PeerOpen,
+    PeerOpened,
+    PeerPages,
+    PeerRefused,
+    PeerStaged,
+)
+
+# Of an answer to the first message of a move, or of a stage that needs more blocks.
+OPEN_SECONDS = 5.0
+# Of the other side's word that its unit has the request.
+COMMIT_SECONDS = 5.0
+# How long a silent side counts as alive, and how often a side lets hear of itself while nothing moves.
+SILENCE_SECONDS = 10.0
+SIGN_SECONDS = 2.0
+# How long the unit scheduler may take until it wants the next stage: several of an engine's longest steps.
+IDLE_SECONDS = 30.0
+# Bytes of a chunk, over all ranks. Small within a machine, where nothing is gained by more, and engines want their
+# share of the memory's bandwidth meanwhile; on a network it must be worth a message.
+COPY_BYTES = 1 << 20
+SEND_BYTES = 4 << 20
+# Chunks on their way to another machine, of one move.
+WINDOW = 4
+# Chunks given to the worker at a time: one that it does and one that it takes up without a pause.
+DEPTH = 2
+
+
+class Actions(Protocol):
+    """What a move can bring about."""
+
+    def tell_unit(self, message: Message) -> object:
+        """Send to this unit's scheduler."""
+
+    def tell_peer(self, address: str, message: Message, pages: object = None) -> None:
+        """Send to the migrator at `address`, with a frame of pages if there is one."""
+
+    def start(self, task: Task) -> None:
+        """Do this after everything that was started before; the outcome comes back."""
+
+
+class State(Enum):
+    """Where a move stands."""
+
+    OPENING = auto()  # asked the other side for blocks
+    JOINING = auto()  # asked the other memory manager
+    COPYING = auto()
+    IDLE = auto()  # the unit scheduler's turn
+    COMMITTING = auto()
+
+
+@dataclass(slots=True)
+class Move:
+    """One request on its way out.
+
+    `held` are its blocks over there. Of the stage, blocks up to number `next` have been begun and up to `done` are
+    written; up to `until` they are of all stages. `sent` has, for each `PeerStaged` that was not answered yet, up to
+    where pages were sent before it, or -1 where none were. `window` counts chunks begun and not acknowledged.
+    """
+
+    move: str
+    model: str
+    address: str
+    stage: MoveStage
+    began: float
+    since: float
+    heard: float
+    signed: float
+    state: State = State.OPENING
+    asked: int = 0
+    held: list[int] = field(default_factory=list)
+    joined: bool = False
+    streamed: bool = False
+    next: int = 0
+    done: int = 0
+    until: int = 0
+    window: int = 0
+    sent: deque[int] = field(default_factory=deque)
+
+    @property
+    def end(self) -> int:
+        """Number of the block after the stage's last."""
+        return self.stage.since + len(self.stage.blocks)
+
+
+class Outgoing:
+    """All moves from this unit.
+
+    Args:
+        unit: the unit's name; epoch: this migrator's.
+        machine: see `PeerOpened`.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        epoch: str,
+        machine: str,
+        shapes: Mapping[str, ModelShape],
+        ranks: int,
+        bandwidth: TokenBucket,
+        actions: Actions,
+    ) -> None:
+        self.moves: dict[str, Move] = {}
+        self._unit = unit
+        self._epoch = epoch
+        self._machine = machine
+        self._shapes = shapes
+        self._ranks = ranks
+        self._bandwidth = bandwidth
+        self._actions = actions
+        self._turns: deque[str] = deque()
+        self._running = 0
+
+    # ------------------------------------------------------------ the unit scheduler
+
+    def stage(self, message: MoveStage, now: float) -> None:
+        """The unit scheduler wants blocks copied."""
+        move = self.moves.get(message.move)
+        if move is None:
+            if message.since:
+                self._actions.tell_unit(MoveFailed(message.move, "the move is over already"))
+                return
+            if message.model not in self._shapes:
+                self._actions.tell_unit(MoveFailed(message.move, f"this unit has no model {message.model!r}"))
+                return
+            move = Move(message.move, message.model, message.address, message, now, now, now, now)
+            self.moves[message.move] = move
+        elif move.state is not State.IDLE:
+            self._fail(move, "a stage was asked for before the one before was over")
+            return
+        elif message.since > move.until:
+            self._fail(move, f"blocks {move.until} to {message.since - 1} have not been moved")
+            return
+        first = not move.held and not move.until
+        move.stage, move.began, move.next, move.done = message, now, message.since, message.since
+        move.asked = max(message.reserve, move.end - len(move.held), 0)
+        if move.asked or first:
+            self._enter(move, State.OPENING, now)
+            layout = self._shapes[move.model].layout
+            opening = PeerOpen(move.move, self._unit, self._epoch, move.model, layout, move.asked, self._machine)
+            self._tell(move, opening, now)
+        else:
+            self._copy(move, now)
+
+    def commit(self, message: MoveCommit, now: float) -> None:
+        """The unit scheduler wants the request handed over."""
+        move = self.moves.get(message.move)
+        if move is None:
+            self._actions.tell_unit(MoveFailed(message.move, "the move is over already"))
+        elif move.state is not State.IDLE:
+            self._fail(move, "it was to be handed over before its last stage was over")
+        else:
+            self._leave(move)
+            self._enter(move, State.COMMITTING, now)
+            self._tell(move, PeerCommit(move.move, message.request), now)
+
+    def abort(self, message: MoveAbort, now: float) -> None:
+        """The unit scheduler wants the move undone. Once handed over, it is not in our hands."""
+        move = self.moves.get(message.move)
+        if move is not None and move.state is not State.COMMITTING:
+            self._end(move, tell_peer=True)
+
+    def unit_lost(self) -> None:
+        """The unit scheduler is gone, or new: nobody wants any of this."""
+        for move in list(self.moves.values()):
+            self._end(move, tell_peer=move.state is not State.COMMITTING)
+
+    # ------------------------------------------------------------ the other migrator
+
+    def heard(self, address: str, message: Message, now: float) -> None:
+        """A message of the migrator at `address`."""
+        name = getattr(message, "move", "")
+        move = self.moves.get(name)
+        if move is None or move.address != address:
+            return  # of a move that has ended here
+        move.heard = now
+        match message:
+            case PeerOpened():
+                self._opened(move, message, now)
+            case PeerStaged():
+                self._acknowledged(move, now)
+            case PeerCommitted():
+                if move.state is State.COMMITTING:
+                    del self.moves[move.move]
+                    self._actions.tell_unit(MoveCommitted(move.move))
+            case PeerRefused():
+                self._end(move, tell_peer=False, reason=message.reason, uncertain=message.uncertain)
+
+    def peer_lost(self, address: str, reason: str, now: float) -> None:
+        """Nobody is at `address` any more."""
+        for move in [m for m in self.moves.values() if m.address == address]:
+            # What it had been told to hand over, it may have handed over.
+            self._end(move, tell_peer=False, reason=reason, uncertain=move.state is State.COMMITTING)
+
+    def memory_lost(self) -> None:
+        """This unit's memory manager died, and with it what its blocks held. What was committed is over there."""
+        for move in [m for m in self.moves.values() if m.state is not State.COMMITTING]:
+            self._fail(move, "the memory manager died")
+
+    # ------------------------------------------------------------ tasks
+
+    def outcome(self, task: Task, outcome: Outcome, now: float) -> None:
+        """A task is done."""
+        if isinstance(task, (CopyOver, Gather)):
+            self._running -= 1
+        move = self.moves.get(task.move) if isinstance(task, (Join, CopyOver, Gather)) else None
+        if move is None:
+            return
+        if isinstance(outcome, Failed):
+            self._fail(move, outcome.reason)
+            return
+        if isinstance(task, Join):
+            move.streamed = not outcome
+            self._copy(move, now)
+        elif isinstance(task, CopyOver):
+            move.done = task.first + len(task.source)
+            if move.done == move.end:
+                # It is written, whatever the other side says; that only has to know how far we are.
+                self._tell_staged(move, move.end, now)
+                self._staged(move, now)
+        elif isinstance(task, Gather):
+            assert isinstance(outcome, list)
+            for rank, pages in enumerate(outcome):
+                self._tell(move, PeerPages(move.move, task.first, len(task.source), rank), now, pages)
+            self._tell_staged(move, task.first + len(task.source), now, pages=True)
+
+    # ------------------------------------------------------------ time
+
+    def turn(self, now: float) -> None:
+        """Start what can be started, and give up what takes too long."""
+        for move in list(self.moves.values()):
+            self._mind(move, now)
+        while self._running < DEPTH and self._turns and self._bandwidth.ready_at(now) <= now:
+            if not self._start_chunk(now):
+                return
+
+    def wakeup(self, now: float) -> float:
+        """When `turn` is due although nothing happened."""
+        due = min((move.signed + SIGN_SECONDS for move in self.moves.values()), default=math.inf)
+        if self._turns and self._running < DEPTH:
+            ready = self._bandwidth.ready_at(now)
+            if ready > now:
+                due = min(due, ready)
+        return due
+
+    def _mind(self, move: Move, now: float) -> None:
+        waited = now - move.since
+        if move.state is State.OPENING and waited > OPEN_SECONDS:
+            self._fail(move, f"no answer from the migrator at {move.address}")
+        elif move.state is State.COMMITTING and waited > COMMIT_SECONDS:
+            reason = f"the migrator at {move.address} does not say whether its unit has the request"
+            self._end(move, tell_peer=False, reason=reason, uncertain=True)
+        elif move.state is State.IDLE and waited > IDLE_SECONDS:
+            self._fail(move, "the unit scheduler does not go on with it")
+        elif move.sent and now - move.heard > SILENCE_SECONDS:
+            self._fail(move, f"the migrator at {move.address} is silent")
+        elif now - move.signed >= SIGN_SECONDS:
+            move.signed = now
+            if move.state in (State.JOINING, State.COPYING, State.IDLE):
+                self._tell_staged(move, move.until, now)
+
+    # ------------------------------------------------------------ one move
+
+    def _opened(self, move: Move, message: PeerOpened, now: float) -> None:
+        if move.state is not State.OPENING:
+            self._fail(move, "the other migrator has set blocks aside that were not asked for")
+            return
+        if len(message.blocks) != move.asked:
+            self._fail(move, f"the other migrator has set {len(message.blocks)} blocks aside instead of {move.asked}")
+            return
+        move.held += message.blocks
+        if message.machine == self._machine and message.key and not move.streamed:
+            self._enter(move, State.JOINING, now)
+            self._actions.start(
+                Join(
+                    move.move,
+                    move.model,
+                    message.memory_socket,
+                    message.generation,
+                    message.key,
+                    tuple(message.blocks),
+                )
+            )
+            # Whatever comes of it: there may be something to let go of.
+            move.joined = True
+        else:
+            move.streamed = move.streamed or bool(message.blocks)
+            self._copy(move, now)
+
+    def _copy(self, move: Move, now: float) -> None:
+        self._enter(move, State.COPYING, now)
+        if move.done == move.end:
+            self._staged(move, now)
+        else:
+            self._turns.append(move.move)
+
+    def _start_chunk(self, now: float) -> bool:
+        """Start the next chunk of the first move that may go on; whether there was one."""
+        for _ in range(len(self._turns)):
+            move = self.moves.get(self._turns.popleft())
+            if move is None or move.state is not State.COPYING or move.next == move.end:
+                continue
+            if move.streamed and move.window >= WINDOW:
+                self._turns.append(move.move)
+                continue
+            per_block = self._block_bytes(move)
+            count = max(1, (SEND_BYTES if move.streamed else COPY_BYTES) // per_block)
+            first, last = move.next, min(move.next + count, move.end)
+            blocks = tuple(move.stage.blocks[first - move.stage.since : last - move.stage.since])
+            if move.streamed:
+                move.window += 1
+                self._actions.start(Gather(move.move, move.model, first, blocks))
+            else:
+                self._actions.start(CopyOver(move.move, move.model, first, blocks, tuple(move.held[first:last])))
+            self._bandwidth.take(len(blocks) * per_block, now)
+            self._running += 1
+            move.next = last
+            if last < move.end:
+                self._turns.append(move.move)
+            return True
+        return False
+
+    def _acknowledged(self, move: Move, now: float) -> None:
+        until = move.sent.popleft() if move.sent else -1
+        if until < 0:
+            return
+        move.window -= 1
+        move.done = until
+        if move.done == move.end:
+            self._staged(move, now)
+
+    def _staged(self, move: Move, now: float) -> None:
+        move.until = max(move.until, move.end)
+        self._enter(move, State.IDLE, now)
+        size = len(move.stage.blocks) * self._block_bytes(move)
+        self._actions.tell_unit(MoveStaged(move.move, move.end, now - move.began, size))
+
+    def _block_bytes(self, move: Move) -> int:
+        return self._ranks * self._shapes[move.model].block_bytes
+
+    def _enter(self, move: Move, state: State, now: float) -> None:
+        move.state, move.since = state, now
+
+    def _tell(self, move: Move, message: Message, now: float, pages: object = None) -> None:
+        move.signed = now
+        self._actions.tell_peer(move.address, message, pages)
+
+    def _tell_staged(self, move: Move, until: int, now: float, pages: bool = False) -> None:
+        if not move.sent:
+            move.heard = now  # silence counts from what was asked
+        move.sent.append(until if pages else -1)
+        self._tell(move, PeerStaged(move.move, until), now)
+
+    # ------------------------------------------------------------ the end
+
+    def _fail(self, move: Move, reason: str) -> None:
+        """It went wrong. What was handed over already stays so, whatever comes."""
+        committing = move.state is State.COMMITTING
+        self._end(move, tell_peer=not committing, reason=reason, uncertain=committing)
+
+    def _end(self, move: Move, tell_peer: bool, reason: str = "", uncertain: bool = False) -> None:
+        del self.moves[move.move]
+        if tell_peer:
+            self._actions.tell_peer(move.address, PeerAbort(move.move))
+        self._leave(move)
+        if reason:
+            self._actions.tell_unit(MoveFailed(move.move, reason, uncertain))
+
+    def _leave(self, move: Move) -> None:
+        # Tasks are done in order: by then nothing is written for the move any more.
+        if move.joined:
+            self._actions.start(Leave(move.move))
+            move.joined = False

@@ -1,0 +1,80 @@
+"""The pages of a model on one rank, by blocks: as the migrator reads and writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from muxserve.memory import _native
+from muxserve.memory.client import MemoryClient, ModelView
+from muxserve.migration.tasks import Buffer
+
+PageIds = npt.NDArray[np.int32]
+
+
+class Pages(Protocol):
+    """Blocks are those of the model's page table; the pages of a block come in the table's order.
+
+    Every method raises `IndexError` for a block that the table does not have.
+    """
+
+    def copy_to(self, blocks: Sequence[int], destination: Any, destination_blocks: Sequence[int]) -> None:
+        """Copy blocks into those of another pool, mapped here by an object of the same kind."""
+
+    def gather(self, blocks: Sequence[int]) -> Buffer:
+        """Their pages one after another: uint8[blocks * pages of a block * page_bytes], on the host."""
+
+    def scatter(self, data: Buffer, blocks: Sequence[int]) -> None:
+        """Write what `gather` gave."""
+
+
+MakePages = Callable[[ModelView], Pages]
+
+
+class HostPages:
+    """Pages in shared memory. Copying lets other threads of Python run."""
+
+    def __init__(self, view: ModelView) -> None:
+        self.table = view.page_table
+        self.pool = view.pool
+
+    def copy_to(self, blocks: Sequence[int], destination: HostPages, destination_blocks: Sequence[int]) -> None:
+        """See `Pages`."""
+        source_pages = pages_of(self.table, blocks)
+        _native.copy_pages(self.pool, source_pages, destination.pool, pages_of(destination.table, destination_blocks))
+
+    def gather(self, blocks: Sequence[int]) -> Buffer:
+        """See `Pages`."""
+        pages = pages_of(self.table, blocks)
+        out: Buffer = np.empty(pages.size * self.pool.shape[1], dtype=np.uint8)
+        _native.gather_pages(self.pool, pages, out)
+        return out
+
+    def scatter(self, data: Buffer, blocks: Sequence[int]) -> None:
+        """See `Pages`."""
+        _native.scatter_pages(data, self.pool, pages_of(self.table, blocks))
+
+
+def pages_of(table: PageIds, blocks: Sequence[int]) -> PageIds:
+    """The pages of some blocks, in the order of the table: int32[blocks * layers * heads], a copy.
+
+    Raises:
+        IndexError: a block that is not in the table, or the null block.
+    """
+    ids = np.asarray(blocks, dtype=np.int64)
+    if ids.size and (ids.min() < 1 or ids.max() >= table.shape[0]):
+        raise IndexError(f"blocks are 1 to {table.shape[0] - 1}, not {ids.min()} to {ids.max()}")
+    return np.ascontiguousarray(table[ids].reshape(-1))
+
+
+def of_all_ranks(client: MemoryClient, model: str, ranks: int, make: MakePages) -> list[Pages]:
+    """The pages of a model on each rank.
+
+    Raises:
+        MemoryManagerGone: the memory is not there any more.
+        MemoryManagerError: the manager has no such model.
+    """
+    return [make(client.map(model, rank)) for rank in range(ranks)]

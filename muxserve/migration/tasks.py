@@ -1,0 +1,87 @@
+"""What the migrator does with pages: carried out one after another, in the order in which they were asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Union
+
+import numpy as np
+import numpy.typing as npt
+
+Buffer = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Hold the blocks that the other migrator has set aside for `move`, too, so as to write into them.
+
+    Outcome: whether that is possible. It is not where the other memory manager or its pools cannot be reached.
+    """
+
+    move: str
+    model: str
+    memory_socket: str
+    generation: int
+    key: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOver:
+    """Copy blocks of this unit's pools into blocks that were joined. `first` is the number of the first block in the
+    request. Outcome: none."""
+
+    move: str
+    model: str
+    first: int
+    source: tuple[int, ...]
+    destination: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Bring the pages of some blocks together. Outcome: one `Buffer` per rank, in the order of the page table."""
+
+    move: str
+    model: str
+    first: int
+    source: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Let go of everything that was joined for `move`. Outcome: none."""
+
+    move: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write pages that came from another machine into blocks held here; `life` is the memory manager's that granted
+    them. Outcome: none."""
+
+    peer: bytes
+    move: str
+    model: str
+    rank: int
+    blocks: tuple[int, ...]
+    life: int
+    data: Buffer = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Tidy:
+    """Let go of memory managers that nothing has been moved to for a while. Outcome: none."""
+
+
+Task = Union[Join, CopyOver, Gather, Leave, Write, Tidy]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The outcome of a task that could not be done; `reason` in words."""
+
+    reason: str
+
+
+Outcome = Union[None, bool, list[Buffer], Failed]

@@ -1,0 +1,55 @@
+"""A thread that copies, so that messages are answered meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from muxserve.migration.tasks import Outcome, Task
+
+
+class Worker:
+    """Does tasks in order. `done_fd` becomes readable when outcomes can be taken with `done`.
+
+    Args:
+        nice: how much the thread gives way to others: engines are to be slowed as little as can be.
+    """
+
+    def __init__(self, do: Callable[[Task], Outcome], nice: int) -> None:
+        self._do = do
+        self._nice = nice
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Task, Outcome]] = queue.SimpleQueue()
+        self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
+        self._thread.start()
+
+    def start(self, task: Task) -> None:
+        """Do this after all that was started before."""
+        self._tasks.put(task)
+
+    def done(self) -> list[tuple[Task, Outcome]]:
+        """What was done since the last call, in order."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.done_fd)
+        found = []
+        while not self._done.empty():
+            found.append(self._done.get())
+        return found
+
+    def close(self) -> None:
+        """End the thread when it has done what it was given."""
+        self._tasks.put(None)
+        self._thread.join()
+        os.close(self.done_fd)
+
+    def _run(self) -> None:
+        # On Linux a thread has a niceness of its own. One that may not be had is no reason not to copy.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+        while (task := self._tasks.get()) is not None:
+            self._done.put((task, self._do(task)))
+            os.eventfd_write(self.done_fd, 1)

@@ -1,0 +1,50 @@
+"""What long-running processes of the fleet begin with: signals that a poller sees, the parent's death, and a log."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Signals:
+    """Turns signals into something that a poller can wait for."""
+
+    def __init__(self, numbers: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def fileno(self) -> int:
+        """What becomes readable."""
+        return self._reader.fileno()
+
+    def take(self) -> set[int]:
+        """The signals since the last call."""
+        try:
+            return set(self._reader.recv(256))
+        except BlockingIOError:
+            return set()
+
+
+def die_with_parent() -> bool:
+    """Be sent SIGTERM when the process that started this ends; false if it has ended already."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    return os.getppid() == parent
+
+
+def log_to_stderr(level: str) -> None:
+    """The format of every process's log."""
+    logging.basicConfig(
+        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
