@@ -9,6 +9,8 @@ from typing import Literal
 import msgspec
 
 from muxserve.deployment.network import Keys, Listen
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 
 PolicyName = Literal["adbs", "fcfs", "round_robin"]
 SmSharing = Literal["mps", "green_contexts", "off"]
@@ -102,6 +104,14 @@ class Deployment(msgspec.Struct, frozen=True):
     keys: Keys | None = None
     # Most bytes per second that leave by migration; 0: no limit.
     migration_bandwidth: float = 0.0
+    # Which requests leave when the global scheduler has paired the unit's replica with another; as in the fleet.
+    migration: MigrationRules = MigrationRules()
+    levels: tuple[Level, ...] = tuple(DEFAULT_LEVELS)
+    default_level: str = NORMAL
+
+    def priority_levels(self) -> Levels:
+        """The levels as the policies want them."""
+        return Levels(self.levels, self.default_level)
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -70,7 +70,9 @@ from muxserve.wire.unit import (
     Lost,
     Refused,
     Reset,
+    Retire,
     Returned,
+    Revive,
     StateRequest,
     StepReport,
     Stop,
@@ -126,7 +128,9 @@ __all__ = [
     "Placed",
     "Refused",
     "Reset",
+    "Retire",
     "Returned",
+    "Revive",
     "SchedulerHello",
     "ShowBlocks",
     "StartFailed",
@@ -155,7 +159,7 @@ AnyMessage = Union[
     Unpaired, Terminating, Elsewhere, TookOver, Place, Unplace, Placed, NotPlaced, ControllerHello, StartReplicas,
     StopReplica, StartFailed, DrainReplicas, ShowBlocks, Blocks, Detach, Detached, MigratorHello, MoveStage,
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
-    PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn,
+    PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -209,6 +209,21 @@ class GatewayDown(Message):
     gateway: int = 0
 
 
+class Retire(Message):
+    """The controller takes the replica of `model` out of service: its engines are stopped next. What waits is given
+    back (`Elsewhere`), and its pages are lent to the unit's other models. Sent when the replica has been drained;
+    engines that end afterwards cost whatever was still in them, as `EngineDown` says."""
+
+    model: str
+
+
+class Revive(Message):
+    """The controller puts the replica of `model` back into service. Sent before its engines are started, since they
+    need pages to warm up."""
+
+    model: str
+
+
 class StateRequest(Message):
     """Asks for a `UnitState`."""
 
