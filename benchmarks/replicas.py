@@ -6,6 +6,10 @@ The loads of a busy fleet stand still while the decisions are timed: taking in a
 of pairing for migration with a decision on scaling, and, on one instance, choosing the request that moves. Every
 dispatch is followed by a new report of its instance, as in a live fleet. In microseconds of the thread's own processor
 time, since the machine is shared; the garbage collector is frozen once.
+
+Then the process that decides them in a live fleet: how long a gateway waits to hear where a request goes, from
+message to message over Unix sockets, while every unit reports ten times a second. In microseconds of the clock, with
+whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -13,18 +17,34 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
+import zmq
 from report import machine, percentiles, write_report
 
+from muxserve.deployment import (
+    Deployment,
+    FleetDeployment,
+    GatewayDeployment,
+    ModelDeployment,
+    PoolDeployment,
+    UnitEntry,
+    save_fleet,
+)
 from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, NewRequest, RoundRobin
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules, choose_request
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
+from muxserve.wire import Load, Loads, Place, Placed, decode, encode
 
 CAPACITY = 64_000
 POLICIES = {
@@ -109,10 +129,90 @@ def measure(instances: int, live: int, seed: int) -> dict[str, object]:
     return result
 
 
+def _deployed(run_dir: str, units: int) -> FleetDeployment:
+    model = ModelDeployment(
+        name="m", path="/models/m", pool="main", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=16,
+        num_blocks=128, quota_pages=400, floor_pages=100, max_len=400, rate=1.0, max_num_seqs=8,
+        max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
+        max_concurrency=64, max_queue=64,
+    )  # fmt: skip
+    gateway = GatewayDeployment("127.0.0.1", 0)
+    entries = []
+    for number in range(units):
+        name = f"u{number}"
+        pools = [PoolDeployment("main", 32768, 1001)]
+        deployment = Deployment(f"{run_dir}/{name}", name, "adbs", 2, pools, [model], gateway)
+        Path(deployment.run_dir).mkdir()
+        entries.append(UnitEntry(deployment, deployment.unit_address, deployment.migrator_address, ["m"]))
+    return FleetDeployment(run_dir, gateway, [model], entries, migration=MigrationRules())
+
+
+def _report(fleet: FleetDeployment, up: Event) -> None:
+    """The units of a live fleet, in a process of their own: each reports ten times a second, and never the same."""
+    rng = random.Random(1)
+    context = zmq.Context()
+    context.setsockopt(zmq.MAX_SOCKETS, 4096)
+    routers, schedulers = {}, {}
+    poller = zmq.Poller()
+    for unit in fleet.units:
+        router = context.socket(zmq.ROUTER)
+        router.bind(unit.unit_address)
+        poller.register(router, zmq.POLLIN)
+        routers[router] = unit.name
+    due = time.monotonic()
+    while True:
+        for router, _ in poller.poll(max(0, int(1000 * (due - time.monotonic())))):
+            schedulers[router] = router.recv_multipart()[0]
+        if len(schedulers) == len(routers):
+            up.set()
+        if time.monotonic() < due:
+            continue
+        due += 0.1
+        for router, scheduler in schedulers.items():
+            load = Load("m", CAPACITY, used=rng.randint(CAPACITY // 4, CAPACITY), running=rng.randint(20, 120))
+            router.send_multipart([scheduler, encode(Loads(routers[router], "e", [load]))])
+
+
+def measure_process(units: int, times: int = 2000) -> dict[str, object]:
+    """From `Place` to `Placed`, as one gateway sees it."""
+    with tempfile.TemporaryDirectory(prefix="mux-bench-") as run_dir:
+        fleet = _deployed(run_dir, units)
+        save_fleet(fleet)
+        up = get_context("fork").Event()
+        reporter = get_context("fork").Process(target=_report, args=(fleet, up), daemon=True)
+        reporter.start()
+        command = [sys.executable, "-m", "muxserve.global_scheduler.process", "--fleet", str(fleet.file)]
+        process = subprocess.Popen([*command, "--die-with-parent", "--log-level", "warning"])
+        try:
+            if not up.wait(30):
+                raise SystemExit("the global scheduler did not greet the units")
+            with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
+                gateway.identity = b"gateway/bench"
+                gateway.linger = 0
+                gateway.connect(fleet.scheduler_address)
+                took = []
+                for number in range(times + 100):
+                    start = time.perf_counter_ns()
+                    gateway.send(encode(Place(str(number), "m", 512, 0.0, "normal", "normal")))
+                    if not isinstance(decode(gateway.recv()), Placed):
+                        raise SystemExit("a request was not placed")
+                    if number >= 100:
+                        took.append((time.perf_counter_ns() - start) / 1e3)
+                    # A few hundred requests per second.
+                    time.sleep(0.002)
+        finally:
+            process.terminate()
+            process.wait()
+            reporter.kill()
+            reporter.join()
+    return {"units": units, "place_us": percentiles(took)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", default="16,64,256,1024")
     parser.add_argument("--live", type=int, default=100, help="requests per instance")
+    parser.add_argument("--units", default="4,16,64,256", help="units of the live fleet")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replicas.json"))
     args = parser.parse_args()
@@ -128,7 +228,13 @@ def main() -> None:
             f"report p99 {row['report_us']['p99']:6.1f}   choose p99 {row['choose_us']['p99']:6.1f}",  # type: ignore[index]
             flush=True,
         )
-    write_report(args.out, report | {"sizes": rows})
+    live = []
+    for count in map(int, args.units.split(",")):
+        measured = measure_process(count)
+        live.append(measured)
+        took = measured["place_us"]
+        print(f"{count:5d} units   place p50 {took['p50']:7.1f} p99 {took['p99']:7.1f} us", flush=True)  # type: ignore[index]
+    write_report(args.out, report | {"sizes": rows, "process": live})
 
 
 if __name__ == "__main__":
