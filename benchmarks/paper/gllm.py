@@ -1,0 +1,317 @@
+"""gLLM's evaluation in simulation (arXiv:2504.14775): Qwen2.5-14B and 32B, each over four L20.
+
+    python benchmarks/paper/gllm.py [--seconds 128] [--only PART,PART] [--out FILE]
+
+Parts: iterations (figure 1), latency, ablation, sensitivity, variants.
+
+Every part prints a table; all numbers go to the result file. docs/phases.md discusses them beside the paper's claims.
+Step times come from the roofline of an L20: nothing here ran on one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from report import machine, write_report
+
+from muxserve.costs import EngineShape, ModelArchitecture
+from muxserve.costs.devices import device
+from muxserve.costs.roofline import Roofline
+from muxserve.metrics.definitions import Objectives
+from muxserve.metrics.summary import summarise
+from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget, Throttle, TokenBudget, TokenThrottling
+from muxserve.simulator.pipeline import PipelineResult, PipelineSpec, kv_blocks, simulate
+from muxserve.workload import ModelLoad, TraceRequest, generate
+from muxserve.workload.lengths import Lengths, LogNormalLengths, QuantileLengths
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COSTS = Roofline()
+DEVICE, GPUS, DTYPE = "L20-48GB", 4, "bfloat16"
+# Of each GPU's memory: gLLM's release takes 0.9 of what the weights leave, vLLM 0.9 of all.
+UTILISATION = 0.9
+QWEN = {
+    # layers, heads, KV heads, head size, hidden, MLP, vocabulary: config.json of the Hugging Face checkpoints.
+    "14B": ModelArchitecture("Qwen2.5-14B", 48, 40, 8, 128, 5120, 13824, 152064, 32768, 32768, DTYPE),
+    "32B": ModelArchitecture("Qwen2.5-32B", 64, 40, 8, 128, 5120, 27648, 152064, 32768, 32768, DTYPE),
+}
+# ShareGPT as the release's benchmark prunes it (prompts of 4 to 1,024 tokens, answers of 4 to 512), which is not at
+# hand: log-normals with means of 220 and 128 tokens, 1/5.2 and 1/1.66 of Azure's, which is how the two relate in the
+# paper. Azure: quantiles of the public conversation trace of 2023 (means 1,155 and 211).
+LENGTHS: dict[str, tuple[Lengths, Lengths]] = {
+    "ShareGPT": (LogNormalLengths(160, 1.3, 4, 1024), LogNormalLengths(100, 1.1, 4, 512)),
+    "Azure": (
+        QuantileLengths(
+            1154.7, {0.1: 207, 0.25: 396, 0.5: 1020, 0.75: 1315, 0.9: 2735, 0.95: 4083, 0.99: 4142}, 2, 14050
+        ),
+        QuantileLengths(
+            211.1,
+            {0.1: 54, 0.25: 91, 0.5: 129, 0.6: 177, 0.7: 384, 0.75: 395, 0.9: 424, 0.95: 451, 0.99: 601},
+            7,
+            1000,
+        ),
+    ),
+}
+# Requests per second; the last two are more than any of them can do.
+RATES: dict[tuple[str, str], tuple[float, ...]] = {
+    ("14B", "ShareGPT"): (4, 8, 12, 16, 20, 24, 28, 40),
+    ("14B", "Azure"): (1, 2, 3, 4, 5, 6, 8, 12),
+    ("32B", "ShareGPT"): (2, 4, 6, 8, 10, 12, 16, 24),
+    ("32B", "Azure"): (0.5, 1, 1.5, 2, 2.5, 3, 4, 6),
+}
+# The rate at which parts other than latency look: the fixed budget is near its limit there.
+BUSY = {("14B", "ShareGPT"): 16.0, ("14B", "Azure"): 4.0, ("32B", "ShareGPT"): 8.0, ("32B", "Azure"): 2.0}
+# What a request should take at most, seconds; by model, since 32B cannot be as fast as 14B whatever the schedule.
+OBJECTIVES = {"14B": Objectives(ttft=2.0, tpot=0.2), "32B": Objectives(ttft=4.0, tpot=0.4)}
+ATTAINED = 0.9
+THROTTLED, FIXED, TENSOR = "throttled", "fixed", "tensor parallel"
+Row = dict[str, Any]
+
+
+def pipeline(model: str, **changes: object) -> PipelineSpec:
+    """Four stages of one GPU each."""
+    memory = device(DEVICE).memory_bytes * UTILISATION
+    blocks = kv_blocks(QWEN[model], DTYPE, GPUS, [memory] * GPUS)
+    return replace(PipelineSpec(QWEN[model], EngineShape(DEVICE, 1, 1.0, DTYPE), blocks), **changes)  # type: ignore[arg-type]
+
+
+def tensor_parallel(model: str) -> PipelineSpec:
+    """One stage over four GPUs."""
+    blocks = kv_blocks(QWEN[model], DTYPE, 1, [device(DEVICE).memory_bytes * UTILISATION * GPUS])
+    return PipelineSpec(QWEN[model], EngineShape(DEVICE, GPUS, 1.0, DTYPE), blocks)
+
+
+def systems(model: str) -> dict[str, tuple[PipelineSpec, Callable[[], TokenBudget]]]:
+    """What is compared; chunks and sequences are scheduled the same way in all, but for the budget."""
+    return {
+        THROTTLED: (pipeline(model), TokenThrottling),
+        FIXED: (pipeline(model), FixedBudget),
+        TENSOR: (tensor_parallel(model), FixedBudget),
+    }
+
+
+def workload(lengths: str, rate: float, seconds: float, seed: int = 1) -> list[TraceRequest]:
+    """Poisson arrivals."""
+    prompt, output = LENGTHS[lengths]
+    return list(generate({"qwen": ModelLoad(rate, prompt, output)}, seconds, seed))
+
+
+def play(spec: PipelineSpec, budget: TokenBudget, requests: list[TraceRequest], seconds: float) -> Row:
+    """Simulate; figures of all requests, and of the micro-batches made between a quarter of the arrivals and their
+    end."""
+    start = time.perf_counter()
+    result = simulate(spec, COSTS, budget, requests)
+    model = spec.architecture.name.removeprefix("Qwen2.5-")
+    return figures(model, result, seconds) | {"seconds_of_simulation": round(time.perf_counter() - start, 2)}
+
+
+def figures(model: str, result: PipelineResult, seconds: float) -> Row:
+    """Times in seconds. `computed_per_second` counts the tokens of the micro-batches, prompt and output, in the time
+    looked at: what the engine does while requests come, without the end, when it runs empty."""
+    overall = summarise(result.records(), objectives={"qwen": OBJECTIVES[model]}).overall
+    ttft, tpot, latency = overall.ttft, overall.tpot, overall.latency
+    assert ttft is not None
+    assert tpot is not None
+    assert latency is not None
+    after, before = seconds / 4, seconds
+    spreads = result.spread(after, before)
+    computed = sum(step.prefill + step.decode for step in result.steps if after <= step.made < before)
+    return {
+        "requests": overall.requests,
+        "attainment": round(overall.slo["all"], 4),
+        "computed_per_second": round(computed / (before - after), 1),
+        "tokens_per_second": round(overall.total_tokens_per_second, 1),
+        "output_tokens_per_second": round(overall.output_tokens_per_second, 1),
+        "ttft": {"mean": round(ttft.mean, 4), "p99": round(ttft.p99, 4)},
+        "tpot": {"mean": round(tpot.mean, 5), "p99": round(tpot.p99, 5)},
+        "latency": {"mean": round(latency.mean, 3), "p99": round(latency.p99, 3)},
+        "bubble_fraction": round(result.bubble_fraction(after, before), 4),
+        "bubbles": [round(each, 3) for each in result.bubbles(after, before)],
+        "iterations": {
+            name: {"mean": round(each.mean, 4), "variation": round(each.variation, 3)} for name, each in spreads.items()
+        },
+        "preemptions": result.preemptions,
+        "peak_kv": [round(each, 3) for each in result.peak_kv],
+        "seconds_simulated": round(result.seconds, 2),
+    }
+
+
+def show(title: str, row: Row) -> None:
+    """One line."""
+    tokens = row["iterations"]["tokens"]
+    print(
+        f"  {title:48s} {row['computed_per_second']:6.0f} tok/s   TTFT {row['ttft']['mean']:7.3f} "
+        f"{row['ttft']['p99']:7.3f} s   TPOT {row['tpot']['mean'] * 1e3:6.1f} {row['tpot']['p99'] * 1e3:6.1f} ms   "
+        f"latency {row['latency']['mean']:6.2f} s   bubbles {row['bubble_fraction']:5.1%}   "
+        f"tokens {tokens['mean']:6.1f} cv {tokens['variation']:4.2f}   attained {row['attainment']:4.0%}"
+        + (f"   preempted {row['preemptions']}" if row["preemptions"] else ""),
+        flush=True,
+    )
+
+
+def iterations(seconds: float) -> Row:
+    """Figure 1: tokens of the micro-batches one after the other."""
+    print("iterations: tokens per micro-batch")
+    rows: Row = {}
+    for (model, lengths), rate in BUSY.items():
+        requests = workload(lengths, rate, seconds)
+        for system in (FIXED, THROTTLED):
+            spec, budget = systems(model)[system]
+            result = simulate(spec, COSTS, budget(), requests)
+            row = figures(model, result, seconds)
+            middle = [step for step in result.steps if step.made >= seconds / 2][:200]
+            row["series"] = [[step.prefill, step.decode] for step in middle]
+            rows[f"{model}, {lengths}, {rate:g}/s, {system}"] = row
+            show(f"{model}, {lengths}, {rate:g}/s, {system}", row)
+            spread = row["iterations"]
+            print(f"    prefill {spread['prefill']}   decode {spread['decode']}   seconds {spread['seconds']}")
+    return rows
+
+
+def latency(seconds: float) -> Row:
+    """Latencies and throughput by rate; the most tokens per second that each system reaches, and the highest rate at
+    which it keeps the objectives."""
+    rows: Row = {}
+    for (model, lengths), rates in RATES.items():
+        print(f"latency: {model}, {lengths}")
+        curves: dict[str, list[Row]] = {name: [] for name in systems(model)}
+        for rate in rates:
+            requests = workload(lengths, rate, seconds)
+            for name, (spec, budget) in systems(model).items():
+                row = play(spec, budget(), requests, seconds)
+                curves[name].append({"rate": rate} | row)
+                show(f"{rate:g}/s, {name}", row)
+        row = {"curves": curves}
+        for figure, of in (
+            ("most_tokens_per_second", lambda curve: max(each["tokens_per_second"] for each in curve)),
+            ("most_computed_per_second", lambda curve: max(each["computed_per_second"] for each in curve)),
+            ("rate_within_objectives", sustained),
+        ):
+            best = {name: of(curve) for name, curve in curves.items()}
+            more = {n: round(best[THROTTLED] / best[n] - 1, 3) if best[n] else None for n in (FIXED, TENSOR)}
+            row |= {figure: best, f"{figure}_more_than": more}
+            print(f"  {figure}: {best}; {THROTTLED} more than {more}")
+        rows[f"{model}, {lengths}"] = row
+    return rows
+
+
+def sustained(curve: list[Row]) -> float:
+    """The highest rate at which as many requests as wanted keep both objectives, linear between two that were run; 0 if
+    the lowest does not."""
+    best = 0.0
+    for before, after in itertools.pairwise([None, *curve, None]):
+        if after is None or after["attainment"] < ATTAINED:
+            if after is not None and before is not None:
+                part = (before["attainment"] - ATTAINED) / (before["attainment"] - after["attainment"])
+                best = before["rate"] + part * (after["rate"] - before["rate"])
+            break
+        best = after["rate"]
+    return round(best, 2)
+
+
+ABLATIONS = {"as in the paper": "token_throttling", "without WT": "token_throttling_without_wt"} | {
+    "without UT": "token_throttling_without_ut",
+    "fixed budget": "fixed",
+}
+
+
+def ablation(seconds: float) -> Row:
+    """Each half of Eq. 3 switched off; then the same with a KV cache of a tenth, which fills up."""
+    rows: Row = {}
+    for share in (1.0, 0.1):
+        print(f"ablation, {share:.0%} of the KV cache")
+        for (model, lengths), rate in BUSY.items():
+            spec = pipeline(model)
+            spec = replace(spec, blocks=tuple(int(share * blocks) for blocks in spec.blocks))
+            requests = workload(lengths, rate, seconds)
+            for name, budget in ABLATIONS.items():
+                title = f"{model}, {lengths}, {rate:g}/s, {share:.0%} KV, {name}"
+                rows[title] = play(spec, TOKEN_BUDGETS[budget](), requests, seconds)
+                show(title, rows[title])
+    return rows
+
+
+SENSITIVITIES: dict[str, tuple[float, ...]] = {
+    "iterations": (1, 2, 4, 8, 16, 32),
+    "max_prefill": (256, 512, 1024, 2048, 4096, 8192),
+    "min_prefill": (1, 8, 32, 128, 512),
+    "kv_threshold": (0.0, 0.05, 0.1, 0.2, 0.4),
+}
+
+
+def sensitivity(seconds: float) -> Row:
+    """The four hyper-parameters, one at a time; with the whole KV cache and with a tenth."""
+    rows: Row = {}
+    for model, lengths, share in (("14B", "ShareGPT", 1.0), ("32B", "Azure", 1.0), ("32B", "Azure", 0.1)):
+        spec = pipeline(model)
+        spec = replace(spec, blocks=tuple(int(share * blocks) for blocks in spec.blocks))
+        requests = workload(lengths, BUSY[model, lengths], seconds)
+        print(f"sensitivity: {model}, {lengths}, {share:.0%} of the KV cache")
+        for parameter, values in SENSITIVITIES.items():
+            for value in values:
+                throttle = replace(Throttle(), **{parameter: value})
+                title = f"{model}, {lengths}, {share:.0%} KV, {parameter} {value:g}"
+                rows[title] = play(spec, TokenThrottling(throttle), requests, seconds)
+                show(title, rows[title])
+    return rows
+
+
+def variants(seconds: float) -> Row:
+    """How the pipeline is run, beside the budget: what the paper leaves open."""
+    rows: Row = {}
+    print("variants of the pipeline")
+    for (model, lengths), rate in BUSY.items():
+        requests = workload(lengths, rate, seconds)
+        ways = {
+            "chunks in a row": pipeline(model),
+            "one chunk at a time": pipeline(model, chunk_ahead=False),
+            "made ahead": pipeline(model, ahead=True),
+            "five, made ahead": pipeline(model, ahead=True, depth=5),
+            "2 ms on the host": pipeline(model, step_seconds=0.002),
+        }
+        for (way, spec), system in itertools.product(ways.items(), (FIXED, THROTTLED)):
+            title = f"{model}, {lengths}, {rate:g}/s, {way}, {system}"
+            rows[title] = play(spec, systems(model)[system][1](), requests, seconds)
+            show(f"{model}, {lengths[:5]}, {way}, {system}", rows[title])
+    return rows
+
+
+PARTS: dict[str, Callable[[float], Row]] = {
+    "iterations": iterations,
+    "latency": latency,
+    "ablation": ablation,
+    "sensitivity": sensitivity,
+    "variants": variants,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=128.0, help="of arrivals, as long as in the paper")
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_gllm.json")
+    args = parser.parse_args()
+    # Parts that are not run keep their figures.
+    report: Row = json.loads(args.out.read_text()) if args.out.exists() else {}
+    report |= {
+        "machine": machine(),
+        "costs": f"roofline of an {DEVICE}, {DTYPE}",
+        "seconds_of_arrivals": args.seconds,
+        "kv_tokens": {name: pipeline(name).capacity for name in QWEN},
+    }
+    for part in args.only.split(","):
+        report[part] = PARTS[part](args.seconds)
+        write_report(args.out, report)
+
+
+if __name__ == "__main__":
+    main()
