@@ -1,7 +1,7 @@
 """The pages of a model on one GPU, as the migrator reads and writes them.
 
 Pages are gathered on the device into one contiguous tensor and cross to the host, or to another device, as a whole; a
-copy per page would be thousands of launches. Between two GPUs of one machine torch copies directly where they are peers.
+copy per page would be thousands of launches. Between two GPUs of one machine torch copies directly if they are peers.
 The migrator is a process of its own, outside the units' MPS servers, so its copies do not take SMs from their shares.
 
 Tested with tensors on the CPU; untested on a GPU.
@@ -30,7 +30,6 @@ class DevicePages:
     def __init__(self, view: ModelView, pool: torch.Tensor | None = None) -> None:
         self.table = view.page_table
         self.pool = _mapped(view) if pool is None else pool
-        self._staging: torch.Tensor | None = None
 
     def copy_to(self, blocks: Sequence[int], destination: DevicePages, destination_blocks: Sequence[int]) -> None:
         """See `Pages`."""
@@ -52,9 +51,9 @@ class DevicePages:
         pages = self.pages_of(blocks)
         if data.size != len(pages) * self.pool.shape[1]:
             raise ValueError(f"{data.size} bytes do not fill {len(pages)} pages of {self.pool.shape[1]} bytes")
-        # A frame that came over the network is read-only to Python, which torch has no notion of; it is only read.
-        host = torch.frombuffer(memoryview(np.require(data, requirements="W")), dtype=torch.uint8)
-        self.pool.index_copy_(0, pages, host.reshape(len(pages), -1).to(self.pool.device))
+        # A frame that came over the network is read-only, which torch has no notion of.
+        host = torch.from_numpy(np.require(data, requirements="W")).reshape(len(pages), -1)
+        self.pool.index_copy_(0, pages, host.to(self.pool.device))
         _finish(self.pool)
 
     def pages_of(self, blocks: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,250 @@
+"""Units as migrators see them: a memory manager, the unit scheduler and the engine played by the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import zmq
+
+from muxserve import deployment as deployments
+from muxserve.deployment import Deployment, Keys, Listen
+from muxserve.memory import server
+from muxserve.memory.client import MemoryClient
+from muxserve.migration.process import MACHINE
+from muxserve.wire import (
+    Message,
+    MigratorHello,
+    MoveStage,
+    Moving,
+    MovingIn,
+    Reset,
+    TakeOver,
+    decode,
+    encode,
+)
+from tests.memory.support import deployment, model
+
+M = TypeVar("M", bound=Message)
+
+PATIENCE = 30.0
+MODEL = "m"
+LAYERS, HEADS, TOKENS = 2, 3, 16
+
+
+class Unit:
+    """One unit: real memory manager, real migrator; the rest is played."""
+
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        context: zmq.Context[Any],
+        *,
+        ranks: int = 1,
+        page_bytes: int = 256,
+        blocks: int = 64,
+        bandwidth: float = 0.0,
+        listen: Listen | None = None,
+        keys: Keys | None = None,
+        machine: str = "",
+        head_dim: int = 64,
+    ) -> None:
+        run_dir = root / name
+        run_dir.mkdir(parents=True)
+        pages = (blocks - 1) * LAYERS * HEADS + 1
+        plain = deployment(run_dir, pages, [model(MODEL, LAYERS, HEADS, blocks, pages)])
+        self.deployment: Deployment = msgspec.structs.replace(
+            plain,
+            unit=name,
+            ranks=ranks,
+            pools=[msgspec.structs.replace(plain.pools[0], page_bytes=page_bytes)],
+            models=[msgspec.structs.replace(plain.models[0], head_dim=head_dim, block_tokens=TOKENS)],
+            listen=listen,
+            keys=keys,
+            migration_bandwidth=bandwidth,
+        )
+        self.file = run_dir / "deployment.json"
+        deployments.save(self.deployment, self.file)
+        self._machine = machine
+        self._context = context
+        self.memory: subprocess.Popen[bytes] | None = None
+        self.migrator: subprocess.Popen[bytes] | None = None
+        self.log = run_dir / "migrator.log"
+        self.heard: list[Message] = []
+        self.start_memory()
+        self.engine = MemoryClient(self.deployment.memory_socket, "engine", 10.0)
+        self.start_scheduler("1")
+        self.start_migrator()
+
+    # ------------------------------------------------------------ processes
+
+    def start_memory(self) -> None:
+        self.memory = server.start(self.deployment)
+
+    def restart(self, what: str) -> None:
+        """Kill one of the processes and start it again, as the controller would."""
+        if what == "scheduler":
+            self.stop_scheduler()
+            self.start_scheduler(self.epoch + "+")
+            return
+        self.kill(what)
+        if what == "memory":
+            self.close_memory_streams()
+            self.start_memory()
+            self.engine.close()
+            self.engine = MemoryClient(self.deployment.memory_socket, "engine", 10.0)
+        else:
+            self.start_migrator()
+
+    def start_migrator(self) -> None:
+        environment = dict(os.environ)
+        if self._machine:
+            environment[MACHINE] = self._machine
+        with self.log.open("ab") as log:
+            self.migrator = subprocess.Popen(
+                [sys.executable, "-m", "muxserve.migration.process", "--deployment", str(self.file)],
+                stderr=log,
+                env=environment,
+            )
+
+    def start_scheduler(self, epoch: str) -> None:
+        self.epoch = epoch
+        self.router = self._context.socket(zmq.ROUTER)
+        self.router.linger = 0
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.router.bind(self.deployment.unit_address)
+
+    def stop_scheduler(self) -> None:
+        self.router.close(linger=0)
+
+    def kill(self, what: str) -> None:
+        process = getattr(self, what)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def close(self) -> None:
+        self.router.close(linger=0)
+        for process in (self.migrator, self.memory):
+            if process is not None and process.poll() is None:
+                process.terminate()
+                process.wait(20)
+        self.engine.close()
+        self.close_memory_streams()
+        server.remove_segments(self.deployment)
+
+    def close_memory_streams(self) -> None:
+        assert self.memory is not None
+        for stream in (self.memory.stdout, self.memory.stderr):
+            if stream is not None:
+                stream.close()
+
+    # ------------------------------------------------------------ messages
+
+    def send(self, message: Message) -> None:
+        self.router.send_multipart((b"migrator", encode(message)))
+
+    def next(self, *kinds: type[M], seconds: float = PATIENCE) -> M:
+        """The next message of one of these kinds; hellos are answered, take-overs only if they are asked for."""
+        end = time.monotonic() + seconds
+        while True:
+            for message in self.heard:
+                if isinstance(message, kinds):
+                    self.heard.remove(message)
+                    return message
+            left = end - time.monotonic()
+            assert left > 0 and self.router.poll(left * 1000), (
+                f"no {kinds} from the migrator of {self.deployment.unit}; heard {self.heard}; {self.log.read_text()}"
+            )
+            _, frame = self.router.recv_multipart()
+            message = decode(frame)
+            self.heard.append(message)
+            if isinstance(message, MigratorHello):
+                self.send(Reset(self.epoch))
+
+    def until_moving_in(self, moves: dict[str, int]) -> None:
+        """Wait until the migrator says so; what it said before is passed over."""
+        while self.next(MovingIn).moves != moves:
+            pass
+
+    def up(self) -> None:
+        """Wait for the migrator."""
+        self.next(MigratorHello)
+
+    # ------------------------------------------------------------ pages
+
+    def hand_offs(self) -> list[str]:
+        """Keys that wait at the memory manager."""
+        (entry,) = self.engine.stats()["models"]
+        return list(entry["hand_off_keys"])
+
+    def free_pages(self) -> int:
+        return int(self.engine.stats()["pools"][0]["free_pages"])
+
+    def eventually_free(self, pages: int, seconds: float = PATIENCE) -> None:
+        """Until so many pages are free."""
+        eventually(lambda: self.free_pages() == pages, lambda: f"{self.free_pages()} pages free, not {pages}", seconds)
+
+    def fill(self, count: int, seed: int = 1) -> list[int]:
+        """Blocks of the engine with noise in all their pages."""
+        blocks = self.engine.step(MODEL, reserve=count).reserved
+        assert blocks.size == count
+        noise = np.random.default_rng(seed)
+        for rank in range(self.deployment.ranks):
+            view = self.engine.map(MODEL, rank)
+            pages = view.page_table[blocks].reshape(-1)
+            view.pool[pages] = noise.integers(0, 256, (pages.size, view.pool.shape[1]), dtype=np.uint8)
+        return [int(block) for block in blocks]
+
+    def content(self, blocks: list[int]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+        """By rank: uint8[blocks, pages of a block, page_bytes]."""
+        ids = np.array(blocks, dtype=np.int64)
+        views = [self.engine.map(MODEL, rank) for rank in range(self.deployment.ranks)]
+        return [view.pool[view.page_table[ids].reshape(len(blocks), -1)].copy() for view in views]
+
+
+def eventually(condition: Callable[[], bool], what: Callable[[], str], seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.005)
+
+
+def moving(tokens: int, **changes: Any) -> Moving:
+    values: dict[str, Any] = {
+        "request_id": "r",
+        "model": MODEL,
+        "attempt": 0,
+        "gateway_epoch": "g",
+        "body": b"body",
+        "prompt_tokens": 5,
+        "max_tokens": 100,
+        "waited": 0.5,
+        "priority": 0,
+        "scheduling": "normal",
+        "execution": "normal",
+        "output_tokens": [1, 2],
+        "computed_tokens": tokens,
+    }
+    return Moving(**{**values, **changes})
+
+
+def stage(move: str, target: Unit | str, since: int, blocks: list[int], reserve: int = 0) -> MoveStage:
+    address = target if isinstance(target, str) else target.deployment.migrator_address
+    return MoveStage(move, MODEL, address, since, blocks, reserve)
+
+
+def adopt(unit: Unit, take_over: TakeOver) -> list[int]:
+    """What the decode engine does."""
+    return [int(block) for block in unit.engine.adopt(MODEL, take_over.key)]
+
+
