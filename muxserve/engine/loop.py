@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from muxserve.deployment import Deployment
 from muxserve.engine.binding import Binding
 from muxserve.engine.lease import HeldLease
+from muxserve.engine.moving import HAND_OFF_SECONDS, detached, shown
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
@@ -25,6 +26,7 @@ from muxserve.memory.client import MemoryClient
 from muxserve.wire import (
     Abort,
     Admit,
+    Detach,
     EngineHello,
     EngineLost,
     HandOver,
@@ -32,6 +34,7 @@ from muxserve.wire import (
     Message,
     Reset,
     Returned,
+    ShowBlocks,
     Stop,
     decode,
     encode,
@@ -39,8 +42,6 @@ from muxserve.wire import (
 
 log = logging.getLogger(__name__)
 
-# How long blocks wait for their decode engine. Long enough for a decode engine to be started anew.
-HAND_OFF_SECONDS = 120.0
 # How long to wait for another try when nothing could run although a lease is there (a grammar still compiles, say).
 STALL_MILLISECONDS = 1
 # How often an engine with nothing to do looks whether its memory manager is still the one it knew.
@@ -89,7 +90,9 @@ class EngineLoop:
         # A restarted unit scheduler knows no engine: greet it each time the connection is made.
         self._monitor = self._unit.get_monitor_socket(zmq.EVENT_CONNECTED)
         self._unit.connect(deployment.unit_address)
-        self._tokens = TokenSender(context, binding.model.name, engine=0 if binding.phase == "prefill" else 1)
+        self._tokens = TokenSender(
+            context, binding.model.name, engine=0 if binding.phase == "prefill" else 1, keys=deployment.keys
+        )
         self._poller = zmq.Poller()
         self._poller.register(self._unit, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -143,6 +146,10 @@ class EngineLoop:
                     self._admit(admit)
             case Abort():
                 self._abort(message.request_ids)
+            case ShowBlocks():
+                self._send(shown(self.scheduler, f"{message.request_id}#{message.incarnation}", message))
+            case Detach():
+                self._detach(message)
             case Reset():
                 log.info("unit scheduler %s: dropping %d requests", message.epoch, len(self._requests))
                 self._lease.drop()
@@ -182,7 +189,7 @@ class EngineLoop:
             if admit.output_tokens:
                 self.scheduler.resume(request, admit.output_tokens)
             if blocks is not None:
-                self.scheduler.adopt(request, blocks, admit.computed_tokens)
+                self.scheduler.adopt(request, blocks, admit.computed_tokens, admit.foreign)
             self.core.add_request(request, wave)
             if admit.output_tokens:
                 request.events.clear()
@@ -215,6 +222,12 @@ class EngineLoop:
             return
         if report:
             self._lease.ended_outside(request_ids)
+
+    def _detach(self, ask: Detach) -> None:
+        try:
+            self._send(detached(self.scheduler, f"{ask.request_id}#{ask.incarnation}", ask, self._forget))
+        except MemoryManagerGone:
+            self._recover_memory()
 
     def _forget(self, internal: str) -> Admitted:
         admitted = self._requests.pop(internal)

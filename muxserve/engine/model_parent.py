@@ -40,7 +40,9 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
             commands.close()
             set_threads(deployment.model(model).threads)
             # The worker starts from it when it has warmed up.
-            config.model_config.seed = engine_args(deployment, model, phase)["seed"]
+            own = engine_args(deployment, model, phase)
+            config.model_config.seed = own["seed"]
+            config.scheduler_config.policy = own["scheduling_policy"]
             control.event("progress", kind="engine", model=model, phase=phase, detail="warming up")
             try:
                 run_engine(

@@ -9,6 +9,8 @@ import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from muxserve.deployment import Keys
+from muxserve.network import connect
 from muxserve.wire import TokensHeader, encode
 
 
@@ -23,10 +25,11 @@ class Addressed(Protocol):
 
 
 class TokenSender:
-    """Sends a step's outputs to the gateways that own the requests."""
+    """Sends a step's outputs to the gateways that own the requests; with the fleet's `keys` also to other machines."""
 
-    def __init__(self, context: zmq.Context, model: str, engine: int) -> None:
+    def __init__(self, context: zmq.Context, model: str, engine: int, keys: Keys | None = None) -> None:
         self._context = context
+        self._keys = keys
         self._model = model
         self._engine = engine
         self._encoder = MsgpackEncoder()
@@ -70,6 +73,6 @@ class TokenSender:
             socket = self._context.socket(zmq.PUSH)
             socket.linger = 0
             socket.sndhwm = 0
-            socket.connect(address)
+            connect(socket, address, self._keys)
             self._sockets[address] = socket
         return socket

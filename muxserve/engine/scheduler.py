@@ -29,7 +29,7 @@ STATS_INTERVAL_SECONDS = 0.1
 
 @dataclass(slots=True)
 class Prefilled:
-    """A request whose prefill is done: its blocks (held by nobody but the caller now) and its tokens so far."""
+    """A request that leaves an engine with its KV: blocks (held by nobody but the caller now) and tokens so far."""
 
     request_id: str
     blocks: list[KVCacheBlock]
@@ -80,11 +80,38 @@ class PhaseScheduler(Scheduler):
         request.prefill_stats = None
         self._resumed_from[request.request_id] = len(output_tokens)
 
-    def adopt(self, request: Request, blocks: list[KVCacheBlock], computed_tokens: int) -> None:
-        """Give `request`, not yet added, blocks that hold the KV of its first `computed_tokens` tokens."""
+    def adopt(self, request: Request, blocks: list[KVCacheBlock], computed_tokens: int, foreign: bool = False) -> None:
+        """Give `request`, not yet added, blocks that hold the KV of its first `computed_tokens` tokens.
+
+        `foreign` blocks were filled in another unit: nobody has published them here, so that its first step does.
+        """
         self._blocks_of.req_to_blocks[request.request_id] = blocks
-        self._blocks_of.num_cached_block[request.request_id] = computed_tokens // self.block_size
+        self._blocks_of.num_cached_block[request.request_id] = 0 if foreign else computed_tokens // self.block_size
         request.num_computed_tokens = computed_tokens
+
+    def running_blocks(self, request_id: str) -> tuple[list[int], int] | None:
+        """Ids of the blocks of a running request, and of how many tokens they hold the KV; None if it does not run, or
+        has gaps in its blocks (which this pool does not make)."""
+        request = self.requests.get(request_id)
+        if request is None or request.status != RequestStatus.RUNNING or not request.num_output_tokens:
+            return None
+        blocks = self._blocks_of.req_to_blocks[request_id]
+        if any(block.is_null for block in blocks):
+            return None
+        return [block.block_id for block in blocks], request.num_computed_tokens
+
+    def detach(self, request_id: str) -> Prefilled:
+        """Take a running request out of the batch, between two steps, with blocks and tokens as they are.
+
+        Raises:
+            KeyError: there is no such request.
+            ValueError: it is not running.
+        """
+        request = self.requests[request_id]
+        self.running.remove(request)
+        gone = self._taken(request)
+        self._drop(request)
+        return gone
 
     def take_prefilled(self) -> list[Prefilled]:
         """Requests whose prefill ended in the last step."""
@@ -160,16 +187,17 @@ class PhaseScheduler(Scheduler):
         return outputs
 
     def _hand_over(self, request: Request) -> None:
-        self._prefilled.append(
-            Prefilled(
-                request_id=request.request_id,
-                blocks=self.kv_cache_manager.pop_blocks_for_free(request),
-                computed_tokens=request.num_computed_tokens,
-                output_tokens=list(request.output_token_ids),
-            )
-        )
+        self._prefilled.append(self._taken(request))
         self.running.remove(request)
         self._drop(request)
+
+    def _taken(self, request: Request) -> Prefilled:
+        return Prefilled(
+            request_id=request.request_id,
+            blocks=self.kv_cache_manager.pop_blocks_for_free(request),
+            computed_tokens=request.num_computed_tokens,
+            output_tokens=list(request.output_token_ids),
+        )
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         super()._preempt_request(request, timestamp, drop_stale_output)

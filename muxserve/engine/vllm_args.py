@@ -35,6 +35,7 @@ RESERVED = frozenset(
         "scheduler_cls",
         "async_scheduling",
         "scheduler_reserve_full_isl",
+        "scheduling_policy",
         "disable_log_stats",
         "kv_transfer_config",
         "speculative_config",
@@ -100,6 +101,9 @@ def engine_args(deployment: Deployment, model: str, phase: Literal["prefill", "d
         "distributed_executor_backend": "uni" if deployment.ranks == 1 else "mp",
         "worker_cls": WORKERS[deployment.device],
         "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",
+        # When no page is left, requests of the lowest execution level give theirs back, of equals the latest. What
+        # waits to be prefilled is in the unit scheduler's order already.
+        "scheduling_policy": "priority" if phase == "decode" else "fcfs",
         "disable_log_stats": False,
         # Requests without a seed must not see the same numbers in both engines of a model.
         "seed": common["seed"] + (0 if phase == "prefill" else 1),

@@ -72,6 +72,11 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
     return ModelDeployment(**{**values, **changes})
 
 
+def reply_to_of(deployment: Deployment) -> str:
+    """Where the test takes tokens from engines."""
+    return f"ipc://{deployment.socket('gateway')}"
+
+
 class Engines:
     """The test's side of a family of engines: unit scheduler and gateway in one."""
 
@@ -93,7 +98,7 @@ class Engines:
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.bind(deployment.unit_address)
         self._pull = self._context.socket(zmq.PULL)
-        self._pull.bind(deployment.gateway_address)
+        self._pull.bind(reply_to_of(deployment))
         from vllm.v1.engine import EngineCoreOutputs
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -105,7 +110,9 @@ class Engines:
     def send(self, engine: str, message: Message) -> None:
         self._router.send_multipart([engine.encode(), encode(message)])
 
-    def body(self, request_id: str, prompt: list[int], eos: int | None = None, **params: Any) -> bytes:
+    def body(
+        self, request_id: str, prompt: list[int], eos: int | None = None, priority: int = 0, **params: Any
+    ) -> bytes:
         """A request as the gateway's front end would encode it."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -123,6 +130,7 @@ class Engines:
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
+            priority=priority,
         )
         return b"".join(bytes(frame) for frame in self._encoder.encode(request))
 
@@ -133,7 +141,7 @@ class Engines:
             incarnation=self._incarnation,
             attempt=fields.pop("attempt", 1),
             gateway_epoch="test",
-            reply_to=self.deployment.gateway_address,
+            reply_to=reply_to_of(self.deployment),
             body=body,
             **fields,
         )

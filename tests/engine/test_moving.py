@@ -1,0 +1,208 @@
+"""A decode engine shows blocks and lets go of requests in the middle; the test plays unit scheduler and migrator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muxserve.wire import Blocks, Detach, Detached, Message, ShowBlocks, StepReport
+from tests.engine.cases import CASES, LONG, sampling
+from tests.engine.harness import Engines, deployed_model, engines
+
+MODEL = "arithmetic"
+PATH = Path(__file__).resolve().parents[2] / "configs/models" / MODEL
+PREFILL, DECODE = f"{MODEL}/prefill", f"{MODEL}/decode"
+BLOCK = 64
+# The others end with their first token, or speak of the prompt only.
+MOVED = [case for case in CASES if case not in ("one-token", "prompt-logprobs")]
+
+
+@pytest.fixture(scope="module")
+def family() -> Iterator[Engines]:
+    with engines([deployed_model(MODEL, PATH, max_num_batched_tokens=256)]) as running:
+        assert running.deployment.model(MODEL).block_tokens == BLOCK
+        yield running
+
+
+def prompt_of(text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    return list(Tokenizer.from_file(str(PATH / "tokenizer.json")).encode(text).ids)
+
+
+def eos() -> int:
+    found = json.loads((PATH / "config.json").read_text())["eos_token_id"]
+    return int(found)
+
+
+def body(family: Engines, name: str, case: str) -> bytes:
+    return family.body(name, prompt_of(CASES[case][0]), eos(), **sampling(CASES[case][1]))
+
+
+def held(family: Engines) -> int:
+    with family.memory() as client:
+        (model,) = client.stats()["models"]
+    return int(model["owned_pages"] + model["handed_pages"])
+
+
+def ask(family: Engines, message: Message, kind: type[Any]) -> Any:
+    """What the decode engine answers."""
+    since = len(family.reports)
+    family.send(DECODE, message)
+    family.until(lambda: any(isinstance(m, kind) for _, m in family.reports[since:]))
+    return next(m for _, m in family.reports[since:] if isinstance(m, kind))
+
+
+def decoding(family: Engines, bodies: dict[str, bytes], steps: int) -> dict[str, int]:
+    """Bring requests into the decode engine and run that many steps. Returns their incarnations."""
+    family.lease(PREFILL, [family.admit(name, each) for name, each in bodies.items()])
+    family.until(lambda: all(name in family.held for name in bodies))
+    handed = [family.held.pop(name) for name in bodies]
+    return resume(
+        family,
+        bodies,
+        {h.request_id: (h.key, h.computed_tokens, h.output_tokens) for h in handed},
+        steps,
+    )
+
+
+def resume(
+    family: Engines,
+    bodies: dict[str, bytes],
+    states: dict[str, tuple[str, int, list[int]]],
+    steps: int,
+    foreign: bool = False,
+) -> dict[str, int]:
+    admits = [
+        family.admit(name, bodies[name], adopt=key, computed_tokens=computed, output_tokens=tokens, foreign=foreign)
+        for name, (key, computed, tokens) in states.items()
+    ]
+    lease = family.lease(DECODE, admits, steps=steps)
+    family.until(lambda: over(family, lease))
+    return {admit.request_id: admit.incarnation for admit in admits}
+
+
+def over(family: Engines, lease: int) -> bool:
+    reports = [m for e, m in family.reports if e == DECODE and isinstance(m, StepReport) and m.lease_id == lease]
+    return bool(reports) and (reports[-1].lease_left == 0 or not reports[-1].running + reports[-1].waiting)
+
+
+def test_requests_detached_again_and_again_end_with_the_same_tokens(family: Engines) -> None:
+    plain = {f"plain-{case}": body(family, f"plain-{case}", case) for case in MOVED}
+    family.serve(MODEL, plain)
+    bodies = {f"moved-{case}": body(family, f"moved-{case}", case) for case in MOVED}
+    incarnations = decoding(family, bodies, steps=2)
+    moves = 0
+    while incarnations:
+        moves += 1
+        states = {}
+        for name, incarnation in incarnations.items():
+            gone: Detached = ask(family, Detach(name, incarnation, f"{name}/{moves}", 0), Detached)
+            if not gone.key:
+                assert family.finished(name), name
+                continue
+            assert gone.output_tokens[: len(family.tokens[name])] == family.tokens[name]
+            assert len(gone.blocks) == gone.computed_tokens // BLOCK + (gone.computed_tokens % BLOCK > 0)
+            states[name] = (gone.key, gone.computed_tokens, gone.output_tokens)
+        if not states:
+            break
+        incarnations = resume(family, bodies, states, steps=7, foreign=bool(moves % 2))
+    assert moves > 4
+    family.until(lambda: all(family.finished(name) for name in bodies))
+    assert {case: family.tokens[f"moved-{case}"] for case in MOVED} == {
+        case: family.tokens[f"plain-{case}"] for case in MOVED
+    }
+    family.until(lambda: held(family) == 0)
+
+
+def test_blocks_are_shown_while_the_request_goes_on(family: Engines) -> None:
+    name = "shown"
+    prompt = prompt_of(LONG)
+    bodies = {name: family.body(name, prompt, max_tokens=200, ignore_eos=True)}
+    incarnation = decoding(family, bodies, steps=3)[name]
+    first: Blocks = ask(family, ShowBlocks(name, incarnation), Blocks)
+    assert first.computed_tokens == len(prompt) + 3
+    assert len(first.blocks) == -(-first.computed_tokens // BLOCK)
+    lease = family.lease(DECODE, steps=BLOCK)
+    family.until(lambda: over(family, lease))
+    whole = first.computed_tokens // BLOCK
+    later: Blocks = ask(family, ShowBlocks(name, incarnation, whole), Blocks)
+    assert (later.since, later.computed_tokens) == (whole, first.computed_tokens + BLOCK)
+    assert later.blocks[: len(first.blocks) - whole] == first.blocks[whole:]
+    assert len(later.blocks) == len(first.blocks) - whole + 1
+    gone: Detached = ask(family, Detach(name, incarnation, "shown-key", whole), Detached)
+    assert gone.blocks == later.blocks
+    assert gone.output_tokens == family.tokens[name]
+    assert held(family) > 0
+    # It is in nobody's batch: an engine that is told to run has nothing to do, and says so when it is asked.
+    family.lease(DECODE, steps=5)
+    again: Detached = ask(family, Detach(name, incarnation, "another", 0), Detached)
+    assert (again.key, again.blocks, again.output_tokens) == ("", [], [])
+    with family.memory() as client:
+        client.drop(MODEL, "shown-key")
+    assert held(family) == 0
+
+
+@pytest.mark.parametrize("stale", ["unknown", "older"])
+def test_what_does_not_run_here_has_no_blocks(family: Engines, stale: str) -> None:
+    name = f"stale-{stale}"
+    incarnation = 1
+    if stale == "older":
+        bodies = {name: family.body(name, prompt_of("hello"), max_tokens=300, ignore_eos=True)}
+        incarnation = decoding(family, bodies, steps=2)[name] - 1
+    empty: Blocks = ask(family, ShowBlocks(name, incarnation), Blocks)
+    assert (empty.blocks, empty.computed_tokens) == ([], 0)
+    gone: Detached = ask(family, Detach(name, incarnation, "k"), Detached)
+    assert gone.key == ""
+    family.abort(DECODE, [name])
+    family.until(lambda: held(family) == 0)
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_foreign_blocks_are_published_by_the_engine_that_adopts_them(family: Engines, foreign: bool) -> None:
+    name = f"foreign-{foreign}"
+    prompt = prompt_of(LONG + name)
+    bodies = {name: family.body(name, prompt, max_tokens=300, ignore_eos=True)}
+    incarnation = decoding(family, bodies, steps=2)[name]
+    gone: Detached = ask(family, Detach(name, incarnation, name), Detached)
+    with family.memory() as client:
+        client.reset_cache(client.map(MODEL))
+    resume(family, bodies, {name: (gone.key, gone.computed_tokens, gone.output_tokens)}, steps=2, foreign=foreign)
+    since = len(family.reports)
+    again = f"again-{name}"
+    family.serve(MODEL, {again: family.body(again, prompt, max_tokens=1)})
+    computed = sum(r.tokens for e, r in family.reports[since:] if e == PREFILL and isinstance(r, StepReport))
+    cached = (len(prompt) - 1) // BLOCK * BLOCK if foreign else 0
+    assert computed == len(prompt) - cached
+    assert family.tokens[again] == family.tokens[name][:1]
+    family.abort(DECODE, [name])
+    family.until(lambda: held(family) == 0)
+
+
+def test_low_execution_priority_is_preempted_first(family: Engines) -> None:
+    """Both requests need a fourth block at the same moment and there is one: it goes to the older, or the higher."""
+    prompt = prompt_of("What is 12 + 7? ")
+    for tag, priorities, loser in (("equal", (0, 0), 1), ("ranked", (0, -1), 0)):
+        names = [f"{tag}-{i}" for i in range(2)]
+        bodies = {
+            name: family.body(name, prompt, priority=priority, max_tokens=400, ignore_eos=True)
+            for name, priority in zip(names, priorities, strict=True)
+        }
+        with family.memory() as client:
+            client.reset_cache(client.map(MODEL))
+            (model,) = client.stats()["models"]
+            client.set_quotas({MODEL: 7 * family.deployment.model(MODEL).pages_per_block})
+            try:
+                before = len(family.returned())
+                decoding(family, bodies, steps=1)
+                family.lease(DECODE, steps=1000)
+                family.until(lambda since=before: len(family.returned()) > since)  # type: ignore[misc]
+                assert family.returned()[before].request_id == names[loser]
+            finally:
+                client.set_quotas({MODEL: model["quota_pages"]})
+        family.abort(DECODE, names)
+        family.until(lambda: held(family) == 0)
