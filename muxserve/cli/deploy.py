@@ -8,21 +8,26 @@ import errno
 import importlib.util
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from muxserve.cli import ready
 from muxserve.cli.doctor import vllm_without_cuda
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
-from muxserve.cluster.launcher import LocalLauncher, commands_for
+from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
+from muxserve.cluster.launcher import commands_for
 from muxserve.cluster.machine import this_machine, this_machines_gpus
 from muxserve.cluster.plan import FleetPlan, deployment_of, fetch
 from muxserve.cluster.run_dir import RunDir, RunDirError
 from muxserve.cluster.sizing import PoolSizer
+from muxserve.cluster.units import DEPLOYMENT_FILE, LocalUnits, PlannedUnit
 from muxserve.config import Fleet, FleetError, load_fleet
-from muxserve.deployment import Deployment, save
+from muxserve.deployment import FleetDeployment, fleet_of
 from muxserve.gpu import mps
 from muxserve.planning.serving import plan_to_serve
 
@@ -68,35 +73,40 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
 def _run(plan: FleetPlan, run_dir: RunDir, host: str, port: int, demo: bool) -> int:
     from muxserve.memory import server
 
-    deployment = deployment_of(plan, str(run_dir.path), host, port)
+    deployment = deployment_of(plan, str(run_dir.path / "u0"), host, port)
+    deployment = msgspec.structs.replace(deployment, unit="u0")
+    fleet = msgspec.structs.replace(fleet_of(deployment, deployment.gateway), run_dir=str(run_dir.path))
     for note in plan.notes:
         console.print(f"- {escape(note)}")
+    sizer = None
+    if plan.gpu is not None:
+        sizer = PoolSizer(plan, deployment, Path(deployment.run_dir) / DEPLOYMENT_FILE)
+    units = [PlannedUnit(deployment, tuple(fleet.units[0].serves), sizer)]
     code = EXIT_START
     try:
-        file = run_dir.path / "deployment.json"
-        save(deployment, file)
-        sizer = PoolSizer(plan, deployment, file) if plan.gpu is not None else None
-        code = asyncio.run(_serve(plan.fleet, deployment, file, demo, sizer))
+        code = asyncio.run(_serve(plan.fleet, fleet, units, demo))
     finally:
         # Only if the memory manager had to be killed is there something left to remove.
-        server.remove_segments(deployment)
+        for unit in units:
+            server.remove_segments(unit.deployment)
         if code in (EXIT_OK, EXIT_FORCED):
             run_dir.remove()
         else:
-            errors.print(f"logs are kept in {escape(str(run_dir.logs))} until the next start")
+            errors.print(f"logs are kept below {escape(str(run_dir.path))} until the next start")
             run_dir.release()
     return code
 
 
-async def _serve(fleet: Fleet, deployment: Deployment, file: Path, demo: bool, sizer: PoolSizer | None) -> int:
-    launcher = LocalLauncher(commands_for(deployment, file), deployment.log_dir)
-    # Each wants to know the other: the renderer the parts, the controller whom to tell.
-    controller = Controller(deployment, launcher, lambda event: show(event), sizer)
-    show = renderer(console, controller.parts)
+async def _serve(declared: Fleet, fleet: FleetDeployment, units: Sequence[PlannedUnit], demo: bool) -> int:
+    show = renderer(console)
+    launcher = LocalFleetLauncher(fleet_commands_for(fleet), fleet.log_dir)
+    controller = Controller(
+        fleet, units, launcher, lambda warm, leftovers: LocalUnits(commands_for, warm, leftovers), show
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, controller.stop)
-    announcing = asyncio.create_task(_announce(controller, fleet, deployment, demo))
+    announcing = asyncio.create_task(_announce(controller, declared, demo))
     try:
         return await controller.run()
     finally:
@@ -106,9 +116,9 @@ async def _serve(fleet: Fleet, deployment: Deployment, file: Path, demo: bool, s
         show.close()
 
 
-async def _announce(controller: Controller, fleet: Fleet, deployment: Deployment, demo: bool) -> None:
+async def _announce(controller: Controller, declared: Fleet, demo: bool) -> None:
     await controller.ready.wait()
-    await ready.announce(fleet, deployment, demo)
+    await ready.announce(declared, controller.fleet, demo)
 
 
 def _usable_port(host: str, port: int) -> int:

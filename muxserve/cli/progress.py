@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Protocol
 
 from rich.console import Console
@@ -13,7 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from muxserve.cli.output import escape
-from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
+from muxserve.cluster.events import (
+    Down,
+    Draining,
+    Event,
+    Expected,
+    Failed,
+    PartId,
+    Progress,
+    Ready,
+    Starting,
+    Stopping,
+    Up,
+)
 
 
 class Renderer(Protocol):
@@ -24,10 +35,10 @@ class Renderer(Protocol):
     def close(self) -> None: ...
 
 
-def renderer(console: Console, parts: Iterable[PartId]) -> Renderer:
+def renderer(console: Console) -> Renderer:
     """The one that fits where `console` writes to."""
     lines = Lines(console)
-    return LiveTable(console, parts, lines) if console.is_terminal else lines
+    return LiveTable(console, lines) if console.is_terminal else lines
 
 
 class Lines:
@@ -53,9 +64,9 @@ class Lines:
 class LiveTable:
     """A table that lives until the fleet is ready or fails; lines before and after it for what is out of the order."""
 
-    def __init__(self, console: Console, parts: Iterable[PartId], lines: Lines) -> None:
+    def __init__(self, console: Console, lines: Lines) -> None:
         self._lines = lines
-        self._rows: dict[PartId, tuple[str, str]] = dict.fromkeys(parts, ("waiting", ""))
+        self._rows: dict[PartId, tuple[str, str]] = {}
         self._began: dict[PartId, float] = {}
         self._spinner = Spinner("dots")
         self._live: Live | None = Live(get_renderable=self._table, console=console, refresh_per_second=10)
@@ -65,9 +76,12 @@ class LiveTable:
         if self._live is None:
             self._lines(event)
             return
-        if getattr(event, "part", None) not in self._rows and not isinstance(event, Ready | Draining | Stopping):
-            return  # rows are drawn by another thread and must not become more
+        if getattr(event, "part", None) not in self._rows and isinstance(event, Starting | Progress | Up | Down):
+            return
         match event:
+            case Expected(parts):
+                # Rows are drawn by another thread, and must not become more meanwhile.
+                self._rows = {**self._rows, **dict.fromkeys(parts, ("waiting", ""))}
             case Starting(part):
                 self._rows[part] = ("starting", "")
                 self._began[part] = time.monotonic()

@@ -10,34 +10,35 @@ import time
 from muxserve.cli.http import HTTPFailure, get_json, stream_chat
 from muxserve.cli.output import console, errors, escape, models_table
 from muxserve.config import Fleet
-from muxserve.deployment import Deployment
+from muxserve.deployment import FleetDeployment, GatewayDeployment
 
 _HEALTH_SECONDS = 30.0
 
 
-async def announce(fleet: Fleet, deployment: Deployment, demo: bool) -> None:
+async def announce(declared: Fleet, fleet: FleetDeployment, demo: bool) -> None:
     """Wait until the endpoint says it is healthy, then print everything."""
-    url = endpoint(deployment)
+    url = endpoint(fleet.gateway)
     if not await _wait_healthy(url):
         errors.print(f"[yellow]{url}/health does not answer 200 yet[/]; `muxserve status --url {url}` says more")
-    console.print()
-    console.print(models_table(deployment))
+    for unit in fleet.units:
+        console.print(f"\n[bold]{escape(unit.name)}[/]" if len(fleet.units) > 1 else "")
+        console.print(models_table(unit.deployment))
     if demo:
         console.print()
-        key = deployment.gateway.api_keys[0] if deployment.gateway.api_keys else None
-        for model in fleet.models:
+        key = fleet.gateway.api_keys[0] if fleet.gateway.api_keys else None
+        for model in declared.models:
             if model.demo:
                 await asyncio.to_thread(_ask, url, model.name, model.demo, key)
     console.print()
-    console.print(_how_to(fleet, deployment, url), markup=False)
+    console.print(_how_to(declared, fleet, url), markup=False)
     console.print(f"\n[bold]serving at {url}/v1[/]  (Ctrl-C to stop)")
 
 
-def endpoint(deployment: Deployment) -> str:
-    """The URL at which a client on this machine reaches the gateway."""
-    host = deployment.gateway.host
+def endpoint(gateway: GatewayDeployment) -> str:
+    """The URL at which a client on this machine reaches the gateways."""
+    host = gateway.host
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{host}]:{deployment.gateway.port}" if ":" in host else f"http://{host}:{deployment.gateway.port}"
+    return f"http://[{host}]:{gateway.port}" if ":" in host else f"http://{host}:{gateway.port}"
 
 
 async def _wait_healthy(url: str) -> bool:
@@ -71,11 +72,11 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def _how_to(fleet: Fleet, deployment: Deployment, url: str) -> str:
+def _how_to(declared: Fleet, fleet: FleetDeployment, url: str) -> str:
     """A curl line and a client snippet that work when pasted."""
-    model = fleet.models[0]
+    model = declared.models[0]
     question = model.demo or "Hello!"
-    keys = bool(deployment.gateway.api_keys)
+    keys = bool(fleet.gateway.api_keys)
     body = json.dumps({"model": model.name, "messages": [{"role": "user", "content": question}]}, ensure_ascii=False)
     quoted = body.replace("'", "'\\''")
     header = ' -H "Authorization: Bearer $MUXSERVE_API_KEY"' if keys else ""

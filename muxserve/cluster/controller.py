@@ -1,74 +1,98 @@
-"""Starts the processes of a deployment in order, keeps them alive, and stops them in order."""
+"""The fleet: starts its units and the processes that belong to none, keeps them alive, and stops them in order."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from muxserve import wire
-from muxserve.cluster.events import Draining, Event, Failed, PartId, Ready, Starting, Stopping
-from muxserve.cluster.launcher import Launcher
-from muxserve.cluster.processes import adopt_orphans, has_children, kill_group, reap_group
-from muxserve.cluster.sizing import PoolSizer
-from muxserve.cluster.starts import GATEWAY, MEMORY, MPS, UNIT, WARM, Starts
-from muxserve.cluster.supervision import WITH_PARENT, GaveUp, Part, Supervisor
-from muxserve.deployment import Deployment
-from muxserve.gpu import nvml
+from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Ready, Stopping, Up
+from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
+from muxserve.cluster.last_words import LastWords, Said
+from muxserve.cluster.launcher import WarmParents
+from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.processes import adopt_orphans
+from muxserve.cluster.scheduler_link import SchedulerLink
+from muxserve.cluster.supervision import GaveUp, Part, Supervisor
+from muxserve.cluster.unit_set import UnitSet
+from muxserve.cluster.units import PlannedUnit, UnitLauncher
+from muxserve.deployment import FleetDeployment
 
 log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_KEPT_DYING, EXIT_FORCED = 0, 2, 3, 4, 130
 
 _STOP_SECONDS = 5.0
-_MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
-_DRAIN_MARGIN = 5.0  # on top of what the gateway itself allows its requests
-_TAIL_LINES = 15
-_NVML_SECONDS = 5.0  # a lost GPU may keep the driver busy
+_DRAIN_MARGIN = 5.0  # on top of what the gateways themselves allow their requests
 
 
 class Controller:
-    """One deployment, from start to end.
+    """One fleet, from start to end.
 
     `run` does everything; `stop` may be called (from a signal handler of the loop) to end it: once to drain, twice to
     kill. Exit codes: 0 stopped as asked, 3 could not start, 4 a part kept dying, 130 killed at the second `stop`.
+
+    Args:
+        fleet: the fleet; the units in it are those of `units`.
+        units: what to start at first, in that order.
+        launcher: starts the processes that belong to no unit.
+        unit_launcher: makes what starts units, of what their warm parents can be forked from and who collects the
+            leftovers of this machine.
+        emit: told what happens.
     """
 
     def __init__(
         self,
-        deployment: Deployment,
-        launcher: Launcher,
+        fleet: FleetDeployment,
+        units: Sequence[PlannedUnit],
+        launcher: FleetLauncher,
+        unit_launcher: Callable[[WarmParents, Leftovers], UnitLauncher],
         emit: Callable[[Event], None],
-        sizer: PoolSizer | None = None,
     ) -> None:
         self.ready = asyncio.Event()
+        self.leftovers = Leftovers()
+        self._planned = units
         self._tell_user = emit
-        # How long a part's logs were when it was started last: what stands before is of its predecessors.
-        self._log_began: dict[tuple[PartId, str], int] = {}
+        self._last_words = LastWords(fleet.log_dir)
         self._stops = 0
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
-        self._served = False
-        self._exits: dict[int, int] = {}
-        # Process groups of warm parents that died: what they leave behind becomes our child and is ours to collect.
-        self._orphaned: set[int] = set()
-        self._starts = Starts(deployment, launcher, self._emit, self._exits, sizer)
-        self.parts = self._starts.parts
+        self._starts = FleetStarts(
+            lambda: self.units.fleet, launcher, self._emit, self.leftovers.exits, fleet.gateway.count, self._until_sized
+        )
+        self.units = UnitSet(
+            fleet, unit_launcher(self._starts, self.leftovers), self._emit, self._on_change, self._on_failure
+        )
+        self._supervisor = Supervisor(
+            self._emit, self._on_down, self.leftovers.exits.get, self.ready.is_set, self._explain
+        )
+        self._link: SchedulerLink | None = None
+        self._tasks: dict[PartId, asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] | None = None
 
     @property
-    def deployment(self) -> Deployment:
-        """As it is now: on GPUs the pools have their size only when the models have been measured."""
-        return self._starts.deployment
+    def fleet(self) -> FleetDeployment:
+        """As it is now."""
+        return self.units.fleet
+
+    @property
+    def parts(self) -> list[PartId]:
+        """Everything that runs, or is to, once `run` has begun."""
+        return [self._starts.vllm.id, *self.units.parts(), *(part.id for part in self._own_parts()[1:])]
+
+    def _own_parts(self) -> list[Part]:
+        scheduler = [self._starts.scheduler] if SCHEDULER in self._tasks or self._needs_scheduler() else []
+        return [self._starts.vllm, *scheduler, *self._starts.gateways]
 
     def _emit(self, event: Event) -> None:
-        if isinstance(event, Starting):
-            for name in event.part.log_names:
-                with contextlib.suppress(OSError):
-                    self._log_began[event.part, name] = (self.deployment.log_dir / name).stat().st_size
+        self._last_words.note(event)
+        if isinstance(event, Up) and event.part == SCHEDULER and self._link is not None:
+            self._spawn(self._link.send(wire.ControllerHello()))
         self._tell_user(event)
 
     def stop(self) -> None:
@@ -77,174 +101,155 @@ class Controller:
         self._stopping.set()
         if self._stops > 1:
             self._forced.set()
-            for part in self.parts.values():
-                # These get a SIGTERM instead: they have shared memory to remove, and processes of their own to end.
-                if part.id not in (MEMORY, MPS):
-                    part.kill()
+            for part in self._own_parts():
+                part.kill()
+            self.units.kill()
+
+    # ------------------------------------------------------------ life
 
     async def run(self) -> int:
         """Serve until `stop` or until a part cannot be kept alive; returns the exit code."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        loop.add_signal_handler(signal.SIGCHLD, self.leftovers.reap)
+        self._failure = loop.create_future()
+        self._link = SchedulerLink(self.fleet.scheduler_address, self._on_scheduler)
         began = time.monotonic()
-        self._starts.open()
-        supervisor = Supervisor(self._emit, self._on_down, self._exits.get, lambda: self._served, self._explain)
-        tasks = {part.id: asyncio.create_task(supervisor.keep(part)) for part in self.parts.values()}
-        watcher = asyncio.create_task(self._watch_ready(began))
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping: asyncio.Task[object] = asyncio.create_task(self._stopping.wait())
         code = EXIT_OK
         try:
-            done, _ = await asyncio.wait([*tasks.values(), stopping], return_when=asyncio.FIRST_COMPLETED)
-            failure = next((task.exception() for task in done if task is not stopping), None)
+            self._spawn(self._begin(began))
+            ends: set[asyncio.Future[Any]] = {self._failure, stopping}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            failure = self._failure.exception() if self._failure.done() else None
             if failure is None:
-                await self._drain(tasks)
+                await self._drain()
             else:
-                code = await self._fail(failure, tasks)
+                code = await self._fail(failure)
             if self._forced.is_set() and code == EXIT_OK:
                 code = EXIT_FORCED
         finally:
-            others = [*tasks.values(), watcher, stopping]
+            others = [*self._others, *self._tasks.values(), stopping]
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
             await self._stop_all()
             loop.remove_signal_handler(signal.SIGCHLD)
+            await self._link.close()
             await self._starts.close()
         return code
 
-    async def _watch_ready(self, began: float) -> None:
-        parts = self.parts.values()
-        while not all(part.up.is_set() for part in parts):
-            for part in parts:
-                await part.up.wait()
-        self._served = True
+    async def _begin(self, began: float) -> None:
+        for planned in self._planned:
+            self.units.keep(await self.units.start(planned))
+        self._emit(Expected(tuple(self.parts)))
+        self.units.publish()
+        for part in self._own_parts():
+            self._keep(part)
+        for unit in list(self.units.units.values()):
+            await unit.handle.ready.wait()
+        for part in self._own_parts():
+            await part.up.wait()
+        self.units.served = True
         self.ready.set()
         self._emit(Ready(time.monotonic() - began))
+
+    def _keep(self, part: Part) -> None:
+        task = self._tasks[part.id] = asyncio.create_task(self._supervisor.keep(part))
+        task.add_done_callback(self._kept)
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._on_failure(task.exception() or RuntimeError("a part is not kept alive any more"))
+
+    def _on_failure(self, error: BaseException) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        """Do something beside; its failure is the fleet's."""
+        task = asyncio.create_task(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+        task.add_done_callback(lambda ended: None if ended.cancelled() or not ended.exception() else self._kept(ended))
+
+    async def _until_sized(self) -> None:
+        await self.units.until_sized()
+
+    # ------------------------------------------------------------ changes
+
+    def _needs_scheduler(self) -> bool:
+        fleet = self.fleet
+        return any(fleet.placed_by_scheduler(model.name) for model in fleet.models)
+
+    def _on_change(self) -> None:
+        """The fleet's file is another one."""
+        if self._needs_scheduler() and SCHEDULER not in self._tasks and VLLM in self._tasks:
+            self._keep(self._starts.scheduler)
+        self._starts.changed()
+
+    def _on_scheduler(self, message: wire.Message) -> None:
+        log.warning("a message from the global scheduler that nobody waits for: %s", type(message).__name__)
 
     # ------------------------------------------------------------ deaths
 
     async def _on_down(self, part: Part, reason: str) -> str:
-        if part.id.kind == "engine":
-            await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason))
-            return self._ended_with_parent(part.id)
-        if part.id == GATEWAY:
-            await self._tell(wire.GatewayDown())
-        elif part.id == WARM:
-            # What it forked dies with it; what did not would hold its model twice. The gateway serves on.
-            self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
-            await self._starts.drop_warm()
+        if part.id.kind == "gateway":
+            await self.units.tell(wire.GatewayDown(part.id.index))
+        elif part.id == VLLM:
+            # What it forked serves on, and is ours from now on.
+            await self._starts.drop_vllm()
             if part.process is not None:
-                self._orphaned.add(part.process.pid)
-                self._reap()
-        elif part.id == MPS:
-            # All that has a context on the GPUs has lost it, whether it has noticed or not.
-            self._kill([*self._starts.engines, *self._starts.holders, MEMORY], "ended with the MPS server")
-            self._starts.forget_memory()
-            if part.process is not None:
-                # Its daemon and server, should it have been killed before it could end them.
-                self._orphaned.add(part.process.pid)
-                kill_group(part.process.pid)
-        elif part.id.kind == "weights":
-            # Its engines compute on memory that was its, and would not fit beside a second copy.
-            engines = [engine for engine in self._starts.engines if engine.model == part.id.model]
-            self._kill(engines, "ended with the process that held its weights")
-            return self._ended_with_parent(part.id)
+                self.leftovers.add(part.process.pid)
         return ""
 
-    def _kill(self, parts: Iterable[PartId], because: str) -> None:
-        for part in parts:
-            self.parts[part].kill(because)
-
-    def _ended_with_parent(self, part: PartId) -> str:
-        """Words for a forked part that died with the warm parent; empty if that lives."""
-        same = self._runs(WARM) and self._starts.parent_of.get(part) is self._starts.warm
-        return "" if same else WITH_PARENT
-
     async def _explain(self, part: Part) -> str:
-        """What a GPU has to do with the end of a part: what it said last, and what the driver says."""
-        gpu = self.deployment.gpu
-        if gpu is None or part.id.kind not in ("weights", "engine", "memory", "mps"):
-            return ""
-        try:
-            found = await asyncio.wait_for(asyncio.to_thread(nvml.machine), _NVML_SECONDS)
-        except TimeoutError:
-            return "the GPU driver does not answer"
-        for uuid in gpu.uuids:
-            state = found.by_uuid(uuid)
-            if found.gpus and (state is None or state.fault):
-                number = uuid if state is None else str(state.index)
-                return f"GPU {number}: {state.fault if state else 'it is no longer there'}"
-        return nvml.explain(self._last_words(part.id)[1])
+        return ""
 
-    def _runs(self, part: PartId) -> bool:
-        process = self.parts[part].process
-        return process is not None and process.running
-
-    async def _tell(self, message: wire.Message) -> None:
-        """Tell the unit scheduler; one that is being started knows of nobody, and must not hear it late."""
-        unit = self._starts.unit
-        if unit is not None and self.parts[UNIT].up.is_set() and self._runs(UNIT):
-            await unit.send(message)
-
-    def _reap(self) -> None:
-        """Collect what dead warm parents have left; the processes that load models are watched by nobody else."""
-        for group in self._orphaned:
-            self._exits.update(reap_group(group))
-
-    async def _fail(self, failure: BaseException, tasks: dict[PartId, asyncio.Task[None]]) -> int:
+    async def _fail(self, failure: BaseException) -> int:
         if not isinstance(failure, GaveUp):
             raise failure
-        path, tail = self._last_words(failure.part)
-        words = f"{failure.part} keeps dying: {failure}" if self._served else f"{failure.part} cannot start: {failure}"
+        served = self.ready.is_set()
+        path, tail = self._said(failure.part)
+        words = f"{failure.part} keeps dying: {failure}" if served else f"{failure.part} cannot start: {failure}"
         self._emit(Failed(failure.part, words, path, tail))
-        if self._served and failure.part.kind == "engine":
-            await self._drain(tasks)  # the other models' requests may still finish
-        return EXIT_KEPT_DYING if self._served else EXIT_START
+        if served and failure.part.kind in ("engine", "vllm"):
+            await self._drain()  # requests of what is still there may still finish
+        return EXIT_KEPT_DYING if served else EXIT_START
 
-    def _last_words(self, part: PartId) -> tuple[Path | None, tuple[str, ...]]:
-        for name in part.log_names:
-            path = self.deployment.log_dir / name
-            with contextlib.suppress(OSError):
-                with path.open("rb") as log_file:
-                    log_file.seek(self._log_began.get((part, name), 0))
-                    lines = log_file.read().decode(errors="replace").splitlines()
-                if lines:
-                    return path, tuple(lines[-_TAIL_LINES:])
-        return None, ()
+    def _said(self, part: PartId) -> Said:
+        own = part.kind in ("vllm", "gateway", "scheduler")
+        return self._last_words.of(part) if own else self.units.last_words(part)
 
     # ------------------------------------------------------------ stopping
 
-    async def _drain(self, tasks: dict[PartId, asyncio.Task[None]]) -> None:
-        """Let the gateway finish what it has; what else dies meanwhile is still restarted."""
-        gateway = self.parts[GATEWAY]
-        if gateway.process is None or not gateway.process.running or self._forced.is_set():
+    async def _drain(self) -> None:
+        """Let the gateways finish what they have; what else dies meanwhile is still restarted."""
+        gateways = [part for part in self._starts.gateways if part.process is not None and part.process.running]
+        if not gateways or self._forced.is_set():
             return
-        seconds = self.deployment.gateway.drain_seconds
-        if gateway.up.is_set():
+        seconds = self.fleet.gateway.drain_seconds
+        if any(part.up.is_set() for part in gateways):
             self._emit(Draining(seconds))
-        tasks[GATEWAY].cancel()
-        forced = asyncio.create_task(self._forced.wait())
-        ended = asyncio.create_task(gateway.process.stop(seconds + _DRAIN_MARGIN))
-        await asyncio.wait({forced, ended}, return_when=asyncio.FIRST_COMPLETED)
+        for part in gateways:
+            self._tasks[part.id].cancel()
+        forced: asyncio.Task[object] = asyncio.create_task(self._forced.wait())
+        ended: asyncio.Task[object] = asyncio.create_task(self._stop_parts(gateways, seconds + _DRAIN_MARGIN))
+        await asyncio.wait([forced, ended], return_when=asyncio.FIRST_COMPLETED)
         forced.cancel()
         ended.cancel()
 
     async def _stop_all(self) -> None:
-        """Everything that still runs, in this order: what computes, what it was forked from, what owns its memory."""
+        """Everything that still runs: who brings requests, who sends them around, who serves them, what they were
+        forked from."""
         self._emit(Stopping())
-        groups = [GATEWAY, UNIT], self._starts.engines, self._starts.holders, [WARM], [MEMORY], [MPS]
-        for group in groups:
-            processes = [self.parts[part].process for part in group if part in self.parts]
-            grace = _MPS_STOP_SECONDS if group == [MPS] else _STOP_SECONDS
-            await asyncio.gather(*(p.stop(grace) for p in processes if p is not None and p.running))
-        warm = self.parts[WARM].process
-        if warm is not None:
-            self._orphaned.add(warm.pid)
-        # What dies with its parent comes to us a moment later.
-        deadline = time.monotonic() + _STOP_SECONDS
-        while any(map(has_children, self._orphaned)) and time.monotonic() < deadline:
-            for orphans in self._orphaned:
-                kill_group(orphans)
-            self._reap()
-            await asyncio.sleep(0.01)
+        for group in (self._starts.gateways, [self._starts.scheduler]):
+            await self._stop_parts(group)
+        await self.units.stop()
+        await self._stop_parts([self._starts.vllm])
+        vllm = self._starts.vllm.process
+        await self.leftovers.end([vllm.pid] if vllm is not None else [], _STOP_SECONDS)
+
+    async def _stop_parts(self, parts: Sequence[Part], grace: float = _STOP_SECONDS) -> None:
+        processes = [part.process for part in parts]
+        await asyncio.gather(*(p.stop(grace) for p in processes if p is not None and p.running))

@@ -2,40 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["mps", "weights", "memory", "warm_parent", "unit", "gateway", "engine"]
+Kind = Literal[
+    "mps", "weights", "memory", "warm_parent", "unit", "migrator", "engine", "host", "vllm", "gateway", "scheduler"
+]
 _NAMES = {
     "mps": "MPS server",
     "memory": "memory manager",
-    "warm_parent": "vLLM",
+    "warm_parent": "warm parent",
     "unit": "unit scheduler",
-    "gateway": "gateway",
+    "host": "unit",
+    "vllm": "vLLM",
+    "scheduler": "global scheduler",
 }
 
 
 @dataclass(frozen=True)
 class PartId:
-    """One process of a deployment. Engines have a model and a phase, weight holders a model."""
+    """One process of a fleet. Engines have a model and a phase, weight holders a model, gateways a number.
+
+    `unit` is told where a fleet has several; `host` is a unit as a whole.
+    """
 
     kind: Kind
     model: str = ""
     phase: str = ""
+    unit: str = ""
+    index: int = 0
 
     def __str__(self) -> str:
+        if self.kind == "host":
+            return f"unit {self.unit}"
+        return f"{self.unit}: {self._alone}" if self.unit else self._alone
+
+    @property
+    def _alone(self) -> str:
         if self.kind == "engine":
             return f"engine {self.model}/{self.phase}"
-        return f"weights of {self.model}" if self.kind == "weights" else _NAMES[self.kind]
+        if self.kind == "gateway":
+            return f"gateway {self.index}" if self.index else "gateway"
+        return f"weights of {self.model}" if self.kind == "weights" else _NAMES.get(self.kind, self.kind)
+
+    def within(self, unit: str) -> PartId:
+        """The same part, told apart from those of other units."""
+        return replace(self, unit=unit)
 
     @property
     def log_names(self) -> tuple[str, ...]:
-        """Its log files, under the deployment's log directory; the most telling one first."""
+        """Its log files, under the log directory of its unit or, if it belongs to none, of the fleet; the most telling
+        one first."""
         if self.kind == "engine":
             # Weights are loaded by a process per model, so a failure may stand in that one's log.
-            return f"engine-{self.model}-{self.phase}.log", f"model-{self.model}.log"
-        return (f"weights-{self.model}.log" if self.kind == "weights" else f"{self.kind}.log",)
+            return f"engine-{_file_name(self.model)}-{self.phase}.log", f"model-{_file_name(self.model)}.log"
+        if self.kind == "weights":
+            return (f"weights-{_file_name(self.model)}.log",)
+        return (f"gateway-{self.index}.log" if self.kind == "gateway" else f"{self.kind}.log",)
+
+
+def _file_name(model: str) -> str:
+    return model.replace("/", "_")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """These parts are going to be started."""
+
+    parts: tuple[PartId, ...]
 
 
 @dataclass(frozen=True)
@@ -73,14 +108,14 @@ class Down:
 
 @dataclass(frozen=True)
 class Ready:
-    """Every part is up, `seconds` after the start of the deployment."""
+    """Every part of the fleet, or of a unit, is up, `seconds` after its start."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Draining:
-    """The gateway takes no more requests; running ones have `seconds` to finish."""
+    """The gateways take no more requests; running ones have `seconds` to finish."""
 
     seconds: float
 
@@ -92,7 +127,7 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Failed:
-    """The deployment ends because of `part`. `log` and its last lines may say more."""
+    """The fleet, or the unit, ends because of `part`. `log` and its last lines may say more."""
 
     part: PartId
     message: str
@@ -100,4 +135,10 @@ class Failed:
     tail: tuple[str, ...] = ()
 
 
-Event = Starting | Progress | Up | Down | Ready | Draining | Stopping | Failed
+Event = Expected | Starting | Progress | Up | Down | Ready | Draining | Stopping | Failed
+
+
+def of_unit(event: Event, unit: str) -> Event:
+    """The same event, told apart from those of other units."""
+    part = getattr(event, "part", None)
+    return event if part is None else replace(event, part=part.within(unit))

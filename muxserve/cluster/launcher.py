@@ -1,4 +1,4 @@
-"""Starts the processes that a controller supervises. The local one starts them on this machine."""
+"""Starts the processes of a unit. The local launcher starts them on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muxserve.gpu.sm import client_environment
 
 
 class Launcher(Protocol):
-    """What the controller needs of a machine. Each method starts one process and returns at once."""
+    """What a unit's host needs of its machine. Each method starts one process and returns at once."""
 
     def mps(self) -> tuple[Process, Awaitable[None]]:
         """The process that owns the MPS server, and what is done once that takes clients."""
@@ -27,18 +27,39 @@ class Launcher(Protocol):
     def unit_scheduler(self) -> Process:
         """The process; it answers on the unit's address once it serves."""
 
-    def warm_parent(self, control_fd: int, lifeline_fd: int) -> Process:
-        """The process, with both descriptors open in it under the same numbers."""
+    def migrator(self) -> Process:
+        """The process; it listens on the unit's migrator socket once it serves."""
+
+    async def until_warm(self) -> None:
+        """Until `warm_parent` can do its work, however long that takes."""
+
+    async def warm_parent(self, control_fd: int) -> Process:
+        """The process, with the descriptor open in it; it says on that when it can be asked to fork."""
+
+
+class WarmParents(Protocol):
+    """Where warm parents come from, if they need not import vLLM themselves."""
+
+    async def until_up(self) -> None:
+        """Until one can be forked."""
+
+    async def fork(self, deployment: Deployment, control_fd: int) -> Process:
+        """The warm parent of a unit, leader of a process group of its own; it outlives what it was forked from.
+
+        Raises:
+            muxserve.cluster.supervision.PartDied: what forks is gone.
+        """
 
 
 @dataclass(frozen=True)
 class Commands:
     """Command lines, made when a process is started. `memory_manager` is told the number of its descriptor, if it has
-    one, `warm_parent` those of its two. `environment` is added to everyone's."""
+    one, `warm_parent` that of its. `environment` is added to everyone's."""
 
     memory_manager: Callable[[int | None], list[str]]
     unit_scheduler: list[str]
-    warm_parent: Callable[[int, int], list[str]]
+    migrator: list[str]
+    warm_parent: Callable[[int], list[str]]
     mps: list[str] = field(default_factory=list)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -58,20 +79,25 @@ def commands_for(deployment: Deployment, deployment_file: Path) -> Commands:
     return Commands(
         memory_manager=memory_manager,
         unit_scheduler=python("muxserve.unit.scheduler", "--die-with-parent"),
-        warm_parent=lambda control, lifeline: python(
-            "muxserve.engine.warm_parent", "--control-fd", str(control), "--lifeline-fd", str(lifeline)
-        ),
+        migrator=python("muxserve.migration.process", "--die-with-parent"),
+        warm_parent=lambda control: python("muxserve.engine.warm_parent", "--control-fd", str(control)),
         mps=python("muxserve.gpu.mps"),
         environment=client_environment(deployment),
     )
 
 
 class LocalLauncher:
-    """Plain processes of this machine, each with its log file under `log_dir`."""
+    """Plain processes of this machine, each with its log file in the deployment's directory for them.
 
-    def __init__(self, commands: Commands, log_dir: Path) -> None:
+    Args:
+        warm_parents: what forks the warm parent; None: it is started as a process that imports vLLM.
+    """
+
+    def __init__(self, deployment: Deployment, commands: Commands, warm_parents: WarmParents | None = None) -> None:
+        self._deployment = deployment
         self._commands = commands
-        self._log_dir = log_dir
+        self._warm_parents = warm_parents
+        self._log_dir = deployment.log_dir
         self._readers: set[asyncio.Task[None]] = set()
 
     def mps(self) -> tuple[Process, Awaitable[None]]:
@@ -99,11 +125,22 @@ class LocalLauncher:
         """See `Launcher.unit_scheduler`."""
         return spawn(self._commands.unit_scheduler, self._log_dir / "unit.log", environment=self._commands.environment)
 
-    def warm_parent(self, control_fd: int, lifeline_fd: int) -> Process:
+    def migrator(self) -> Process:
+        """See `Launcher.migrator`."""
+        return spawn(self._commands.migrator, self._log_dir / "migrator.log", environment=self._commands.environment)
+
+    async def until_warm(self) -> None:
+        """See `Launcher.until_warm`."""
+        if self._warm_parents is not None:
+            await self._warm_parents.until_up()
+
+    async def warm_parent(self, control_fd: int) -> Process:
         """See `Launcher.warm_parent`."""
-        command = self._commands.warm_parent(control_fd, lifeline_fd)
-        pass_fds = (control_fd, lifeline_fd)
-        return spawn(command, self._log_dir / "warm_parent.log", pass_fds, environment=self._commands.environment)
+        if self._warm_parents is not None:
+            return await self._warm_parents.fork(self._deployment, control_fd)
+        command = self._commands.warm_parent(control_fd)
+        log = self._log_dir / "warm_parent.log"
+        return spawn(command, log, (control_fd,), environment=self._commands.environment)
 
 
 async def _read_output(process: Process, log: Path, ready: asyncio.Future[None]) -> None:

@@ -1,4 +1,4 @@
-"""The directory of one deployment: its sockets, its logs, its resolved plan.
+"""The directory of one fleet: its sockets, its logs, what it consists of, and a directory of that kind for each unit.
 
 It is short, because the kernel allows 107 bytes for the path of a Unix socket, and readable by its owner only. A lock
 tells directories in use from those that a killed controller left behind; the latter are removed at the next start.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 _LOCK = "lock"
 _SOCKET_LIMIT = 107
-_LONGEST_SOCKET = "gateway.sock"
+_LONGEST_SOCKET = "u100/weights-10-7.sock"
 
 
 class RunDirError(Exception):

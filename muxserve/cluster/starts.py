@@ -1,21 +1,22 @@
-"""How each part of a deployment comes up, and what it waits for.
+"""How each part of a unit comes up, and what it waits for.
 
-On a CPU: memory manager, warm parent and unit scheduler at once; gateway and engines from the warm parent, engines when
-the memory manager serves. On GPUs also: the MPS server before the warm parent; the weight holders of all models from
-it; from what they measure, the size of the pools; and only then everything that reads it.
+On a CPU: memory manager, warm parent and unit scheduler at once; engines from the warm parent, when the memory manager
+serves. On GPUs also: the MPS server before the warm parent; the weight holders of all models from it; from what they
+measured, the size of the pools; and only then everything that reads it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING
 
 from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.processes import Process, exit_words
+from muxserve.cluster.reachable import until_reachable
+from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.cluster.supervision import GaveUp, Part, PartDied, while_running
 from muxserve.cluster.unit_link import UnitLink
@@ -28,30 +29,36 @@ if TYPE_CHECKING:
     from muxserve.memory.fd_store import FdStore
 
 MPS, MEMORY, WARM = PartId("mps"), PartId("memory"), PartId("warm_parent")
-UNIT, GATEWAY = PartId("unit"), PartId("gateway")
+UNIT, MIGRATOR = PartId("unit"), PartId("migrator")
 _START_SECONDS = {
     "mps": 120.0,
     "weights": 1800.0,
     "memory": 60.0,
     "unit": 30.0,
+    "migrator": 30.0,
     "warm_parent": 300.0,
-    "gateway": 300.0,
     "engine": 1800.0,
 }
 _LAST_WORDS_SECONDS = 0.1
 
 
 class Starts:
-    """The parts of a deployment with what starts them. Made inside a running event loop, or before it.
+    """The parts of a unit with what starts them. Made inside a running event loop, or before it.
 
     Args:
+        serves: the models that have engines from the beginning; others of the deployment may get them later.
         exits: return codes of processes that are not our children, as they are told.
         sizer: on GPUs, what makes pools of what was measured.
+
+    Raises:
+        ValueError: on GPUs, without a sizer, or where a model has no engines from the beginning: what it needs of the
+            GPUs could not be measured before the pools take the rest.
     """
 
     def __init__(
         self,
         deployment: Deployment,
+        serves: Collection[str],
         launcher: Launcher,
         emit: Callable[[Event], None],
         exits: dict[int, int],
@@ -64,36 +71,59 @@ class Starts:
         self.unit: UnitLink | None = None
         # Which warm parent a part was forked from.
         self.parent_of: dict[PartId, WarmLink] = {}
+        self.sized = asyncio.Event()
         self._launcher = launcher
         self._emit = emit
         self._exits = exits
         self._sizer = sizer
-        self._sized = asyncio.Event()
         self._needs: dict[tuple[str, int], Needs] = {}
         self._store: FdStore | None = None
-        self._lifeline_read, self._lifeline_write = os.pipe()
         # Model loading is mostly computing; more at once than this only makes each of them later.
         self._at_once = asyncio.Semaphore(2 * max(2, deployment.cores))
-        self.holders = [PartId("weights", model.name) for model in deployment.models] if deployment.gpu else []
-        self.engines = [
-            PartId("engine", model.name, phase) for model in deployment.models for phase in ("prefill", "decode")
-        ]
-        self.parts = {part.id: part for part in self._parts()}
+        models = [model.name for model in deployment.models if model.name in serves]
+        if deployment.gpu is not None and len(models) < len(deployment.models):
+            raise ValueError("on GPUs a unit starts with all of its models")
+        self.parts: dict[PartId, Part] = {part.id: part for part in self._base()}
+        for model in models:
+            self.parts.update({part.id: part for part in self.parts_of(model)})
 
-    def _parts(self) -> list[Part]:
-        """In the order in which they come up."""
+    @property
+    def holders(self) -> list[PartId]:
+        """What holds weights on GPUs, of the models that are served."""
+        return [part for part in self.parts if part.kind == "weights"]
+
+    @property
+    def engines(self) -> list[PartId]:
+        """The engines of the models that are served."""
+        return [part for part in self.parts if part.kind == "engine"]
+
+    def _base(self) -> list[Part]:
+        """What a unit has whatever it serves, in the order in which it comes up."""
         gpu = self.deployment.gpu
         memory = self._part(MEMORY, self._start_memory, self._until_sized)
         return [
             *([self._part(MPS, self._start_mps)] if gpu and gpu.sm_sharing != "off" else []),
             *([] if gpu else [memory]),
-            self._part(WARM, self._start_warm, self._until_mps),
-            *(self._part(who, self._start_forked, self._until_mps) for who in self.holders),
+            self._part(WARM, self._start_warm, self._until_warm),
             *([memory] if gpu else []),
-            self._part(UNIT, self._start_unit, self._sized.wait),
-            self._part(GATEWAY, self._start_forked, self._sized.wait),
-            *(self._part(who, self._start_forked, self._sized.wait) for who in self.engines),
+            self._part(UNIT, self._start_unit, self.sized.wait),
         ]
+
+    def parts_of(self, model: str) -> list[Part]:
+        """What serves one model: new parts, not yet among `parts`."""
+        holders = [self._part(PartId("weights", model), self._start_forked, self._until_mps)]
+        engines = [PartId("engine", model, phase) for phase in ("prefill", "decode")]
+        return [
+            *(holders if self.deployment.gpu else []),
+            *(self._part(who, self._start_forked, self.sized.wait) for who in engines),
+        ]
+
+    def migrator(self) -> Part:
+        """What moves requests to other units and takes theirs: a new part, not yet among `parts`. Nothing is lost while
+        it is away, hence it is started again for ever."""
+        part = self._part(MIGRATOR, self._start_migrator, self.sized.wait)
+        part.policy = RestartPolicy(max_deaths=None, delays=PATIENT_DELAYS)
+        return part
 
     def _part(
         self,
@@ -107,17 +137,15 @@ class Starts:
         """Make what needs a running event loop."""
         self.unit = UnitLink(self.deployment.unit_address)
         if self.deployment.gpu is None:
-            self._sized.set()
+            self.sized.set()
         else:
-            # Needs the native module, which a controller without GPUs can do without.
+            # Needs the native module, which a host without GPUs can do without.
             from muxserve.memory.fd_store import FdStore
 
             self._store = FdStore()
 
     async def close(self) -> None:
         """Close all that is open to the parts; they end for it at the latest."""
-        for fd in (self._lifeline_read, self._lifeline_write):
-            os.close(fd)
         await self.drop_warm()
         if self.unit is not None:
             await self.unit.close()
@@ -140,6 +168,10 @@ class Starts:
         if MPS in self.parts:
             await self.parts[MPS].up.wait()
 
+    async def _until_warm(self) -> None:
+        await self._until_mps()
+        await self._launcher.until_warm()
+
     async def _until_sized(self) -> None:
         """The memory manager comes after the sizing of the pools, which it is the first to need.
 
@@ -147,7 +179,7 @@ class Starts:
             GaveUp: the GPUs are too small.
         """
         await self._until_mps()
-        if self._sized.is_set():
+        if self.sized.is_set():
             return
         assert self._sizer is not None
         wanted = [(model.name, rank) for model in self.deployment.models for rank in range(self.deployment.ranks)]
@@ -164,7 +196,7 @@ class Starts:
         size = sum(pool.page_bytes * pool.num_pages for pool in self.deployment.pools)
         words = f"KV pool of {format_size(size)} on each GPU, where {format_size(left)} are left, as measured"
         self._emit(Progress(MEMORY, words))
-        self._sized.set()
+        self.sized.set()
 
     # ------------------------------------------------------------ starting
 
@@ -184,24 +216,27 @@ class Starts:
         part.process = self._launcher.unit_scheduler()
         await while_running(part.process, self.unit.state())
 
+    async def _start_migrator(self, part: Part) -> None:
+        await self.parts[MEMORY].up.wait()
+        part.began = time.monotonic()
+        self._emit(Starting(part.id))
+        part.process = self._launcher.migrator()
+        await while_running(part.process, until_reachable(self.deployment.migrator_address))
+
     async def _start_warm(self, part: Part) -> None:
         self._emit(Starting(part.id))
         await self.drop_warm()
         self.warm = WarmLink(
-            lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__, self._on_measured
+            WARM, lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__, self._on_measured
         )
         try:
-            part.process = self._launcher.warm_parent(self.warm.theirs.fileno(), self._lifeline_read)
+            part.process = await self._launcher.warm_parent(self.warm.theirs.fileno())
         finally:
             self.warm.theirs.close()
-        self._emit(Progress(part.id, "importing vLLM"))
         await while_running(part.process, self.warm.ready)
 
     async def _start_forked(self, part: Part) -> None:
         await self.parts[WARM].up.wait()
-        if part.id.kind == "gateway":
-            await self._fork(part)
-            return
         if part.id.kind == "engine":
             holder = self.parts.get(PartId("weights", part.id.model))
             if holder is not None:

@@ -1,12 +1,16 @@
-"""The controller's end of the warm parent's control socket: orders go out, events of the whole family come in."""
+"""Our end of a forking parent's control socket: orders go out, events of the whole family come in.
+
+The parent is a unit's warm parent or the machine's vLLM.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from muxserve.cluster.events import PartId
@@ -35,9 +39,10 @@ class Birth:
 
 
 class WarmLink:
-    """Lives as long as one warm parent.
+    """Lives as long as one parent.
 
     Args:
+        parent: which part the parent is.
         on_progress: told what a part says of its start.
         on_exited: told pid and return code (as in `subprocess`) of every process of the family that ended.
         on_measured: told what a weight holder has measured of its model.
@@ -45,6 +50,7 @@ class WarmLink:
 
     def __init__(
         self,
+        parent: PartId,
         on_progress: Callable[[PartId, str], None],
         on_exited: Callable[[int, int], None],
         on_measured: Callable[[Needs], None] = lambda _: None,
@@ -52,6 +58,7 @@ class WarmLink:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours.setblocking(False)
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._parent = parent
         self._births: dict[PartId, Birth] = {}
         self._model_parents: dict[int, str] = {}
         self._on_progress = on_progress
@@ -59,29 +66,41 @@ class WarmLink:
         self._on_measured = on_measured
         self._reader = asyncio.create_task(self._read())
 
-    def order(self, part: PartId) -> Birth:
-        """Have `part` forked.
+    def order(self, part: PartId, fds: Sequence[int] = (), **more: str) -> Birth:
+        """Have `part` forked; `fds` are open in it, and `more` is what it is told besides.
 
         Raises:
-            PartDied: the warm parent is gone.
+            PartDied: the parent is gone.
         """
         birth = self._births[part] = Birth()
         command = {"op": "fork", "kind": part.kind, "model": part.model, "phase": part.phase}
         try:
-            self.ours.send(json.dumps(command).encode())
+            self._send({**command, "unit": part.unit, "index": part.index, **more}, fds)
         except OSError as error:
-            raise PartDied(f"the warm parent does not take orders: {error}", blameless=True) from None
+            raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
         return birth
 
+    def end_model(self, model: str) -> None:
+        """The engines of `model` have been stopped for good: what holds its weights may go."""
+        with contextlib.suppress(OSError):
+            self._send({"op": "end", "model": model})
+
+    def _send(self, command: dict[str, object], fds: Sequence[int] = ()) -> None:
+        data = json.dumps(command).encode()
+        if fds:
+            socket.send_fds(self.ours, [data], fds)
+        else:
+            self.ours.send(data)
+
     async def close(self) -> None:
-        """Close the socket; whoever still waits for a part is told that the warm parent died."""
+        """Close the socket; whoever still waits for a part is told that the parent died."""
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._lost()
         self.ours.close()
 
     def _lost(self) -> None:
-        gone = PartDied("the warm parent died", blameless=True)
+        gone = PartDied(f"{self._parent} died", blameless=True)
         for birth in self._births.values():
             birth.fail(gone)
         self._births.clear()
@@ -98,7 +117,7 @@ class WarmLink:
             try:
                 self._handle(json.loads(data))
             except (ValueError, KeyError, TypeError) as error:
-                log.warning("a message that is none from the warm parent: %r (%s)", data[:200], error)
+                log.warning("a message that is none from %s: %r (%s)", self._parent, data[:200], error)
 
     def _handle(self, message: dict[str, Any]) -> None:
         event = message["event"]
@@ -109,14 +128,20 @@ class WarmLink:
         if event == "exited":
             self._exited(int(message["pid"]), int(message["status"]))
             return
-        if event == "failed" and message["kind"] == "warm_parent":
+        if event == "failed" and message["kind"] == self._parent.kind:
             if not self.ready.done():
                 self.ready.set_exception(PartFailed(str(message["error"])))
             return
         if event == "forked" and message["kind"] == "model":
             self._model_parents[int(message["pid"])] = message["model"]
             return
-        part = PartId(message["kind"], message.get("model", ""), message.get("phase", ""))
+        part = PartId(
+            message["kind"],
+            message.get("model", ""),
+            message.get("phase", ""),
+            message.get("unit", ""),
+            message.get("index", 0),
+        )
         if event == "measured":
             self._on_measured(measured(message))
             return

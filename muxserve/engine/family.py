@@ -1,16 +1,18 @@
-"""The family of forked processes: how parents and children talk to the controller.
+"""The families of forked processes: how parents and children talk to the controller.
 
-    controller ── control socket ── warm parent (vLLM imported)
-                       │                ├── gateway
-                       │                └── model parent, one per model (weights loaded)
-                       │                        ├── prefill engine
-                       └── (inherited) ─────────└── decode engine
+    controller ── control socket ── machine parent (vLLM imported)
+        │              │                ├── gateway, one or several
+        │              └── (inherited) ─┘
+        │                               └── warm parent, one per unit
+        └── control socket per unit ───────┤   └── model parent, one per model (weights loaded)
+                       │                   │           ├── prefill engine
+                       └── (inherited) ────┴───────────└── decode engine
 
-Where a model runs on GPUs or in several ranks, its engines are forked from the warm parent directly, and on GPUs a
-holder of its weights too: a process that has touched CUDA cannot be forked, and weights in worker processes are not
-inherited.
+A unit that is alone on its machine has a warm parent that has imported vLLM itself. Where a model runs on GPUs or in
+several ranks, its engines are forked from the warm parent directly, and on GPUs a holder of its weights too: a process
+that has touched CUDA cannot be forked, and weights in worker processes are not inherited.
 
-All of them inherit the control socket (SEQPACKET, JSON) and send their events on it directly; only the warm parent
+All of a family inherit its control socket (SEQPACKET, JSON) and send their events on it directly; only its first parent
 reads it. A parent stays single-threaded, since only the forking thread lives on in a child.
 """
 
@@ -37,6 +39,7 @@ from muxserve.deployment import Deployment
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 16
+MAX_FDS = 4
 # What is left for a directory that vLLM makes sockets in: 107 bytes less a slash and a UUID.
 _LONGEST_DIRECTORY = 107 - 1 - 36
 
@@ -53,9 +56,17 @@ class Control:
             self._socket.send(json.dumps({"event": event, **fields}).encode())
 
     def receive(self) -> dict[str, Any] | None:
-        """The next command; None when the other side is gone."""
-        data = self._socket.recv(MAX_MESSAGE)
-        return json.loads(data) if data else None
+        """The next command; None when the other side is gone. Descriptors that came with it are its `fds`, which the
+        receiver closes."""
+        data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_FDS)
+        if not data:
+            return None
+        command: dict[str, Any] = json.loads(data)
+        return {**command, "fds": fds} if fds else command
+
+    def close(self) -> None:
+        """Close this process's end."""
+        self._socket.close()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -85,6 +96,11 @@ class ForkingParent:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
+
+    def forget(self) -> None:
+        """Let go of what a child that is a parent itself has inherited."""
+        for end in (self._wake_read, self._wake_write):
+            end.close()
 
     def run(self) -> None:
         """Serve until the command side closes."""

@@ -1,6 +1,7 @@
-"""The process that imports vLLM once; the gateway, the model parents and through them the engines are forked from it.
+"""A unit's process that has imported vLLM: its model parents and through them its engines are forked from it.
 
-python -m muxserve.engine.warm_parent --deployment FILE --control-fd N --lifeline-fd M
+It is forked from the machine's parent itself (`muxserve.engine.machine_parent`), or, where the unit is alone on its
+machine, started as `python -m muxserve.engine.warm_parent --deployment FILE --control-fd N`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from muxserve.deployment import Deployment, fleet_of, load
-from muxserve.engine.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda
+from muxserve.deployment import Deployment, ModelDeployment, load
+from muxserve.engine.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda, words
+from muxserve.gpu.sm import client_environment
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +39,16 @@ def environment() -> dict[str, str]:
     }
 
 
+def gpu_environment(deployment: Deployment) -> dict[str, str]:
+    """What must be in the environment before anything touches a GPU: which are the unit's, and its own MPS server."""
+    if deployment.gpu is None:
+        return {}
+    # Engines, their workers and the holders of weights number the unit's GPUs by rank.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(deployment.gpu.uuids), **client_environment(deployment)}
+
+
 def preload(device: str) -> None:
-    """Import what engines on `device` (cpu or cuda) and gateway need, so that a fork starts with it. Touches no GPU."""
+    """Import what engines on `device` (cpu or cuda) need, so that a fork starts with it. Touches no GPU."""
     import transformers  # noqa: F401
     import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen2
@@ -48,7 +59,6 @@ def preload(device: str) -> None:
     import muxserve.engine.process
     import muxserve.engine.ranks
     from muxserve.engine import vllm_seam
-    from muxserve.gateway import main as gateway
 
     if device == "cuda":
         import muxserve.engine.cuda.worker
@@ -56,30 +66,28 @@ def preload(device: str) -> None:
         # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
         import muxserve.engine.cpu.worker  # noqa: F401
     vllm_seam.check(device)
-    gateway.preload()
     refuse_cuda()
 
 
-def _register(deployment: Deployment) -> None:
+def register(models: Iterable[ModelDeployment]) -> None:
     """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine."""
     from muxserve.gateway import seam
 
-    seam.register_architectures(deployment.models)
+    seam.register_architectures(models)
 
 
 class WarmParent:
-    """Forks the gateway, and engines and holders of weights or, where these fork their engines, model parents, to which
-    it passes the orders for engines on.
+    """Forks engines and holders of weights or, where model parents fork the engines, these, to which it passes the
+    orders for engines on.
 
     `path` is the deployment's file: what is forked here later reads it anew, since the sizes of pools on GPUs are known
     only when the weights are loaded.
     """
 
-    def __init__(self, path: str, deployment: Deployment, control: Control, lifeline_fd: int | None) -> None:
+    def __init__(self, path: str, deployment: Deployment, control: Control) -> None:
         self.path = path
         self.deployment = deployment
         self.control = control
-        self.lifeline_fd = lifeline_fd
         self._model_parents: dict[str, tuple[int, socket.socket]] = {}
         self._parent = ForkingParent(control, control, self._handle, self._on_exit)
 
@@ -90,37 +98,17 @@ class WarmParent:
         self._parent.run()
 
     def _handle(self, command: dict[str, Any]) -> None:
-        if command.get("op") != "fork":
+        operation = command.get("op")
+        if operation == "end":
+            self._end_model_parent(command["model"])
+        elif operation != "fork":
             log.warning("unknown command %r", command)
-        elif command["kind"] == "gateway":
-            self._fork_gateway()
         elif command["kind"] == "weights":
             self._fork_holder(command["model"])
         elif shares_by_forking(self.deployment):
             self._order_engine(command["model"], json.dumps(command).encode())
         else:
             self._fork_engine(command["model"], command["phase"])
-
-    def _fork_gateway(self) -> None:
-        def child() -> None:
-            from muxserve.gateway.main import run
-
-            def on_up() -> None:
-                self.control.event("up", kind="gateway", model="", phase="", pid=os.getpid())
-
-            self._close_model_parents()
-            try:
-                run(fleet_of(deployment := load(self.path), deployment.gateway), 0, self.lifeline_fd, on_up)
-            except Exception as error:
-                self.control.event(
-                    "failed", kind="gateway", model="", phase="", error=f"{type(error).__name__}: {error}"
-                )
-                raise
-
-        # The gateway outlives this process, since it holds the clients' connections; its lifeline is the controller.
-        log_file = self.deployment.log_dir / "gateway.log"
-        pid = self._parent.fork("gateway", log_file, child, die_with_parent=False)
-        self.control.event("forked", kind="gateway", model="", phase="", pid=pid)
 
     def _fork_engine(self, model: str, phase: Literal["prefill", "decode"]) -> None:
         def child() -> None:
@@ -172,6 +160,12 @@ class WarmParent:
         self._model_parents[model] = (pid, ours)
         return ours
 
+    def _end_model_parent(self, model: str) -> None:
+        """The model is not served here for now: its weights go. The process ends when it cannot get orders any more."""
+        known = self._model_parents.pop(model, None)
+        if known is not None:
+            known[1].close()
+
     def _close_model_parents(self) -> None:
         for _, sock in self._model_parents.values():
             sock.close()
@@ -188,27 +182,35 @@ def shares_by_forking(deployment: Deployment) -> bool:
     return deployment.device == "cpu" and deployment.ranks == 1
 
 
+def run(file: str, control: Control) -> None:
+    """Serve the unit whose deployment is in `file` from a process that has done `preload`, until the controller goes
+    away."""
+    deployment = load(file)
+    os.environ.update(gpu_environment(deployment))
+    try:
+        register(deployment.models)
+    except Exception as error:
+        control.event("failed", kind="warm_parent", error=words(error))
+        raise
+    WarmParent(file, deployment, control).run()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deployment", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--lifeline-fd", type=int)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     deployment = load(args.deployment)
-    os.environ.update(environment())
-    if deployment.gpu is not None:
-        # Engines, their workers and the holders of weights number the unit's GPUs by rank.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(deployment.gpu.uuids)
+    os.environ.update({**environment(), **gpu_environment(deployment)})
     control = Control(socket.socket(fileno=args.control_fd))
     try:
         preload(deployment.device)
-        _register(deployment)
     except Exception as error:
-        control.event("failed", kind="warm_parent", model="", phase="", error=f"{type(error).__name__}: {error}")
+        control.event("failed", kind="warm_parent", error=words(error))
         raise
-    WarmParent(args.deployment, deployment, control, args.lifeline_fd).run()
+    run(args.deployment, control)
 
 
 if __name__ == "__main__":

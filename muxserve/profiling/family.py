@@ -41,7 +41,6 @@ class Family:
         self._launcher: LocalLauncher | None = None
         self._exits: dict[int, int] = {}
         self._engines: dict[PartId, int] = {}
-        self._lifeline_read, self._lifeline_write = os.pipe()
 
     async def __aenter__(self) -> Family:
         """Start everything.
@@ -102,24 +101,22 @@ class Family:
             await self._link.close()
         if self._memory is not None:
             await self._memory.stop(_STOP_SECONDS)
-        for fd in (self._lifeline_read, self._lifeline_write):
-            with contextlib.suppress(OSError):
-                os.close(fd)
         self._warm = self._memory = self._link = None
 
     async def _start(self) -> None:
         file = Path(self.deployment.run_dir) / "deployment.json"
         save(self.deployment, file)
         # Kept, because it copies the memory manager's output to its log as long as it lives.
-        self._launcher = launcher = LocalLauncher(commands_for(self.deployment, file), self.deployment.log_dir)
+        self._launcher = launcher = LocalLauncher(self.deployment, commands_for(self.deployment, file))
         self._memory, ready = launcher.memory_manager()
         try:
             await while_running(self._memory, ready)
         except PartDied as death:
             raise self._failure(PartId("memory"), str(death)) from None
-        self._link = WarmLink(lambda part, detail: self._told(f"{part}: {detail}"), self._exits.__setitem__)
+        warm = PartId("warm_parent")
+        self._link = WarmLink(warm, lambda part, detail: self._told(f"{part}: {detail}"), self._exits.__setitem__)
         try:
-            self._warm = launcher.warm_parent(self._link.theirs.fileno(), self._lifeline_read)
+            self._warm = await launcher.warm_parent(self._link.theirs.fileno())
         finally:
             self._link.theirs.close()
         self._told("importing vLLM")

@@ -39,5 +39,5 @@ if __name__ == "__main__":
     sys.modules[weights.__name__] = weights
     direct._run = run_engine
     warm_parent.preload = lambda device: None
-    warm_parent._register = lambda deployment: None
+    warm_parent.register = lambda models: None
     warm_parent.main()

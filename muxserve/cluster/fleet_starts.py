@@ -1,0 +1,196 @@
+"""How the processes that belong to no unit come up: the machine's vLLM, gateways, the global scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from muxserve.cluster.events import Event, PartId, Progress, Starting
+from muxserve.cluster.processes import Process, exit_words, spawn
+from muxserve.cluster.reachable import until_reachable
+from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
+from muxserve.cluster.supervision import Part, PartDied, while_running
+from muxserve.cluster.units import DEPLOYMENT_FILE
+from muxserve.cluster.warm_link import WarmLink
+from muxserve.deployment import Deployment, FleetDeployment
+
+VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
+_START_SECONDS = {"vllm": 300.0, "gateway": 300.0, "scheduler": 30.0}
+_LAST_WORDS_SECONDS = 0.1
+
+
+class FleetLauncher(Protocol):
+    """What the controller needs of its machine. Each method starts one process and returns at once."""
+
+    def vllm(self, control_fd: int, lifeline_fd: int) -> Process:
+        """The process that imports vLLM, with both descriptors open in it under the same numbers."""
+
+    def scheduler(self) -> Process:
+        """The global scheduler; it listens on the fleet's socket for it once it serves."""
+
+
+@dataclass(frozen=True)
+class FleetCommands:
+    """Command lines; `vllm` is told the numbers of its descriptors."""
+
+    vllm: Callable[[int, int], list[str]]
+    scheduler: list[str]
+
+
+def fleet_commands_for(fleet: FleetDeployment) -> FleetCommands:
+    """The real ones."""
+
+    def python(module: str, *args: str) -> list[str]:
+        return [sys.executable, "-m", module, "--fleet", str(fleet.file), *args]
+
+    return FleetCommands(
+        vllm=lambda control, lifeline: python(
+            "muxserve.engine.machine_parent", "--control-fd", str(control), "--lifeline-fd", str(lifeline)
+        ),
+        scheduler=python("muxserve.global_scheduler.process", "--die-with-parent"),
+    )
+
+
+class LocalFleetLauncher:
+    """Plain processes of this machine, each with its log file in the fleet's directory for them."""
+
+    def __init__(self, commands: FleetCommands, log_dir: Path) -> None:
+        self._commands = commands
+        self._log_dir = log_dir
+
+    def vllm(self, control_fd: int, lifeline_fd: int) -> Process:
+        """See `FleetLauncher.vllm`."""
+        command = self._commands.vllm(control_fd, lifeline_fd)
+        return spawn(command, self._log_dir / "vllm.log", (control_fd, lifeline_fd))
+
+    def scheduler(self) -> Process:
+        """See `FleetLauncher.scheduler`."""
+        return spawn(self._commands.scheduler, self._log_dir / "scheduler.log")
+
+
+class FleetStarts:
+    """The parts of a fleet that belong to no unit, with what starts them; also where units get their warm parents.
+
+    Args:
+        fleet: as it is now.
+        exits: return codes of processes that are not our children, as they are told.
+        gateways: how many.
+        before_gateways: awaited before a gateway is started.
+    """
+
+    def __init__(
+        self,
+        fleet: Callable[[], FleetDeployment],
+        launcher: FleetLauncher,
+        emit: Callable[[Event], None],
+        exits: dict[int, int],
+        gateways: int,
+        before_gateways: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._fleet = fleet
+        self._launcher = launcher
+        self._emit = emit
+        self._exits = exits
+        self._link: WarmLink | None = None
+        self._lifeline_read, self._lifeline_write = os.pipe()
+        self.vllm = Part(VLLM, self._start_vllm, _START_SECONDS["vllm"])
+        self.gateways = [
+            Part(PartId("gateway", index=index), self._start_gateway, _START_SECONDS["gateway"], before_gateways)
+            for index in range(gateways)
+        ]
+        # Without it gateways decide by themselves, and nothing fails; hence it is started again for ever.
+        self.scheduler = Part(SCHEDULER, self._start_scheduler, _START_SECONDS["scheduler"])
+        self.scheduler.policy = RestartPolicy(max_deaths=None, delays=PATIENT_DELAYS)
+
+    async def close(self) -> None:
+        """Close all that is open to the parts; they end for it at the latest."""
+        for fd in (self._lifeline_read, self._lifeline_write):
+            os.close(fd)
+        await self.drop_vllm()
+
+    async def drop_vllm(self) -> None:
+        """Forget the process that imported vLLM: whoever still waits to be forked by it is told that it died."""
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+    def changed(self) -> None:
+        """Have those that are up read the fleet's file again; who comes up later is told then."""
+        for part in (*self.gateways, self.scheduler):
+            if part.process is not None and part.up.is_set():
+                part.process.send(signal.SIGHUP)
+
+    async def until_up(self) -> None:
+        """See `launcher.WarmParents.until_up`."""
+        await self.vllm.up.wait()
+
+    async def fork(self, deployment: Deployment, control_fd: int) -> Process:
+        """See `launcher.WarmParents.fork`."""
+        link = await self._linked()
+        birth = link.order(
+            PartId("warm_parent", unit=deployment.unit),
+            [control_fd],
+            deployment=os.path.join(deployment.run_dir, DEPLOYMENT_FILE),
+            log=str(deployment.log_dir / "warm_parent.log"),
+        )
+        return self._process(await birth.forked)
+
+    async def _linked(self) -> WarmLink:
+        await self.vllm.up.wait()
+        assert self._link is not None
+        return self._link
+
+    async def _start_vllm(self, part: Part) -> None:
+        self._emit(Starting(part.id))
+        await self.drop_vllm()
+        self._link = WarmLink(VLLM, lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__)
+        try:
+            part.process = self._launcher.vllm(self._link.theirs.fileno(), self._lifeline_read)
+        finally:
+            self._link.theirs.close()
+        self._emit(Progress(part.id, "importing vLLM"))
+        await while_running(part.process, self._link.ready)
+
+    async def _start_gateway(self, part: Part) -> None:
+        link = await self._linked()
+        part.began = time.monotonic()
+        self._emit(Starting(part.id))
+        generation = self._fleet().generation
+        birth = link.order(part.id)
+        part.process = self._process(await birth.forked)
+        try:
+            await while_running(part.process, asyncio.shield(birth.up))
+        except PartDied:
+            # It may have said why just before it ended.
+            await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
+            if birth.up.done():
+                birth.up.result()
+            raise
+        self._tell_if_changed(part, generation)
+
+    async def _start_scheduler(self, part: Part) -> None:
+        self._emit(Starting(part.id))
+        generation = self._fleet().generation
+        part.process = self._launcher.scheduler()
+        await while_running(part.process, until_reachable(self._fleet().scheduler_address))
+        self._tell_if_changed(part, generation)
+
+    def _tell_if_changed(self, part: Part, generation: int) -> None:
+        """What changed while it came up it may have read or not."""
+        if self._fleet().generation != generation and part.process is not None:
+            part.process.send(signal.SIGHUP)
+
+    def _process(self, pid: int) -> Process:
+        try:
+            process = Process(pid)
+        except ProcessLookupError:
+            raise PartDied(exit_words(self._exits.get(pid))) from None
+        self._exits.pop(pid, None)  # of an earlier process with that pid
+        return process

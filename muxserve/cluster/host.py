@@ -1,0 +1,289 @@
+"""Everything of one unit: starts its processes in order, keeps them alive, and stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from muxserve import wire
+from muxserve.cluster.events import Event, PartId, Ready
+from muxserve.cluster.last_words import LastWords, Said
+from muxserve.cluster.launcher import Launcher
+from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.processes import kill_group
+from muxserve.cluster.sizing import PoolSizer
+from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
+from muxserve.cluster.supervision import WITH_PARENT, Part, Supervisor
+from muxserve.deployment import Deployment
+from muxserve.gpu import nvml
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0
+_MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
+_NVML_SECONDS = 5.0  # a lost GPU may keep the driver busy
+_STOPPED = "its model is not served here any more"
+
+
+class UnitHost:
+    """One unit, from start to end, on the machine of this process, which must collect orphans into `leftovers`.
+
+    Args:
+        serves: the models of the deployment that have engines from the beginning.
+        emit: told what happens; a `Ready` when everything is up for the first time.
+        sizer: on GPUs, what makes pools of what was measured.
+        migrates: whether there is a migrator from the beginning.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        serves: Collection[str],
+        launcher: Launcher,
+        emit: Callable[[Event], None],
+        leftovers: Leftovers,
+        sizer: PoolSizer | None = None,
+        migrates: bool = False,
+    ) -> None:
+        # What was there when a part started last is of its predecessors.
+        self._last_words = LastWords(deployment.log_dir)
+        self._tell_user = emit
+        self._leftovers = leftovers
+        # Process groups of warm parents (and MPS servers) that died.
+        self._groups: set[int] = set()
+        self._starts = Starts(deployment, serves, launcher, self._emit, leftovers.exits, sizer)
+        self._migrates = migrates
+        if migrates:
+            self.parts[MIGRATOR] = self._starts.migrator()
+        self._tasks: dict[PartId, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watcher: asyncio.Task[None] | None = None
+        # The models that have been up here: from then on their engines are started again with more patience.
+        self._served: set[str] = set()
+        self.ready = asyncio.Event()
+
+    @property
+    def deployment(self) -> Deployment:
+        """As it is now: on GPUs the pools have their size only when the models have been measured."""
+        return self._starts.deployment
+
+    @property
+    def parts(self) -> dict[PartId, Part]:
+        """What runs, or is to."""
+        return self._starts.parts
+
+    @property
+    def sized(self) -> asyncio.Event:
+        """Set when the sizes of the pools are known."""
+        return self._starts.sized
+
+    def _emit(self, event: Event) -> None:
+        self._last_words.note(event)
+        self._tell_user(event)
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin to start everything."""
+        self._starts.open()
+        supervisor = self._supervisor(self.ready.is_set)
+        for part in self.parts.values():
+            self._keep(supervisor, part)
+        self._watcher = asyncio.create_task(self._watch_ready(time.monotonic()))
+
+    async def wait(self) -> None:
+        """Until a part cannot be kept alive.
+
+        Raises:
+            GaveUp: always, when it returns at all.
+        """
+        await asyncio.shield(self._failed)
+
+    async def tell(self, message: wire.Message) -> None:
+        """Tell the unit scheduler; one that is being started knows of nobody, and must not hear it late."""
+        unit = self._starts.unit
+        if unit is not None and self.parts[UNIT].up.is_set() and self._runs(UNIT):
+            await unit.send(message)
+
+    async def state(self) -> dict[str, object]:
+        """The unit scheduler's own account of the unit; waits until there is one that answers."""
+        assert self._starts.unit is not None, "the host has been started"
+        return await self._starts.unit.state()
+
+    def kill(self) -> None:
+        """Everything at once; `stop` has still to be called."""
+        for part in self.parts.values():
+            # These get a SIGTERM instead: they have shared memory to remove, and processes of their own to end.
+            if part.id not in (MEMORY, MPS):
+                part.kill()
+
+    async def stop(self) -> None:
+        """End everything that still runs, in this order: what decides, what computes, what that was forked from, what
+        owns its memory."""
+        tasks = [*self._tasks.values(), *([self._watcher] if self._watcher else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not self._failed.done():
+            self._failed.cancel()
+        groups = [UNIT], [MIGRATOR], self._starts.engines, self._starts.holders, [WARM], [MEMORY], [MPS]
+        for group in groups:
+            await self._stop_parts(group, _MPS_STOP_SECONDS if group == [MPS] else STOP_SECONDS)
+        warm = self.parts[WARM].process
+        await self._leftovers.end({*self._groups, *([warm.pid] if warm else [])}, STOP_SECONDS)
+        await self._starts.close()
+
+    async def _stop_parts(self, parts: Iterable[PartId], grace: float) -> None:
+        processes = [self.parts[part].process for part in parts if part in self.parts]
+        await asyncio.gather(*(p.stop(grace) for p in processes if p is not None and p.running))
+
+    def last_words(self, part: PartId) -> Said:
+        """What the part wrote last."""
+        return self._last_words.of(part)
+
+    async def _watch_ready(self, began: float) -> None:
+        parts = list(self.parts.values())
+        while not all(part.up.is_set() for part in parts):
+            for part in parts:
+                await part.up.wait()
+        self._served |= {part.id.model for part in parts if part.id.model}
+        self.ready.set()
+        self._emit(Ready(time.monotonic() - began))
+
+    # ------------------------------------------------------------ models that come and go
+
+    async def start_model(self, model: str) -> None:
+        """Start the engines of a model of the deployment that has none; returns when they are up.
+
+        Raises:
+            GaveUp: they cannot start. Nothing of it is left then.
+        """
+        if any(engine.model == model for engine in self._starts.engines):
+            return
+        self._served.discard(model)
+        new = {part.id: part for part in self._starts.parts_of(model)}
+        self.parts.update(new)
+        supervisor = self._supervisor(lambda: model in self._served)
+        tasks = {part.id: asyncio.create_task(supervisor.keep(part)) for part in new.values()}
+        up: asyncio.Future[Any] = asyncio.gather(*(part.up.wait() for part in new.values()))
+        try:
+            await asyncio.wait({up, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks.values():
+                if task.done():
+                    task.result()
+        except BaseException:
+            up.cancel()
+            self._tasks.update(tasks)
+            await self.stop_model(model)
+            raise
+        self._served.add(model)
+        for who, task in tasks.items():
+            self._watch(who, task)
+        await self._tell_retired(model, False)
+
+    async def stop_model(self, model: str) -> None:
+        """Stop the engines of a model, and let go of its weights. What it still computes is lost to this unit."""
+        gone = [part for part in self.parts if part.model == model]
+        tasks = [self._tasks.pop(part) for part in gone if part in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tell_retired(model, True)
+        engines = [part for part in gone if part.kind == "engine"]
+        await self._stop_parts(engines, STOP_SECONDS)
+        await self._stop_parts(set(gone).difference(engines), STOP_SECONDS)
+        if self._starts.warm is not None:
+            self._starts.warm.end_model(model)
+        for part in gone:
+            del self.parts[part]
+            if part.kind == "engine":
+                await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED))
+
+    def start_migrator(self) -> None:
+        """Have a migrator from now on."""
+        if MIGRATOR not in self.parts:
+            part = self.parts[MIGRATOR] = self._starts.migrator()
+            self._keep(self._supervisor(lambda: True), part)
+
+    async def _tell_retired(self, model: str, retired: bool) -> None:
+        """Let the unit scheduler lend the model's quota to others, or take it back."""
+
+    # ------------------------------------------------------------ deaths
+
+    def _supervisor(self, serving: Callable[[], bool]) -> Supervisor:
+        exits = self._leftovers.exits.get
+        return Supervisor(self._emit, self._on_down, exits, serving, self._explain)
+
+    def _keep(self, supervisor: Supervisor, part: Part) -> None:
+        self._watch(part.id, asyncio.create_task(supervisor.keep(part)))
+
+    def _watch(self, part: PartId, task: asyncio.Task[None]) -> None:
+        self._tasks[part] = task
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not self._failed.done():
+            error = task.exception()
+            self._failed.set_exception(error or RuntimeError("a part is not kept alive any more"))
+            self._failed.exception()  # nobody may be waiting
+
+    async def _on_down(self, part: Part, reason: str) -> str:
+        if part.id.kind == "engine":
+            await self.tell(wire.EngineDown(part.id.model, part.id.phase, reason))
+            return self._ended_with_parent(part.id)
+        if part.id == WARM:
+            # What it forked dies with it; what did not would hold its model twice.
+            self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
+            await self._starts.drop_warm()
+            if part.process is not None:
+                self._leave(part.process.pid)
+        elif part.id == MPS:
+            # All that has a context on the GPUs has lost it, whether it has noticed or not.
+            self._kill([*self._starts.engines, *self._starts.holders, MEMORY], "ended with the MPS server")
+            self._starts.forget_memory()
+            if part.process is not None:
+                # Its daemon and server, should it have been killed before it could end them.
+                self._leave(part.process.pid)
+                kill_group(part.process.pid)
+        elif part.id.kind == "weights":
+            # Its engines compute on memory that was its, and would not fit beside a second copy.
+            engines = [engine for engine in self._starts.engines if engine.model == part.id.model]
+            self._kill(engines, "ended with the process that held its weights")
+            return self._ended_with_parent(part.id)
+        return ""
+
+    def _leave(self, group: int) -> None:
+        self._groups.add(group)
+        self._leftovers.add(group)
+
+    def _kill(self, parts: Iterable[PartId], because: str) -> None:
+        for part in parts:
+            self.parts[part].kill(because)
+
+    def _ended_with_parent(self, part: PartId) -> str:
+        """Words for a forked part that died with the warm parent; empty if that lives."""
+        same = self._runs(WARM) and self._starts.parent_of.get(part) is self._starts.warm
+        return "" if same else WITH_PARENT
+
+    async def _explain(self, part: Part) -> str:
+        """What a GPU has to do with the end of a part: what it said last, and what the driver says."""
+        gpu = self.deployment.gpu
+        if gpu is None or part.id.kind not in ("weights", "engine", "memory", "mps"):
+            return ""
+        try:
+            found = await asyncio.wait_for(asyncio.to_thread(nvml.machine), _NVML_SECONDS)
+        except TimeoutError:
+            return "the GPU driver does not answer"
+        for uuid in gpu.uuids:
+            state = found.by_uuid(uuid)
+            if found.gpus and (state is None or state.fault):
+                number = uuid if state is None else str(state.index)
+                return f"GPU {number}: {state.fault if state else 'it is no longer there'}"
+        return nvml.explain(self.last_words(part.id)[1])
+
+    def _runs(self, part: PartId) -> bool:
+        process = self.parts[part].process
+        return process is not None and process.running

@@ -1,0 +1,215 @@
+"""The units of a fleet: started, kept, written down for all who read the fleet's file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from muxserve import wire
+from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, of_unit
+from muxserve.cluster.last_words import Said
+from muxserve.cluster.restarts import RestartPolicy
+from muxserve.cluster.supervision import GaveUp
+from muxserve.cluster.units import PlannedUnit, UnitHandle, UnitLauncher, served
+from muxserve.deployment import FleetDeployment, UnitEntry, save_fleet
+
+log = logging.getLogger(__name__)
+
+# A unit that could not be kept alive while others serve: its processes have been started again several times already.
+_RESTARTS = (1.0, 5.0, 15.0, 60.0)
+
+
+@dataclass
+class Unit:
+    """One of the units. `serves`: the models that have engines in it, as far as anybody is told."""
+
+    planned: PlannedUnit
+    handle: UnitHandle
+    serves: set[str]
+    keeper: asyncio.Task[None] | None = None
+    policy: RestartPolicy = field(default_factory=lambda: RestartPolicy(max_deaths=None, delays=_RESTARTS))
+
+    @property
+    def entry(self) -> UnitEntry:
+        """The unit as the fleet's file has it."""
+        return served(self.handle.entry, self.serves)
+
+
+class UnitSet:
+    """Units by name, and the fleet that they make.
+
+    Args:
+        fleet: as it is to be at first; its units are started by `start`.
+        emit: told what happens in units, with their names where there are several.
+        on_change: called when the fleet's file has been written anew.
+        on_failure: called with the reason when the fleet cannot go on.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetDeployment,
+        launcher: UnitLauncher,
+        emit: Callable[[Event], None],
+        on_change: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.fleet = fleet
+        self.units: dict[str, Unit] = {}
+        # Whether everything has been up once: from then on a unit may be missing for a while.
+        self.served = False
+        self._launcher = launcher
+        self._emit = emit
+        self._on_change = on_change
+        self._on_failure = on_failure
+        self._several = len(fleet.units) > 1
+        self._written: FleetDeployment | None = None
+
+    # ------------------------------------------------------------ what there is
+
+    def parts(self) -> list[PartId]:
+        """The processes of all units."""
+        return [part.within(self._label(name)) for name, unit in self.units.items() for part in unit.handle.parts]
+
+    def last_words(self, part: PartId) -> Said:
+        """What a part of a unit wrote last."""
+        unit = self.units.get(part.unit) if part.unit else next(iter(self.units.values()), None)
+        return unit.handle.last_words(part.within("")) if unit is not None else (None, ())
+
+    @property
+    def ready(self) -> bool:
+        """Whether all have been up."""
+        return all(unit.handle.ready.is_set() for unit in self.units.values())
+
+    async def until_sized(self) -> None:
+        """Until the file has the pools of all units that are there at first as large as they will be."""
+        if not self.served:
+            for unit in list(self.units.values()):
+                await unit.handle.sized.wait()
+        self.publish()
+
+    async def tell(self, message: wire.Message) -> None:
+        """Tell the unit schedulers that are up."""
+        for unit in list(self.units.values()):
+            await unit.handle.tell(message)
+
+    # ------------------------------------------------------------ coming and going
+
+    async def start(self, planned: PlannedUnit) -> Unit:
+        """Begin to start a unit; it is in the file when `publish` is called next.
+
+        Raises:
+            GaveUp: there is no place for it.
+        """
+        name = planned.name
+        self._several |= bool(self.units)
+        handle = await self._launcher.start(planned, self._migrates(planned), lambda event: self._of_unit(name, event))
+        unit = self.units[name] = Unit(planned, handle, set(planned.serves))
+        self._ensure_migrators()
+        return unit
+
+    def keep(self, unit: Unit) -> None:
+        """Start it again when it cannot be kept alive, as long as others serve meanwhile."""
+        unit.keeper = asyncio.create_task(self._keep(unit))
+        unit.keeper.add_done_callback(self._kept)
+
+    async def end(self, name: str) -> None:
+        """Stop a unit and forget it."""
+        unit = self.units[name]
+        await self._release(unit)
+        await unit.handle.stop()
+        del self.units[name]
+
+    async def stop(self) -> None:
+        """Stop all units."""
+        units = list(self.units.values())
+        await asyncio.gather(*(self._release(unit) for unit in units))
+        await asyncio.gather(*(unit.handle.stop() for unit in units))
+        await self._launcher.close()
+
+    def kill(self) -> None:
+        """End all units at once; `stop` is still called."""
+        for unit in self.units.values():
+            unit.handle.kill()
+
+    def change(self, **changes: object) -> None:
+        """Change what the fleet's file says besides the units; written when `publish` is called next."""
+        self.fleet = msgspec.structs.replace(self.fleet, **changes)
+        self._ensure_migrators()
+
+    def publish(self) -> None:
+        """Write the fleet's file if anything is not as it says, and have it read."""
+        entries = [unit.entry for unit in self.units.values()]
+        changed = msgspec.structs.replace(self.fleet, units=entries)
+        if self._written is None or msgspec.json.encode(changed) != msgspec.json.encode(self._written):
+            self.fleet = msgspec.structs.replace(changed, generation=self.fleet.generation + 1)
+            self._written = self.fleet
+            save_fleet(self.fleet)
+            self._on_change()
+
+    # ------------------------------------------------------------ keeping
+
+    async def _keep(self, unit: Unit) -> None:
+        name = unit.planned.name
+        while True:
+            try:
+                await unit.handle.wait()
+            except GaveUp as failure:
+                reason = GaveUp(failure.part.within(self._label(name)), str(failure))
+            if not self._can_do_without(unit):
+                raise reason
+            delay = unit.policy.died(time.monotonic())
+            assert delay is not None, "the policy never gives up"
+            self._emit(Down(PartId("host", unit=name), f"{reason.part.within('')}: {reason}", delay))
+            await unit.handle.stop()
+            await asyncio.sleep(delay)
+            planned = replace(unit.planned, serves=tuple(unit.serves))
+            try:
+                unit.handle = await self._launcher.start(
+                    planned, self._migrates(planned), lambda event: self._of_unit(name, event)
+                )
+            except GaveUp:
+                log.warning("no place for unit %s at present", name)
+                continue
+            self.publish()
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._on_failure(task.exception() or RuntimeError("a unit is not kept alive any more"))
+
+    def _can_do_without(self, unit: Unit) -> bool:
+        return self.served and any(other.handle.ready.is_set() for other in self.units.values() if other is not unit)
+
+    async def _release(self, unit: Unit) -> None:
+        if unit.keeper is not None:
+            unit.keeper.cancel()
+            await asyncio.gather(unit.keeper, return_exceptions=True)
+
+    # ------------------------------------------------------------ details
+
+    def _migrates(self, planned: PlannedUnit) -> bool:
+        others = any(name != planned.name for name in self.units)
+        return self.fleet.migration is not None and (others or self._several or bool(self.fleet.scaling))
+
+    def _ensure_migrators(self) -> None:
+        for unit in self.units.values():
+            if self._migrates(unit.planned):
+                unit.handle.start_migrator()
+
+    def _label(self, name: str) -> str:
+        return name if self._several else ""
+
+    def _of_unit(self, name: str, event: Event) -> None:
+        if not isinstance(event, Ready):
+            self._emit(of_unit(event, self._label(name)))
+        elif self._label(name):
+            self._emit(Progress(PartId("host", unit=name), f"up after {event.seconds:.1f} s"))
+
+
+def names(units: Iterable[Unit]) -> list[str]:
+    """Their names."""
+    return [unit.planned.name for unit in units]

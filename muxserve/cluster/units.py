@@ -1,0 +1,226 @@
+"""Units as the controller sees them, wherever they run, and the units of its own machine.
+
+A `UnitLauncher` starts units and answers a `UnitHandle` for each. `LocalUnits` runs a `UnitHost` in the controller's
+own event loop. Another launcher may start `python -m muxserve.cluster.unit_host` on another machine and speak to that;
+what it has to do is what these protocols say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from muxserve import wire
+from muxserve.cluster.events import Event, PartId
+from muxserve.cluster.host import UnitHost
+from muxserve.cluster.last_words import Said
+from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
+from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.sizing import PoolSizer
+from muxserve.deployment import Deployment, UnitEntry, save
+
+DEPLOYMENT_FILE = "deployment.json"
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit that fits its machine. `serves`: the models of the deployment that have engines from the beginning.
+    `sizer`: on GPUs, what makes pools of what the models are measured to need."""
+
+    deployment: Deployment
+    serves: tuple[str, ...]
+    sizer: PoolSizer | None = None
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        return self.deployment.unit
+
+
+class UnitHandle(Protocol):
+    """A unit that has been started."""
+
+    # Set when the sizes of the pools are known, and when everything has been up once.
+    sized: asyncio.Event
+    ready: asyncio.Event
+
+    @property
+    def entry(self) -> UnitEntry:
+        """The unit as the fleet knows it, as it is now: on GPUs pools have their size only when `sized`; the addresses
+        are those under which the other processes reach it; `serves` are the models that have engines."""
+
+    @property
+    def parts(self) -> Collection[PartId]:
+        """Its processes, not told apart from those of other units."""
+
+    async def wait(self) -> None:
+        """Until the unit has ended or cannot be kept alive; it is then stopped and perhaps started again.
+
+        Raises:
+            GaveUp: always, when it returns at all; the reason is in words.
+        """
+
+    async def tell(self, message: wire.Message) -> None:
+        """Tell its unit scheduler, if that is up."""
+
+    async def state(self) -> dict[str, object]:
+        """What `UnitState` says; waits for a unit scheduler that answers."""
+
+    async def start_model(self, model: str) -> None:
+        """Start the engines of a model that it declares; returns when they are up.
+
+        Raises:
+            GaveUp: they cannot start. Nothing of it is left then.
+        """
+
+    async def stop_model(self, model: str) -> None:
+        """Stop the engines of a model and let go of its weights; what they still compute is lost to this unit."""
+
+    def start_migrator(self) -> None:
+        """Have a migrator from now on, if there is none."""
+
+    def last_words(self, part: PartId) -> Said:
+        """The log of a part that says something, and its last lines."""
+
+    def kill(self) -> None:
+        """End its processes at once; `stop` is still called."""
+
+    async def stop(self) -> None:
+        """End everything, in order."""
+
+
+class UnitLauncher(Protocol):
+    """Starts units."""
+
+    async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> UnitHandle:
+        """Begin to start a unit; does not wait for it to be up. `migrates`: with a migrator.
+
+        Raises:
+            GaveUp: there is no place for it.
+        """
+
+    async def close(self) -> None:
+        """All units have been stopped, and no more are started."""
+
+
+class LocalUnits:
+    """Units of this machine, in this process's event loop.
+
+    Args:
+        commands: command lines of a unit's processes, made of its deployment and the file that has it.
+        warm_parents: what forks their warm parents; None: each imports vLLM itself.
+        leftovers: collects what dead parents leave behind.
+    """
+
+    def __init__(
+        self,
+        commands: Callable[[Deployment, Path], Commands],
+        warm_parents: WarmParents | None,
+        leftovers: Leftovers,
+    ) -> None:
+        self._commands = commands
+        self._warm_parents = warm_parents
+        self._leftovers = leftovers
+
+    async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> LocalUnit:
+        """See `UnitLauncher.start`."""
+        deployment = unit.deployment
+        file = write_deployment(deployment)
+        launcher = LocalLauncher(deployment, self._commands(deployment, file), self._warm_parents)
+        serves = set(unit.serves)
+        if deployment.gpu is not None:
+            # All of them are measured before the pools take the rest; those that are not wanted leave then.
+            serves = {model.name for model in deployment.models}
+        host = UnitHost(deployment, serves, launcher, emit, self._leftovers, unit.sizer, migrates)
+        host.start()
+        return LocalUnit(host, unit.serves)
+
+    async def close(self) -> None:
+        """See `UnitLauncher.close`."""
+
+
+class LocalUnit:
+    """A handle of a host in this process."""
+
+    def __init__(self, host: UnitHost, serves: Collection[str]) -> None:
+        self._host = host
+        self._serves = [model.name for model in host.deployment.models if model.name in serves]
+        self.sized = host.sized
+        self.ready = host.ready
+        self._trimmer = asyncio.create_task(self._trim())
+
+    async def _trim(self) -> None:
+        await self.ready.wait()
+        for model in {part.model for part in self._host.parts if part.kind == "engine"} - set(self._serves):
+            await self._host.stop_model(model)
+
+    @property
+    def entry(self) -> UnitEntry:
+        """See `UnitHandle.entry`."""
+        deployment = self._host.deployment
+        return UnitEntry(deployment, deployment.unit_address, deployment.migrator_address, list(self._serves))
+
+    @property
+    def parts(self) -> Collection[PartId]:
+        """See `UnitHandle.parts`."""
+        return list(self._host.parts)
+
+    async def wait(self) -> None:
+        """See `UnitHandle.wait`."""
+        await self._host.wait()
+
+    async def tell(self, message: wire.Message) -> None:
+        """See `UnitHandle.tell`."""
+        await self._host.tell(message)
+
+    async def state(self) -> dict[str, object]:
+        """See `UnitHandle.state`."""
+        return await self._host.state()
+
+    async def start_model(self, model: str) -> None:
+        """See `UnitHandle.start_model`."""
+        await self._host.start_model(model)
+        if model not in self._serves:
+            self._serves.append(model)
+
+    async def stop_model(self, model: str) -> None:
+        """See `UnitHandle.stop_model`."""
+        if model in self._serves:
+            self._serves.remove(model)
+        await self._host.stop_model(model)
+
+    def start_migrator(self) -> None:
+        """See `UnitHandle.start_migrator`."""
+        self._host.start_migrator()
+
+    def last_words(self, part: PartId) -> Said:
+        """See `UnitHandle.last_words`."""
+        return self._host.last_words(part)
+
+    def kill(self) -> None:
+        """See `UnitHandle.kill`."""
+        self._host.kill()
+
+    async def stop(self) -> None:
+        """See `UnitHandle.stop`."""
+        self._trimmer.cancel()
+        await asyncio.gather(self._trimmer, return_exceptions=True)
+        await self._host.stop()
+
+
+def write_deployment(deployment: Deployment) -> Path:
+    """Make the unit's directory and write the deployment where its processes read it; returns the file."""
+    deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = Path(deployment.run_dir) / DEPLOYMENT_FILE
+    save(deployment, file)
+    return file
+
+
+def served(entry: UnitEntry, models: Collection[str]) -> UnitEntry:
+    """The entry with other models served."""
+    return msgspec.structs.replace(entry, serves=[m.name for m in entry.deployment.models if m.name in models])

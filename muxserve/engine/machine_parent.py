@@ -1,0 +1,124 @@
+"""The process that imports vLLM once on a machine; gateways and the warm parents of its units are forked from it.
+
+python -m muxserve.engine.machine_parent --fleet FILE --control-fd N --lifeline-fd M
+
+What is forked here lives on when this process dies: gateways hold the clients' connections, and a unit's warm parent
+has all of the unit's engines below it. Both end with the controller, whose ends of the lifeline and of their control
+sockets close then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+from muxserve.deployment import load_fleet_deployment
+from muxserve.engine import warm_parent
+from muxserve.engine.family import Control, ForkingParent, words
+
+log = logging.getLogger(__name__)
+
+
+def preload(device: str) -> None:
+    """Import what gateways and engines on `device` (cpu or cuda) need. Touches no GPU."""
+    from muxserve.gateway import main as gateway
+
+    warm_parent.preload(device)
+    gateway.preload()
+
+
+class MachineParent:
+    """Forks gateways and warm parents as it is told.
+
+    `fleet_file` is read anew by each gateway that is forked, since the fleet changes while it serves.
+    """
+
+    def __init__(self, fleet_file: str, control: Control, lifeline_fd: int) -> None:
+        self.fleet_file = fleet_file
+        self.control = control
+        self.lifeline_fd = lifeline_fd
+        self._parent = ForkingParent(control, control, self._handle)
+
+    def run(self) -> None:
+        """Serve the controller until it goes away."""
+        self.control.event("ready")
+        self._parent.run()
+
+    def _handle(self, command: dict[str, Any]) -> None:
+        fds: list[int] = command.get("fds", [])
+        try:
+            if command.get("op") == "fork" and command["kind"] == "gateway":
+                self._fork_gateway(int(command["index"]))
+            elif command.get("op") == "fork" and command["kind"] == "warm_parent":
+                self._fork_warm_parent(command["unit"], command["deployment"], Path(command["log"]), fds[0])
+            else:
+                log.warning("unknown command %r", command)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _fork_gateway(self, index: int) -> None:
+        fleet = load_fleet_deployment(self.fleet_file)
+
+        def child() -> None:
+            from muxserve.gateway.main import run
+
+            def on_up() -> None:
+                self.control.event("up", kind="gateway", index=index, pid=os.getpid())
+
+            # Until it can read the fleet's file anew, a change of that must not end it.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            try:
+                run(load_fleet_deployment(self.fleet_file), index, self.lifeline_fd, on_up)
+            except Exception as error:
+                self.control.event("failed", kind="gateway", index=index, error=words(error))
+                raise
+
+        name = f"gateway {index}"
+        pid = self._parent.fork(name, fleet.log_dir / f"gateway-{index}.log", child, die_with_parent=False)
+        self.control.event("forked", kind="gateway", index=index, pid=pid)
+
+    def _fork_warm_parent(self, unit: str, file: str, log_file: Path, control_fd: int) -> None:
+        def child() -> None:
+            os.setpgid(0, 0)
+            self._parent.forget()
+            self.control.close()
+            os.close(self.lifeline_fd)
+            warm_parent.run(file, Control(socket.socket(fileno=control_fd)))
+
+        pid = self._parent.fork(f"warm parent {unit}", log_file, child, die_with_parent=False)
+        # Whoever of the two comes first: all that the unit's parent leaves behind is found by its process group.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        self.control.event("forked", kind="warm_parent", unit=unit, pid=pid)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fleet", required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    fleet = load_fleet_deployment(args.fleet)
+    local = [unit.deployment for unit in fleet.units if not unit.remote]
+    os.environ.update(warm_parent.environment())
+    control = Control(socket.socket(fileno=args.control_fd))
+    try:
+        preload(local[0].device if local else "cpu")
+        warm_parent.register(fleet.models)
+    except Exception as error:
+        control.event("failed", kind="vllm", error=words(error))
+        raise
+    MachineParent(args.fleet, control, args.lifeline_fd).run()
+
+
+if __name__ == "__main__":
+    main()
