@@ -216,5 +216,5 @@ class Adbs(Policy):
         return min(model.quota, self._limits[model.index]) if self._limits else model.quota
 
     def capacity(self, model: ModelState) -> int:
-        others = sum(other.profile.floor_pages for other in model.pool.models if other is not model)
+        others = sum(m.profile.floor_pages for m in model.pool.models if m is not model and not m.retired)
         return max(model.quota, model.pool.profile.pages - others)

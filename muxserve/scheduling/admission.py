@@ -56,7 +56,7 @@ def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None, r
     """Whether somebody waits for `model` whose oldest request could be admitted, tokens of a step apart."""
     if not model.queue or not ledger.memory_up or not (model.prefill.up and model.decode.up):
         return False
-    seated = len(model.prefilling) + len(model.handed) + len(model.decoding)
+    seated = model.in_engines
     if seated >= model.max_seqs:
         return False
     blocks = model.queue.head().blocks

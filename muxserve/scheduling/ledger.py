@@ -18,8 +18,9 @@ _LAST_RETRY_SECONDS = 0.02
 class UnitLedger:
     """Queues, engines, leases, pages and compute of one unit.
 
-    Requests are counted exactly once: they arrive, move between places, and leave by `finished`, `cancelled` or one of
-    the events that lose them, which return what was lost so that the caller can tell the gateway.
+    Requests are counted exactly once: they arrive or are taken over from another unit, change places, and leave by
+    `finished`, `cancelled`, `moved` or one of the events that lose them, which return what was lost so that the caller
+    can tell the gateway.
 
     Raises:
         ValueError: two models share a name, or a model names an unknown pool.
@@ -56,6 +57,28 @@ class UnitLedger:
             KeyError: no such model.
             ValueError: a live request has that id.
         """
+        live = self._enter(request)
+        live.model.queue.add(live)
+        live.model.tally.arrived += 1
+        return live
+
+    def taken_over(self, request: QueuedRequest, now: float) -> LiveRequest:
+        """A request came from another unit with its KV, which waits to be adopted by the decode engine.
+
+        Raises:
+            KeyError: no such model.
+            ValueError: a live request has that id.
+        """
+        live = self._enter(request)
+        model = live.model
+        live.place = Place.HANDED
+        model.handed[request.request_id] = live
+        model.seat(live.execution, 1)
+        model.tally.moved_in += 1
+        self._settle(model.decode, now)
+        return live
+
+    def _enter(self, request: QueuedRequest) -> LiveRequest:
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id!r} is live already")
         model = self.by_name[request.model]
@@ -63,8 +86,6 @@ class UnitLedger:
             model.work_since = request.arrival
         live = LiveRequest(request, model)
         self.requests[request.request_id] = live
-        model.queue.add(live)
-        model.tally.arrived += 1
         return live
 
     def cancelled(self, request_id: str, now: float) -> Place | None:
@@ -115,6 +136,7 @@ class UnitLedger:
         del engine.inside[request_id]
         if live.place is Place.PREFILLING:
             self._prefilled(model, live)
+        model.seat(live.execution, -1)
         live.place = Place.QUEUED
         live.lease_id = 0
         live.output_tokens = output_tokens
@@ -123,6 +145,44 @@ class UnitLedger:
         model.queue.add(live)
         model.tally.returned += 1
         self._settle(engine, now)
+        return True
+
+    def detached(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
+        """A decode engine let go of a request that it got with lease `lease_id`: it is on its way to another unit.
+        False: this life of it is not in that engine; the engine may have nothing left for all that."""
+        live = self.requests.get(request_id)
+        if live is None or live.place is not Place.DECODING or live.lease_id != lease_id:
+            return False
+        model = live.model
+        del model.decoding[request_id]
+        live.place = Place.MOVING
+        live.output_tokens = output_tokens
+        live.lease_id = 0
+        model.moving[request_id] = live
+        # It answered between two steps, and runs no further one without requests.
+        self._settle(model.decode, now, idle=True)
+        return True
+
+    def stays(self, request_id: str, now: float) -> bool:
+        """A move has come to nothing: the request waits to be adopted by its decode engine again. False: it was not
+        moving."""
+        live = self.requests.get(request_id)
+        if live is None or live.place is not Place.MOVING:
+            return False
+        model = live.model
+        del model.moving[request_id]
+        live.place = Place.HANDED
+        model.handed[request_id] = live
+        self._settle(model.decode, now)
+        return True
+
+    def moved(self, request_id: str, now: float) -> bool:
+        """Another unit has the request. False: it was not moving."""
+        live = self.requests.get(request_id)
+        if live is None or live.place is not Place.MOVING:
+            return False
+        live.model.tally.moved_out += 1
+        self._leave(live, now)
         return True
 
     def lost(self, request_ids: Iterable[str], now: float) -> list[str]:
@@ -140,6 +200,8 @@ class UnitLedger:
         """Forget a request; with `idle`, its engine runs no step, and has no use for a lease if that was the last."""
         model, request_id = live.model, live.request_id
         del self.requests[request_id]
+        if live.place is not Place.QUEUED:
+            model.seat(live.execution, -1)
         match live.place:
             case Place.QUEUED:
                 model.queue.remove(live)
@@ -153,6 +215,8 @@ class UnitLedger:
             case Place.DECODING:
                 del model.decoding[request_id]
                 self._settle(model.decode, now, idle)
+            case Place.MOVING:
+                del model.moving[request_id]
         if not model.live:
             model.work_since = None
 
@@ -211,10 +275,12 @@ class UnitLedger:
             if grant.phase is Phase.PREFILL:
                 model.queue.remove(live)
                 live.place = Place.PREFILLING
+                model.seat(live.execution, 1)
                 tokens += live.tokens
             else:
                 del model.handed[request_id]
                 live.place = Place.DECODING
+                live.entered_at = engine.jobs
             engine.inside[request_id] = live
         if tokens:
             model.prefill_tokens += tokens

@@ -127,7 +127,7 @@ class QuotaAdapter:
     A quota is never lowered below what its model holds plus a block for each of its sequences, so that lowering one
     preempts nobody; `target` is where it is going, and admissions beyond the target wait. One move is at most a `step`
     of the pool per model, and moves smaller than the `hysteresis` are not made unless a model's oldest request waits
-    for one.
+    for one. A retired model gives away all that it does not hold; one that is back gets its floor first.
     """
 
     def __init__(self, pool: PoolState, config: QuotaConfig) -> None:
@@ -142,20 +142,25 @@ class QuotaAdapter:
         pool, models, config = self._pool, self._pool.models, self._config
         pages = pool.profile.pages
         claims = []
+        serving: list[int] = []
         for index, model in enumerate(models):
             wanted = float(self._wanted(model))
             demand = self._demand[index] = max(wanted, config.decay * self._demand[index] + (1 - config.decay) * wanted)
-            claims.append(Claim(self._weights[index], model.profile.floor_pages, demand))
             model.peak = model.used
+            if not model.retired:
+                serving.append(index)
+                claims.append(Claim(self._weights[index], model.profile.floor_pages, demand))
         if sum(claim.floor for claim in claims) > pages:
             return []
-        self.targets = targets = max_min(pages, claims)
+        self.targets = targets = [0] * len(models)
+        for index, target in zip(serving, max_min(pages, claims), strict=True):
+            targets[index] = target
         step = max(1, int(config.step * pages))
         quotas = [model.quota for model in models]
         for index, model in enumerate(models):
             held = model.used + model.promised + model.in_engines * model.pages_per_block
-            lowest = max(targets[index], model.profile.floor_pages, held, quotas[index] - step)
-            quotas[index] = min(quotas[index], lowest)
+            least = 0 if model.retired else max(model.profile.floor_pages, quotas[index] - step)
+            quotas[index] = min(quotas[index], max(targets[index], held, least))
         slack = pages - sum(quotas)
         starving = False
         for index in sorted(range(len(models)), key=lambda i: quotas[i] / max(1, targets[i])):
@@ -163,7 +168,7 @@ class QuotaAdapter:
             if missing <= 0:
                 continue
             model = models[index]
-            needed = self._head_needs(model)
+            needed = max(self._head_needs(model), model.profile.floor_pages - quotas[index])
             raised = min(missing, max(step, needed), max(0, slack))
             starving = starving or (needed > 0 and raised > 0)
             quotas[index] += raised

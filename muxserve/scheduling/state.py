@@ -14,11 +14,14 @@ QueueKey = tuple[int, int, float, int]
 
 
 class LiveRequest:
-    """A request that is not finished. `lease_id` is the lease that brought it into its present engine, 0 in none."""
+    """A request that is not finished. `lease_id` is the lease that brought it into its present engine, 0 in none, when
+    that engine had run `entered_at` steps."""
 
     __slots__ = (
         "arrival",
         "blocks",
+        "entered_at",
+        "execution",
         "key",
         "lease_id",
         "max_tokens",
@@ -40,8 +43,10 @@ class LiveRequest:
         self.arrival = request.arrival
         self.priority = request.priority
         self.resumed = request.resumed
+        self.execution = request.execution
         self.place = Place.QUEUED
         self.lease_id = 0
+        self.entered_at = 0
         self.blocks = model.blocks_of(self.tokens)
         self.key: QueueKey = (0, 0, 0.0, 0)
 
@@ -173,10 +178,14 @@ class Tally:
     returned: int = 0
     lost: int = 0
     cancelled: int = 0
+    moved_in: int = 0
+    moved_out: int = 0
+    moves_aborted: int = 0
 
 
 class ModelState:
-    """One model of the unit: its queue, its two engines, its pages."""
+    """One model of the unit: its queue, its two engines, its pages. `levels` counts the requests that have a seat by
+    execution level. A `retired` model has no engines for the time being, and its pages are for the others."""
 
     __slots__ = (
         "batch_tokens",
@@ -186,7 +195,9 @@ class ModelState:
         "decoding",
         "handed",
         "index",
+        "levels",
         "max_seqs",
+        "moving",
         "name",
         "outstanding",
         "pages_per_block",
@@ -199,6 +210,7 @@ class ModelState:
         "promised",
         "queue",
         "quota",
+        "retired",
         "tally",
         "used",
         "work_since",
@@ -217,6 +229,9 @@ class ModelState:
         self.prefilling: dict[str, LiveRequest] = {}
         self.handed: dict[str, LiveRequest] = {}
         self.decoding: dict[str, LiveRequest] = {}
+        self.moving: dict[str, LiveRequest] = {}
+        self.levels: dict[str, int] = {}
+        self.retired = False
         self.prefill = EngineState(Phase.PREFILL, share_units(profile.prefill_share), self.prefilling, {})
         self.decode = EngineState(Phase.DECODE, share_units(profile.decode_share), self.decoding, self.handed)
         self.used = 0
@@ -239,13 +254,27 @@ class ModelState:
 
     @property
     def in_engines(self) -> int:
-        """Requests that have a seat: in prefill, handed over, in decode."""
-        return len(self.prefilling) + len(self.handed) + len(self.decoding)
+        """Requests that have a seat: in prefill, handed over, in decode, or moving, which may come back."""
+        return len(self.prefilling) + len(self.handed) + len(self.decoding) + len(self.moving)
 
     @property
     def live(self) -> int:
         """Requests that are not finished."""
         return len(self.queue) + self.in_engines
+
+    def seat(self, level: str, change: int) -> None:
+        """A request of that execution level takes a seat (1) or leaves it (-1)."""
+        count = self.levels.get(level, 0) + change
+        if count:
+            self.levels[level] = count
+        else:
+            del self.levels[level]
+
+    def tokens_of(self, live: LiveRequest) -> int:
+        """Tokens that the request has by now, as far as steps were reported: an engine tells more only when it ends or
+        leaves, and each step makes one token of each request in the batch."""
+        made = self.decode.jobs - live.entered_at if live.place is Place.DECODING else 0
+        return min(live.tokens + made, live.prompt_tokens + max(live.max_tokens, live.output_tokens))
 
     def promise(self, outstanding: int) -> None:
         """Set the tokens that admitted prompts still have to compute, and the pages that this promises away."""

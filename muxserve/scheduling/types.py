@@ -21,12 +21,14 @@ class Phase(StrEnum):
 
 
 class Place(StrEnum):
-    """Where a live request is. Every live request is in exactly one."""
+    """Where a live request is. Every live request is in exactly one. One that is `MOVING` has left its decode engine on
+    its way to another unit; its blocks wait in the memory manager."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
     HANDED = "handed"
     DECODING = "decoding"
+    MOVING = "moving"
 
 
 def share_units(share: float) -> int:
@@ -77,7 +79,8 @@ class ModelProfile:
 
 class QueuedRequest(NamedTuple):
     """A request as it arrives. `output_tokens` counts tokens already generated in an earlier life, which must be
-    computed again like the prompt; `resumed` puts it before those that were never started."""
+    computed again like the prompt; `resumed` puts it before those that were never started. `execution` is the level of
+    its execution priority."""
 
     request_id: str
     model: str
@@ -87,6 +90,7 @@ class QueuedRequest(NamedTuple):
     priority: int = 0
     output_tokens: int = 0
     resumed: bool = False
+    execution: str = "normal"
 
 
 class Grant(NamedTuple):

@@ -97,6 +97,8 @@ class Machine:
         self.cancelled: set[str] = set()
         self.lost: list[str] = []
         self.preemptions = 0
+        self.moving: dict[str, Job] = {}
+        self.moved: set[str] = set()
         self.turns = 0
         self.watch: Callable[[Machine, list[Grant]], None] | None = None
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -157,6 +159,8 @@ class Machine:
         place = self.ledger.cancelled(request_id, self.now)
         if place is Place.HANDED:
             self._free(self.handed.pop(request_id))
+        elif place is Place.MOVING:
+            self._free(self.moving.pop(request_id))
         elif place in (Place.PREFILLING, Place.DECODING):
             engine = self.engines[job.model, Phase.PREFILL if place is Place.PREFILLING else Phase.DECODE]
             life = engine.life
@@ -211,11 +215,52 @@ class Machine:
 
         self.at(self.now + seconds, back)
 
+    def detach(self, request_id: str, until: float, arrives: bool) -> None:
+        """A request is moved to another unit, which has it at `until` if it `arrives`. Nothing happens unless it is
+        decoding; the engine lets go of it between two steps."""
+        job = self.jobs[request_id]
+        engine = self.engines[job.model, Phase.DECODE]
+        live = self.ledger.requests.get(request_id)
+        if live is None or live.place is not Place.DECODING or engine.stepping or job not in engine.jobs:
+            return
+        engine.jobs = [each for each in engine.jobs if each is not job]
+        assert self.ledger.detached(request_id, live.lease_id, job.made, self.now)
+        self.moving[request_id] = job
+
+        def end() -> None:
+            if self.moving.pop(request_id, None) is None:
+                return
+            if arrives:
+                assert self.ledger.moved(request_id, self.now)
+                self._free(job)
+                self.moved.add(request_id)
+                job.done = self.now
+            else:
+                assert self.ledger.stays(request_id, self.now)
+                self.handed[request_id] = job
+
+        self.at(until, end)
+
+    def take_over(self, job: Job) -> None:
+        """A request comes from another unit with the KV of all but its last token, if there is room for it."""
+        job.computed = job.prompt + job.made - 1
+        self.jobs[job.request_id] = job
+        if not self._grow(job, job.computed):
+            job.arrival = float("inf")
+            job.done = self.now
+            return
+        self.handed[job.request_id] = job
+        live = self.ledger.taken_over(
+            QueuedRequest(job.request_id, job.model, job.prompt, job.output, job.arrival, job.priority, job.made, True),
+            self.now,
+        )
+        assert live.place is Place.HANDED
+
     # ------------------------------------------------------------ pages
 
     def used(self, model: str) -> int:
         held = sum(j.blocks for phase in Phase for j in self.engines[model, phase].jobs) + sum(
-            j.blocks for j in self.handed.values() if j.model == model
+            j.blocks for each in (self.handed, self.moving) for j in each.values() if j.model == model
         )
         return held * self.profiles[model].pages_per_block
 
@@ -402,12 +447,18 @@ class Machine:
             queued = list(model.queue.first(len(model.queue)))
             assert model.queue.blocks == sum(r.blocks for r in queued)
             assert [r.key for r in queued] == sorted(r.key for r in queued)
-            assert model.in_engines <= model.max_seqs
+            # What comes from other units waits in the decode engine if there is no seat.
+            assert model.in_engines <= model.max_seqs + model.tally.moved_in
+            assert sum(model.levels.values()) == model.in_engines
+            tally = model.tally
+            ended = tally.finished + tally.cancelled + tally.lost + tally.moved_out
+            assert tally.arrived + tally.moved_in == ended + model.live
             places = (
                 (Place.QUEUED, queued),
                 (Place.PREFILLING, model.prefilling.values()),
                 (Place.HANDED, model.handed.values()),
                 (Place.DECODING, model.decoding.values()),
+                (Place.MOVING, model.moving.values()),
             )
             for place, requests in places:
                 for request in requests:

@@ -131,6 +131,48 @@ def test_whatever_dies_or_is_cancelled_no_request_is_lost_or_counted_twice(name:
     assert arrived == ended == len(jobs) + len(machine.lost)
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_requests_that_move_are_in_one_place_whatever_dies_meanwhile(name: str, data: st.DataObject) -> None:
+    profiles, pages = data.draw(models())
+    names = [p.name for p in profiles]
+    machine = Machine(make_policy(name), profiles, pages)
+    jobs = data.draw(requests(names))
+    for job in jobs:
+        machine.submit(job)
+    instants = st.floats(0, 0.5)
+    chosen = st.integers(0, len(jobs) - 1)
+    for at, index, lasts, arrives in data.draw(
+        st.lists(st.tuples(instants, chosen, st.sampled_from([0.0, 0.01, 0.2]), st.booleans()), max_size=12)
+    ):
+        machine.at(at, lambda r=jobs[index].request_id, u=at + lasts, a=arrives: machine.detach(r, u, a))
+    coming = []
+    for at, index, made in data.draw(st.lists(st.tuples(instants, chosen, st.integers(1, 5)), max_size=4)):
+        like = jobs[index]
+        coming.append(Job(f"in{len(coming)}", like.model, like.prompt, like.output + made, at, made=made))
+        machine.at(at, lambda j=coming[-1]: machine.take_over(j))
+    for at, model, phase in data.draw(
+        st.lists(st.tuples(instants, st.sampled_from(names), st.sampled_from(list(Phase))), max_size=3)
+    ):
+        machine.at(at, lambda m=model, p=phase: machine.kill(m, p) if machine.engines[m, p].up else None)
+    for at, index in data.draw(st.lists(st.tuples(instants, chosen), max_size=4)):
+        machine.at(
+            max(at, jobs[index].arrival + 1e-9),
+            lambda j=jobs[index]: (
+                machine.cancel(j.request_id)
+                if j.request_id not in machine.cancelled and j.request_id in machine.ledger.requests
+                else None
+            ),
+        )
+    machine.run(most_turns=400_000)
+    assert not machine.unfinished()
+    assert not machine.ledger.requests
+    assert not any(model.levels for model in machine.ledger.models)
+    assert not machine.moving
+    assert sum(m.tally.moved_out for m in machine.ledger.models) == len(machine.moved)
+
+
 @pytest.mark.parametrize("name", ["adbs", "round_robin"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

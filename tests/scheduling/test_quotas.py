@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.quotas import (
     Claim,
@@ -91,10 +92,10 @@ def apply(ledger: UnitLedger, adapter: QuotaAdapter, used: dict[str, int], round
         quotas = {m.name: m.quota for m in ledger.models} | {c.model: c.pages for c in changes}
         assert sum(quotas.values()) <= ledger.pools["pool"].profile.pages
         for model in ledger.models:
-            assert quotas[model.name] >= model.profile.floor_pages
+            assert model.retired or quotas[model.name] >= model.profile.floor_pages
             if quotas[model.name] < model.quota:
                 assert quotas[model.name] >= used.get(model.name, 0)
-                assert model.quota - quotas[model.name] <= 100
+                assert model.retired or model.quota - quotas[model.name] <= 100
             ledger.pages(model.name, used.get(model.name, 0), 0, quotas[model.name])
     return made
 
@@ -150,3 +151,32 @@ def test_usage_is_normalised_by_weight() -> None:
     ledger = UnitLedger(profiles, [PoolProfile("pool", 1000)])
     assert normalised_usage(ledger.pools["pool"], profiles, [750, 125]) == [1.0, 0.5]
     assert demand_weight(profiles[0]) == 3 * demand_weight(profiles[1])
+
+
+def test_a_retired_model_lends_its_pages_and_gets_its_floor_back_first() -> None:
+    ledger, adapter = unit(500, 500)
+    retired, other = ledger.models
+    retired.retired = True
+    apply(ledger, adapter, {"m0": 0, "m1": 400}, rounds=20)
+    assert (retired.quota, other.quota) == (0, 1000)
+    policy = Adbs()
+    assert policy.capacity(other) == 1000
+    retired.retired = False
+    apply(ledger, adapter, {"m0": 0, "m1": 400}, rounds=1)
+    assert retired.quota >= retired.profile.floor_pages
+
+
+def test_what_a_retired_model_still_holds_stays_its_own() -> None:
+    ledger, adapter = unit(500, 500)
+    ledger.models[0].retired = True
+    ledger.pages("m0", 120, 0, 500)
+    apply(ledger, adapter, {"m0": 120, "m1": 0}, rounds=5)
+    assert [m.quota for m in ledger.models] == [120, 880]
+
+
+def test_without_any_model_in_service_quotas_stay_at_nothing() -> None:
+    ledger, adapter = unit(500, 500)
+    for each in ledger.models:
+        each.retired = True
+    apply(ledger, adapter, {"m0": 0, "m1": 0}, rounds=3)
+    assert [m.quota for m in ledger.models] == [0, 0]
