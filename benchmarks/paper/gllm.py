@@ -4,8 +4,8 @@
 
 Parts: iterations (figure 1), latency, ablation, sensitivity, variants.
 
-Every part prints a table; all numbers go to the result file. docs/phases.md discusses them beside the paper's claims.
-Step times come from the roofline of an L20: nothing here ran on one.
+Every part prints a table; all numbers go to the result file, figure 1 to a picture beside it. docs/phases.md discusses
+them beside the paper's claims. Step times come from the roofline of an L20: nothing here ran on one.
 """
 
 from __future__ import annotations
@@ -277,12 +277,36 @@ def variants(seconds: float) -> Row:
             "made ahead": pipeline(model, ahead=True),
             "five, made ahead": pipeline(model, ahead=True, depth=5),
             "2 ms on the host": pipeline(model, step_seconds=0.002),
+            "one stage, tensor parallel": tensor_parallel(model),
         }
         for (way, spec), system in itertools.product(ways.items(), (FIXED, THROTTLED)):
             title = f"{model}, {lengths}, {rate:g}/s, {way}, {system}"
             rows[title] = play(spec, systems(model)[system][1](), requests, seconds)
             show(f"{model}, {lengths[:5]}, {way}, {system}", rows[title])
     return rows
+
+
+def plot(report: Row, path: Path) -> None:
+    """Figure 1's kind of picture: tokens of two hundred micro-batches in a row, fixed budget beside throttled."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    wanted = [("14B", "ShareGPT"), ("32B", "Azure")]
+    figure, axes = plt.subplots(2, 2, figsize=(11, 5), sharex=True, sharey="row")
+    for line, (model, lengths) in zip(axes, wanted, strict=True):
+        for axis, system in zip(line, (FIXED, THROTTLED), strict=True):
+            row = report[f"{model}, {lengths}, {BUSY[model, lengths]:g}/s, {system}"]
+            prefill, decode = zip(*row["series"], strict=True)
+            axis.stackplot(range(len(prefill)), decode, prefill, labels=("decode", "prefill"), step="post")
+            axis.set_title(f"Qwen2.5-{model}, {lengths}, {BUSY[model, lengths]:g}/s: {system}", fontsize=9)
+        line[0].set_ylabel("tokens")
+    for axis in axes[-1]:
+        axis.set_xlabel("micro-batch")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
 
 
 PARTS: dict[str, Callable[[float], Row]] = {
@@ -311,6 +335,8 @@ def main() -> None:
     for part in args.only.split(","):
         report[part] = PARTS[part](args.seconds)
         write_report(args.out, report)
+    if "iterations" in report:
+        plot(report["iterations"], args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
