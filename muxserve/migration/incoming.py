@@ -93,7 +93,7 @@ class Arrival:
     looked: float
     blocks: list[int] = field(default_factory=list)
     until: int = 0
-    shares: int = 0
+    shares: list[str] = field(default_factory=list)
     writes: int = 0
     written: int = 0
     pending: list[tuple[int, int]] = field(default_factory=list)
@@ -190,8 +190,8 @@ class Incoming:
                     return
                 arrival.blocks += blocks
                 if message.machine == self._machine:
-                    arrival.shares += 1
-                    key = f"{message.move}/{arrival.shares}"
+                    key = f"{message.move}/{len(arrival.shares)}"
+                    arrival.shares.append(key)
                     self._store.share(arrival.model, key, blocks, SHARE_SECONDS)
         except MemoryManagerError as error:
             self._refuse(arrival, f"the memory manager refused: {error}")
@@ -235,6 +235,8 @@ class Incoming:
         try:
             extra = arrival.blocks[count:]
             self._store.hand_off(arrival.model, arrival.move, arrival.blocks[:count], extra, HAND_OFF_SECONDS)
+            if arrival.writes:  # pages were sent, so the other side has not taken what was shared
+                self._unshare(arrival)
         except MemoryManagerError as error:
             self._refuse(arrival, f"the memory manager refused: {error}")
             return
@@ -342,8 +344,14 @@ class Incoming:
                 self._store.drop(arrival.model, arrival.key)
             elif arrival.blocks:
                 self._store.release(arrival.model, arrival.blocks)
+                self._unshare(arrival)  # the other side may have died before it took them
         except (MemoryManagerError, MemoryManagerGone):
             return  # it is gone, or has given them up already
+
+    def _unshare(self, arrival: Arrival) -> None:
+        for share in arrival.shares:
+            self._store.drop(arrival.model, share)
+        arrival.shares.clear()
 
     def _show(self) -> None:
         moves = dict(Counter(arrival.model for arrival in self.arrivals.values()))

@@ -162,7 +162,8 @@ class Unit:
                     self.heard.remove(message)
                     return message
             left = end - time.monotonic()
-            assert left > 0 and self.router.poll(left * 1000), (
+            there = left > 0 and self.router.poll(left * 1000)
+            assert there, (
                 f"no {kinds} from the migrator of {self.deployment.unit}; heard {self.heard}; {self.log.read_text()}"
             )
             _, frame = self.router.recv_multipart()
@@ -246,5 +247,3 @@ def stage(move: str, target: Unit | str, since: int, blocks: list[int], reserve:
 def adopt(unit: Unit, take_over: TakeOver) -> list[int]:
     """What the decode engine does."""
     return [int(block) for block in unit.engine.adopt(MODEL, take_over.key)]
-
-

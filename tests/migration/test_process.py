@@ -89,9 +89,7 @@ def test_a_request_moves_between_machines(units: MakeUnits, ranks: int) -> None:
     port = network.free_port("127.0.0.1")
     listen = Listen("127.0.0.1", network.free_port("127.0.0.1"), port)
     # Blocks of 12 MiB over both ranks, so that a stage takes more chunks than may be under way.
-    a, b = units(
-        ranks=ranks, page_bytes=(1 << 20), blocks=30, keys=keys, b={"listen": listen, "machine": "another/0"}
-    )
+    a, b = units(ranks=ranks, page_bytes=(1 << 20), blocks=30, keys=keys, b={"listen": listen, "machine": "another/0"})
     move_all(a, b, 14, f"tcp://127.0.0.1:{port}")
 
 
@@ -132,9 +130,7 @@ def test_whatever_dies_nothing_is_left(units: MakeUnits, victim: str, point: str
     unit.restart(what)
 
     # The unit scheduler of A hears of it in words, or knows by itself.
-    if victim == "a.migrator":
-        a.up()
-    elif victim == "a.scheduler":
+    if victim == "a.migrator" or victim == "a.scheduler":
         a.up()
     elif point != COMMITTING:
         failed = a.next(MoveFailed)
