@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = """
 import muxserve.cli.deploy as deploy
 from muxserve.cli.app import main
-from tests.cluster.conftest import fake_commands
-deploy.commands_for = lambda deployment, file: fake_commands(file)
+from tests.cluster.conftest import fake_commands, fake_fleet_commands
+deploy.commands_for = fake_commands
+deploy.fleet_commands_for = fake_fleet_commands
 main()
 """
 
@@ -88,7 +89,8 @@ def test_it_shows_everything_serves_and_drains(fleet_file: Path, runtime: Path) 
         assert answer.status == 200
     (run_dir,) = deploy.run_dirs()
     assert run_dir.stat().st_mode & 0o777 == 0o700
-    assert (run_dir / "deployment.json").stat().st_mode & 0o777 == 0o600
+    for file in ("fleet.json", "u0/deployment.json"):
+        assert (run_dir / file).stat().st_mode & 0o777 == 0o600
     deploy.process.send_signal(signal.SIGINT)
     code, text = deploy.end()
     assert code == 0, text
@@ -124,7 +126,7 @@ def test_the_logs_of_a_failure_are_kept_until_the_next_start(fleet_file: Path, r
     assert code == 3
     assert "unit dies because the test says so" in text
     (run_dir,) = deploy.run_dirs()
-    assert f"logs are kept in {run_dir}/logs" in text
+    assert f"logs are kept below {run_dir}" in text
     (runtime / "die-unit").unlink()
     again = Deploy(runtime, str(fleet_file), "--port", "0")
     again.until("ready after")

@@ -8,10 +8,23 @@ from pathlib import Path
 from rich.console import Console
 
 from muxserve.cli.progress import Lines, LiveTable, renderer
-from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
+from muxserve.cluster.events import (
+    Down,
+    Draining,
+    Event,
+    Expected,
+    Failed,
+    PartId,
+    Progress,
+    Ready,
+    Starting,
+    Stopping,
+    Up,
+)
 
 UNIT, ENGINE = PartId("unit"), PartId("engine", "one", "decode")
 STORY: list[Event] = [
+    Expected((UNIT, ENGINE)),
     Starting(UNIT),
     Up(UNIT, 17, 0.25),
     Starting(ENGINE),
@@ -26,7 +39,7 @@ STORY: list[Event] = [
 
 def test_lines() -> None:
     out = io.StringIO()
-    show = renderer(Console(file=out, width=200, highlight=False), [UNIT, ENGINE])
+    show = renderer(Console(file=out, width=200, highlight=False))
     assert isinstance(show, Lines)
     for event in STORY:
         show(event)
@@ -54,7 +67,7 @@ def test_a_failure_comes_with_the_end_of_the_log() -> None:
 def test_live_table() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, highlight=False)
-    show = renderer(console, [UNIT, ENGINE])
+    show = renderer(console)
     assert isinstance(show, LiveTable)
     for event in STORY:
         show(event)

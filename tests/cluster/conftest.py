@@ -5,22 +5,29 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from muxserve.cluster import fleet_starts, starts, supervision, unit_set
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.events import Event, PartId, Up
-from muxserve.cluster.launcher import Commands, LocalLauncher
+from muxserve.cluster.fleet_starts import FleetCommands, LocalFleetLauncher
+from muxserve.cluster.host import UnitHost
+from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.sizing import SizingError
+from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
 from muxserve.deployment import (
     Deployment,
+    FleetDeployment,
     GatewayDeployment,
     GpuDeployment,
     ModelDeployment,
     PoolDeployment,
+    UnitEntry,
     save,
 )
 from muxserve.gpu.budget import Budget, Needs
@@ -29,7 +36,10 @@ from tests.cluster import fakes
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def fake_deployment(run_dir: Path, drain_seconds: float = 5.0) -> Deployment:
+def fake_deployment(
+    run_dir: Path, drain_seconds: float = 5.0, unit: str = "u0", names: Sequence[str] = ("one", "two")
+) -> Deployment:
+    """A unit's, in its directory below the fleet's."""
     models = [
         ModelDeployment(
             name=name, path="", pool="pool0", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=64,
@@ -37,11 +47,11 @@ def fake_deployment(run_dir: Path, drain_seconds: float = 5.0) -> Deployment:
             max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
             max_concurrency=8, max_queue=8,
         )
-        for name in ("one", "two")
+        for name in names
     ]  # fmt: skip
     return Deployment(
-        run_dir=str(run_dir),
-        unit="unit0",
+        run_dir=str(run_dir / unit),
+        unit=unit,
         policy="adbs",
         cores=2,
         pools=[PoolDeployment("pool0", 65536, 41)],
@@ -73,36 +83,68 @@ class FakeSizer:
         return sized, [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
 
 
-def fake_commands(file: Path) -> Commands:
-    def fake(*args: object) -> list[str]:
-        return [sys.executable, str(fakes.SELF), *map(str, args)]
+def fake(*args: object) -> list[str]:
+    return [sys.executable, str(fakes.SELF), *map(str, args)]
 
+
+def fake_commands(deployment: Deployment, file: Path) -> Commands:
     return Commands(
         memory_manager=lambda store: fake("memory", file),
         unit_scheduler=fake("unit", file),
-        warm_parent=lambda control, lifeline: fake("warm", file, control, lifeline),
+        migrator=fake("migrator", file),
+        warm_parent=lambda control: fake("warm", file, control),
         mps=fake("mps", file),
         environment={"FAKE_ENVIRONMENT": "1"},
     )
 
 
+def fake_fleet_commands(fleet: FleetDeployment) -> FleetCommands:
+    return FleetCommands(
+        vllm=lambda control, lifeline: fake("vllm", fleet.file, control, lifeline),
+        scheduler=fake("scheduler", fleet.file),
+    )
+
+
+def fake_fleet(deployments: Sequence[Deployment], run_dir: Path, **more: Any) -> FleetDeployment:
+    """The fleet of those units."""
+    models = {model.name: model for deployment in deployments for model in deployment.models}
+    entries = [
+        UnitEntry(each, each.unit_address, each.migrator_address, [model.name for model in each.models])
+        for each in deployments
+    ]
+    return FleetDeployment(str(run_dir), deployments[0].gateway, list(models.values()), entries, **more)
+
+
 class Fleet:
     """A controller over fake processes, and what it said."""
 
-    def __init__(self, run_dir: RunDir, on_gpus: bool = False) -> None:
+    def __init__(self, run_dir: RunDir, deployments: Sequence[Deployment], **more: Any) -> None:
         self.run_dir = run_dir
-        self.deployment = gpu_deployment(run_dir.path) if on_gpus else fake_deployment(run_dir.path)
-        file = run_dir.path / "deployment.json"
-        save(self.deployment, file)
-        self.sizer = FakeSizer(self.deployment, file) if on_gpus else None
+        self.deployment = deployments[0]
+        self.sizer = None
+        if self.deployment.gpu is not None:
+            self.sizer = FakeSizer(self.deployment, Path(self.deployment.run_dir) / "deployment.json")
         self.events: list[Event] = []
         self.changed = asyncio.Event()
-        launcher = LocalLauncher(fake_commands(file), run_dir.logs)
-        self.controller = Controller(self.deployment, launcher, self._emit, self.sizer)
-        for part in self.controller.parts.values():
-            part.policy = RestartPolicy(delays=(0.01,))
-            part.early_policy = RestartPolicy(max_deaths=2, delays=(0.01,))
+        fleet = fake_fleet(deployments, run_dir.path, **more)
+        self.planned = [
+            PlannedUnit(each, tuple(model.name for model in each.models), self.sizer) for each in deployments
+        ]
+        launcher = LocalFleetLauncher(fake_fleet_commands(fleet), fleet.log_dir)
+        self.controller = Controller(
+            fleet, self.planned, launcher, lambda warm, left: LocalUnits(fake_commands, warm, left), self._emit
+        )
         self.task: asyncio.Task[int] | None = None
+
+    @property
+    def host(self) -> UnitHost:
+        """That of the first unit."""
+        handle = next(iter(self.controller.units.units.values())).handle
+        assert isinstance(handle, LocalUnit)
+        return handle._host
+
+    def logs(self, unit: str = "u0") -> Path:
+        return self.run_dir.path / unit / "logs"
 
     def _emit(self, event: Event) -> None:
         self.events.append(event)
@@ -152,15 +194,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def running(directory: Path, on_gpus: bool) -> AsyncIterator[Fleet]:
-    run_dir = RunDir(directory)
-    fleet = Fleet(run_dir, on_gpus)
+async def running(fleet: Fleet) -> AsyncIterator[Fleet]:
     yield fleet
     if fleet.task is not None and not fleet.task.done():
         fleet.controller.stop()
         fleet.controller.stop()
         await asyncio.wait([fleet.task])
-    run_dir.remove()
+    fleet.run_dir.remove()
 
 
 @pytest.fixture(autouse=True)
@@ -168,13 +208,29 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is started again at once."""
+
+    def policy(max_deaths: int | None = 5, window: float = 60.0, delays: object = ()) -> RestartPolicy:
+        return RestartPolicy(max_deaths, window, (0.01,))
+
+    for module in (supervision, starts, fleet_starts, unit_set):
+        monkeypatch.setattr(module, "RestartPolicy", policy)
+
+
 @pytest.fixture
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async for each in running(tmp_path_factory.mktemp("run"), on_gpus=False):
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return RunDir(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+async def fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    async for each in running(Fleet(run_dir, [fake_deployment(run_dir.path)])):
         yield each
 
 
 @pytest.fixture
-async def gpu_fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async for each in running(tmp_path_factory.mktemp("run"), on_gpus=True):
+async def gpu_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    async for each in running(Fleet(run_dir, [gpu_deployment(run_dir.path)])):
         yield each

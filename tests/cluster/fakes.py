@@ -1,10 +1,15 @@
-"""Stand-ins for the processes of a deployment: real processes that speak the controller's protocols and nothing else.
+"""Stand-ins for the processes of a fleet: real processes that speak the controller's protocols and nothing else.
 
-    python fakes.py mps|memory|unit|warm DEPLOYMENT [CONTROL_FD LIFELINE_FD]
+    python fakes.py mps|memory|unit|migrator DEPLOYMENT
+    python fakes.py warm DEPLOYMENT CONTROL_FD
+    python fakes.py vllm FLEET CONTROL_FD LIFELINE_FD
+    python fakes.py scheduler FLEET
 
-Files in the run directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME` (say that they
-cannot start), `slow-gateway` (seconds that draining takes). The gateway serves the fewest pages that `muxserve deploy`
-wants. What they see and do is written to `journal`, one line each.
+Files in the unit's or the fleet's directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME`
+(say that they cannot start), `slow-gateway` (seconds that draining takes), `linger` (the scheduler never says that a
+replica is drained). The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is
+written to `journal` in the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the
+scheduler.
 """
 
 from __future__ import annotations
@@ -27,13 +32,17 @@ SELF = Path(__file__).resolve()
 
 def main() -> None:
     kind, file = sys.argv[1:3]
+    fleet = kind in ("vllm", "scheduler")
+    journal = Journal(Path(file).parent if fleet else Path(file).parent.parent)
     run_dir = Path(file).parent
-    journal = Journal(run_dir)
     if told(run_dir, f"die-{kind}"):
         print(f"{kind} dies because the test says so", flush=True)
         sys.exit(7)
+    if kind == "vllm":
+        Vllm(file, journal, int(sys.argv[3]), int(sys.argv[4])).run()
+        return
     if kind == "warm":
-        Warm(file, run_dir, journal, int(sys.argv[3]), int(sys.argv[4])).run()
+        Warm(file, journal, int(sys.argv[3])).run()
         return
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: (journal.write(f"stop {kind}"), os._exit(0)))
@@ -45,12 +54,30 @@ def main() -> None:
         print("READY 1", flush=True)
         while True:
             signal.pause()
+    if kind == "migrator":
+        listen(deployment_of(file).socket("migrator"))
+    if kind == "scheduler":
+        scheduler(file, journal)
     unit(file, journal)
+
+
+def deployment_of(file: str) -> Any:
+    from muxserve import deployment
+
+    return deployment.load(file)
+
+
+def listen(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        while True:
+            signal.pause()
 
 
 def told(run_dir: Path, name: str) -> Path | None:
     """The file of that name, if the test has made it."""
-    places = [run_dir / name, Path(os.environ.get("FAKES", run_dir)) / name]
+    places = [run_dir / name, run_dir.parent / name, Path(os.environ.get("FAKES", run_dir)) / name]
     return next((place for place in places if place.exists()), None)
 
 
@@ -69,10 +96,13 @@ def die_with_parent(number: int) -> None:
 def unit(file: str, journal: Journal) -> None:
     import zmq
 
-    from muxserve import deployment, wire
+    from muxserve import wire
 
+    deployment = deployment_of(file)
+    name = deployment.unit
+    Path(deployment.socket("unit")).unlink(missing_ok=True)
     sock = zmq.Context().socket(zmq.ROUTER)
-    sock.bind(deployment.load(file).unit_address)
+    sock.bind(deployment.unit_address)
     while True:
         # A signal may be delivered to one of ZeroMQ's threads; Python's handler waits for this one to come back.
         if not sock.poll(20):
@@ -80,91 +110,188 @@ def unit(file: str, journal: Journal) -> None:
         identity, frame = sock.recv_multipart()
         message = wire.decode(frame)
         if isinstance(message, wire.StateRequest):
-            sock.send_multipart([identity, wire.encode(wire.UnitState(state={"pid": os.getpid()}))])
+            busy = told(Path(file).parent, "busy")
+            models = {model.name: {"live": int(busy.read_text()) if busy else 0} for model in deployment.models}
+            state = {"pid": os.getpid(), "models": models}
+            sock.send_multipart([identity, wire.encode(wire.UnitState(state=state))])
         else:
-            journal.write(f"unit got {type(message).__name__} {getattr(message, 'model', '')}".rstrip())
+            journal.write(f"{name} got {type(message).__name__} {getattr(message, 'model', '')}".rstrip())
 
 
-class Warm:
-    def __init__(self, file: str, run_dir: Path, journal: Journal, control: int, lifeline: int) -> None:
+def scheduler(file: str, journal: Journal) -> None:
+    import zmq
+
+    from muxserve import deployment, wire
+
+    fleet = deployment.load_fleet_deployment(file)
+    journal.write("scheduler starts")
+    signal.signal(signal.SIGHUP, lambda *_: journal.write(f"scheduler {seen(file)}"))
+    sock = zmq.Context().socket(zmq.ROUTER)
+    sock.bind(fleet.scheduler_address)
+    orders = Path(fleet.run_dir) / "orders"
+    while True:
+        if orders.exists():
+            lines = orders.read_text().splitlines()
+            orders.unlink()
+            for line in lines:
+                kind, *words = line.split()
+                order = wire.StartReplicas(words[0], int(words[1])) if kind == "start" else wire.StopReplica(*words)
+                sock.send_multipart([b"controller", wire.encode(order)])
+        if not sock.poll(20):
+            continue
+        identity, frame = sock.recv_multipart()
+        message = wire.decode(frame)
+        journal.write(f"scheduler got {type(message).__name__} from {identity.decode()}")
+        if isinstance(message, wire.StartFailed):
+            journal.write(f"start of {message.model} failed: {message.reason}")
+        if isinstance(message, wire.DrainReplicas) and not told(Path(fleet.run_dir), "linger"):
+            for model in message.models:
+                sock.send_multipart([identity, wire.encode(wire.StopReplica(model, message.unit))])
+
+
+def seen(file: str) -> str:
+    """What the fleet's file says."""
+    from muxserve import deployment
+
+    fleet = deployment.load_fleet_deployment(file)
+    units = " ".join(f"{unit.name}={','.join(unit.serves)}" for unit in fleet.units)
+    return f"sees {','.join(model.name for model in fleet.models)} in {units}"
+
+
+class Parent:
+    """What both forking parents have."""
+
+    def __init__(self, file: str, journal: Journal, control: int) -> None:
         self.file = file
-        self.run_dir, self.journal, self.lifeline = run_dir, journal, lifeline
+        self.run_dir, self.journal = Path(file).parent, journal
         self.control = socket.socket(fileno=control)
 
     def event(self, event: str, **fields: Any) -> None:
         self.control.send(json.dumps({"event": event, **fields}).encode())
 
-    def run(self) -> None:
-        if told(self.run_dir, "fail-warm"):
-            self.event("failed", kind="warm_parent", model="", phase="", error="no vLLM here")
-            sys.exit(1)
-        signal.signal(signal.SIGTERM, lambda *_: (self.journal.write("stop warm"), os._exit(0)))
-        if os.fork() == 0:  # stands for a process that loads a model: nobody is told of it
-            die_with_parent(signal.SIGKILL)
-            while True:
-                signal.pause()
+    def serve(self) -> None:
         self.event("ready")
         while True:
             readable = select.select([self.control], [], [], 0.01)[0]
             self.reap()
             if not readable:
                 continue
-            data = self.control.recv(65536)
+            data, fds, _, _ = socket.recv_fds(self.control, 65536, 4)
             if not data:
                 return
-            self.fork(json.loads(data))
+            order = json.loads(data)
+            if order["op"] == "fork":
+                self.fork(order, fds)
+            else:
+                self.journal.write(f"{order['op']} {order['model']}")
+            for fd in fds:
+                os.close(fd)
+
+    def fork(self, order: dict[str, Any], fds: list[int]) -> None:
+        raise NotImplementedError
 
     def reap(self) -> None:
         while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
             self.event("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
 
-    def fork(self, order: dict[str, Any]) -> None:
-        who = {key: order[key] for key in ("kind", "model", "phase")}
+
+class Vllm(Parent):
+    def __init__(self, file: str, journal: Journal, control: int, lifeline: int) -> None:
+        super().__init__(file, journal, control)
+        self.lifeline = lifeline
+
+    def run(self) -> None:
+        if told(self.run_dir, "fail-vllm"):
+            self.event("failed", kind="vllm", error="no vLLM here")
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, lambda *_: (self.journal.write("stop vllm"), os._exit(0)))
+        self.serve()
+
+    def fork(self, order: dict[str, Any], fds: list[int]) -> None:
+        who = {key: order[key] for key in ("kind", "unit", "index")}
         pid = os.fork()
         if pid:
             self.event("forked", pid=pid, **who)
             return
-        name = order["kind"] if order["kind"] == "gateway" else f"{order['model']}-{order['phase'] or order['kind']}"
-        if order["kind"] != "gateway":
-            die_with_parent(signal.SIGKILL)
+        if order["kind"] == "warm_parent":
+            os.setpgid(0, 0)
+            self.control.close()
+            os.close(self.lifeline)
+            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            Warm(order["deployment"], self.journal, fds[0]).run()
+            os._exit(0)
+        name = f"gateway-{order['index']}"
         if told(self.run_dir, f"fail-{name}"):
             self.event("failed", error="the weights are of cheese", **who)
             os._exit(1)
         if told(self.run_dir, f"die-{name}"):
             os._exit(9)
         signal.signal(signal.SIGTERM, lambda *_: self.leave(name))
-        self.event("progress", detail="loading weights", **who)
-        if name == "gateway":
+        signal.signal(signal.SIGHUP, lambda *_: self.journal.write(f"{name} {seen(self.file)}"))
+        if not order["index"]:
             serve_pages(self.file)
+        self.event("up", pid=os.getpid(), **who)
+        os.read(self.lifeline, 1)
+        self.journal.write(f"{name} lost its controller")
+        os._exit(0)
+
+    def leave(self, name: str) -> None:
+        slow = told(self.run_dir, "slow-gateway")
+        if slow:
+            time.sleep(float(slow.read_text()))
+        self.journal.write(f"stop {name}")
+        os._exit(0)
+
+
+class Warm(Parent):
+    def run(self) -> None:
+        if told(self.run_dir, "fail-warm"):
+            self.event("failed", kind="warm_parent", error="no room here")
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, lambda *_: (self.journal.write("stop warm"), os._exit(0)))
+        if os.fork() == 0:  # stands for a process that loads a model: nobody is told of it
+            die_with_parent(signal.SIGKILL)
+            while True:
+                signal.pause()
+        self.serve()
+
+    def fork(self, order: dict[str, Any], fds: list[int]) -> None:
+        who = {key: order[key] for key in ("kind", "model", "phase")}
+        pid = os.fork()
+        if pid:
+            self.event("forked", pid=pid, **who)
+            return
+        name = f"{order['model']}-{order['phase'] or order['kind']}"
+        die_with_parent(signal.SIGKILL)
+        if told(self.run_dir, f"fail-{name}"):
+            self.event("failed", error="the weights are of cheese", **who)
+            os._exit(1)
+        if told(self.run_dir, f"die-{name}"):
+            os._exit(9)
+        signal.signal(signal.SIGTERM, lambda *_: (self.journal.write(f"stop {name}"), os._exit(0)))
+        self.event("progress", detail="loading weights", **who)
         if order["kind"] == "weights" and not told(self.run_dir, "mute-weights"):
             figures = {"weights_bytes": 100, "activation_bytes": 20, "context_bytes": 3, "graph_bytes": 1}
             for rank in (0, 1):
                 self.event("measured", kind="weights", model=order["model"], rank=rank, **figures)
         self.event("up", pid=os.getpid(), **who)
-        if order["kind"] == "gateway":
-            os.read(self.lifeline, 1)
-            self.journal.write("gateway lost its controller")
-            os._exit(0)
         while True:
             signal.pause()
-
-    def leave(self, name: str) -> None:
-        if name == "gateway":
-            slow = told(self.run_dir, "slow-gateway")
-            if slow:
-                time.sleep(float(slow.read_text()))
-        self.journal.write(f"stop {name}")
-        os._exit(0)
 
 
 def serve_pages(file: str) -> None:
     """`/health` and one streamed answer, in a thread of this process."""
     from muxserve import deployment
 
-    gateway = deployment.load(file).gateway
+    gateway = deployment.load_fleet_deployment(file).gateway
 
     class Pages(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -187,7 +314,10 @@ def serve_pages(file: str) -> None:
         def log_message(self, *args: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer((gateway.host, gateway.port), Pages)
+    class Server(http.server.ThreadingHTTPServer):
+        allow_reuse_port = True
+
+    server = Server((gateway.host, gateway.port), Pages)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
 

@@ -17,9 +17,10 @@ from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progr
 from muxserve.cluster.restarts import RestartPolicy
 from tests.cluster.conftest import ROOT, Fleet, alive
 
-MEMORY, WARM, UNIT, GATEWAY = PartId("memory"), PartId("warm_parent"), PartId("unit"), PartId("gateway")
+MEMORY, WARM, UNIT = PartId("memory"), PartId("warm_parent"), PartId("unit")
+VLLM, GATEWAY = PartId("vllm"), PartId("gateway")
 ENGINES = [PartId("engine", model, phase) for model in ("one", "two") for phase in ("prefill", "decode")]
-ALL = [MEMORY, WARM, UNIT, GATEWAY, *ENGINES]
+ALL = [VLLM, MEMORY, WARM, UNIT, GATEWAY, *ENGINES]
 
 
 def index(events: list[Event], kind: type, part: PartId) -> int:
@@ -49,9 +50,9 @@ async def test_everything_comes_up_in_order_and_goes_down_in_order(fleet: Fleet)
     assert not any(alive(pid) for pid in pids)
     assert any(isinstance(event, Draining) for event in events)
     stops = [line.removeprefix("stop ") for line in fleet.journal() if line.startswith("stop ")]
-    assert stops[:2] == ["gateway", "unit"]
+    assert stops[:2] == ["gateway-0", "unit"]
     assert sorted(stops[2:6]) == ["one-decode", "one-prefill", "two-decode", "two-prefill"]
-    assert stops[6:] == ["warm", "memory"]
+    assert stops[6:] == ["warm", "memory", "vllm"]
     assert not zombies()
 
 
@@ -76,12 +77,29 @@ async def test_the_gateway_outlives_the_warm_parent_but_engines_do_not(fleet: Fl
     os.kill(before[WARM], signal.SIGKILL)
     await fleet.until(lambda: all(fleet.ups(part) == 2 for part in [WARM, *ENGINES]))
     assert alive(before[GATEWAY])
+    assert alive(before[VLLM])
     for part in ENGINES:
         await fleet.until(lambda part=part: not alive(before[part]))
     await fleet.until(lambda: not zombies())
-    # It is forked by the new warm parent when it dies, and the old one's is noticed all the same.
-    os.kill(before[GATEWAY], signal.SIGKILL)
-    await fleet.until(lambda: fleet.ups(GATEWAY) == 2)
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
+    assert not any(alive(pid) for pid in fleet.pids())
+
+
+async def test_everything_outlives_what_imported_vllm(fleet: Fleet) -> None:
+    await fleet.serving()
+    before = {part: fleet.pid(part) for part in ALL}
+    os.kill(before[VLLM], signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(VLLM) == 2)
+    assert all(fleet.ups(part) == 1 and alive(before[part]) for part in ALL if part != VLLM)
+    await fleet.until(lambda: not zombies())
+    # The new one forks what dies, and the end of the old one's children is noticed all the same.
+    for victim in (GATEWAY, WARM):
+        os.kill(before[victim], signal.SIGKILL)
+    again = [GATEWAY, WARM, *ENGINES]
+    await fleet.until(lambda: all(fleet.ups(part) == 2 for part in again))
+    assert any("SIGKILL" in event.reason for event in fleet.events if isinstance(event, Down) and event.part == WARM)
+    await fleet.until(lambda: not zombies())
     fleet.controller.stop()
     assert await fleet.task == EXIT_OK
     assert not any(alive(pid) for pid in fleet.pids())
@@ -89,7 +107,7 @@ async def test_the_gateway_outlives_the_warm_parent_but_engines_do_not(fleet: Fl
 
 async def test_engines_that_died_with_the_warm_parent_are_not_blamed(fleet: Fleet) -> None:
     await fleet.serving()
-    for part in fleet.controller.parts.values():
+    for part in fleet.host.parts.values():
         deaths = 100 if part.id == WARM else 2
         part.policy = RestartPolicy(max_deaths=deaths, delays=(0.01,))
     for count in (2, 3, 4):
@@ -102,9 +120,9 @@ async def test_engines_that_died_with_the_warm_parent_are_not_blamed(fleet: Flee
 async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
     await fleet.serving()
     os.kill(fleet.pid(ENGINES[2]), signal.SIGKILL)
-    await fleet.until(lambda: "unit got EngineDown two" in fleet.journal())
+    await fleet.until(lambda: "u0 got EngineDown two" in fleet.journal())
     os.kill(fleet.pid(GATEWAY), signal.SIGKILL)
-    await fleet.until(lambda: "unit got GatewayDown" in fleet.journal())
+    await fleet.until(lambda: "u0 got GatewayDown" in fleet.journal())
     await fleet.until(lambda: fleet.ups(GATEWAY) == 2 and fleet.ups(ENGINES[2]) == 2)
 
 
@@ -112,8 +130,9 @@ async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
     ("file", "part", "words"),
     [
         ("fail-one-prefill", ENGINES[0], "the weights are of cheese"),
-        ("fail-gateway", GATEWAY, "the weights are of cheese"),
-        ("fail-warm", WARM, "no vLLM here"),
+        ("fail-gateway-0", GATEWAY, "the weights are of cheese"),
+        ("fail-vllm", VLLM, "no vLLM here"),
+        ("fail-warm", WARM, "no room here"),
         ("die-memory", MEMORY, "exited with status 7"),
         ("die-unit", UNIT, "exited with status 7"),
         ("die-two-decode", ENGINES[3], "exited with status 9"),
@@ -133,7 +152,7 @@ async def test_the_log_of_what_failed_is_shown(fleet: Fleet) -> None:
     fleet.tell("die-unit")
     await fleet.start()
     failed = next(event for event in fleet.events if isinstance(event, Failed))
-    assert failed.log == fleet.run_dir.logs / "unit.log"
+    assert failed.log == fleet.logs() / "unit.log"
     assert failed.tail[-1] == "unit dies because the test says so"
 
 
@@ -167,7 +186,7 @@ async def test_drain_waits_and_still_restarts_what_requests_need(fleet: Fleet) -
     await fleet.until(lambda: fleet.ups(ENGINES[0]) == 2)
     assert not any(isinstance(event, Stopping) for event in fleet.events)
     assert await fleet.task == EXIT_OK
-    assert "stop gateway" in fleet.journal()
+    assert "stop gateway-0" in fleet.journal()
 
 
 async def test_a_second_stop_does_not_wait(fleet: Fleet) -> None:
@@ -180,7 +199,7 @@ async def test_a_second_stop_does_not_wait(fleet: Fleet) -> None:
         assert await fleet.task == EXIT_FORCED
     journal = fleet.journal()
     assert "stop memory" in journal  # it has shared memory to remove
-    assert "stop gateway" not in journal
+    assert "stop gateway-0" not in journal
     assert not any(alive(pid) for pid in fleet.pids())
 
 
@@ -196,27 +215,29 @@ async def test_stop_during_the_start(fleet: Fleet) -> None:
 HOST = """
 import asyncio, sys
 from pathlib import Path
-from muxserve.cluster.controller import Controller
 from muxserve.cluster.events import Ready, Up
-from muxserve.cluster.launcher import LocalLauncher
-from muxserve.deployment import load
-from tests.cluster.conftest import fake_commands
-file = Path(sys.argv[1])
+from muxserve.cluster.run_dir import RunDir
+from tests.cluster.conftest import Fleet, fake_deployment
+run_dir = RunDir(Path(sys.argv[1]))
+fleet = Fleet(run_dir, [fake_deployment(run_dir.path)])
 def emit(event):
     if isinstance(event, (Ready, Up)):
         print(getattr(event, "pid", "ready"), flush=True)
-asyncio.run(Controller(load(file), LocalLauncher(fake_commands(file), file.parent / "logs"), emit).run())
+fleet.controller._tell_user = emit
+print(run_dir.path, flush=True)
+asyncio.run(fleet.controller.run())
 """
 
 
 async def test_nothing_outlives_a_killed_controller(fleet: Fleet) -> None:
     host = subprocess.Popen(
-        [sys.executable, "-c", HOST, str(fleet.run_dir.path / "deployment.json")],
+        [sys.executable, "-c", HOST, str(fleet.run_dir.base)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
     )
     assert host.stdout is not None
+    run_dir = Path(host.stdout.readline().strip())
     pids = [int(line) for line in iter(host.stdout.readline, "ready\n")]
     assert len(pids) == len(ALL)
     host.kill()
@@ -226,4 +247,4 @@ async def test_nothing_outlives_a_killed_controller(fleet: Fleet) -> None:
     except TimeoutError:
         left = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in pids if alive(pid)]
         pytest.fail(f"still there: {left}; journal: {fleet.journal()}")
-    assert "gateway lost its controller" in fleet.journal()
+    assert "gateway-0 lost its controller" in (run_dir / "journal").read_text()

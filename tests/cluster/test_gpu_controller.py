@@ -9,13 +9,13 @@ import pytest
 
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
-from muxserve.deployment import load
+from muxserve.deployment import load, load_fleet_deployment
 from tests.cluster.conftest import Fleet, alive
-from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, WARM, index
+from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, VLLM, WARM, index
 
 MPS = PartId("mps")
 HOLDERS = [PartId("weights", "one"), PartId("weights", "two")]
-ALL = [MPS, MEMORY, WARM, UNIT, GATEWAY, *HOLDERS, *ENGINES]
+ALL = [VLLM, MPS, MEMORY, WARM, UNIT, GATEWAY, *HOLDERS, *ENGINES]
 
 
 async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> None:
@@ -36,16 +36,18 @@ async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> N
     (asked,) = gpu_fleet.sizer.asked
     assert [(needs.model, needs.rank) for needs in asked] == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
     assert {(needs.weights_bytes, needs.measured) for needs in asked} == {(100, True)}
-    assert gpu_fleet.controller.deployment.pools[0].num_pages == 1000
-    assert load(gpu_fleet.run_dir.path / "deployment.json") == gpu_fleet.controller.deployment
+    (entry,) = gpu_fleet.controller.fleet.units
+    assert entry.deployment.pools[0].num_pages == 1000
+    assert load(gpu_fleet.run_dir.path / "u0" / "deployment.json") == entry.deployment
+    assert load_fleet_deployment(gpu_fleet.controller.fleet.file) == gpu_fleet.controller.fleet
     assert "memory has 1000 pages" in gpu_fleet.journal()
 
     gpu_fleet.controller.stop()
     assert await gpu_fleet.task == EXIT_OK
     stops = [line.removeprefix("stop ") for line in gpu_fleet.journal() if line.startswith("stop ")]
-    assert stops[:2] == ["gateway", "unit"]
+    assert stops[:2] == ["gateway-0", "unit"]
     assert sorted(stops[6:8]) == ["one-weights", "two-weights"]
-    assert stops[8:] == ["warm", "memory", "mps"]
+    assert stops[8:] == ["warm", "memory", "mps", "vllm"]
     assert not any(alive(pid) for pid in gpu_fleet.pids())
 
 
@@ -61,7 +63,7 @@ async def test_the_engines_of_a_dead_holder_start_after_it(gpu_fleet: Fleet) -> 
     reasons = {event.part: event.reason for event in gpu_fleet.events if isinstance(event, Down)}
     assert "SIGKILL" in reasons.pop(HOLDERS[0])
     assert reasons == dict.fromkeys(ENGINES[:2], "ended with the process that held its weights")
-    assert "unit got EngineDown one" in gpu_fleet.journal()
+    assert "u0 got EngineDown one" in gpu_fleet.journal()
     assert len(gpu_fleet.sizer.asked) == 1  # pools stay as they are
 
 
@@ -71,7 +73,7 @@ async def test_all_that_computes_ends_with_the_mps_server(gpu_fleet: Fleet) -> N
     os.kill(before[MPS], signal.SIGKILL)
     again = [MPS, MEMORY, *HOLDERS, *ENGINES]
     await gpu_fleet.until(lambda: all(gpu_fleet.ups(part) == 2 for part in again))
-    for part in (WARM, UNIT, GATEWAY):
+    for part in (VLLM, WARM, UNIT, GATEWAY):
         assert gpu_fleet.ups(part) == 1
         assert alive(before[part])
     after = gpu_fleet.events[next(i for i, e in enumerate(gpu_fleet.events) if isinstance(e, Down)) :]
@@ -119,7 +121,7 @@ async def test_a_start_that_fails_ends_everything(gpu_fleet: Fleet, file: str, p
 
 async def test_what_a_gpu_did_is_told_in_words(gpu_fleet: Fleet) -> None:
     await gpu_fleet.serving()
-    log = gpu_fleet.run_dir.logs / "engine-one-decode.log"
+    log = gpu_fleet.logs() / "engine-one-decode.log"
     log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
     os.kill(gpu_fleet.pid(ENGINES[1]), signal.SIGKILL)
     await gpu_fleet.until(lambda: gpu_fleet.ups(ENGINES[1]) == 2)

@@ -27,7 +27,8 @@ PARTS = {
     "model parent": ("muxserve model", "arithmetic"),
     "unit scheduler": ("muxserve.unit.scheduler",),
     "memory manager": ("muxserve-memory-manager",),
-    "warm parent": ("muxserve.engine.warm_parent",),
+    "warm parent": ("muxserve warm parent",),
+    "vLLM": ("muxserve.engine.machine_parent",),
 }
 
 

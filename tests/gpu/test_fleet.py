@@ -51,7 +51,7 @@ PARTS = {
     "weight holder": ("muxserve weights", "frontdesk"),
     "unit scheduler": ("muxserve.unit.scheduler",),
     "memory manager": ("muxserve-memory-manager",),
-    "warm parent": ("muxserve.engine.warm_parent",),
+    "warm parent": ("muxserve warm parent",),
     "MPS server": ("nvidia-cuda-mps-server",),
 }
 
