@@ -1,0 +1,60 @@
+"""What can be changed in a running fleet, as the controller offers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from muxserve.config import Fleet
+from muxserve.deployment import FleetDeployment
+
+Tell = Callable[[str], None]
+
+
+class ChangeError(Exception):
+    """A change that has not happened; nothing is different from before. The message is for the user, a sentence that
+    says why and what to do."""
+
+
+class FleetControl(Protocol):
+    """A running fleet that can be changed.
+
+    Each method returns when the change is complete, calls `tell` with a few words at every step that takes time, and
+    leaves everything as it was if it raises `ChangeError`. The server has checked before what `muxserve.control.rules`
+    checks, and calls one method at a time; changes of the fleet's own (auto-scaling, restarts) may come in between, so
+    what is found to be different by then is refused, too.
+    """
+
+    @property
+    def fleet(self) -> FleetDeployment:
+        """The fleet as it is now."""
+
+    async def scale(self, model: str, replicas: int, tell: Tell) -> None:
+        """Have `replicas` replicas of `model` that serve, 0 included: start engines in units that declare it and serve
+        it not, else new units; or drain those with the least load and stop them.
+
+        Raises:
+            ChangeError: a replica could not be started (those that this call had started are stopped again).
+        """
+
+    async def drain(self, unit: str, tell: Tell) -> None:
+        """Take no more requests there, move or finish what it has, end it.
+
+        Raises:
+            ChangeError: it cannot be drained, or stays in service for another reason.
+        """
+
+    async def add(self, declared: Fleet, tell: Tell) -> None:
+        """Serve one model more, on as many replicas as it asks for at the start. `declared` has that model alone, its
+        rates, limits and rules; its weights may still have to be fetched.
+
+        Raises:
+            ChangeError: there is no room, or it could not be started.
+        """
+
+    async def remove(self, model: str, tell: Tell) -> None:
+        """Serve a model no longer: the gateways refuse new requests, those that run are finished, its replicas end.
+
+        Raises:
+            ChangeError: it could not be taken out.
+        """

@@ -1,0 +1,114 @@
+"""Messages between a user's command and the controller: one msgpack frame each, over ZeroMQ on a Unix socket."""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+
+class ControlMessage(msgspec.Struct, tag=True, tag_field="t", omit_defaults=True):
+    """Base of every message; the struct's name is its tag."""
+
+
+# ---------------------------------------------------------------- command -> controller
+
+
+class Who(ControlMessage):
+    """Which fleet is this? Answered by `Here`."""
+
+
+class Scale(ControlMessage):
+    """Have so many replicas of each of these models."""
+
+    replicas: dict[str, int]
+
+
+class Drain(ControlMessage):
+    """Empty a unit and end it."""
+
+    unit: str
+
+
+class Add(ControlMessage):
+    """Serve one model more: the text of a fleet file with that model. `file` is what it is called in errors, `base` the
+    directory that paths in it are relative to."""
+
+    text: str
+    file: str
+    base: str
+
+
+class Remove(ControlMessage):
+    """Serve a model no longer."""
+
+    model: str
+
+
+# ---------------------------------------------------------------- controller -> command
+
+
+class Unit(msgspec.Struct):
+    """A unit and the models that it serves now."""
+
+    name: str
+    serves: list[str]
+
+
+class Here(ControlMessage):
+    """Answer to `Who`. `url`: the endpoint as reached on this machine."""
+
+    url: str
+    models: list[str]
+    units: list[Unit]
+
+
+class Told(ControlMessage):
+    """What is being done, in words; any number of them before the end."""
+
+    text: str
+
+
+class Done(ControlMessage):
+    """It has happened; `text` says what there is now."""
+
+    text: str
+
+
+class Refused(ControlMessage):
+    """It has not happened, and nothing has changed; `text` says why and what to do. `mistake`: the command itself was
+    wrong, otherwise it failed."""
+
+    text: str
+    mistake: bool = True
+
+
+Command = Union[Who, Scale, Drain, Add, Remove]
+Answer = Union[Here, Told, Done, Refused]
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: ControlMessage) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_command(frame: bytes) -> Command:
+    """What `encode` made of a command.
+
+    Raises:
+        msgspec.DecodeError: it is none, for instance one of another version.
+    """
+    return _commands.decode(frame)
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """What `encode` made of an answer.
+
+    Raises:
+        msgspec.DecodeError: it is none, for instance one of another version.
+    """
+    return _answers.decode(frame)
