@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from muxserve.migration import incoming, outgoing
+from muxserve.migration.moves import State
 from muxserve.wire import (
     MoveAbort,
     MoveCommit,
@@ -18,6 +19,7 @@ from muxserve.wire import (
     MoveStaged,
     MovingIn,
     PeerAbort,
+    PeerOpen,
     PeerPages,
 )
 from tests.migration.support import moving
@@ -231,7 +233,7 @@ def test_a_peer_that_is_gone_is_noticed_by_its_connection(world: World) -> None:
 def test_a_migrator_that_started_anew_voids_its_earlier_moves(world: World) -> None:
     staged(world, 0, 4, reserve=4)
     world.settle()
-    open_again = outgoing.PeerOpen("a:2:1", "a", "2", MODEL, "layout", 1, "elsewhere")
+    open_again = PeerOpen("a:2:1", "a", "2", MODEL, "layout", 1, "elsewhere")
     world.incoming.heard(b"a/1/1", open_again, world.now)
     assert list(world.incoming.arrivals) == ["a:2:1"]
     world.settle()
@@ -320,7 +322,7 @@ def one_history(draw: random.Random) -> Counter[str]:
                     moves.append(f"a:1:{len(moves)}")
                     plan = [(0, 5), (4, 7)]
                     staged(world, 0, 6, reserve=6, move=moves[-1])
-                elif current.state is outgoing.State.IDLE:
+                elif current.state is State.IDLE:
                     if plan:
                         staged(world, *plan.pop(0), move=moves[-1])
                     else:
@@ -330,7 +332,7 @@ def one_history(draw: random.Random) -> Counter[str]:
             case "no":
                 world.answer_take_over("not wanted")
             case "abort":
-                if current is not None and current.state is not outgoing.State.COMMITTING:
+                if current is not None and current.state is not State.COMMITTING:
                     world.outgoing.abort(MoveAbort(moves[-1]), world.now)
                     unheard.add(moves[-1])
             case "restart b":
