@@ -206,7 +206,8 @@ class PeerAbort(Message):
 
 class Moving(Message):
     """A request on its way: everything that the next unit must know of it. Times are ages, since the clocks of two
-    machines differ: `waited` seconds since it arrived at its gateway."""
+    machines differ: `waited` seconds since it arrived at its gateway. `moves` counts its migrations within this attempt,
+    this one included."""
 
     request_id: str
     model: str
@@ -221,6 +222,7 @@ class Moving(Message):
     execution: str
     output_tokens: list[int]
     computed_tokens: int
+    moves: int = 0
 
 
 class TakeOver(Message):

@@ -88,10 +88,16 @@ class Elsewhere(Message):
 
 class TookOver(Message):
     """The request came to this unit by migration, and is served here now. A gateway that does not know it, or knows a
-    later attempt, answers with `Cancel`."""
+    later attempt, answers with `Cancel`.
+
+    `moves` is how often it has moved within this attempt (`Moving.moves`): of a request that moves on at once, the
+    gateway may hear from its last unit first. Said again when the gateway greets the unit again, since it may have been
+    lost with the connection.
+    """
 
     request_id: str
     attempt: int
+    moves: int = 0
 
 
 # ---------------------------------------------------------------- gateway <-> global scheduler
