@@ -18,7 +18,6 @@ import numpy as np
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
-from muxserve.memory.errors import DeviceMemoryError
 from muxserve.migration.pages import MakePages, Pages, of_all_ranks
 from muxserve.migration.tasks import Join
 
@@ -57,7 +56,7 @@ class Neighbours:
         """
         try:
             neighbour = self._reach(task)
-        except (OSError, MemoryManagerError, DeviceMemoryError, ValueError) as error:
+        except (OSError, MemoryManagerError, RuntimeError, ValueError) as error:
             log.warning("%s cannot be written to directly: %s", task.memory_socket, error)
             return False
         if neighbour.client.generation != task.generation:
