@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from muxserve import wire
-from muxserve.cluster.events import Event, PartId, Ready
+from muxserve.cluster.events import Event, PartId, Ready, Up
 from muxserve.cluster.last_words import LastWords, Said
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.leftovers import Leftovers
@@ -58,7 +58,10 @@ class UnitHost:
         self._migrates = migrates
         if migrates:
             self.parts[MIGRATOR] = self._starts.migrator()
+        # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
+        self._retired = {model.name for model in deployment.models} - {part.model for part in self._starts.engines}
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
+        self._messages: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[None] | None = None
         # The models that have been up here: from then on their engines are started again with more patience.
@@ -82,6 +85,12 @@ class UnitHost:
 
     def _emit(self, event: Event) -> None:
         self._last_words.note(event)
+        if isinstance(event, Up) and event.part == UNIT:
+            # It is new, and knows only what is declared.
+            for model in sorted(self._retired):
+                task = asyncio.create_task(self.tell(wire.Retire(model)))
+                self._messages.add(task)
+                task.add_done_callback(self._messages.discard)
         self._tell_user(event)
 
     # ------------------------------------------------------------ life
@@ -164,6 +173,8 @@ class UnitHost:
         if any(engine.model == model for engine in self._starts.engines):
             return
         self._served.discard(model)
+        self._retired.discard(model)
+        await self.tell(wire.Revive(model))
         new = {part.id: part for part in self._starts.parts_of(model)}
         self.parts.update(new)
         supervisor = self._supervisor(lambda: model in self._served)
@@ -182,16 +193,16 @@ class UnitHost:
         self._served.add(model)
         for who, task in tasks.items():
             self._watch(who, task)
-        await self._tell_retired(model, False)
 
     async def stop_model(self, model: str) -> None:
         """Stop the engines of a model, and let go of its weights. What it still computes is lost to this unit."""
         gone = [part for part in self.parts if part.model == model]
+        self._retired.add(model)
+        await self.tell(wire.Retire(model))
         tasks = [self._tasks.pop(part) for part in gone if part in self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._tell_retired(model, True)
         engines = [part for part in gone if part.kind == "engine"]
         await self._stop_parts(engines, STOP_SECONDS)
         await self._stop_parts(set(gone).difference(engines), STOP_SECONDS)
@@ -207,9 +218,6 @@ class UnitHost:
         if MIGRATOR not in self.parts:
             part = self.parts[MIGRATOR] = self._starts.migrator()
             self._keep(self._supervisor(lambda: True), part)
-
-    async def _tell_retired(self, model: str, retired: bool) -> None:
-        """Let the unit scheduler lend the model's quota to others, or take it back."""
 
     # ------------------------------------------------------------ deaths
 

@@ -1,0 +1,205 @@
+"""One unit in a process of its own, for launchers that start units on other machines.
+
+python -m muxserve.cluster.unit_host --deployment FILE [--serves MODEL ...] [--migrates] [--commands]
+
+The file is the unit's `deployment.json` in its directory. What happens is written to standard output, one line of JSON
+each: the events of `event_lines`, `{"event": "Sized", "deployment": ...}` when the sizes of the pools are known, and
+answers. SIGTERM ends the unit in order, a second one at once.
+
+With `--commands`, lines of JSON on standard input are carried out, each answered by `{"reply": ID}`, with `error` and
+`part` if it failed; the end of the input is as good as SIGTERM, so that the unit ends with whoever holds the other end:
+
+    {"id": 1, "do": "start_model", "model": "NAME"}
+    {"id": 2, "do": "stop_model", "model": "NAME"}
+    {"id": 3, "do": "start_migrator"}
+    {"id": 4, "do": "tell", "message": BASE64}       a message of `muxserve.wire` for the unit scheduler
+    {"id": 5, "do": "state"}                         answered with the unit scheduler's `state`
+
+Exit status: 0 ended as asked, 2 wrong input, 3 it could not start, 4 a part kept dying; with 3 and 4 there was a
+`Failed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import binascii
+import contextlib
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from muxserve import wire
+from muxserve.cluster.event_lines import to_line
+from muxserve.cluster.events import Event, Failed, Stopping
+from muxserve.cluster.host import UnitHost
+from muxserve.cluster.launcher import LocalLauncher, commands_for
+from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.processes import adopt_orphans
+from muxserve.cluster.supervision import GaveUp
+from muxserve.deployment import Deployment, load
+
+log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_KEPT_DYING = 0, 2, 3, 4
+
+
+class HostProcess:
+    """Runs one unit, tells standard output, and does what it is told."""
+
+    def __init__(self, host: UnitHost) -> None:
+        self._host = host
+        self._stopping = asyncio.Event()
+        self._work: set[asyncio.Task[None]] = set()
+
+    def stop(self) -> None:
+        """End in order; at once when called again."""
+        if self._stopping.is_set():
+            self._host.kill()
+        self._stopping.set()
+
+    async def run(self, commands: bool) -> int:
+        """Until it is stopped, or a part cannot be kept alive; returns the exit status."""
+        self._host.start()
+        self._spawn(self._tell_size())
+        if commands:
+            self._spawn(self._obey())
+        ending = asyncio.create_task(self._host.wait())
+        stopping = asyncio.create_task(self._stopping.wait())
+        ends: set[asyncio.Future[Any]] = {ending, stopping}
+        code = EXIT_OK
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                code = self._failed(ending.exception())
+        finally:
+            for task in (ending, stopping, *self._work):
+                task.cancel()
+            await asyncio.gather(ending, stopping, *self._work, return_exceptions=True)
+            say(Stopping())
+            await self._host.stop()
+        return code
+
+    def _failed(self, failure: BaseException | None) -> int:
+        if not isinstance(failure, GaveUp):
+            raise failure or RuntimeError("a part is not kept alive any more")
+        served = self._host.ready.is_set()
+        path, tail = self._host.last_words(failure.part)
+        words = f"{failure.part} {'keeps dying' if served else 'cannot start'}: {failure}"
+        say(Failed(failure.part, words, path, tail))
+        return EXIT_KEPT_DYING if served else EXIT_START
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _tell_size(self) -> None:
+        await self._host.sized.wait()
+        write({"event": "Sized", "deployment": msgspec.to_builtins(self._host.deployment)})
+
+    async def _obey(self) -> None:
+        reader = asyncio.StreamReader(limit=1 << 20)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+        async for line in reader:
+            try:
+                command = msgspec.json.decode(line, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                log.warning("a line that is no command: %r (%s)", line[:200], error)
+                continue
+            # Beside: a model takes its time to start, and others need not wait for it.
+            self._spawn(self._answer(command))
+        self.stop()
+
+    async def _answer(self, command: dict[str, Any]) -> None:
+        reply: dict[str, Any] = {"reply": command.get("id")}
+        try:
+            reply.update(await self._do(command))
+        except GaveUp as failure:
+            reply.update(error=str(failure), part=msgspec.to_builtins(failure.part))
+        except (KeyError, binascii.Error, msgspec.MsgspecError) as error:
+            reply.update(error=f"not a command: {error!r}")
+        write(reply)
+
+    async def _do(self, command: dict[str, Any]) -> dict[str, Any]:
+        match command.get("do"):
+            case "start_model":
+                await self._host.start_model(self._host.deployment.model(command["model"]).name)
+            case "stop_model":
+                await self._host.stop_model(command["model"])
+            case "start_migrator":
+                self._host.start_migrator()
+            case "tell":
+                await self._host.tell(wire.decode(base64.b64decode(command["message"])))
+            case "state":
+                return {"state": await self._host.state()}
+            case other:
+                raise KeyError(other)
+        return {}
+
+
+def say(event: Event) -> None:
+    """Write an event."""
+    print(to_line(event), flush=True)
+
+
+def write(fields: dict[str, Any]) -> None:
+    """Write anything else."""
+    print(msgspec.json.encode(fields).decode(), flush=True)
+
+
+async def serve(deployment: Deployment, file: Path, serves: list[str], migrates: bool, commands: bool) -> int:
+    """Run the unit in this event loop."""
+    leftovers = Leftovers()
+    adopt_orphans()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGCHLD, leftovers.reap)
+    deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    launcher = LocalLauncher(deployment, commands_for(deployment, file))
+    host = UnitHost(deployment, serves, launcher, say, leftovers, migrates=migrates)
+    process = HostProcess(host)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, process.stop)
+    try:
+        return await process.run(commands)
+    finally:
+        from muxserve.memory import server
+
+        # Only if the memory manager had to be killed is there something left to remove.
+        server.remove_segments(deployment)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See above."""
+    parser = argparse.ArgumentParser(description="Runs one unit.")
+    parser.add_argument("--deployment", required=True, type=Path)
+    parser.add_argument("--serves", nargs="*", help="the models to start; all by default")
+    parser.add_argument("--migrates", action="store_true", help="start a migrator, too")
+    parser.add_argument("--commands", action="store_true", help="obey lines of JSON on standard input")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        deployment = load(args.deployment)
+    except (OSError, msgspec.MsgspecError) as error:
+        print(f"cannot read {args.deployment}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    known = [model.name for model in deployment.models]
+    unknown = sorted(set(args.serves or []) - set(known))
+    if unknown or deployment.gpu is not None:
+        why = f"{', '.join(unknown)}: not in this unit" if unknown else "units with GPUs start with their controller"
+        print(f"cannot serve {args.deployment}: {why}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    with contextlib.suppress(KeyboardInterrupt):
+        serves = known if args.serves is None else args.serves
+        return asyncio.run(serve(deployment, args.deployment, serves, args.migrates, args.commands))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
