@@ -2,7 +2,7 @@
 
 Pages are gathered on the device into one contiguous tensor and cross to the host, or to another device, as a whole; a
 copy per page would be thousands of launches. Between two GPUs of one machine torch copies directly if they are peers.
-Under MPS the migrator is a client of its unit's server and sees that unit's GPUs only: to a unit on others it cannot map
+Under MPS the migrator is a client of the server of its unit and sees those GPUs only: to a unit on others it cannot map
 the pool then, and sends the pages through the host.
 
 Tested with tensors on the CPU; untested on a GPU.
