@@ -153,7 +153,7 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
         gateway=GatewayDeployment(
             host=gateway.host if host is None else host,
             port=gateway.port if port is None else port,
-            api_keys=list(gateway.api_keys),
+            api_keys=gateway.keys,
             max_body_bytes=gateway.max_body,
             drain_seconds=gateway.drain_seconds,
         ),

@@ -7,19 +7,26 @@ Importing this package loads pydantic; the command line does so only in the comm
 
 from muxserve.config.loader import load_fleet, parse_fleet
 from muxserve.config.problems import FleetError, Problem
-from muxserve.config.schema import AUTO, Cluster, Fleet, Gateway, KVPool, Limits, Model, Nodes, Slo, Sm, Workload
+from muxserve.config.replica_schema import ApiKey, Migration, Priority, Replicas
+from muxserve.config.schema import Cluster, Fleet, Gateway, KVPool, Limits, Model, Nodes, Ray, Slo, Sm, Workload
+from muxserve.config.values import AUTO
 
 __all__ = [
     "AUTO",
+    "ApiKey",
     "Cluster",
     "Fleet",
     "FleetError",
     "Gateway",
     "KVPool",
     "Limits",
+    "Migration",
     "Model",
     "Nodes",
+    "Priority",
     "Problem",
+    "Ray",
+    "Replicas",
     "Slo",
     "Sm",
     "Workload",

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from muxserve.config import replicas
 from muxserve.config.problems import Problem, closest
+from muxserve.config.replica_schema import ApiKey
 from muxserve.config.schema import Fleet
 from muxserve.config.source import Source
 from muxserve.engine.vllm_args import RESERVED
@@ -43,6 +45,7 @@ def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool 
     return [
         *_cluster(source, serving),
         *_models(source, base, serving),
+        *replicas.check(source),
         *(_api_keys(source, environ) if serving else ()),
     ]
 
@@ -56,17 +59,23 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
         model.model_copy(update={"path": str(_directory(base, model.path))}) if model.path else model
         for model in fleet.models
     ]
-    keys = list(dict.fromkeys(_resolved_keys(fleet.gateway.api_keys, environ)))
+    # The first mention of a key counts; that two of them differ in priority has been refused.
+    keys = list({key.key: key for key in _resolved_keys(fleet.gateway.api_keys, environ)}.values())
     gateway = fleet.gateway.model_copy(update={"api_keys": keys})
     return fleet.model_copy(update={"models": models, "gateway": gateway})
 
 
-def _resolved_keys(keys: list[str], environ: Mapping[str, str]) -> Iterator[str]:
+def _resolved_keys(keys: list[ApiKey], environ: Mapping[str, str]) -> Iterator[ApiKey]:
     for key in keys:
-        if key.startswith(_ENV):
-            yield from (part.strip() for part in environ.get(key[len(_ENV) :], "").split(",") if part.strip())
-        else:
-            yield key
+        for value in _values(key.key, environ):
+            yield key.model_copy(update={"key": value})
+
+
+def _values(key: str, environ: Mapping[str, str]) -> list[str]:
+    """The keys that an entry of the file stands for."""
+    if not key.startswith(_ENV):
+        return [key]
+    return [part.strip() for part in environ.get(key[len(_ENV) :], "").split(",") if part.strip()]
 
 
 def _directory(base: Path, path: str) -> Path:
@@ -199,15 +208,17 @@ def vllm_options() -> frozenset[str]:
 
 
 def _api_keys(source: Source, environ: Mapping[str, str]) -> Iterator[Problem]:
-    gateway = source.data.get("gateway")
-    keys = gateway.get("api_keys") if isinstance(gateway, dict) else None
-    places: list[tuple[tuple[str | int, ...], Any]] = [(("gateway", "api_keys"), keys)]
-    if isinstance(keys, list):
-        places = [(("gateway", "api_keys", index), key) for index, key in enumerate(keys)]
-    for path, key in places:
-        if isinstance(key, str) and key.startswith(_ENV):
+    priorities: dict[str, tuple[str | None, int | None]] = {}
+    for path, key, priority in replicas.api_keys(source):
+        if not isinstance(key, str):
+            continue
+        if key.startswith(_ENV):
             name = key[len(_ENV) :]
-            if not environ.get(name, "").strip(" ,"):
+            if not _values(key, environ):
                 yield source.problem(path, f"the environment variable {name} is not set; export it, or remove the key")
-        elif isinstance(key, str) and not (key.isascii() and key.isprintable() and key == key.strip()):
+        elif not (key.isascii() and key.isprintable() and key == key.strip()):
             yield source.problem(path, "a key must be printable ASCII without spaces around it")
+        for value in _values(key, environ):
+            first = priorities.setdefault(value, (priority, source.line(path)))
+            if first[0] != priority:
+                yield source.problem(path, f"this key has another priority on line {first[1]}; keep one of the two")

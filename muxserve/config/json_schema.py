@@ -16,6 +16,16 @@ def fleet_schema() -> dict[str, Any]:
     reference = cluster.pop("$ref")
     cluster["anyOf"] = [{"const": "auto"}, {"$ref": reference}]
     model = schema["$defs"]["Model"]
+    # A mapping, or what stands for one.
+    replicas = model["properties"]["replicas"]
+    replicas["anyOf"] = [{"type": "integer", "minimum": 1}, {"$ref": replicas.pop("$ref")}]
+    replicas["default"] = 1
+    keys = schema["$defs"]["Gateway"]["properties"]["api_keys"]
+    key = {"anyOf": [{"type": "string", "minLength": 1}, keys.pop("items")]}
+    del keys["type"]
+    keys["anyOf"] = [*key["anyOf"], {"type": "array", "items": key}]
+    migration = schema["properties"]["migration"]
+    migration["anyOf"] = [{"enum": ["on", "off", True, False]}, migration["anyOf"][0]]
     model["anyOf"] = [{"required": ["path"]}, {"required": ["hub"]}, {"required": ["architecture"]}]
     model["not"] = {"required": ["path", "hub"]}
     return {

@@ -90,6 +90,7 @@ def parse_fleet(
         raise FleetError(problems)
     fleet = checks.resolve(fleet, base, environ)
     fleet._source = source
+    fleet._places = {model.name: index for index, model in enumerate(fleet.models)}
     return fleet
 
 
@@ -119,7 +120,7 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel]) -> str
         hint = closest(value, allowed) if isinstance(value, str) else None
         wrong = f"must be one of {', '.join(allowed)}, not {value!r}"
         return f'{wrong}; did you mean "{hint}"?' if hint else wrong
-    if kind == "string_pattern_mismatch" and path[-1] == "name":
+    if kind == "string_pattern_mismatch" and (path[-1] == "name" or path[0] == "priorities"):
         return f"must be letters, digits, '.', '_' and '-' only, at most 64, starting with a letter or digit: {value!r}"
     if kind == "string_pattern_mismatch" and path[-1] == "hub":
         return f"must be a hub id such as org/name, not {value!r}; a local directory goes under `path`"
@@ -167,7 +168,7 @@ def _section_at(path: KeyPath, root: type[BaseModel]) -> type[BaseModel]:
 def _section_of(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if typing.get_origin(annotation) in (list, typing.Union, types.UnionType, typing.Annotated):
+    if typing.get_origin(annotation) in (list, dict, typing.Union, types.UnionType, typing.Annotated):
         return next(filter(None, map(_section_of, typing.get_args(annotation))), None)
     return None
 

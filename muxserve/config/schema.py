@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
+from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema
 
 from muxserve.config.problems import KeyPath, Problem
+from muxserve.config.replica_schema import (
+    DEFAULT_PRIORITIES,
+    ApiKeys,
+    Migration,
+    MigrationOrSwitch,
+    Priorities,
+    Replicas,
+    ReplicasOrNumber,
+)
 from muxserve.config.source import Source
-from muxserve.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
-
-AUTO: Literal["auto"] = "auto"
-Auto = Literal["auto"]
-PolicyName = Literal["adbs", "fcfs", "round_robin"]
-SmSharingName = Literal["mps", "green_contexts"]
-GPU_UUID_PATTERN = r"^GPU-[0-9a-fA-F-]{36}$"
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-
-
-def _size_or_auto(value: object) -> object:
-    if value == AUTO:
-        return value
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ValueError(f"{error} (or auto)") from None
-
-
-def _count_or_auto(value: object) -> object:
-    if value == AUTO:
-        return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"must be a whole number of at least 1, or auto, not {value!r}")
-    return value
-
-
-def _gpu_ids(value: object) -> object:
-    wrong = 'must be a list of GPUs by number or UUID, such as [0, 1] or ["GPU-8f6d..."]'
-    if not isinstance(value, list):
-        raise ValueError(f"{wrong}, not {value!r}")
-    for each in value:
-        number = isinstance(each, int) and not isinstance(each, bool) and each >= 0
-        if not number and not (isinstance(each, str) and re.match(GPU_UUID_PATTERN, each)):
-            raise ValueError(f"{wrong}; {each!r} is neither (`nvidia-smi -L` lists them)")
-    if len(set(value)) < len(value):
-        raise ValueError("names a GPU twice")
-    return value
-
-
-def _switch(value: object) -> object:
-    """YAML 1.1 reads a bare `on` and `off` as true and false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def _keys(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+from muxserve.config.values import (
+    AUTO,
+    GPU_IDS_SCHEMA,
+    NAME_PATTERN,
+    CountOrAuto,
+    Milliseconds,
+    MpsMode,
+    PolicyName,
+    Seconds,
+    Section,
+    Share,
+    Size,
+    SizeOrAuto,
+    SmSharingName,
+    check_gpu_ids,
+)
+from muxserve.replicas.priorities import NORMAL
 
 
 def _auto_cluster(value: object) -> object:
@@ -66,50 +45,15 @@ def _auto_cluster(value: object) -> object:
     return value
 
 
-_SIZE_SCHEMA = {"type": "string", "pattern": SIZE_PATTERN}
-_AUTO_SCHEMA = {"const": "auto"}
+class Ray(Section):
+    """The Ray cluster whose machines the units run on."""
 
-
-def _duration_schema(minimum: float = 0) -> dict[str, Any]:
-    return {"anyOf": [{"type": "number", "minimum": minimum}, {"type": "string", "pattern": DURATION_PATTERN}]}
-
-
-Size = Annotated[
-    int, BeforeValidator(parse_size), WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _SIZE_SCHEMA]})
-]
-SizeOrAuto = Annotated[
-    int | Auto,
-    BeforeValidator(_size_or_auto),
-    WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": 1}, _SIZE_SCHEMA]}),
-]
-CountOrAuto = Annotated[
-    int | Auto,
-    BeforeValidator(_count_or_auto),
-    WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": 1}]}),
-]
-Seconds = Annotated[float, BeforeValidator(parse_duration), WithJsonSchema(_duration_schema())]
-Milliseconds = Annotated[
-    float, BeforeValidator(lambda value: parse_duration(value, unit="ms")), WithJsonSchema(_duration_schema())
-]
-
-
-MpsMode = Annotated[
-    Literal["auto", "on", "off"],
-    BeforeValidator(_switch),
-    WithJsonSchema({"enum": ["auto", "on", "off", True, False]}),
-]
-Share = Annotated[float, Field(gt=0, le=1)]
-_GPU_IDS_SCHEMA = {
-    "type": "array",
-    "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": GPU_UUID_PATTERN}]},
-    "uniqueItems": True,
-}
-
-
-class Section(BaseModel):
-    """Base of every mapping in a fleet file: typed strictly, and no key that we do not know."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    address: str = Field(
+        default="auto", min_length=1, description="Of the cluster; auto: the one of this machine, started if need be"
+    )
+    placement: Literal["spread", "pack"] = Field(
+        default="spread", description="Units on as many machines as there are, or on as few as hold them"
+    )
 
 
 class Nodes(Section):
@@ -133,7 +77,7 @@ class Cluster(Section):
         description="Without GPUs: processes that every model is split over (tensor parallel), to try that out",
     )
     gpus: int = Field(default=0, ge=0, description="GPUs, in machines of `gpus_per_node`; 0: serve on CPU")
-    gpu_ids: Annotated[list[int | str], BeforeValidator(_gpu_ids), WithJsonSchema(_GPU_IDS_SCHEMA)] = Field(
+    gpu_ids: Annotated[list[int | str], BeforeValidator(check_gpu_ids), WithJsonSchema(GPU_IDS_SCHEMA)] = Field(
         default_factory=list,
         description="GPUs of this machine to serve on, by number or UUID; without it those with the most free memory",
     )
@@ -153,6 +97,10 @@ class Cluster(Section):
     nodes: list[Nodes] = Field(
         default_factory=list, description="Machines with GPUs, where they differ; instead of gpus and gpu_type"
     )
+    launcher: Literal["local", "ray"] = Field(
+        default="local", description="What starts units: this machine alone, or a Ray cluster"
+    )
+    ray: Ray = Field(default=Ray(), description="For launcher: ray")
 
 
 class Sm(Section):
@@ -206,6 +154,10 @@ class Model(Section):
     rate: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Expected requests per second; weighs the quotas"
     )
+    replicas: ReplicasOrNumber = Field(
+        default=Replicas(min=1, max=1),
+        description="How many units serve it: a number, or bounds for scaling",
+    )
     workload: Workload = Field(default=Workload(), description="Lengths of its requests, for planning")
     slo: Slo = Field(default=Slo(), description="Latency objectives")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -234,13 +186,22 @@ class Gateway(Section):
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
-    api_keys: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
-        BeforeValidator(_keys),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-    ] = Field(default_factory=list, description='Accepted keys, each literal or "env:NAME"; none: no key is asked for')
+    api_keys: ApiKeys = Field(
+        default_factory=list, description='Accepted keys, each literal or "env:NAME"; none: no key is asked for'
+    )
     max_body: Size = Field(default=4 << 20, description='Largest request body, e.g. "4MiB"')
     drain_seconds: Seconds = Field(default=30.0, description="How long running requests may go on after Ctrl-C")
+    count: int = Field(default=1, ge=1, le=64, description="Gateway processes that share the port")
+
+    @property
+    def keys(self) -> list[str]:
+        """The accepted keys."""
+        return [key.key for key in self.api_keys]
+
+    @property
+    def key_priorities(self) -> dict[str, str]:
+        """Priority level by key, of those that have one."""
+        return {key.key: key.priority for key in self.api_keys if key.priority is not None}
 
 
 class Fleet(Section):
@@ -252,10 +213,46 @@ class Fleet(Section):
     policy: PolicyName = Field(default="adbs", description="How models share the machine")
     kv_pool: KVPool = Field(default=KVPool(), description="The shared KV page pool")
     gateway: Gateway = Field(default=Gateway(), description="The OpenAI endpoint")
+    priorities: Priorities = Field(
+        default=DEFAULT_PRIORITIES, min_length=1, description="Priority levels of requests, by name"
+    )
+    default_priority: str | None = Field(
+        default=None, description="Level of requests that name none; else normal, which must then be one"
+    )
+    migration: MigrationOrSwitch = Field(
+        default=Migration(), description="Moving running requests between replicas; off: they stay"
+    )
     models: list[Model] = Field(min_length=1, description="The models to serve")
 
     _source: Source | None = PrivateAttr(None)
+    # Where each model stands in the file, also when this has become a fleet of some of them.
+    _places: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    @property
+    def default_level(self) -> str:
+        """The priority level of requests that name none."""
+        return self.default_priority or NORMAL
+
+    def with_models(self, models: Sequence[Model]) -> Fleet:
+        """The same fleet with these models only; mistakes are told at the places that they have in the file."""
+        return self.model_copy(update={"models": list(models)})
+
+    def model(self, name: str) -> Model:
+        """The model of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise KeyError(name)
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         """A problem of this fleet at the place of `path` in its file."""
         return self._source.problem(path, message) if self._source else Problem(message, "fleet", None, path)
+
+    def model_problem(self, name: str, key: str, message: str) -> Problem:
+        """A problem with a key of a model, wherever that stands in the file."""
+        names = [model.name for model in self.models]
+        return self.problem(("models", self._places.get(name, names.index(name)), key), message)

@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError
 from muxserve.config import Fleet, FleetError, Problem
 from muxserve.config.loader import problems_of, read_text
 from muxserve.config.problems import KeyPath, did_you_mean
-from muxserve.config.schema import NAME_PATTERN, Section
 from muxserve.config.source import Source, parse_yaml
+from muxserve.config.values import NAME_PATTERN, Section
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 VERSION = 1

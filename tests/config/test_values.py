@@ -44,7 +44,7 @@ gateway: {{host: 0.0.0.0, port: 0, api_keys: [plain, env:KEYS], max_body: 1MB, d
 """
     fleet = parse_fleet(text, "fleet.yaml", Path("/"), {"KEYS": "k1, k2,plain"})
     assert fleet.kv_pool.size == 3 << 29
-    assert fleet.gateway.api_keys == ["plain", "k1", "k2"]
+    assert fleet.gateway.keys == ["plain", "k1", "k2"]
     assert (fleet.gateway.max_body, fleet.gateway.drain_seconds) == (1_000_000, 120.0)
     model = fleet.models[0]
     assert (model.rate, model.slo.ttft_ms, model.slo.tpot_ms, model.max_len) == (3.0, 1500.0, 20.0, 512)
@@ -53,7 +53,88 @@ gateway: {{host: 0.0.0.0, port: 0, api_keys: [plain, env:KEYS], max_body: 1MB, d
 
 
 def test_one_key_may_stand_alone() -> None:
-    assert parse_fleet(f"gateway: {{api_keys: secret}}\n{ONE}", "f", Path("/"), {}).gateway.api_keys == ["secret"]
+    assert parse_fleet(f"gateway: {{api_keys: secret}}\n{ONE}", "f", Path("/"), {}).gateway.keys == ["secret"]
+
+
+def test_replicas_are_a_number_or_bounds() -> None:
+    text = "models:\n  - {name: one, hub: a/b}\n  - {name: two, hub: a/b, replicas: 3}\n"
+    text += (
+        "  - {name: more, hub: a/b, replicas: {min: 0, max: 4, hold: 1m, idle: 5m, wake: 30s, low: 10, high: 20.5}}\n"
+    )
+    text += "  - {name: asleep, hub: a/b, replicas: {min: 0, max: 1, start: 0}}\n"
+    one, two, more, asleep = (model.replicas for model in parse_fleet(text, "f", Path("/"), {}).models)
+    assert [(r.min, r.max, r.at_start, r.scales) for r in (one, two, more, asleep)] == [
+        (1, 1, 1, False),
+        (3, 3, 3, False),
+        (0, 4, 1, True),
+        (0, 1, 0, True),
+    ]
+    assert (more.hold, more.idle, more.wake, more.low, more.high) == (60.0, 300.0, 30.0, 10.0, 20.5)
+
+
+def test_priorities_belong_to_keys() -> None:
+    text = """\
+priorities: {gold: {rank: 2, target_load: 1000}, base: {rank: -1}}
+default_priority: base
+gateway: {count: 2, api_keys: [{key: env:GOLD, priority: gold}, plain, {key: other}]}
+"""
+    fleet = parse_fleet(text + ONE, "f", Path("/"), {"GOLD": "g1,g2"})
+    assert fleet.gateway.keys == ["g1", "g2", "plain", "other"]
+    assert fleet.gateway.key_priorities == {"g1": "gold", "g2": "gold"}
+    assert (fleet.default_level, fleet.gateway.count) == ("base", 2)
+    assert {name: (level.rank, level.target_load) for name, level in fleet.priorities.items()} == {
+        "gold": (2, 1000),
+        "base": (-1, None),
+    }
+    alone = parse_fleet(f"gateway: {{api_keys: {{key: k, priority: high}}}}\n{ONE}", "f", Path("/"), {})
+    assert alone.gateway.key_priorities == {"k": "high"}
+
+
+@pytest.mark.parametrize(
+    ("text", "bandwidth"), [("on", None), ("{bandwidth: 1GiB}", 1 << 30), ("{in_flight: 2}", None), ("off", "off")]
+)
+def test_migration_is_a_switch_or_rules(text: str, bandwidth: object) -> None:
+    migration = parse_fleet(f"migration: {text}\n{ONE}", "f", Path("/"), {}).migration
+    assert ("off" if migration is None else migration.bandwidth) == bandwidth
+
+
+def test_launchers() -> None:
+    cluster = parse_fleet(f"cluster: {{launcher: ray, ray: {{placement: pack}}}}\n{ONE}", "f", Path("/"), {}).cluster
+    assert (cluster.launcher, cluster.ray.address, cluster.ray.placement) == ("ray", "auto", "pack")
+
+
+def test_a_part_of_a_fleet_tells_mistakes_at_their_place_in_the_file() -> None:
+    fleet = parse_fleet(f"{ONE}  - name: two\n    hub: org/two\n", "f", Path("/"), {})
+    part = fleet.with_models([fleet.model("two")])
+    assert str(part.model_problem("two", "hub", "gone")) == "f:5: models[1].hub: gone"
+    assert str(part.problem(("policy",), "odd")) == "f:1: policy: odd"
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("models: [{name: a, hub: x/y, replicas: 2}]", True),
+        ("models: [{name: a, hub: x/y, replicas: {min: 0, max: 3, hold: 5s}}]", True),
+        ("models: [{name: a, hub: x/y, replicas: 0}]", False),
+        ("models: [{name: a, hub: x/y, replicas: {min: 1}}]", False),
+        ("gateway: {api_keys: k}\nmodels: [{name: a, hub: x/y}]", True),
+        ("gateway: {api_keys: [k, {key: l, priority: high}]}\nmodels: [{name: a, hub: x/y}]", True),
+        ("gateway: {api_keys: [{priority: high}]}\nmodels: [{name: a, hub: x/y}]", False),
+        ("migration: off\nmodels: [{name: a, hub: x/y}]", True),
+        ("migration: {bandwidth: 1GiB}\nmodels: [{name: a, hub: x/y}]", True),
+        ("migration: 3\nmodels: [{name: a, hub: x/y}]", False),
+        ("priorities: {normal: {rank: 0}}\nmodels: [{name: a, hub: x/y}]", True),
+        ("priorities: {normal: {}}\nmodels: [{name: a, hub: x/y}]", False),
+    ],
+)
+def test_the_schema_knows_what_the_file_may_say(text: str, good: bool) -> None:
+    assert jsonschema.Draft202012Validator(fleet_schema()).is_valid(yaml.safe_load(text)) is good
+    try:
+        parse_fleet(text, "f", Path("/"), {})
+        parsed = True
+    except FleetError:
+        parsed = False
+    assert parsed is good
 
 
 def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
