@@ -51,7 +51,11 @@ build/triton/.installed: requirements/kernels.txt | setup
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --upgrade --target build/triton -r $<
 	@touch $@
 
-unit: setup build/triton/.installed
+build/ray/.installed: requirements/ray.txt | setup
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --upgrade --target build/ray -r $<
+	@touch $@
+
+unit: setup build/triton/.installed build/ray/.installed
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: setup

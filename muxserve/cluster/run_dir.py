@@ -15,7 +15,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-_LOCK = "lock"
+LOCK = "lock"
 _SOCKET_LIMIT = 107
 _LONGEST_SOCKET = "u100/weights-10-7.sock"
 
@@ -34,7 +34,7 @@ class RunDir:
             RunDirError: the base cannot be made, belongs to someone else, or its path is too long.
         """
         self.base = base or default_base()
-        _claim(self.base)
+        claim(self.base)
         sweep(self.base)
         self.path = self.base / secrets.token_hex(4)
         if len(os.fsencode(self.path / _LONGEST_SOCKET)) > _SOCKET_LIMIT:
@@ -42,7 +42,7 @@ class RunDir:
         self.path.mkdir(mode=0o700)
         self.logs = self.path / "logs"
         self.logs.mkdir(mode=0o700)
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def remove(self) -> None:
@@ -69,7 +69,7 @@ def sweep(base: Path) -> list[Path]:
     removed = []
     for directory in base.iterdir():
         try:
-            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
         try:
@@ -83,7 +83,12 @@ def sweep(base: Path) -> list[Path]:
     return removed
 
 
-def _claim(base: Path) -> None:
+def claim(base: Path) -> None:
+    """Make `base` if it is not there, for its owner only.
+
+    Raises:
+        RunDirError: it cannot be made, or belongs to someone else.
+    """
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = os.lstat(base)

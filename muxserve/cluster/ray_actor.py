@@ -1,0 +1,232 @@
+"""The far end of a unit on Ray: an actor on the unit's node that starts the unit's host as a process, and passes on
+what that says.
+
+The actor chooses the unit's directory and ports on its node. The host ends when its input does, and so with the actor's
+process. Ray starts the actor again when that dies: on the same node, where it takes up directory and ports again so
+that the unit's addresses stay, or on another one.
+
+What passes between controller and actor are numbers, text and lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from muxserve.cluster.run_dir import LOCK, RunDirError, claim, default_base
+from muxserve.deployment import Deployment, Listen, save
+from muxserve.network import NetworkError, free_port
+
+# Lines kept for a controller that asks late; far more than a unit says before it is up.
+LINES = 10_000
+STOP_SECONDS = 30.0
+_LISTEN_FILE = "listen.json"
+
+
+class UnitActor:
+    """Runs one unit's host on this node. Methods are called by Ray, several at once, from its threads.
+
+    Args:
+        deployment: the unit's deployment as JSON; `run_dir` and `listen` are put in here.
+        arguments: of the host's command line, besides the deployment's file.
+        host: this node's address, under which the others reach it; by default the one that Ray uses.
+        command: what starts the host, if not `python -m muxserve.cluster.unit_host`.
+    """
+
+    def __init__(
+        self, deployment: bytes, arguments: list[str], host: str = "", command: list[str] | None = None
+    ) -> None:
+        self._changed = threading.Condition()
+        self._lines: deque[str] = deque(maxlen=LINES)
+        self._said = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finished = False
+        self._problem = ""
+        # Tells this life of the actor from the one before a restart.
+        self._life = f"{os.getpid()}-{time.time_ns()}"
+        wanted = msgspec.json.decode(deployment, type=Deployment)
+        try:
+            host = host or _node_address()
+            _check(wanted, host)
+            # The last part of the controller's directory is the fleet's; short, since paths of sockets are.
+            run_dir = default_base() / f"{Path(wanted.run_dir).parent.name[:8]}-{wanted.unit}"
+            lock = _take(run_dir, STOP_SECONDS)
+            self._deployment = _placed(wanted, run_dir, host)
+            self._start(arguments, command or [sys.executable, "-m", "muxserve.cluster.unit_host"], lock)
+        except (OSError, ValueError, RunDirError, NetworkError) as error:
+            # Ray would make a traceback of it, and the controller tells its user in words.
+            self._deployment = wanted
+            self._problem = str(error)
+
+    # ------------------------------------------------------------ called by the controller
+
+    def place(self) -> dict[str, Any]:
+        """Where the unit is: this life of the actor, the deployment as it is here, or a problem in words."""
+        return {
+            "life": self._life,
+            "deployment": msgspec.json.encode(self._deployment).decode(),
+            "problem": self._problem,
+        }
+
+    def hear(self, after: int, seconds: float) -> dict[str, Any]:
+        """What the host has said since its line number `after`; waits for at most `seconds` for something.
+
+        `ended` is the host's return code once it has ended and all it said has been told.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._said > after or self._ended() is not None, timeout=seconds)
+            first = self._said - len(self._lines)
+            lines = list(self._lines)[max(0, after - first) :]
+            return {"life": self._life, "lines": lines, "said": self._said, "ended": self._ended()}
+
+    def say(self, line: str) -> None:
+        """Write a line to the host's input; it may have ended."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(line.encode() + b"\n")
+                self._process.stdin.flush()
+
+    def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """End the unit, in order if that takes no longer than `seconds`, and remove its directory."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if not self._problem:
+            shutil.rmtree(self._deployment.run_dir, ignore_errors=True)
+
+    # ------------------------------------------------------------ inside
+
+    def _start(self, arguments: list[str], command: list[str], lock: int) -> None:
+        deployment = self._deployment
+        deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = Path(deployment.run_dir) / "deployment.json"
+        save(deployment, file)
+        with (deployment.log_dir / "host.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--deployment", str(file), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_environment(),
+                pass_fds=(lock,),
+                # Its own group: a signal for the actor is none for the unit, which is told to stop in order.
+                start_new_session=True,
+            )
+        os.close(lock)
+        threading.Thread(target=self._read, args=(self._process,), name="host", daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with self._changed:
+                self._lines.append(line.decode(errors="replace").rstrip("\n"))
+                self._said += 1
+                self._changed.notify_all()
+        process.wait()
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def _ended(self) -> int | None:
+        if self._problem:
+            return 2
+        return self._process.returncode if self._process is not None and self._finished else None
+
+
+def _placed(deployment: Deployment, run_dir: Path, host: str) -> Deployment:
+    """The deployment with that directory and ports of this node, those of an earlier life where they are still free."""
+    before = _listened(run_dir)
+    ports = before if before and all(_is_free(host, port) for port in before) else [free_port(host), free_port(host)]
+    (run_dir / _LISTEN_FILE).write_text(json.dumps(ports))
+    return msgspec.structs.replace(deployment, run_dir=str(run_dir), listen=Listen(host, *ports))
+
+
+def _take(run_dir: Path, seconds: float) -> int:
+    """Make the directory ours and empty but for the ports; returns the lock's descriptor.
+
+    The host has the lock, too: while it stops because its actor has died, the next actor waits.
+
+    Raises:
+        ValueError: the host before has not ended in time.
+    """
+    claim(run_dir.parent)
+    run_dir.mkdir(mode=0o700, exist_ok=True)
+    lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(lock)
+                raise ValueError(
+                    f"an earlier life of this unit on {socket.gethostname()} has not ended within {seconds:g} s; end "
+                    f"the processes that use {run_dir} there"
+                ) from None
+            time.sleep(0.05)
+    for entry in run_dir.iterdir():
+        if entry.name not in (LOCK, _LISTEN_FILE):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    return lock
+
+
+def _node_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _listened(run_dir: Path) -> list[int]:
+    with contextlib.suppress(OSError, ValueError):
+        ports = json.loads((run_dir / _LISTEN_FILE).read_text())
+        if isinstance(ports, list) and len(ports) == 2 and all(isinstance(port, int) for port in ports):
+            return ports
+    return []
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((host, port))
+    except OSError:
+        return False
+    return True
+
+
+def _check(deployment: Deployment, host: str) -> None:
+    """Whether this node has what the unit reads.
+
+    Raises:
+        ValueError: it has not; the message says what, where, and what to do.
+    """
+    for model in deployment.models:
+        if not Path(model.path).is_dir():
+            raise ValueError(
+                f"{model.name}: {model.path} is no directory on node {socket.gethostname()} ({host}); checkpoints have "
+                "to lie under the same path on every node that units may run on"
+            )
+
+
+def _environment() -> dict[str, str]:
+    """What Ray sets for its workers and engines must not see: it limits OpenMP to the CPUs of the actor's own."""
+    return {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")}

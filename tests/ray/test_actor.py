@@ -1,0 +1,170 @@
+"""The actor of a unit, without Ray: what it does on its node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from muxserve import network
+from muxserve.cluster.ray_actor import UnitActor
+from muxserve.deployment import Deployment
+from tests.global_scheduler.support import entry
+
+HOST = "127.0.0.1"
+FAKE = [sys.executable, "-m", "tests.ray.fake_host"]
+PATIENCE = 20.0
+
+
+def unit(tmp_path: Path, name: str = "u3") -> bytes:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir(exist_ok=True)
+    deployment = entry(name, ["m"], run_dir="/nowhere/0123456789").deployment
+    models = [msgspec.structs.replace(model, path=str(checkpoint)) for model in deployment.models]
+    return msgspec.json.encode(msgspec.structs.replace(deployment, models=models, keys=network.new_keys()))
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Short, since paths of sockets are."""
+    with tempfile.TemporaryDirectory(prefix="mux-ray-") as directory:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+        yield Path(directory) / "muxserve"
+
+
+@pytest.fixture
+def made(base: Path) -> Iterator[list[UnitActor]]:
+    actors: list[UnitActor] = []
+    yield actors
+    for actor in actors:
+        actor.stop(1.0)
+
+
+def deployed(actor: UnitActor) -> Deployment:
+    place = actor.place()
+    assert place["problem"] == ""
+    return msgspec.json.decode(place["deployment"], type=Deployment)
+
+
+def hear(actor: UnitActor, wanted: str | int, after: int = 0) -> dict[str, Any]:
+    """What has been said, once it has `wanted` in it, or the host has ended with that status."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        heard = actor.hear(after, 0.5)
+        if isinstance(wanted, int):
+            if heard["ended"] == wanted:
+                return heard
+        elif any(wanted in line for line in heard["lines"]):
+            return heard
+    raise AssertionError(f"never {wanted}: {heard}")
+
+
+def test_it_starts_a_host_in_a_directory_and_on_ports_of_its_node(
+    base: Path, made: list[UnitActor], tmp_path: Path
+) -> None:
+    made.append(UnitActor(unit(tmp_path), ["--serves", "m"], HOST, FAKE))
+    here = deployed(made[0])
+    assert here.listen is not None
+    assert here.listen.host == HOST
+    assert here.listen.unit_port != here.listen.migrator_port
+    assert here.keys is not None
+    assert Path(here.run_dir).parent == base
+    assert "u3" in Path(here.run_dir).name
+    heard = hear(made[0], "Ready")
+    assert heard["said"] == len(heard["lines"]) == 3
+    # What has been heard is not said again.
+    assert made[0].hear(heard["said"], 0.01)["lines"] == []
+    made[0].say(json.dumps({"id": 1, "do": "state"}))
+    state = json.loads(hear(made[0], '"reply": 1', heard["said"])["lines"][0])["state"]
+    assert state["unit"] == "u3"
+    assert state["arguments"][-2:] == ["--serves", "m"]
+    assert "started" in (here.log_dir / "host.log").read_text()
+
+
+def test_it_ends_the_host_in_order_and_takes_its_directory_away(
+    base: Path, made: list[UnitActor], tmp_path: Path
+) -> None:
+    made.append(UnitActor(unit(tmp_path), [], HOST, FAKE))
+    here = deployed(made[0])
+    hear(made[0], "Ready")
+    made[0].stop()
+    heard = hear(made[0], 0)
+    assert "Stopping" in heard["lines"][-1]
+    assert not Path(here.run_dir).exists()
+    made[0].say("into the void")
+
+
+def test_a_host_that_fails_is_told_with_its_last_words(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
+    made.append(UnitActor(unit(tmp_path), [], HOST, FAKE))
+    hear(made[0], "Ready")
+    made[0].say(json.dumps({"id": 1, "do": "start_model", "model": "fatal"}))
+    heard = hear(made[0], 4)
+    assert "Failed" in heard["lines"][-1]
+
+
+def test_the_next_life_waits_for_the_host_of_the_last_and_takes_up_its_ports(
+    base: Path, made: list[UnitActor], tmp_path: Path
+) -> None:
+    text = unit(tmp_path)
+    first = UnitActor(text, [], HOST, FAKE)
+    made.append(first)
+    before = deployed(first)
+    (Path(before.run_dir) / "left.sock").touch()
+    hear(first, "Ready")
+    # As when the actor's process dies: the host's input ends, and with it the host.
+    assert first._process is not None
+    assert first._process.stdin is not None
+    first._process.stdin.close()
+    second = UnitActor(text, [], HOST, FAKE)
+    made.append(second)
+    after = deployed(second)
+    assert (after.listen, after.run_dir) == (before.listen, before.run_dir)
+    assert not (Path(after.run_dir) / "left.sock").exists()
+    assert second.place()["life"] != first.place()["life"]
+    hear(second, "Ready")
+    assert hear(first, 0)["ended"] == 0
+
+
+def test_ports_that_others_have_taken_since_are_not_taken_up(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
+    text = unit(tmp_path)
+    first = UnitActor(text, [], HOST, FAKE)
+    made.append(first)
+    before = deployed(first)
+    assert before.listen is not None
+    assert first._process is not None
+    os.kill(first._process.pid, signal.SIGKILL)
+    hear(first, -9)
+    with socket.socket() as other:
+        other.bind((HOST, before.listen.unit_port))
+        other.listen()
+        second = UnitActor(text, [], HOST, FAKE)
+        made.append(second)
+    after = deployed(second)
+    assert after.listen is not None
+    assert after.listen.unit_port != before.listen.unit_port
+
+
+def test_a_checkpoint_that_the_node_does_not_have_is_told_in_words(base: Path, tmp_path: Path) -> None:
+    text = unit(tmp_path)
+    (tmp_path / "checkpoint").rmdir()
+    actor = UnitActor(text, [], HOST, FAKE)
+    problem = actor.place()["problem"]
+    assert problem.startswith(f"m: {tmp_path}/checkpoint is no directory on node ")
+    assert "same path on every node" in problem
+    assert actor.hear(0, 1.0)["ended"] == 2
+    actor.stop()
+
+
+def test_an_address_that_is_not_of_this_node_is_told_in_words(base: Path, tmp_path: Path) -> None:
+    problem = UnitActor(unit(tmp_path), [], "192.0.2.77", FAKE).place()["problem"]
+    assert "192.0.2.77" in problem
