@@ -19,7 +19,7 @@ class UnitLedger:
     """Queues, engines, leases, pages and compute of one unit.
 
     Requests are counted exactly once: they arrive or are taken over from another unit, change places, and leave by
-    `finished`, `cancelled`, `moved` or one of the events that lose them, which return what was lost so that the caller
+    `finished`, `cancelled`, `given_back`, `moved` or one of the events that lose them, which return what was lost so that the caller
     can tell the gateway.
 
     Raises:
@@ -100,6 +100,15 @@ class UnitLedger:
         live.model.tally.cancelled += 1
         self._leave(live, now)
         return place
+
+    def given_back(self, request_id: str, now: float) -> bool:
+        """A request that waits in its model's queue is to be served by another unit. False: it does not wait."""
+        live = self.requests.get(request_id)
+        if live is None or live.place is not Place.QUEUED:
+            return False
+        live.model.tally.given_back += 1
+        self._leave(live, now)
+        return True
 
     def handed_over(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
         """A prefill engine is done with a request that it got with lease `lease_id`. False: it holds no such one."""

@@ -178,6 +178,7 @@ class Tally:
     returned: int = 0
     lost: int = 0
     cancelled: int = 0
+    given_back: int = 0
     moved_in: int = 0
     moved_out: int = 0
     moves_aborted: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +14,28 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, Place, QueuedRequest
 from muxserve.unit.memory import Memory
-from muxserve.wire import Abort, Admit, GatewayHello, HandOver, Lost, Message, Refused, Returned, Submit, UnitHello
+from muxserve.wire import (
+    Abort,
+    Admit,
+    Elsewhere,
+    GatewayHello,
+    HandOver,
+    Lost,
+    Message,
+    Refused,
+    Returned,
+    Submit,
+    TakeOver,
+    TookOver,
+    UnitHello,
+)
 
 log = logging.getLogger(__name__)
 
 GATEWAY = b"gateway/"
+
+# What a migrator leaves for another one to hold as well: MOVE/NUMBER. It has a short time limit of its own.
+_SHARED = re.compile(r"[^:]+:[0-9a-f]+:\d+/\d+")
 
 
 @dataclass(slots=True)
@@ -30,14 +48,18 @@ class Held:
     output_tokens: list[int]
     key: str = ""
     computed_tokens: int = 0
+    scheduling: str = "normal"
+    # Its blocks came from another unit, and are in no prefix index here until an engine has adopted them.
+    foreign: bool = False
 
 
 @dataclass(slots=True)
 class Gateway:
-    """A gateway that has greeted."""
+    """A gateway that has greeted; `number` is its place among the fleet's."""
 
     epoch: str
     reply_to: str
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -68,13 +90,21 @@ class RequestDesk:
 
     def greeted(self, peer: bytes, hello: GatewayHello, now: float) -> None:
         """A gateway is there."""
+        if hello.reply_to.startswith("tcp://") and self._deployment.keys is None:
+            log.error("gateway %s is on another machine, and this unit has no keys to reach it: ignored", hello.epoch)
+            return
         for address, known in list(self.gateways.items()):
-            # There is one gateway at an address: a new one means that the old one is gone.
-            if known.epoch != hello.epoch and known.reply_to == hello.reply_to:
+            # There is one gateway of a number: a new one means that the old one is gone.
+            if known.epoch != hello.epoch and known.number == hello.gateway:
                 self.forget_gateway(address, now)
-        self.gateways[peer] = Gateway(hello.epoch, hello.reply_to)
+        self.gateways[peer] = Gateway(hello.epoch, hello.reply_to, hello.gateway)
         self._out.send(peer, UnitHello(self._epoch))
-        log.info("gateway %s", hello.epoch)
+        log.info("gateway %d, %s", hello.gateway, hello.epoch)
+
+    def gateway_down(self, number: int, now: float) -> None:
+        """The gateway of that number has died."""
+        for address in [a for a, gateway in self.gateways.items() if gateway.number == number]:
+            self.forget_gateway(address, now)
 
     def forget_gateway(self, address: bytes, now: float) -> None:
         """A gateway is gone, and nobody wants what it asked for."""
@@ -83,13 +113,15 @@ class RequestDesk:
 
     def submit(self, peer: bytes, submit: Submit, now: float) -> None:
         """Queue a request, or refuse it."""
-        if peer not in self.gateways:
+        gateway = self.gateways.get(peer)
+        if gateway is None:
             if not peer.startswith(GATEWAY):
                 log.warning("a request from %s, which is no gateway", shown(peer))
                 return
-            # It has not heard yet that this unit scheduler is a new one.
-            self.gateways[peer] = Gateway(peer.removeprefix(GATEWAY).decode(), self._deployment.gateway_address)
+            # It has not heard yet that this unit scheduler is a new one; when it has, it greets and submits again.
+            log.info("a request from %s, which has not greeted yet", shown(peer))
             self._out.send(peer, UnitHello(self._epoch))
+            return
         known = self.held.get(submit.request_id)
         if known is not None:
             if known.attempt >= submit.attempt:
@@ -99,31 +131,99 @@ class RequestDesk:
         if model is None:
             self._refuse(peer, submit.request_id, submit.attempt, f"this unit has no model {submit.model!r}")
             return
+        if model.retired:
+            self._out.send(peer, Elsewhere([submit.request_id]))
+            return
         done = len(submit.output_tokens)
         # The last token is not computed upon, so it needs no place; one token is generated whatever was asked for.
         most = submit.prompt_tokens + max(submit.max_tokens, done + 1) - 1
         if self.too_long(peer, submit.request_id, submit.attempt, model, most):
             return
-        self.held[submit.request_id] = Held(peer, submit.attempt, submit.body, submit.output_tokens)
+        self.held[submit.request_id] = Held(
+            peer, submit.attempt, submit.body, submit.output_tokens, scheduling=submit.scheduling
+        )
         self._ledger.arrived(
             QueuedRequest(
                 submit.request_id,
                 submit.model,
                 submit.prompt_tokens,
                 submit.max_tokens,
-                submit.arrival,
+                # Another machine's clock says nothing here.
+                now if gateway.reply_to.startswith("tcp://") else submit.arrival,
                 submit.priority,
                 done,
                 # One that was begun before has waited already.
                 submit.attempt > 0 or done > 0,
+                submit.execution,
             ),
             now,
         )
 
+    def take_over(self, message: TakeOver, now: float) -> str:
+        """A request comes from another unit with its KV, under a hand-off. Returns why not, or nothing."""
+        request = message.request
+        address = next((a for a, g in self.gateways.items() if g.epoch == request.gateway_epoch), None)
+        if address is None:
+            return f"its gateway {request.gateway_epoch} is not known here"
+        model = self._ledger.by_name.get(request.model)
+        if model is None or model.retired or not (model.prefill.up and model.decode.up):
+            return f"model {request.model!r} is not up here"
+        if not self._ledger.memory_up:
+            return "the memory manager is not up"
+        done = len(request.output_tokens)
+        most = request.prompt_tokens + max(request.max_tokens, done + 1) - 1
+        if self._pages(model, most) > self._policy.capacity(model):
+            return f"it can grow to {most} tokens, for which there is no room here"
+        known = self.held.get(request.request_id)
+        if known is not None:
+            if known.attempt >= request.attempt:
+                return "it is here already"
+            self.drop([request.request_id], now)
+        self.held[request.request_id] = Held(
+            address,
+            request.attempt,
+            request.body,
+            request.output_tokens,
+            message.key,
+            request.computed_tokens,
+            request.scheduling,
+            foreign=True,
+        )
+        self._ledger.taken_over(
+            QueuedRequest(
+                request.request_id,
+                request.model,
+                request.prompt_tokens,
+                request.max_tokens,
+                now - request.waited,
+                request.priority,
+                done,
+                True,
+                request.execution,
+            ),
+            now,
+        )
+        self._out.send(address, TookOver(request.request_id, request.attempt))
+        return ""
+
+    def give_back(self, model: ModelState, now: float) -> None:
+        """What waits in the model's queue is to be served by other units."""
+        by_gateway: defaultdict[bytes, list[str]] = defaultdict(list)
+        for live in list(model.queue.first(len(model.queue))):
+            self._ledger.given_back(live.request_id, now)
+            by_gateway[self.held.pop(live.request_id).gateway].append(live.request_id)
+        for gateway, ids in by_gateway.items():
+            log.info("%d requests of %s go elsewhere", len(ids), model.name)
+            self._out.send(gateway, Elsewhere(ids))
+
+    @staticmethod
+    def _pages(model: ModelState, tokens: int) -> int:
+        return -(-tokens // model.block_tokens) * model.pages_per_block
+
     def too_long(self, gateway: bytes, request_id: str, attempt: int, model: ModelState, tokens: int) -> bool:
         """Refuse a request for which the pool has not enough pages even when the model has all it can get."""
         capacity = self._policy.capacity(model)
-        pages = -(-tokens // model.block_tokens) * model.pages_per_block
+        pages = self._pages(model, tokens)
         if pages <= capacity:
             return False
         most = capacity // model.pages_per_block * model.block_tokens
@@ -153,8 +253,9 @@ class RequestDesk:
                 continue
             model = live.model.name
             place = self._ledger.cancelled(request_id, now)
-            if place is Place.HANDED:
-                self._memory.drop(model, held.key)
+            if place in (Place.HANDED, Place.MOVING):
+                if held.key:
+                    self._memory.drop(model, held.key)
             elif place is Place.PREFILLING:
                 aborts[f"{model}/{Phase.PREFILL}".encode()].append(request_id)
             elif place is Place.DECODING:
@@ -184,6 +285,7 @@ class RequestDesk:
         held.key = message.key
         held.computed_tokens = message.computed_tokens
         held.output_tokens = message.output_tokens
+        held.foreign = False
 
     def returned(self, message: Returned, now: float) -> None:
         """An engine had no pages for a request; it queues again, unless it outgrew what its model can ever have."""
@@ -210,7 +312,12 @@ class RequestDesk:
         is met for the first time may be on its way, so it goes only when it is still unknown at the next look.
         """
         known = {held.key for held in self.held.values()}
-        unknown = {(model, key) for model, keys in waiting.items() for key in keys if key not in known}
+        unknown = {
+            (model, key)
+            for model, keys in waiting.items()
+            for key in keys
+            if key not in known and not _SHARED.fullmatch(key)
+        }
         for model, key in unknown & self._orphans:
             log.warning("giving up the hand-off %s of %s, which no request waits for", key, model)
             self._memory.drop(model, key)
@@ -236,6 +343,7 @@ class RequestDesk:
             output_tokens=held.output_tokens,
             adopt=held.key if adopts else "",
             computed_tokens=held.computed_tokens if adopts else 0,
+            foreign=held.foreign and adopts,
         )
 
 

@@ -15,10 +15,15 @@ from muxserve.scheduling.state import EngineState, ModelState
 from muxserve.scheduling.types import Grant, Phase
 from muxserve.unit.desk import Outbox, RequestDesk, shown
 from muxserve.unit.memory import Memory
+from muxserve.unit.moving import MIGRATOR, Departures
+from muxserve.unit.pages import Pages
 from muxserve.unit.profiles import unit_ledger
+from muxserve.unit.replicas import Replicas
 from muxserve.unit.report import unit_state
 from muxserve.wire import (
+    Blocks,
     Cancel,
+    Detached,
     EngineDown,
     EngineHello,
     EngineLost,
@@ -26,17 +31,28 @@ from muxserve.wire import (
     GatewayHello,
     Lease,
     Message,
+    MigratorHello,
+    MoveCommitted,
+    MoveFailed,
+    MoveStaged,
+    MovingIn,
+    Paired,
     Reset,
+    Retire,
+    Revive,
+    SchedulerHello,
     StateRequest,
     StepReport,
     Submit,
+    TakenOver,
+    TakeOver,
+    Terminating,
     UnitState,
+    Unpaired,
 )
 
 log = logging.getLogger(__name__)
 
-MEMORY_RETRY_SECONDS = 0.05
-MEMORY_CHECK_SECONDS = 1.0
 ENGINE_CHECK_SECONDS = 0.05
 SILENCE_SECONDS = 0.25
 EMPTY_SECONDS = 1.0
@@ -76,8 +92,13 @@ class UnitExecutor:
         self._lease_id = int(now * 1_000_000)
         self._out = Outbox()
         self.desk = RequestDesk(deployment, self.ledger, policy, memory, self._out, epoch)
-        self._quotas: dict[str, int] | None = None
-        self._memory_at = now
+        self.replicas = Replicas(
+            deployment, self.ledger, policy, self.desk, self._out, epoch, lambda name: self.moving.moving_out(name)
+        )
+        self.moving = Departures(
+            deployment, self.ledger, self.desk, memory, self._out, epoch, lambda model: self.replicas.load(model)
+        )
+        self._pages = Pages(self.ledger, policy, memory, self.desk, self.moving, now)
         self._engines_at = now
         self._peers: dict[bytes, Peer] = {}
         for model in self.ledger.models:
@@ -105,37 +126,47 @@ class UnitExecutor:
             case EngineDown():
                 self._engine_down(message, now)
             case GatewayDown():
-                log.warning("the controller says that the gateway died")
-                for address in list(self.desk.gateways):
-                    self.desk.forget_gateway(address, now)
+                log.warning("the controller says that gateway %d died", message.gateway)
+                self.desk.gateway_down(message.gateway, now)
             case StateRequest():
                 self._out.send(peer, UnitState(self.state(now)))
+            case Blocks() | Detached() | MoveStaged() | MoveCommitted() | MoveFailed():
+                self.moving.heard(peer, message, now)
+            case TakeOver():
+                self._out.send(peer, TakenOver(message.move, self.desk.take_over(message, now)))
+            case MovingIn():
+                self.replicas.migrating(message)
+            case Paired():
+                self.moving.pairs.paired(message, now)
+            case Unpaired():
+                self.moving.pairs.unpaired(message.model)
+            case Terminating():
+                self.replicas.drain(message, now)
+            case SchedulerHello():
+                self.replicas.greeted(peer, message, now)
+            case MigratorHello():
+                self._migrator_hello(peer, message, now)
+            case Retire() | Revive():
+                self._retire(message, now)
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, shown(peer))
 
     def turn(self, now: float) -> list[tuple[bytes, Message]]:
         """Decide on what has been heard; returns messages and whom to send them to, in order."""
-        if now >= self._memory_at or not self.memory.connected:
-            self._mind_memory(now)
-        if self.memory.connected:
-            self.memory.read(self.ledger)
+        self._pages.turn(now)
         if now >= self._engines_at:
             self._mind_engines(now)
-        changes = self.policy.rebalance(self.ledger, now)
-        if changes:
-            wanted = {change.model: change.pages for change in changes}
-            if self.memory.set_quotas(wanted):
-                log.debug("quotas: %s", wanted)
-                self.memory.read(self.ledger)
-                self._quotas = {model.name: model.quota for model in self.ledger.models} | wanted
+        self.moving.turn(now)
+        self._pages.rebalance(now)
         for grant in self.policy.decide(self.ledger, now):
             self._grant(grant, now)
+        self.replicas.turn(now)
         messages, self._out.messages = self._out.messages, []
         return messages
 
     def wakeup(self, now: float) -> float:
         """When `turn` is due although no message came."""
-        due = min(self._memory_at, self.policy.wakeup(self.ledger, now))
+        due = min(self._pages.due, self.policy.wakeup(self.ledger, now), self.moving.wakeup(), self.replicas.wakeup())
         return min(due, self._engines_at) if self.ledger.share_used else due
 
     def state(self, now: float) -> dict[str, object]:
@@ -152,7 +183,31 @@ class UnitExecutor:
             now,
             pids,
             len(self.desk.gateways),
+            self.replicas.terminating,
+            self.moving.downtimes,
         )
+
+    def _migrator_hello(self, peer: bytes, hello: MigratorHello, now: float) -> None:
+        if peer != MIGRATOR:
+            log.warning("%s is no migrator", shown(peer))
+            return
+        log.info("the migrator is up, pid %d", hello.pid)
+        self.moving.migrator_new(now)
+        self.replicas.migrator_new()
+        self._out.send(peer, Reset(self.epoch))
+
+    def _retire(self, message: Retire | Revive, now: float) -> None:
+        model = self.ledger.by_name.get(message.model)
+        if model is None:
+            log.warning("%r is no model of this unit", message.model)
+        elif isinstance(message, Retire):
+            log.info("%s is taken out of service", model.name)
+            self.desk.give_back(model, now)
+            self._pages.retire(model)
+        else:
+            log.info("%s is put back into service", model.name)
+            self.replicas.terminating.discard(model.name)
+            self._pages.revive(model)
 
     # ------------------------------------------------------------ engines
 
@@ -186,7 +241,7 @@ class UnitExecutor:
         if engine is None or not engine.state.up:
             return
         if not self.memory.alive():
-            self._memory_gone(now)
+            self._pages.gone(now)
             # The engine has let go of its lease, and waits for the memory manager as well.
             self.ledger.lease_void(engine.model.name, engine.phase, now)
         mine = [r for r in message.request_ids if r in engine.state.inside]
@@ -263,35 +318,3 @@ class UnitExecutor:
             if silent > max(HUNG_SECONDS, 20 * state.step_seconds) and not peer.warned:
                 peer.warned = True
                 log.warning("engine %s holds a lease and has not reported for %.0f s", shown(peer.address), silent)
-
-    # ------------------------------------------------------------ memory
-
-    def _mind_memory(self, now: float) -> None:
-        memory, ledger = self.memory, self.ledger
-        if memory.connected and now >= self._memory_at:
-            waiting = memory.hand_offs()
-            if waiting is not None:
-                self.desk.drop_orphans(waiting)
-        if ledger.memory_up and not memory.connected:
-            self._memory_gone(now)
-        if not memory.connected:
-            if now < self._memory_at:
-                return
-            if memory.connect():
-                ledger.memory_up = True
-                # A manager that was started again has forgotten how far quotas had moved. One that this unit scheduler
-                # meets first has them from an earlier one, or from the deployment.
-                if self._quotas is not None:
-                    memory.set_quotas(self._quotas)
-            else:
-                self._memory_at = now + MEMORY_RETRY_SECONDS
-                return
-        self._memory_at = now + MEMORY_CHECK_SECONDS
-
-    def _memory_gone(self, now: float) -> None:
-        """Its hand-offs died with it. What is in engines, the engines report themselves."""
-        self.ledger.memory_up = False
-        self._memory_at = now
-        handed = [request_id for model in self.ledger.models for request_id in model.handed]
-        self.desk.hand_offs_void(handed)
-        self.desk.tell_lost(self.ledger.lost(handed, now), "the memory manager died")

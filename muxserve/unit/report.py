@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
@@ -10,6 +10,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import EngineState, ModelState
 from muxserve.scheduling.types import WHOLE, Phase
+from muxserve.unit.moving import Downtime
 
 
 def unit_state(
@@ -21,6 +22,8 @@ def unit_state(
     now: float,
     pids: Mapping[tuple[str, Phase], int],
     gateways: int,
+    terminating: Collection[str] = (),
+    downtimes: Mapping[str, Downtime] | None = None,
 ) -> dict[str, object]:
     """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool."""
     return {
@@ -32,7 +35,11 @@ def unit_state(
         "budget_used": ledger.share_used / WHOLE,
         "memory_connected": ledger.memory_up,
         "gateways": gateways,
-        "models": {model.name: _model(model, policy, now) for model in ledger.models},
+        "models": {
+            model.name: _model(model, policy, now)
+            | _moves(model, model.name in terminating, (downtimes or {}).get(model.name))
+            for model in ledger.models
+        },
         "pools": {
             name: {
                 "total_pages": pool.profile.pages,
@@ -76,6 +83,23 @@ def _model(model: ModelState, policy: Policy, now: float) -> dict[str, object]:
         "used_pages": model.used,
         "cached_pages": model.cached,
         "phases": {str(phase): _phase(model.engine(phase), now) for phase in Phase},
+    }
+
+
+def _moves(model: ModelState, terminating: bool, downtime: Downtime | None) -> dict[str, object]:
+    """How the model stands as a replica. `downtime_seconds` is for how long requests that moved away stood still."""
+    tally, downtime = model.tally, downtime or Downtime()
+    return {
+        "terminating": terminating,
+        "retired": model.retired,
+        "moving": len(model.moving),
+        "given_back": tally.given_back,
+        "moved_in": tally.moved_in,
+        "moved_out": tally.moved_out,
+        "moves_aborted": tally.moves_aborted,
+        "downtime_seconds": round(downtime.total, 6),
+        "last_downtime_seconds": round(downtime.last, 6),
+        "most_downtime_seconds": round(downtime.most, 6),
     }
 
 

@@ -23,6 +23,7 @@ import zmq
 
 from muxserve import deployment as deployments
 from muxserve.deployment import Deployment
+from muxserve.network import NetworkError, bind_tcp, tcp_address
 from muxserve.scheduling.policies import make_policy
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import Memory, MemoryLink
@@ -53,6 +54,7 @@ def serve(deployment: Deployment, memory: Memory) -> None:
 
     Raises:
         zmq.ZMQError: the unit's address cannot be bound.
+        NetworkError: it is to be reached from other machines, and cannot be.
         ValueError: the deployment contradicts itself.
     """
     stopped = Stopped()
@@ -66,6 +68,9 @@ def serve(deployment: Deployment, memory: Memory) -> None:
     epoch = secrets.token_hex(8)
     executor = UnitExecutor(deployment, make_policy(deployment.policy), memory, epoch, time.monotonic())
     router.bind(deployment.unit_address)
+    if deployment.listen is not None and deployment.keys is not None:
+        port = bind_tcp(router, deployment.listen.host, deployment.listen.unit_port, deployment.keys)
+        log.info("other machines reach it at %s", tcp_address(deployment.listen.host, port))
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)
     poller.register(stopped.reader.fileno(), zmq.POLLIN)
@@ -143,6 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except zmq.ZMQError as error:
         print(f"cannot listen on {deployment.unit_address}: {error}", file=sys.stderr)
+        return 3
+    except NetworkError as error:
+        print(f"unit {deployment.unit} cannot be reached from other machines: {error}", file=sys.stderr)
         return 3
     return 0
 

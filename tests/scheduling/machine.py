@@ -451,7 +451,7 @@ class Machine:
             assert model.in_engines <= model.max_seqs + model.tally.moved_in
             assert sum(model.levels.values()) == model.in_engines
             tally = model.tally
-            ended = tally.finished + tally.cancelled + tally.lost + tally.moved_out
+            ended = tally.finished + tally.cancelled + tally.lost + tally.moved_out + tally.given_back
             assert tally.arrived + tally.moved_in == ended + model.live
             places = (
                 (Place.QUEUED, queued),

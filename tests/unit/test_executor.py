@@ -209,7 +209,7 @@ def test_hand_offs_that_nobody_knows_are_given_up_at_the_second_look() -> None:
 
 def test_nobody_cancels_for_others() -> None:
     bench = Bench()
-    bench.say(b"gateway/other", GatewayHello("other", "ipc:///elsewhere"))
+    bench.say(b"gateway/other", GatewayHello("other", "ipc:///elsewhere", 1))
     bench.submit("r")
     assert to("a/prefill", Abort, bench.say(b"gateway/other", Cancel(["r"]))) == []
     assert "r" in bench.unit.desk.held
@@ -353,9 +353,36 @@ def test_a_gateway_that_missed_a_restart_learns_of_it() -> None:
         bench.say(f"a/{phase}".encode(), EngineHello("a", phase, 1))
     sent = bench.submit("r")
     assert [m.epoch for m in to(GATEWAY, UnitHello, sent)] == ["unit-1"]
+    assert not bench.unit.desk.held, "nobody knows yet where its tokens should go"
+    bench.say(GATEWAY, GatewayHello("g1", REPLY_TO))
+    bench.submit("r")
     (admit,) = bench.admitted("a/prefill")
-    assert admit.reply_to == bench.deployment.gateway_address
-    assert admit.gateway_epoch == "g1"
+    assert (admit.reply_to, admit.gateway_epoch) == (REPLY_TO, "g1")
+
+
+def test_each_gateway_dies_alone() -> None:
+    bench = Bench()
+    other = b"gateway/g2"
+    bench.say(other, GatewayHello("g2", "ipc:///elsewhere", 1))
+    bench.submit("r")
+    bench.submit("s", gateway=other)
+    assert [a.reply_to for a in bench.admitted("a/prefill")] == [REPLY_TO, "ipc:///elsewhere"]
+    bench.say(b"controller/1", GatewayDown(1))
+    assert set(bench.unit.desk.held) == {"r"}
+    assert bench.state()["gateways"] == 1
+    bench.submit("s", gateway=other)
+    assert set(bench.unit.desk.held) == {"r"}
+    # The one that is started in its place has its number, and not its epoch.
+    bench.say(b"gateway/g3", GatewayHello("g3", "ipc:///elsewhere", 1))
+    bench.submit("t", gateway=b"gateway/g3")
+    bench.say(b"gateway/g4", GatewayHello("g4", "ipc:///elsewhere", 1))
+    assert set(bench.unit.desk.held) == {"r"}
+
+
+def test_a_gateway_of_another_machine_needs_keys() -> None:
+    bench = Bench()
+    assert bench.say(b"gateway/far", GatewayHello("far", "tcp://10.0.0.2:7000", 1)) == []
+    assert bench.state()["gateways"] == 1
 
 
 # ---------------------------------------------------------------- memory manager

@@ -39,8 +39,8 @@ from muxserve.wire import (
     decode,
     encode,
 )
+from tests.unit.support import REPLY_TO, model
 from tests.unit.support import deployment as small_deployment
-from tests.unit.support import model
 
 M = TypeVar("M", bound=Message)
 PATIENCE = 20.0
@@ -151,7 +151,7 @@ class Unit:
 
     def gateway(self, epoch: str = "g1") -> Peer:
         made = self.peer(f"gateway/{epoch}")
-        made.say(GatewayHello(epoch, self.deployment.gateway_address))
+        made.say(GatewayHello(epoch, REPLY_TO))
         made.hear(UnitHello)
         return made
 
@@ -258,7 +258,7 @@ def test_kill_of_the_unit_scheduler(unit: Unit) -> None:
     unit.kill()
     unit.start()
     # Gateway and engines see that the connection is new, and greet.
-    gateway.say(GatewayHello("g1", unit.deployment.gateway_address))
+    gateway.say(GatewayHello("g1", REPLY_TO))
     epoch = gateway.hear(UnitHello).epoch
     assert prefill.greet().epoch == epoch
     decode_.greet()

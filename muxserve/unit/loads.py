@@ -1,0 +1,118 @@
+"""How the unit's replicas stand, in the terms of `muxserve.replicas`: tokens of KV.
+
+The capacity of a replica is the most that its model can ever be given. What others of the unit hold of that counts as
+used, so that a replica is as free as it really is. All sums are at hand: a report costs the same however many requests
+there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from muxserve.replicas.priorities import Levels
+from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
+from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.state import ModelState
+from muxserve.wire import Load
+
+# A report that differs from the last one only in `used`, and by less than this part of the capacity, is not worth it.
+_WORTH_TELLING = 1 / 64
+
+
+def load_of(
+    model: ModelState,
+    policy: Policy,
+    layout: str,
+    terminating: bool = False,
+    moving_in: int = 0,
+    moving_out: int = 0,
+) -> Load:
+    """The replica as the global scheduler is to see it."""
+    block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
+    capacity = policy.capacity(model)
+    left = min(capacity - model.used - model.promised, pool.available - pool.promised)
+    most = capacity // per_block
+    return Load(
+        model=model.name,
+        capacity=most * block,
+        layout=layout,
+        used=(most - max(0, left) // per_block) * block,
+        running=model.in_engines,
+        waiting=len(queue),
+        head_demand=queue.head().blocks * block if queue else 0,
+        queued_demand=queue.blocks * block,
+        levels=dict(model.levels),
+        terminating=terminating,
+        moving_in=moving_in,
+        moving_out=moving_out,
+    )
+
+
+def instance_of(unit: str, load: Load) -> InstanceLoad:
+    """The load as the policies have it."""
+    return InstanceLoad(
+        name=unit,
+        capacity=load.capacity,
+        model=load.model,
+        used=load.used,
+        running=load.running,
+        waiting=load.waiting,
+        head_demand=load.head_demand,
+        queued_demand=load.queued_demand,
+        levels=dict(load.levels),
+        terminating=load.terminating,
+        moving_in=load.moving_in,
+        moving_out=load.moving_out,
+        layout=load.layout,
+    )
+
+
+def view_of(unit: str, model: ModelState, load: Load, levels: Levels, staying: Collection[str]) -> InstanceView:
+    """The replica as it sees itself, request by request, with the sums of `load`. Requests that decode can be moved,
+    those in `staying` apart. Takes time in proportion to the requests that have a seat."""
+    block = model.block_tokens
+    known = {level.name for level in levels}
+    running = []
+    for live in model.decoding.values():
+        usage = model.blocks_of(model.tokens_of(live)) * block
+        level = live.execution if live.execution in known else levels.default
+        running.append(RequestView(live.request_id, usage, execution=level, movable=live.request_id not in staying))
+    # What they hold is in the sums; only how many there are, and of which level, must be known.
+    for others in (model.prefilling, model.handed, model.moving):
+        for live in others.values():
+            level = live.execution if live.execution in known else levels.default
+            running.append(RequestView(live.request_id, execution=level, movable=False))
+    return InstanceView(
+        name=unit,
+        capacity=load.capacity,
+        model=model.name,
+        running=running,
+        waiting=[RequestView("", demand=load.head_demand, queued=True)] if load.waiting else [],
+        # Negative where requests share blocks: what they hold together is less than the sum.
+        reserved=load.used - sum(view.usage for view in running),
+        terminating=load.terminating,
+        moving_in=load.moving_in,
+        moving_out=load.moving_out,
+    )
+
+
+def worth_telling(known: list[Load], now: list[Load]) -> bool:
+    """Whether a report says more than the last one."""
+    if len(known) != len(now):
+        return True
+    for old, new in zip(known, now, strict=True):
+        if abs(old.used - new.used) >= max(1.0, _WORTH_TELLING * new.capacity):
+            return True
+        if (
+            old.model != new.model
+            or old.capacity != new.capacity
+            or old.running != new.running
+            or old.waiting != new.waiting
+            or old.head_demand != new.head_demand
+            or old.terminating != new.terminating
+            or old.moving_in != new.moving_in
+            or old.moving_out != new.moving_out
+            or old.levels != new.levels
+        ):
+            return True
+    return False

@@ -1,0 +1,367 @@
+"""Requests on their way to other units: the unit scheduler's part of live migration.
+
+    engine:   ShowBlocks -> Blocks      whole blocks, while the request goes on
+    migrator: MoveStage -> MoveStaged   ... until few are left, or for a few rounds
+    engine:   Detach -> Detached        between two steps; the blocks wait under a key
+    migrator: MoveStage -> MoveStaged   the rest
+    migrator: MoveCommit -> MoveCommitted
+
+Until `MoveCommit` is sent, whatever fails ends as if nothing had happened: a request that was detached is adopted by
+its decode engine again. From then on the outcome is the other side's; if it stays unknown the gateway has the request
+served again. What becomes of it meanwhile (it ends, is cancelled, returned, lost) is seen in the ledger at the next
+turn, and ends the move.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from muxserve.deployment import Deployment
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.state import LiveRequest, ModelState
+from muxserve.scheduling.types import Phase, Place
+from muxserve.unit.desk import Outbox, RequestDesk
+from muxserve.unit.memory import Memory
+from muxserve.unit.pairs import Pair, Pairs
+from muxserve.wire import (
+    Blocks,
+    Detach,
+    Detached,
+    Load,
+    Message,
+    MoveAbort,
+    MoveCommit,
+    MoveCommitted,
+    MoveFailed,
+    MoveStage,
+    MoveStaged,
+    Moving,
+    ShowBlocks,
+)
+
+log = logging.getLogger(__name__)
+
+MIGRATOR = b"migrator"
+
+# An engine or a migrator that says nothing for so long (beyond the time that copying takes) does not answer any more.
+SILENCE_SECONDS = 10.0
+# Copying is at least as fast as this (bytes/s), or something is wrong.
+SLOWEST_COPY = 20e6
+# The last stage is what the request waits for. It comes when at most so many whole blocks were filled during the stage
+# before, or after so many stages: the next one would hardly be shorter.
+LAST_STAGE_BLOCKS = 4
+MOST_STAGES = 3
+# Blocks set aside over there beyond those that there are: what the request fills while its first ones are copied.
+SPARE_BLOCKS = 1
+
+
+class Step(Enum):
+    """What a move waits for."""
+
+    SHOWING = auto()  # the engine, which is to show blocks
+    COPYING = auto()  # the migrator, while the request goes on
+    DETACHING = auto()  # the engine, which is to let go of it
+    LAST = auto()  # the migrator; the request stands still
+    COMMITTING = auto()  # the other unit
+
+
+_DETACHED = (Step.LAST, Step.COMMITTING)
+
+
+@dataclass(slots=True)
+class Move:
+    """One request on its way. `until` is how many of its blocks are over there, `held` how many were set aside there.
+    The step that it waits for is given up at `deadline`."""
+
+    name: str
+    live: LiveRequest
+    incarnation: int
+    destination: str
+    address: str
+    usage: int
+    step: Step = Step.SHOWING
+    deadline: float = math.inf
+    until: int = 0
+    held: int = 0
+    total: int = 0
+    stages: int = 0
+    shown_at: float = 0.0
+    detached_at: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """Under which its blocks wait in this unit's memory manager."""
+        return f"move:{self.name}"
+
+
+@dataclass(slots=True)
+class Downtime:
+    """How long requests of a model stood still while they moved, seconds."""
+
+    last: float = 0.0
+    most: float = 0.0
+    total: float = 0.0
+
+
+class Departures:
+    """All moves from this unit. `downtimes` is by model; what was moved and aborted is in the ledger's tallies."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        ledger: UnitLedger,
+        desk: RequestDesk,
+        memory: Memory,
+        out: Outbox,
+        epoch: str,
+        load_of: Callable[[ModelState], Load],
+    ) -> None:
+        self.deployment = deployment
+        self.ledger = ledger
+        self.desk = desk
+        self.memory = memory
+        self.out = out
+        self.pairs = Pairs(deployment, ledger, deployment.priority_levels(), load_of, SPARE_BLOCKS)
+        self.moves: dict[str, Move] = {}
+        self.downtimes: dict[str, Downtime] = {}
+        self.migrator_up = False
+        self._epoch = epoch
+        self._by_request: dict[str, Move] = {}
+        self._count = 0
+
+    def moving_out(self, model: str) -> int:
+        """How many of the model's requests are on their way."""
+        return sum(move.live.model.name == model for move in self.moves.values()) if self.moves else 0
+
+    # ------------------------------------------------------------ what is heard
+
+    def migrator_new(self, now: float) -> None:
+        """The migrator has started, perhaps anew: it knows of no move."""
+        self.migrator_up = True
+        for move in list(self.moves.values()):
+            self._fail(move, "the migrator was started anew", now, uncertain=move.step is Step.COMMITTING, tell=False)
+
+    def memory_gone(self, now: float) -> list[str]:
+        """The memory manager died. Returns the requests that are lost with it; what was committed may have arrived."""
+        lost = []
+        for move in list(self.moves.values()):
+            if move.step is Step.COMMITTING:
+                continue
+            if move.step is Step.LAST:
+                lost.append(move.live.request_id)
+            self._end(move, now, tell=True)
+        return lost
+
+    def heard(self, peer: bytes, message: Message, now: float) -> None:
+        """An answer of an engine or of the migrator."""
+        match message:
+            case Blocks():
+                move = self._by_request.get(message.request_id)
+                if move is not None and move.step is Step.SHOWING and move.incarnation == message.incarnation:
+                    self._shown(move, message, now)
+            case Detached():
+                self._detached(peer, message, now)
+            case MoveStaged():
+                move = self.moves.get(message.move)
+                if move is not None:
+                    self._staged(move, message, now)
+            case MoveCommitted():
+                move = self.moves.get(message.move)
+                if move is not None and move.step is Step.COMMITTING:
+                    self._committed(move, now)
+            case MoveFailed():
+                move = self.moves.get(message.move)
+                if move is not None:
+                    uncertain = message.uncertain and move.step is Step.COMMITTING
+                    self._fail(move, message.reason, now, uncertain, tell=False)
+
+    # ------------------------------------------------------------ time
+
+    def turn(self, now: float) -> None:
+        """End moves whose requests have gone another way or that take too long, and begin others."""
+        for move in list(self.moves.values()):
+            if not self._as_expected(move):
+                if move.step is Step.DETACHING:
+                    # Its engine may have left them there and died.
+                    self.memory.drop(move.live.model.name, move.key)
+                self._end(move, now, tell=move.step is not Step.COMMITTING)
+            elif now >= move.deadline:
+                who = "the engine" if move.step in (Step.SHOWING, Step.DETACHING) else "the migrator"
+                self._fail(move, f"{who} does not answer", now, uncertain=move.step is Step.COMMITTING)
+        if self.migrator_up and self.memory.connected:
+            for live, pair, usage in self.pairs.choose(now, self._by_request.keys()):
+                self._begin(live, pair, usage, now)
+
+    def wakeup(self) -> float:
+        """When `turn` is due although no message came."""
+        due = min((move.deadline for move in self.moves.values()), default=math.inf)
+        return min(due, self.pairs.wakeup()) if self.migrator_up and self.memory.connected else due
+
+    # ------------------------------------------------------------ one move, step by step
+
+    def _begin(self, live: LiveRequest, pair: Pair, usage: int, now: float) -> None:
+        self._count += 1
+        name = f"{self.deployment.unit}:{self._epoch}:{self._count}"
+        move = Move(name, live, live.lease_id, pair.destination, pair.address, usage)
+        self.moves[name] = self._by_request[live.request_id] = move
+        log.debug("%s: %s of %s moves to %s", name, live.request_id, live.model.name, pair.destination)
+        self._show(move, now)
+
+    def _show(self, move: Move, now: float) -> None:
+        move.step, move.deadline = Step.SHOWING, now + SILENCE_SECONDS
+        self._tell_engine(move, ShowBlocks(move.live.request_id, move.incarnation, move.until))
+
+    def _shown(self, move: Move, message: Blocks, now: float) -> None:
+        block = move.live.model.block_tokens
+        whole = message.computed_tokens // block
+        if not message.computed_tokens or message.since != move.until:
+            self._fail(move, "it does not run in its engine", now)
+            return
+        move.shown_at = now
+        self._stage(move, message.blocks[: whole - move.until], message.since + len(message.blocks), Step.COPYING, now)
+
+    def _stage(self, move: Move, blocks: list[int], needed: int, step: Step, now: float) -> None:
+        """Have `blocks` copied, and as many set aside over there as are `needed` in all."""
+        model = move.live.model
+        move.stages += 1
+        if step is Step.COPYING:
+            needed += SPARE_BLOCKS
+        reserve = max(0, needed - move.held)
+        move.held += reserve
+        copied = len(blocks) * model.pages_per_block * self._page_bytes(model) * self.deployment.ranks
+        limit = self.deployment.migration_bandwidth
+        slowest = min(limit, SLOWEST_COPY) if limit > 0.0 else SLOWEST_COPY
+        # Moves of other models may be before it.
+        move.step, move.deadline = step, now + SILENCE_SECONDS + len(self.moves) * copied / slowest
+        stage = MoveStage(move.name, model.name, move.address, move.until, blocks, reserve)
+        self.out.send(MIGRATOR, stage)
+
+    def _staged(self, move: Move, message: MoveStaged, now: float) -> None:
+        if move.step is Step.LAST and message.until >= move.total:
+            self._commit(move, now)
+        elif move.step is Step.COPYING:
+            move.until = message.until
+            step_seconds = move.live.model.decode.step_seconds
+            filled = (now - move.shown_at) / max(step_seconds, 1e-4) / move.live.model.block_tokens
+            if filled <= LAST_STAGE_BLOCKS or move.stages >= MOST_STAGES:
+                move.step, move.deadline = Step.DETACHING, now + SILENCE_SECONDS
+                self._tell_engine(move, Detach(move.live.request_id, move.incarnation, move.key, move.until))
+            else:
+                self._show(move, now)
+
+    def _detached(self, peer: bytes, message: Detached, now: float) -> None:
+        request_id = message.request_id
+        move = self._by_request.get(request_id)
+        if move is not None and (move.step is not Step.DETACHING or move.incarnation != message.incarnation):
+            move = None
+        if not message.key:
+            if move is not None:
+                self._fail(move, "it does not run in its engine", now)
+            return
+        name = peer.decode(errors="replace").rsplit("/", 1)[0]
+        if not self.ledger.detached(request_id, message.incarnation, len(message.output_tokens), now):
+            # It was cancelled meanwhile, and this is the engine's answer to that.
+            self.memory.drop(name, message.key)
+            model = self.ledger.by_name.get(name)
+            if model is not None and not model.decode.inside:
+                self.ledger.lease_void(name, Phase.DECODE, now)
+            return
+        held = self.desk.held[request_id]
+        held.key, held.output_tokens, held.foreign = message.key, message.output_tokens, False
+        held.computed_tokens = message.computed_tokens
+        if move is None or message.since != move.until:
+            # The move was given up meanwhile.
+            self.ledger.stays(request_id, now)
+            return
+        move.detached_at = now
+        move.total = -(-message.computed_tokens // move.live.model.block_tokens)
+        blocks = message.blocks[: move.total - move.until]
+        self._stage(move, blocks, move.total, Step.LAST, now)
+
+    def _commit(self, move: Move, now: float) -> None:
+        live, held = move.live, self.desk.held[move.live.request_id]
+        gateway = self.desk.gateways[held.gateway]
+        move.step, move.deadline = Step.COMMITTING, now + SILENCE_SECONDS
+        request = Moving(
+            request_id=live.request_id,
+            model=live.model.name,
+            attempt=held.attempt,
+            gateway_epoch=gateway.epoch,
+            body=held.body,
+            prompt_tokens=live.prompt_tokens,
+            max_tokens=live.max_tokens,
+            waited=max(0.0, now - live.arrival),
+            priority=live.priority,
+            scheduling=held.scheduling,
+            execution=live.execution,
+            output_tokens=held.output_tokens,
+            computed_tokens=held.computed_tokens,
+        )
+        self.out.send(MIGRATOR, MoveCommit(move.name, request))
+
+    def _committed(self, move: Move, now: float) -> None:
+        live, model = move.live, move.live.model
+        self._forget(move)
+        if self.ledger.requests.get(live.request_id) is not live or not self.ledger.moved(live.request_id, now):
+            return  # cancelled in the same turn
+        key = self.desk.held.pop(live.request_id).key
+        if key:
+            self.memory.drop(model.name, key)
+        downtime = self.downtimes.setdefault(model.name, Downtime())
+        downtime.last = now - move.detached_at
+        downtime.most = max(downtime.most, downtime.last)
+        downtime.total += downtime.last
+        self.pairs.arrived(model.name, move.destination, move.usage, live.execution, now)
+        log.info("%s moved to %s, stood still for %.1f ms", live.request_id, move.destination, downtime.last * 1e3)
+
+    # ------------------------------------------------------------ the end
+
+    def _as_expected(self, move: Move) -> bool:
+        live = move.live
+        if self.ledger.requests.get(live.request_id) is not live:
+            return False
+        if move.step in _DETACHED:
+            return live.place is Place.MOVING
+        return live.place is Place.DECODING and live.lease_id == move.incarnation
+
+    def _fail(self, move: Move, reason: str, now: float, uncertain: bool = False, tell: bool = True) -> None:
+        """The move is over. Its request stays, or is lost if the other unit may have it (`uncertain`)."""
+        request_id, model = move.live.request_id, move.live.model
+        log.warning("%s of %s does not move to %s: %s", request_id, model.name, move.destination, reason)
+        expected = self._as_expected(move)
+        detached = move.step in _DETACHED
+        self._end(move, now, tell and move.step is not Step.COMMITTING)
+        if not (expected and detached):
+            return  # it is in its engine, or not here at all
+        held = self.desk.held[request_id]
+        if not uncertain and held.key:
+            self.ledger.stays(request_id, now)
+            return
+        if held.key:
+            self.memory.drop(model.name, held.key)
+        why = f"its unit did not hear whether {move.destination} has it" if uncertain else "the memory manager died"
+        self.desk.tell_lost(self.ledger.lost([request_id], now), why)
+
+    def _end(self, move: Move, now: float, tell: bool) -> None:
+        """Forget the move, and count it as aborted; the migrator is told if it may know of it."""
+        self._forget(move)
+        model = move.live.model
+        model.tally.moves_aborted += 1
+        if tell and move.stages:
+            self.out.send(MIGRATOR, MoveAbort(move.name))
+        self.pairs.failed(model.name, move.destination, move.live.request_id, now)
+
+    def _forget(self, move: Move) -> None:
+        del self.moves[move.name]
+        if self._by_request.get(move.live.request_id) is move:
+            del self._by_request[move.live.request_id]
+
+    def _tell_engine(self, move: Move, message: Message) -> None:
+        self.out.send(f"{move.live.model.name}/{Phase.DECODE}".encode(), message)
+
+    def _page_bytes(self, model: ModelState) -> int:
+        return self.deployment.pool(model.pool.profile.name).page_bytes
