@@ -17,11 +17,12 @@ _EXACT_HEAD_DIMS = 5
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the pool must know of a model."""
+    """What the pool must know of a model. `block_tokens` is None where it may be chosen."""
 
     name: str
     head_dim: int
     dtype: str
+    block_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ def group_pools(shapes: Sequence[KVShape]) -> list[PoolGroup]:
     groups = []
     for dtype in sorted({shape.dtype for shape in shapes}):
         same = [shape for shape in shapes if shape.dtype == dtype]
-        for page_elements, head_dims in sorted(_cover({shape.head_dim for shape in same}).items()):
-            members = [shape for shape in same if shape.head_dim in head_dims]
+        elements = _page_elements(same)
+        for page_elements in sorted(set(elements.values())):
+            members = [shape for shape in same if elements[shape.name] == page_elements]
             groups.append(
                 PoolGroup(
                     dtype=dtype,
@@ -59,6 +61,16 @@ def group_pools(shapes: Sequence[KVShape]) -> list[PoolGroup]:
                 )
             )
     return groups
+
+
+def _page_elements(shapes: Sequence[KVShape]) -> dict[str, int]:
+    """Name -> size of its page in elements (tokens x head_dim), of models of one dtype."""
+    free = {shape.head_dim for shape in shapes if shape.block_tokens is None}
+    chosen = {dim: page for page, dims in (_cover(free) if free else {}).items() for dim in dims}
+    return {
+        shape.name: chosen[shape.head_dim] if shape.block_tokens is None else shape.block_tokens * shape.head_dim
+        for shape in shapes
+    }
 
 
 def _cover(head_dims: set[int]) -> dict[int, set[int]]:

@@ -42,7 +42,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelDemand:
-    """A model to be placed, split over `ranks` devices. None stands for auto; `rate` is in requests per second."""
+    """A model to be placed, split over `ranks` devices. None stands for auto; `rate` is in requests per second.
+
+    `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
+    equally large in both.
+    """
 
     name: str
     architecture: ModelArchitecture
@@ -52,6 +56,7 @@ class ModelDemand:
     max_num_seqs: int = 64
     threads: int | None = None
     ranks: int = 1
+    block_tokens: int | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -145,6 +150,7 @@ def plan_unit(
     cores: int | None = None,
     pool_bytes: int | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
+    units: int = 1,
 ) -> UnitPlan:
     """Plan all `models` onto `machine`.
 
@@ -154,6 +160,7 @@ def plan_unit(
         pool_bytes: memory of all pools together on each rank; None: from the models' demand, within a tenth of the
             memory. For GPUs it must be given: it is what their budget leaves.
         device: what the engines run on. The memory of GPUs is the budget's business, not checked here.
+        units: how many such units the machine's memory is for; without `pool_bytes` this one takes its part.
 
     Raises:
         PlanError: the models do not fit; every reason found, and what to change.
@@ -169,7 +176,7 @@ def plan_unit(
     by_name = {model.name: model for model in models}
     block_tokens = {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
     needed = _needed(models, groups)
-    total = _pool_size(models, machine, pool_bytes, sum(needed))
+    total = _pool_size(models, machine, pool_bytes, sum(needed), units)
     _check_pool(models, total, sum(needed), device)
     if device == "cpu":
         _check_memory(models, machine, total, sum(needed), pool_bytes)
@@ -215,7 +222,7 @@ def plan_unit(
 
 def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
     """The pools of `models`, and who shares them."""
-    return group_pools([KVShape(m.name, m.architecture.head_dim, m.resolved_dtype) for m in models])
+    return group_pools([KVShape(m.name, m.architecture.head_dim, m.resolved_dtype, m.block_tokens) for m in models])
 
 
 def least_pool_bytes(models: Sequence[ModelDemand]) -> int:
@@ -280,7 +287,7 @@ def _pages(model: ModelDemand, block_tokens: int, length: int) -> int:
     return math.ceil(length / block_tokens) * model.pages_per_block
 
 
-def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | None, needed: int) -> int:
+def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | None, needed: int, units: int) -> int:
     """Bytes for all pools together on each rank."""
     if asked is not None:
         return asked
@@ -291,7 +298,7 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     limit = machine.memory_bytes * AUTO_MEMORY
     if machine.shared_memory_bytes is not None:
         limit = min(limit, machine.shared_memory_bytes * SHARED_MEMORY)
-    size = max(min(wanted, limit / models[0].ranks), needed)
+    size = max(min(wanted, limit / models[0].ranks / units), needed)
     return math.ceil(size / _MIB) * _MIB
 
 

@@ -1,32 +1,39 @@
-"""From a fleet file to what every process of the unit is told."""
+"""From a fleet file to what every process of a unit is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
 from muxserve.cluster.gpu_unit import GpuUnit
+from muxserve.cluster.rules import levels_of, migration_of
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
 from muxserve.gpu.budget import BudgetError, Needs
+from muxserve.replicas.migration import MigrationRules
 from placement import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, UnitPlan, plan_unit
 
-UNIT = "unit0"
+UNIT = "u0"
 
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A fleet that fits the machine. `unit` has the planner's notes for the user; `gpu` is None for serving on CPU."""
+    """A unit that fits the machine: `fleet` has its models alone. `unit` has the planner's notes for the user; `gpu` is
+    None for serving on CPU. `serves` are the models that have engines from the beginning; None: all. `units`: how
+    many units the machine's memory is for."""
 
     fleet: Fleet
     unit: UnitPlan
     demands: tuple[ModelDemand, ...]
     machine: Machine
     gpu: GpuUnit | None = None
+    name: str = UNIT
+    serves: tuple[str, ...] | None = None
+    units: int = 1
 
     @property
     def architectures(self) -> tuple[ModelArchitecture, ...]:
@@ -38,9 +45,19 @@ class FleetPlan:
         """What was decided for the user, in words."""
         return (*(self.gpu.describe() if self.gpu else ()), *self.unit.notes)
 
+    @property
+    def served(self) -> tuple[str, ...]:
+        """The models that have engines from the beginning."""
+        return tuple(model.name for model in self.fleet.models) if self.serves is None else self.serves
+
     def with_fleet(self, fleet: Fleet) -> FleetPlan:
         """The same plan for the same fleet with other model paths."""
         return replace(self, fleet=fleet)
+
+    def with_paths(self, fleet: Fleet) -> FleetPlan:
+        """The same plan with the model paths of `fleet`, which has these models and perhaps others."""
+        models = [each.model_copy(update={"path": fleet.model(each.name).path}) for each in self.fleet.models]
+        return replace(self, fleet=self.fleet.with_models(models))
 
     def with_gpu(self, gpu: GpuUnit) -> FleetPlan:
         """The same plan with the GPUs shared in another way."""
@@ -54,18 +71,36 @@ class FleetPlan:
         """
         assert self.gpu is not None, "on a CPU nothing is measured"
         gpu = self.gpu.measured(needs)
-        return replace(self, gpu=gpu, unit=_unit(self.fleet, self.demands, self.machine, gpu))
+        return replace(self, gpu=gpu, unit=_unit(self.fleet, self.demands, self.machine, gpu, self.units))
 
 
-def plan_fleet(fleet: Fleet, machine: Machine, hub: Hub | None = None, gpu: GpuUnit | None = None) -> FleetPlan:
-    """Read every model's architecture and plan the machine.
+def plan_fleet(
+    fleet: Fleet,
+    machine: Machine,
+    hub: Hub | None = None,
+    gpu: GpuUnit | None = None,
+    *,
+    units: int = 1,
+    block_tokens: Mapping[str, int] | None = None,
+) -> FleetPlan:
+    """Read every model's architecture and plan one unit of all of them.
 
     Args:
         gpu: the GPUs to serve on; None: the CPU.
+        units: how many units the machine's memory is for.
+        block_tokens: tokens of a block of models that have replicas elsewhere.
 
     Raises:
         FleetError: a model cannot be served or the fleet does not fit; all reasons, with file and line.
     """
+    demands = demands_of(fleet, machine, hub, gpu, block_tokens or {})
+    return FleetPlan(fleet, _unit(fleet, demands, machine, gpu, units), demands, machine, gpu, units=units)
+
+
+def demands_of(
+    fleet: Fleet, machine: Machine, hub: Hub | None, gpu: GpuUnit | None, block_tokens: Mapping[str, int]
+) -> tuple[ModelDemand, ...]:
+    """What the models need of a unit; arguments and errors are those of `plan_fleet`."""
     hub = hub or HuggingFaceHub()
     problems: list[Problem] = []
     demands: list[ModelDemand] = []
@@ -76,20 +111,20 @@ def plan_fleet(fleet: Fleet, machine: Machine, hub: Hub | None = None, gpu: GpuU
         if getattr(fleet.cluster, key) and gpu is None:
             message = f"this works on the CPU of this machine only; leave {key} out here"
             problems.append(fleet.problem(("cluster", key), message))
-    for index, model in enumerate(fleet.models):
+    for model in fleet.models:
         try:
             architecture = architecture_of(model, hub)
         except CheckpointError as error:
-            problems.append(fleet.problem(("models", index, "path" if model.path else "hub"), str(error)))
+            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", str(error)))
             continue
-        demand = _demand(model, architecture, threads, ranks)
+        demand = replace(_demand(model, architecture, threads, ranks), block_tokens=block_tokens.get(model.name))
         demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
         if gpu is not None and demands[-1].dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
-            problems.append(fleet.problem(("models", index, "dtype"), message))
+            problems.append(fleet.model_problem(model.name, "dtype", message))
     if problems:
         raise FleetError(problems)
-    return FleetPlan(fleet, _unit(fleet, demands, machine, gpu), tuple(demands), machine, gpu)
+    return tuple(demands)
 
 
 def gpu_dtype(model: Model, architecture: ModelArchitecture) -> str:
@@ -99,11 +134,11 @@ def gpu_dtype(model: Model, architecture: ModelArchitecture) -> str:
     return "bfloat16" if architecture.dtype == "float32" else architecture.dtype
 
 
-def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: GpuUnit | None) -> UnitPlan:
+def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: GpuUnit | None, units: int) -> UnitPlan:
     size, cores = _known(fleet.kv_pool.size), _known(fleet.cluster.cores)
     try:
         if gpu is None:
-            return plan_unit(demands, machine, cores, size)
+            return plan_unit(demands, machine, cores, size, units=units)
         return plan_unit(demands, machine, cores, gpu.pool(demands, size), "cuda")
     except BudgetError as error:
         raise FleetError([fleet.problem(("cluster", "gpu_memory"), str(error))]) from None
@@ -119,13 +154,13 @@ def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None)
     """
     hub = hub or HuggingFaceHub()
     models, problems = [], []
-    for index, model in enumerate(fleet.models):
+    for model in fleet.models:
         if model.hub is not None:
             progress(f"fetching {model.hub}")
             try:
                 model = model.model_copy(update={"path": str(hub.snapshot(model.hub, model.revision))})
             except CheckpointError as error:
-                problems.append(fleet.problem(("models", index, "hub"), str(error)))
+                problems.append(fleet.model_problem(model.name, "hub", str(error)))
         models.append(model)
     if problems:
         raise FleetError(problems)
@@ -133,8 +168,7 @@ def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None)
 
 
 def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: int | None = None) -> Deployment:
-    """The deployment of a planned fleet whose models are all local; `host` and `port` override the fleet file's."""
-    gateway = plan.fleet.gateway
+    """The deployment of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
     pools = [PoolDeployment(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
     models = [_model(*of) for of in zip(plan.fleet.models, plan.unit.models, plan.demands, strict=True)]
     if plan.gpu is not None:
@@ -145,20 +179,31 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
         ]
     return Deployment(
         run_dir=run_dir,
-        unit=UNIT,
+        unit=plan.name,
         policy=plan.fleet.policy,
         cores=plan.unit.cores,
         pools=pools,
         models=models,
-        gateway=GatewayDeployment(
-            host=gateway.host if host is None else host,
-            port=gateway.port if port is None else port,
-            api_keys=gateway.keys,
-            max_body_bytes=gateway.max_body,
-            drain_seconds=gateway.drain_seconds,
-        ),
+        gateway=gateway_of(plan.fleet, host, port),
         ranks=plan.demands[0].ranks,
         gpu=plan.gpu.deployed if plan.gpu else None,
+        migration_bandwidth=float((plan.fleet.migration and plan.fleet.migration.bandwidth) or 0),
+        migration=migration_of(plan.fleet) or MigrationRules(),
+        levels=levels_of(plan.fleet),
+        default_level=plan.fleet.default_level,
+    )
+
+
+def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -> GatewayDeployment:
+    """The endpoint of a fleet; `host` and `port` override the fleet file's."""
+    gateway = fleet.gateway
+    return GatewayDeployment(
+        host=gateway.host if host is None else host,
+        port=gateway.port if port is None else port,
+        api_keys=gateway.keys,
+        max_body_bytes=gateway.max_body,
+        drain_seconds=gateway.drain_seconds,
+        count=gateway.count,
     )
 
 
@@ -208,8 +253,7 @@ def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelDeploymen
 def _problem(fleet: Fleet, problem: PlanProblem) -> Problem:
     if problem.model is None:
         return fleet.problem(tuple(problem.key.split(".")), problem.message)
-    index = next(i for i, model in enumerate(fleet.models) if model.name == problem.model)
-    return fleet.problem(("models", index, problem.key), problem.message)
+    return fleet.model_problem(problem.model, problem.key, problem.message)
 
 
 def _known(value: int | str) -> int | None:
