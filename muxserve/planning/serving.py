@@ -1,20 +1,262 @@
-"""What `muxserve deploy` serves: one unit of this machine, on its CPU or its GPUs, planned here or by a plan file."""
+"""What `muxserve deploy` serves: units of this machine, on its CPU or its GPUs, planned here or by a plan file.
+
+Without a plan file unit `u0` has all models, `u1` those with at least two replicas at the start, and so on; a unit that
+is started later has one model alone. With a plan file the units are the plan's. All replicas of a model have blocks of
+the same size, so that requests can move between them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from muxserve.cluster.checkpoints import Hub
-from muxserve.cluster.plan import FleetPlan, plan_fleet
-from muxserve.config import Fleet, FleetError, Problem
+from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
+from muxserve.cluster.gpu_unit import GpuUnit
+from muxserve.cluster.plan import FleetPlan, demands_of, plan_fleet
+from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
+from muxserve.deployment import Deployment, FleetDeployment, ModelDeployment
+from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.cpu import CPU
 from muxserve.planning.gpus import gpu_unit
 from muxserve.planning.planfile import load_plan
-from placement import Machine
+from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
+from placement.words import enumerate_words, format_size
+
+
+class NoRoomError(Exception):
+    """A unit more does not fit; the message says why and what to do."""
+
+
+class FleetPlanner:
+    """Plans the units of a fleet: those at its start, and later ones.
+
+    Args:
+        fleet: as declared. `fleet` may be replaced by one with other model paths.
+        machine: cores and memory before anything is started.
+        gpus: asked for the machine's GPUs if the fleet or its plan wants some.
+    """
+
+    def __init__(self, fleet: Fleet, machine: Machine, gpus: Callable[[], GpuMachine], hub: Hub | None = None) -> None:
+        self.fleet = fleet
+        self._machine = machine
+        self._gpus = gpus
+        self._hub = hub or HuggingFaceHub()
+        # The GPUs of the fleet, also those that no unit uses yet, and how many a unit gets.
+        self._chosen: tuple[Gpu, ...] = ()
+        self._per_unit = 0
+
+    @property
+    def _on_ray(self) -> bool:
+        return self.fleet.cluster.launcher == "ray"
+
+    @property
+    def _wants_gpus(self) -> bool:
+        return bool(self.fleet.cluster.gpus or self.fleet.cluster.gpu_ids)
+
+    # ------------------------------------------------------------ at the start
+
+    def at_start(self, plan_file: str | os.PathLike[str] | None = None) -> list[FleetPlan]:
+        """The units at the start.
+
+        Args:
+            plan_file: what `muxserve plan -o` has written.
+
+        Raises:
+            FleetError: the fleet does not fit, its models cannot be served, or the plan is not for this machine.
+        """
+        fleet = self.fleet
+        if fleet.cluster.nodes:
+            message = "this version serves one machine; write `gpus` instead (nodes are for muxserve plan and simulate)"
+            raise FleetError([fleet.problem(("cluster", "nodes"), message)])
+        if self._on_ray and self._wants_gpus:
+            message = "units on GPUs are started on this machine only; leave launcher out, or serve on CPU"
+            raise FleetError([fleet.problem(("cluster", "launcher"), message)])
+        plans = self._planned() if plan_file is None else self._placed(plan_file)
+        if plans[0].gpu is None and not self._on_ray:
+            _check_together(fleet, plans, self._machine)
+        return plans
+
+    def _planned(self) -> list[FleetPlan]:
+        fleet = self.fleet
+        gpus: list[GpuUnit | None] = [None] * units_at_start(fleet)
+        parts = [_part(fleet, number) for number in range(len(gpus))]
+        if self._wants_gpus:
+            gpus = [gpu_unit(part, self._gpus(), self._hub) for part in self._with_gpus(parts)]
+        blocks = self._block_tokens(gpus[0]) if possible_units(fleet) > 1 else {}
+        units = self._sharing()
+        plans = []
+        for number, (part, gpu) in enumerate(zip(parts, gpus, strict=True)):
+            plan = plan_fleet(part, self._machine, self._hub, gpu, units=units, block_tokens=blocks)
+            serves = tuple(model.name for model in part.models if model.replicas.at_start > number)
+            plans.append(replace(plan, name=f"u{number}", serves=serves))
+        return plans
+
+    def _with_gpus(self, parts: Sequence[Fleet]) -> list[Fleet]:
+        """The parts with GPUs of their own. Those of units that may be started later stay free."""
+        fleet, cluster = self.fleet, self.fleet.cluster
+        possible = possible_units(fleet)
+        count = len(cluster.gpu_ids) or cluster.gpus
+        self._choose(count)
+        self._per_unit, rest = divmod(count, possible)
+        if possible == 1:
+            return list(parts)
+        key = ("cluster", "gpu_ids" if cluster.gpu_ids else "gpus")
+        if not self._per_unit:
+            message = f"{count} are too few for {possible} units, one for each replica ({_who_replicates(fleet)})"
+            raise FleetError([fleet.problem(key, f"{message}; each needs a GPU of its own at least")])
+        if rest:
+            message = f"{count} cannot be divided evenly among {possible} units ({_who_replicates(fleet)})"
+            raise FleetError([fleet.problem(key, f"{message}; give a multiple of {possible}, or fewer replicas")])
+        return [
+            _on_gpus(part, self._chosen[number * self._per_unit :][: self._per_unit])
+            for number, part in enumerate(parts)
+        ]
+
+    def _choose(self, count: int) -> None:
+        try:
+            self._chosen = choose(self._gpus(), count, self.fleet.cluster.gpu_ids)
+        except GpuChoiceError as error:
+            raise FleetError([self.fleet.problem(("cluster", error.key), str(error))]) from None
+
+    def _block_tokens(self, gpu: GpuUnit | None) -> dict[str, int]:
+        """Tokens of a block, as if all models were in one unit."""
+        groups = pool_groups(demands_of(self.fleet, self._machine, self._hub, gpu, {}))
+        return {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
+
+    def _sharing(self) -> int:
+        """How many units the memory of a machine is for. On Ray they are spread over machines like this one."""
+        alone = self._on_ray and self.fleet.cluster.ray.placement == "spread"
+        return 1 if alone else possible_units(self.fleet)
+
+    # ------------------------------------------------------------ as a plan has it
+
+    def _placed(self, plan_file: str | os.PathLike[str]) -> list[FleetPlan]:
+        fleet = self.fleet
+        placement = load_plan(plan_file, fleet)
+        units = placement.units
+        on_gpus = {unit.device for unit in units} != {CPU}
+        if on_gpus and len(placement.cluster.nodes) > 1:
+            count = len(placement.cluster.nodes)
+            raise _wrong(plan_file, f"the plan is for {count} machines with GPUs; this version serves those of one")
+        if on_gpus and CPU in {unit.device for unit in units}:
+            raise _wrong(plan_file, "the plan has units on CPU and on GPUs; this version serves one kind")
+        _check_replicas(fleet, plan_file, units)
+        parts = [_as_placed(fleet, unit, self._machine.cores) for unit in units]
+        gpus: list[GpuUnit | None] = [None] * len(units)
+        if not on_gpus and self._wants_gpus:
+            raise _wrong(plan_file, "the plan is for a CPU, but the fleet file wants GPUs; make it anew")
+        if on_gpus:
+            found = self._gpus()
+            parts = self._on_planned_gpus(plan_file, units, parts)
+            gpus = [gpu_unit(part, found, self._hub, unit) for part, unit in zip(parts, units, strict=True)]
+        several = len(units) > 1 or possible_units(fleet) > 1
+        blocks = self._block_tokens(gpus[0]) if several else {}
+        return [
+            replace(
+                plan_fleet(part, self._machine, self._hub, gpu, units=len(units), block_tokens=blocks),
+                name=f"u{number}",
+            )
+            for number, (part, gpu) in enumerate(zip(parts, gpus, strict=True))
+        ]
+
+    def _on_planned_gpus(
+        self, plan_file: str | os.PathLike[str], units: Sequence[PlacedUnit], parts: Sequence[Fleet]
+    ) -> list[Fleet]:
+        """The parts with the GPUs that stand for the devices of the plan, in their order."""
+        cluster = self.fleet.cluster
+        devices = sorted(number for unit in units for number in unit.devices)
+        have = len(cluster.gpu_ids) or cluster.gpus
+        several = len(units) > 1 or have > len(devices)
+        if self._wants_gpus and (have < len(devices) or (have != len(devices) and len(units) == 1)):
+            what = f"unit has {len(devices)} GPUs" if len(units) == 1 else f"units have {len(devices)} GPUs"
+            raise _wrong(plan_file, f"the plan's {what}, the fleet file {have}; make it anew")
+        self._choose(have or len(devices))
+        self._per_unit = len(units[0].devices)
+        if not several:
+            return list(parts)
+        gpus = dict(zip(devices, self._chosen, strict=False))
+        return [
+            _on_gpus(part, [gpus[number] for number in unit.devices]) for part, unit in zip(parts, units, strict=True)
+        ]
+
+    # ------------------------------------------------------------ later
+
+    def unit(self, name: str, models: Sequence[str], running: FleetDeployment) -> FleetPlan:
+        """A unit more, beside those that run; asks for nothing that takes long.
+
+        Its replicas are as those of the models that the fleet offers: the same blocks and lengths.
+
+        Raises:
+            NoRoomError: it does not fit.
+        """
+        units = [entry.deployment for entry in running.units]
+        offered = {model.name: model for model in running.models}
+        fleet = self.fleet.with_models([_like(self.fleet.model(each), offered.get(each)) for each in models])
+        blocks = {each: offered[each].block_tokens for each in models if each in offered}
+        try:
+            gpu = None
+            machine = self._machine
+            if self._wants_gpus or any(each.gpu is not None for each in units):
+                gpu = self._free_gpus(fleet, units)
+            elif not self._on_ray:
+                machine = self._left(units)
+            count = max(self._sharing(), len(units) + 1)
+            plan = plan_fleet(fleet, machine, self._hub, gpu, units=count, block_tokens=blocks)
+        except FleetError as error:
+            words = "; ".join(problem.message for problem in error.problems)
+            raise NoRoomError(
+                f"there is no room for a unit with {enumerate_words(list(models))} more: {words}"
+            ) from None
+        return replace(plan, name=name)
+
+    def _left(self, units: Sequence[Deployment]) -> Machine:
+        """The machine without what running units take."""
+        pools = sum(pool.num_pages * pool.page_bytes * unit.ranks for unit in units for pool in unit.pools)
+        weights = sum(self._weights(unit) for unit in units)
+        machine = self._machine
+        shared = machine.shared_memory_bytes
+        return replace(
+            machine,
+            memory_bytes=max(0, machine.memory_bytes - pools - weights),
+            shared_memory_bytes=None if shared is None else max(0, shared - pools),
+        )
+
+    def _weights(self, unit: Deployment) -> int:
+        total = 0
+        for model in unit.models:
+            try:
+                architecture = architecture_of(self.fleet.model(model.name), self._hub)
+            except (KeyError, CheckpointError):
+                continue  # removed meanwhile: its weights are gone
+            total += architecture.weight_bytes(model.dtype)
+        return total
+
+    def _free_gpus(self, fleet: Fleet, units: Sequence[Deployment]) -> GpuUnit:
+        used = {uuid for unit in units if unit.gpu is not None for uuid in unit.gpu.uuids}
+        free = [gpu for gpu in self._chosen if gpu.uuid not in used]
+        names = {model.name for model in fleet.models}
+        count = next((u.ranks for u in units if names & {m.name for m in u.models}), self._per_unit)
+        if len(free) < count:
+            key = "gpu_ids" if self.fleet.cluster.gpu_ids else "gpus"
+            message = f"it needs {count} GPUs of its own, and of the fleet's {len(self._chosen)} {len(free)} are free"
+            raise FleetError([fleet.problem(("cluster", key), f"{message}; drain another unit, or deploy with more")])
+        unit = gpu_unit(_on_gpus(fleet, free[:count]), self._gpus(), self._hub)
+        sharing = next((each.gpu.sm_sharing for each in units if each.gpu is not None), unit.sharing)
+        return replace(unit, sharing=sharing)
+
+    # ------------------------------------------------------------ what is declared
+
+    def declare(self, added: Fleet) -> None:
+        """The fleet has the models of `added` from now on."""
+        self.fleet = self.fleet.with_models([*self.fleet.models, *added.models])
+
+    def forget(self, model: str) -> None:
+        """The fleet has that model no longer."""
+        self.fleet = self.fleet.with_models([each for each in self.fleet.models if each.name != model])
 
 
 def plan_to_serve(
@@ -24,63 +266,121 @@ def plan_to_serve(
     plan_file: str | os.PathLike[str] | None = None,
     hub: Hub | None = None,
 ) -> FleetPlan:
-    """The plan of this machine.
-
-    Args:
-        gpus: asked for the machine's GPUs if the fleet or its plan wants some.
-        plan_file: what `muxserve plan -o` has written.
+    """The plan of a fleet that is one unit.
 
     Raises:
-        FleetError: the fleet does not fit, its models cannot be served, or the plan is not for one unit here.
+        FleetError: see `FleetPlanner.at_start`; or there are several units.
     """
-    if fleet.cluster.nodes:
-        message = "this version serves one machine; write `gpus` instead (nodes are for muxserve plan and simulate)"
-        raise FleetError([fleet.problem(("cluster", "nodes"), message)])
-    placed = None if plan_file is None else placed_unit(fleet, plan_file)
-    wants_gpus = bool(fleet.cluster.gpus or fleet.cluster.gpu_ids)
-    if placed is None:
-        return plan_fleet(fleet, machine, hub, gpu_unit(fleet, gpus(), hub) if wants_gpus else None)
-    if placed.device == CPU:
-        if wants_gpus:
-            raise _wrong(plan_file, "the plan is for a CPU, but the fleet file wants GPUs; make it anew")
-        return plan_fleet(_on_cpu(fleet, placed, machine.cores), machine, hub)
-    if wants_gpus and len(placed.devices) != (len(fleet.cluster.gpu_ids) or fleet.cluster.gpus):
-        have = len(fleet.cluster.gpu_ids) or fleet.cluster.gpus
-        raise _wrong(plan_file, f"the plan's unit has {len(placed.devices)} GPUs, the fleet file {have}; make it anew")
-    fleet = _with_rates(fleet, placed)
-    return plan_fleet(fleet, machine, hub, gpu_unit(fleet, gpus(), hub, placed))
+    plans = FleetPlanner(fleet, machine, gpus, hub).at_start(plan_file)
+    if len(plans) > 1:
+        raise FleetError([fleet.problem(("models",), f"makes {len(plans)} units; this version serves one")])
+    return plans[0]
 
 
-def placed_unit(fleet: Fleet, path: str | os.PathLike[str]) -> PlacedUnit:
-    """The only unit of a plan file.
-
-    Raises:
-        FleetError: the plan is not one of this fleet, or has several units.
-    """
-    units = load_plan(path, fleet).units
-    if len(units) != 1:
-        raise _wrong(path, f"the plan has {len(units)} units; this version serves one unit on one machine")
-    return units[0]
+def units_at_start(fleet: Fleet) -> int:
+    """How many units a fleet begins with, without a plan."""
+    return max(1, *(model.replicas.at_start for model in fleet.models))
 
 
-def _on_cpu(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
-    """The fleet with the plan's size of the pool, rates, and threads (a model's prefill and decode engines run on the
-    same number; the larger share counts)."""
-    shares = {each.model: max(each.prefill_share, each.decode_share) for each in unit.models}
+def possible_units(fleet: Fleet) -> int:
+    """How many units there can be when every model has as many replicas as it may."""
+    more = (r.max - max(r.at_start, 1) for r in (model.replicas for model in fleet.models))
+    return units_at_start(fleet) + sum(more)
+
+
+def notes_of(plans: Sequence[FleetPlan]) -> list[str]:
+    """What was decided for the user, in words."""
+    if len(plans) == 1:
+        return list(plans[0].notes)
+    notes = [f"{plan.name}: {note}" for plan in plans for note in plan.notes]
+    if plans[0].gpu is None and plans[0].fleet.cluster.launcher == "local":
+        notes.append(f"{len(plans)} units share the {plans[0].unit.cores} cores; each has a pool of its own")
+    return notes
+
+
+def _part(fleet: Fleet, number: int) -> Fleet:
+    """The models of unit `number`, each with its part of the rate. Those with no replica at the start are in the first
+    one, where they can be woken soonest."""
     models = [
-        model.model_copy(update={"threads": max(1, min(cores, round(shares[model.name] * cores)))})
-        for model in _with_rates(fleet, unit).models
+        model.model_copy(update={"rate": model.rate / max(1, model.replicas.at_start)})
+        for model in fleet.models
+        if max(1, model.replicas.at_start) > number
     ]
-    pool = fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})
-    return fleet.model_copy(update={"models": models, "kv_pool": pool})
+    return fleet.with_models(models)
 
 
-def _with_rates(fleet: Fleet, unit: PlacedUnit) -> Fleet:
-    """The fleet with the plan's rates. On GPUs the pool's size is left to what is measured there."""
-    rates = {each.model: each.rate for each in unit.models}
-    models = [model.model_copy(update={"rate": rates[model.name]}) for model in fleet.models]
-    return fleet.model_copy(update={"models": models})
+def _like(model: Model, offered: ModelDeployment | None) -> Model:
+    """A replica more of a model that is offered."""
+    if offered is None:
+        return model
+    return model.model_copy(update={"rate": offered.rate, "max_len": offered.max_len})
 
 
-def _wrong(path: str | os.PathLike[str] | None, message: str) -> FleetError:
-    return FleetError([Problem(message, str(Path(path or "")), 1)])
+def _on_gpus(fleet: Fleet, gpus: Sequence[Gpu]) -> Fleet:
+    ids = {"gpu_ids": [gpu.uuid for gpu in gpus], "gpus": 0}
+    return fleet.model_copy(update={"cluster": fleet.cluster.model_copy(update=ids)})
+
+
+def _as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
+    """The models of a planned unit with the plan's rates; on CPU also with its size of the pool and threads (a model's
+    prefill and decode engines run on the same number; the larger share counts). On GPUs the pool's size is left to what
+    is measured there."""
+    models = []
+    for each in unit.models:
+        update: dict[str, object] = {"rate": each.rate}
+        if unit.device == CPU:
+            share = max(each.prefill_share, each.decode_share)
+            update["threads"] = max(1, min(cores, round(share * cores)))
+        models.append(fleet.model(each.model).model_copy(update=update))
+    part = fleet.with_models(models)
+    if unit.device != CPU:
+        return part
+    return part.model_copy(update={"kv_pool": fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})})
+
+
+def _check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:
+    """Where the fleet file says how many replicas there are, the plan must agree."""
+    for model in fleet.models:
+        bounds = model.replicas
+        count = sum(model.name == each.model for unit in units for each in unit.models)
+        if bounds.scales and not bounds.min <= count <= bounds.max:
+            message = f"the plan has {count} replicas of {model.name}, the fleet file {bounds.min} to {bounds.max}"
+        elif not bounds.scales and bounds.max not in (1, count):
+            message = f"the plan has {count} replicas of {model.name}, the fleet file {bounds.max}"
+        else:
+            continue
+        raise _wrong(path, f"{message}; make it anew, or change `replicas`")
+
+
+def _check_together(fleet: Fleet, plans: Sequence[FleetPlan], machine: Machine) -> None:
+    """Each unit fits; together they may not."""
+    if len(plans) == 1:
+        return
+    pools = sum(plan.unit.pool_bytes * plan.demands[0].ranks for plan in plans)
+    weights = sum(d.architecture.weight_bytes(d.resolved_dtype) for plan in plans for d in plan.demands)
+    count, shared = len(plans), machine.shared_memory_bytes
+    key = ("kv_pool", "size") if fleet.kv_pool.size != AUTO else ("models",)
+    if shared is not None and pools > shared:
+        message = (
+            f"the pools of {count} units take {format_size(pools)} together, but only {format_size(shared)} of shared "
+            "memory (/dev/shm) are free; make it larger (docker run --shm-size), or the pools smaller (kv_pool.size)"
+        )
+        raise FleetError([fleet.problem(key, message)])
+    if pools + weights > machine.memory_bytes:
+        message = (
+            f"{count} units need {format_size(weights)} for weights (every unit loads its own) and "
+            f"{format_size(pools)} for pools, but the memory is {format_size(machine.memory_bytes)}; "
+            "have fewer replicas, or smaller pools (kv_pool.size is of one unit)"
+        )
+        raise FleetError([fleet.problem(key, message)])
+
+
+def _who_replicates(fleet: Fleet) -> str:
+    several = {model.name: model.replicas.max for model in fleet.models if model.replicas.max > 1}
+    return enumerate_words(
+        [f"{name}: {'up to ' if fleet.model(name).replicas.scales else ''}{count}" for name, count in several.items()]
+    )
+
+
+def _wrong(path: str | os.PathLike[str], message: str) -> FleetError:
+    return FleetError([Problem(message, str(Path(path)), 1)])

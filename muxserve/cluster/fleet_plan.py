@@ -1,0 +1,77 @@
+"""From planned units to what the controller starts and what every process of the fleet is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from muxserve.cluster.plan import FleetPlan, deployment_of, gateway_of
+from muxserve.cluster.rules import levels_of, migration_of, scaling_of
+from muxserve.cluster.sizing import PoolSizer
+from muxserve.cluster.units import DEPLOYMENT_FILE, PlannedUnit
+from muxserve.config import Fleet
+from muxserve.deployment import FleetDeployment, Keys, ModelDeployment, UnitEntry
+
+
+def planned_unit(
+    plan: FleetPlan, run_dir: str, host: str | None = None, port: int | None = None, keys: Keys | None = None
+) -> PlannedUnit:
+    """What starts a planned unit whose models are all local.
+
+    Args:
+        run_dir: of the fleet; the unit's is below it.
+        host, port: of the endpoint, instead of the fleet file's.
+        keys: the fleet's, if it is reached from other machines.
+    """
+    deployment = deployment_of(plan, os.path.join(run_dir, plan.name), host, port)
+    deployment = msgspec.structs.replace(deployment, keys=keys)
+    sizer = None
+    if plan.gpu is not None:
+        sizer = PoolSizer(plan, deployment, Path(deployment.run_dir) / DEPLOYMENT_FILE)
+    return PlannedUnit(deployment, plan.served, sizer)
+
+
+def fleet_deployment(
+    fleet: Fleet,
+    units: Sequence[PlannedUnit],
+    run_dir: str,
+    host: str | None = None,
+    port: int | None = None,
+    keys: Keys | None = None,
+    tokens_host: str = "",
+) -> FleetDeployment:
+    """The fleet as it is at the start. Arguments are those of `planned_unit`; `tokens_host` is the address under which
+    engines of other machines reach the gateways."""
+    return FleetDeployment(
+        run_dir=run_dir,
+        gateway=gateway_of(fleet, host, port),
+        models=offered((unit.deployment.models for unit in units), [model.name for model in fleet.models]),
+        units=[
+            UnitEntry(
+                unit.deployment, unit.deployment.unit_address, unit.deployment.migrator_address, list(unit.serves)
+            )
+            for unit in units
+        ],
+        scaling=scaling_of(fleet),
+        migration=migration_of(fleet),
+        levels=levels_of(fleet),
+        default_level=fleet.default_level,
+        key_levels=fleet.gateway.key_priorities,
+        keys=keys,
+        tokens_host=tokens_host,
+    )
+
+
+def offered(units: Iterable[Iterable[ModelDeployment]], order: Sequence[str]) -> list[ModelDeployment]:
+    """The models as the endpoint offers them, in that order: where replicas differ, the one with the shortest length.
+    Models that no unit has are left out."""
+    smallest: dict[str, ModelDeployment] = {}
+    for models in units:
+        for model in models:
+            known = smallest.get(model.name)
+            if known is None or model.max_len < known.max_len:
+                smallest[model.name] = model
+    return [smallest[name] for name in order if name in smallest]
