@@ -1,0 +1,308 @@
+"""Two real units of one model on this machine, whose gateway and global scheduler are played by the program itself.
+
+Used by `migration.py` and by the tests of live migration. Every process of a unit is the real one; what is played is
+who asks: requests are submitted with vLLM's own encoding, tokens are taken as they come, and requests are made to move
+by saying that a replica is to be drained and paired with the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from muxserve import deployment as deployments
+from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve.profiling.bodies import Bodies
+from muxserve.wire import (
+    Cancel,
+    GatewayHello,
+    Load,
+    Loads,
+    Lost,
+    Message,
+    Paired,
+    Refused,
+    SchedulerHello,
+    Submit,
+    Terminating,
+    TokensHeader,
+    TookOver,
+    UnitHello,
+    Unpaired,
+    decode,
+    encode,
+)
+
+MODEL = "m"
+START_SECONDS = 180.0
+
+
+@dataclass
+class Seen:
+    """What the client sees of a request: when each output token came, and from which engine. `tokens` are their ids,
+    `moved_at` when another unit said that it has it."""
+
+    unit: str
+    submitted: float
+    prompt_tokens: int
+    at: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+    moved_at: float = 0.0
+    early: dict[int, list[int]] = field(default_factory=dict)
+
+    def gaps(self, since: float = 0.0, until: float = float("inf")) -> list[float]:
+        """Seconds between tokens whose later one came in that time."""
+        pairs = zip(self.at, self.at[1:], strict=False)
+        return [later - earlier for earlier, later in pairs if since <= earlier and later <= until]
+
+
+def unit_deployment(
+    run_dir: Path, name: str, checkpoint: Path, *, max_len: int, blocks: int, threads: int = 1, **changes: Any
+) -> Deployment:
+    """A unit with one model, whose shape is read from its checkpoint."""
+    shape = msgspec.json.decode((checkpoint / "config.json").read_bytes())
+    layers, heads, head_dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
+    block_tokens = 32
+    pages = blocks * layers * heads + 1
+    model = ModelDeployment(
+        name=MODEL,
+        path=str(checkpoint),
+        pool="main",
+        dtype="float32",
+        layers=layers,
+        kv_heads=heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+        num_blocks=blocks + 1,
+        quota_pages=pages,
+        floor_pages=pages // 2,
+        max_len=max_len,
+        rate=1.0,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        prefix_caching=changes.pop("prefix_caching", False),
+        threads=threads,
+        prefill_share=0.5,
+        decode_share=0.5,
+        max_concurrency=64,
+        max_queue=64,
+    )
+    pool = PoolDeployment("main", 2 * block_tokens * head_dim * 4, pages)
+    return Deployment(str(run_dir), name, "adbs", 1, [pool], [model], GatewayDeployment("127.0.0.1", 0), **changes)
+
+
+class Unit:
+    """One of them, in processes of its own."""
+
+    def __init__(self, deployment: Deployment, command: list[str]) -> None:
+        self.deployment = deployment
+        self.name = deployment.unit
+        run_dir = Path(deployment.run_dir)
+        run_dir.mkdir(parents=True, mode=0o700)
+        self.file = run_dir / "deployment.json"
+        deployments.save(deployment, self.file)
+        self.log = run_dir / "host.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--deployment", str(self.file), "--migrates"], stdout=subprocess.PIPE, stderr=log
+            )
+        self.events: list[dict[str, Any]] = []
+
+    def wait_ready(self) -> None:
+        """Until everything is up."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.append(msgspec.json.decode(line))
+            if self.events[-1].get("event") == "Ready":
+                return
+        raise RuntimeError(f"unit {self.name} did not start: {self.events[-3:]}, {self.log.read_text()[-2000:]}")
+
+    def close(self) -> None:
+        """End it, with all its processes."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+class TwoUnits:
+    """Both, and who asks them. A context manager; `pump` takes in what they say."""
+
+    def __init__(self, make: Callable[[str], Deployment], command: list[str] | None = None) -> None:
+        command = command or [sys.executable, "-m", "muxserve.cluster.unit_host"]
+        self.units = {name: Unit(make(name), command) for name in ("a", "b")}
+        self.epoch = secrets.token_hex(4)
+        self.requests: dict[str, Seen] = {}
+        self.loads: dict[str, Load] = {}
+        self.lost: deque[tuple[str, Message]] = deque()
+        self._context = zmq.Context()
+        self._links: dict[tuple[str, str], zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._greeted: set[str] = set()
+        self._count = 0
+
+    def __enter__(self) -> TwoUnits:
+        try:
+            for unit in self.units.values():
+                unit.wait_ready()
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything."""
+        for unit in self.units.values():
+            unit.close()
+        for link in self._links.values():
+            link.close(linger=0)
+        self._context.term()
+
+    def _connect(self) -> None:
+        run_dir = next(iter(self.units.values())).deployment.run_dir
+        address = f"ipc://{run_dir}/tokens.sock"
+        self._tokens = self._context.socket(zmq.PULL)
+        self._tokens.bind(address)
+        self._links["", "tokens"] = self._tokens
+        for name, unit in self.units.items():
+            for role, hello in (
+                ("gateway", GatewayHello(self.epoch, address)),
+                ("scheduler", SchedulerHello(self.epoch)),
+            ):
+                link = self._context.socket(zmq.DEALER)
+                link.setsockopt(zmq.IDENTITY, f"{role}/{self.epoch}".encode())
+                link.connect(unit.deployment.unit_address)
+                link.send(encode(hello))
+                self._links[name, role] = link
+        for link in self._links.values():
+            self._poller.register(link, zmq.POLLIN)
+        self.pump(lambda: len(self._greeted) == 2 and len(self.loads) == 2)
+
+    # ------------------------------------------------------------ messages
+
+    def pump(self, until: Callable[[], bool], seconds: float = 120.0) -> None:
+        """Take in messages until something is so.
+
+        Raises:
+            TimeoutError: it is not so in time.
+        """
+        end = time.monotonic() + seconds
+        while not until():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"after {seconds:g} s: {self.requests}, {list(self.lost)}")
+            ready = dict(self._poller.poll(min(left, 0.05) * 1000))
+            now = time.monotonic()
+            for (unit, role), link in self._links.items():
+                if link in ready:
+                    with contextlib.suppress(zmq.Again):
+                        while True:
+                            self._take(unit, role, link.recv_multipart(zmq.NOBLOCK), now)
+
+    def wait(self, seconds: float) -> None:
+        """Take in messages for so long."""
+        end = time.monotonic() + seconds
+        self.pump(lambda: time.monotonic() >= end, seconds + 1.0)
+
+    def send(self, unit: str, role: str, message: Message) -> None:
+        """As the gateway or the global scheduler."""
+        self._links[unit, role].send(encode(message))
+
+    def _take(self, unit: str, role: str, frames: list[bytes], now: float) -> None:
+        message = decode(frames[0])
+        match message:
+            case TokensHeader():
+                self._tokens_came(message, frames[1:], now)
+            case UnitHello():
+                self._greeted.add(unit)
+            case Loads():
+                for load in message.loads:
+                    self.loads[unit] = load
+            case TookOver():
+                seen = self.requests.get(message.request_id)
+                if seen is None:
+                    self.send(unit, "gateway", Cancel([message.request_id]))
+                else:
+                    seen.unit, seen.moved_at = unit, now
+            case Lost() | Refused():
+                self.lost.append((unit, message))
+
+    def _tokens_came(self, header: TokensHeader, frames: list[bytes], now: float) -> None:
+        outputs = msgspec.msgpack.decode(frames[0])[1]
+        for (request_id, _, offset), output in zip(header.entries, outputs, strict=True):
+            seen = self.requests.get(request_id)
+            if seen is None:
+                continue
+            # Two engines have two connections: the first token of one may overtake the last of the other.
+            seen.early[offset] = output[1]
+            seen.finished = seen.finished or (len(output) > 5 and output[5] is not None)
+            for at in sorted(seen.early):
+                if at <= len(seen.tokens):
+                    new = seen.early.pop(at)[len(seen.tokens) - at :]
+                    seen.tokens += new
+                    seen.at += [now] * len(new)
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, unit: str, body: bytes, prompt_tokens: int, max_tokens: int, level: str = "normal") -> str:
+        """Have a request served by that unit."""
+        self._count += 1
+        name = f"r{self._count}"
+        self.requests[name] = Seen(unit, time.monotonic(), prompt_tokens)
+        message = Submit(
+            name, MODEL, 0, prompt_tokens, max_tokens, time.monotonic(), body, scheduling=level, execution=level
+        )
+        self.send(unit, "gateway", message)
+        return name
+
+    def cancel(self, name: str) -> None:
+        """Nobody wants it any more."""
+        self.send(self.requests[name].unit, "gateway", Cancel([name]))
+
+    def begin_moving(self, source: str) -> float:
+        """Let the unit give a request away to the other one, whichever it chooses; returns when it was told."""
+        other = self.units["b" if source == "a" else "a"]
+        now = time.monotonic()
+        self.send(source, "scheduler", Terminating(MODEL, True))
+        self.send(
+            source,
+            "scheduler",
+            Paired(MODEL, other.name, other.deployment.migrator_address, self.loads[other.name]),
+        )
+        return now
+
+    def end_moving(self, source: str) -> None:
+        """No more."""
+        self.send(source, "scheduler", Unpaired(MODEL))
+        self.send(source, "scheduler", Terminating(MODEL, False))
+
+
+def bodies(wanted: list[tuple[int, int, int]], vocabulary: int) -> list[list[bytes]]:
+    """Requests in vLLM's encoding: for each (count, prompt tokens, output tokens), that many."""
+
+    async def make() -> list[list[bytes]]:
+        async with Bodies() as maker:
+            return [await maker.make(count, prompt, output, vocabulary) for count, prompt, output in wanted]
+
+    return asyncio.run(make())
