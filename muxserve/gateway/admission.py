@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
 
@@ -15,24 +16,39 @@ MAX_RETRY_AFTER_SECONDS = 60
 SMOOTHING = 0.2
 
 
-class Keys:
-    """The API keys that open the endpoint; none at all lets everyone in."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who may come in; `level` is the priority level that the key has, if it has one."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [sha256(key.encode()).digest() for key in keys]
+    level: str | None = None
+
+
+class Keys:
+    """The API keys that open the endpoint; none at all lets everyone in.
+
+    Args:
+        keys: the keys.
+        levels: the priority levels of those that have one.
+    """
+
+    def __init__(self, keys: Iterable[str], levels: Mapping[str, str] | None = None) -> None:
+        self._anyone = Caller()
+        self._callers = [(sha256(key.encode()).digest(), Caller((levels or {}).get(key))) for key in keys]
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._callers)
 
-    def allow(self, presented: bytes | None) -> bool:
-        """Whether `presented` is one of the keys. Takes the same time whichever it is, and wherever it differs."""
-        if not self._digests:
-            return True
+    def admit(self, presented: bytes | None) -> Caller | None:
+        """Who comes with the key `presented`; None if it is none of ours. Takes the same time whichever it is, and
+        wherever it differs."""
+        if not self._callers:
+            return self._anyone
         digest = sha256(presented or b"").digest()
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(digest, known)
-        return found and presented is not None
+        found = None
+        for known, caller in self._callers:
+            if hmac.compare_digest(digest, known):
+                found = caller
+        return found if presented is not None else None
 
 
 def presented_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
@@ -66,6 +82,15 @@ class Gate:
         self.mean_seconds = 1.0
         self._waiting: deque[object] = deque()
 
+    def resize(self, max_concurrency: int, max_queue: int) -> list[object]:
+        """Other limits from now on. Returns the tickets that enter because of that."""
+        self.max_concurrency, self.max_queue = max_concurrency, max_queue
+        entering = []
+        while self._waiting and self.inside < self.max_concurrency:
+            entering.append(self._waiting.popleft())
+            self.inside += 1
+        return entering
+
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
@@ -84,7 +109,7 @@ class Gate:
     def leave(self, seconds: float) -> object | None:
         """A request that was inside for `seconds` is done. Returns the ticket that enters in its place, if any."""
         self.mean_seconds += SMOOTHING * (seconds - self.mean_seconds)
-        if self._waiting:
+        if self._waiting and self.inside <= self.max_concurrency:
             return self._waiting.popleft()
         self.inside -= 1
         return None

@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from muxserve.gateway.admission import Keys, presented_key
 from muxserve.gateway.body import ClientGoneError, Replay, model_of, read_body
-from muxserve.gateway.errors import App, Receive, RequestError, Scope, Send, respond_error, respond_json
+from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
+from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
@@ -44,13 +46,21 @@ MODELS = "/models/"
 Page = Callable[[Send], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that is offered: vLLM's application, and its entry in `/v1/models`."""
+
+    app: App
+    card: object
+
+
 class Endpoint:
-    """The ASGI application of a gateway.
+    """The ASGI application of a gateway. What it offers, whom it lets in and the levels may change at any time.
 
     Args:
-        apps: each model's application.
-        cards: each model's entry in `/v1/models`.
+        models: what is offered.
         keys: who may come in.
+        priorities: the levels that requests may ask for.
         turnstile: how many of them at once.
         measures: where rejections are counted.
         pages: answers of paths about the server itself, for GET.
@@ -60,24 +70,23 @@ class Endpoint:
 
     def __init__(
         self,
-        apps: Mapping[str, App],
-        cards: Mapping[str, object],
+        models: Mapping[str, Served],
         keys: Keys,
+        priorities: Priorities,
         turnstile: Turnstile,
         measures: Measures,
         pages: Mapping[str, Page],
         open_pages: frozenset[str],
         max_body_bytes: int,
     ) -> None:
-        self._apps = dict(apps)
-        self._cards = dict(cards)
-        self._keys = keys
+        self.models = models
+        self.keys = keys
+        self.priorities = priorities
         self._turnstile = turnstile
         self._measures = measures
         self._pages = dict(pages)
         self._open_pages = open_pages
         self._max_body_bytes = max_body_bytes
-        self._only = next(iter(self._apps)) if len(self._apps) == 1 else None
         self.draining = False
         self.ended = False
 
@@ -96,7 +105,8 @@ class Endpoint:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         path: str = scope["path"]
-        if path not in self._open_pages and not self._keys.allow(presented_key(scope["headers"])):
+        caller = self.keys.admit(presented_key(scope["headers"]))
+        if caller is None and path not in self._open_pages:
             self._measures.rejected("", "key")
             raise RequestError(
                 HTTPStatus.UNAUTHORIZED,
@@ -106,12 +116,12 @@ class Endpoint:
         name = None
         if path.startswith(MODELS):
             name, _, rest = path.removeprefix(MODELS).partition("/")
-            if name not in self._apps:
+            if name not in self.models:
                 raise self._unknown_model(name)
             path = f"/{rest}"
             if path in ("/", "/v1/models"):
                 _only_get(scope)
-                await respond_json(send, {"object": "list", "data": [self._cards[name]]})
+                await respond_json(send, {"object": "list", "data": [self.models[name].card]})
                 return
         elif path in self._pages:
             _only_get(scope)
@@ -119,7 +129,7 @@ class Endpoint:
             return
         elif path == "/v1/models":
             _only_get(scope)
-            await respond_json(send, {"object": "list", "data": list(self._cards.values())})
+            await respond_json(send, {"object": "list", "data": [model.card for model in self.models.values()]})
             return
         elif path.startswith("/v1/models/"):
             _only_get(scope)
@@ -133,6 +143,7 @@ class Endpoint:
             raise RequestError(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['path']} takes POST only", headers=[(b"allow", b"POST")]
             )
+        http.priority = self.priorities.of(scope["headers"], caller.level if caller else None)
         await self._serve(name, path, scope, receive, send, http)
 
     async def _serve(
@@ -145,35 +156,36 @@ class Endpoint:
         if name is None:
             name = self._model(asked)
         replay = Replay(receive, body, http)
+        served = self.models[name]  # to its end, also if the model is removed meanwhile
         inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
         try:
             if path in GENERATE:
                 async with self._turnstile.turn(name, replay):
                     if self.ended:  # while it waited for its turn
                         raise self._shutting_down(name)
-                    await self._apps[name](inner, replay, send)
+                    await served.app(inner, replay, _with_retry_after(send, http))
             else:
-                await self._apps[name](inner, replay, send)
+                await served.app(inner, replay, send)
         finally:
             replay.unwatch()
 
     def _model(self, asked: str | None) -> str:
         if asked is None:
-            if self._only is not None:
-                return self._only
+            if len(self.models) == 1:
+                return next(iter(self.models))
             raise RequestError(
                 HTTPStatus.BAD_REQUEST,
                 f"'model' is missing; this server has {self._names()}",
                 param="model",
             )
-        if asked not in self._apps:
+        if asked not in self.models:
             raise self._unknown_model(asked)
         return asked
 
     async def _card(self, name: str, send: Send) -> None:
-        if name not in self._cards:
+        if name not in self.models:
             raise self._unknown_model(name)
-        await respond_json(send, self._cards[name])
+        await respond_json(send, self.models[name].card)
 
     def _shutting_down(self, name: str | None) -> RequestError:
         self._measures.rejected(name or "", "draining")
@@ -189,7 +201,18 @@ class Endpoint:
         )
 
     def _names(self) -> str:
-        return ", ".join(self._apps)
+        return ", ".join(self.models) or "none"
+
+
+def _with_retry_after(send: Send, http: HttpRequest) -> Send:
+    """`send` that tells a client when to come back, if that is known when the answer begins."""
+
+    async def sending(message: Message) -> None:
+        if http.retry_after is not None and message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"retry-after", str(http.retry_after).encode())]
+        await send(message)
+
+    return sending
 
 
 def _only_get(scope: Scope) -> None:

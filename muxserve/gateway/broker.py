@@ -1,4 +1,7 @@
-"""Between the models' front ends and the unit: follows every request to its end, whoever dies in between."""
+"""Between the models' front ends and the units: follows every request to its end, whoever dies in between.
+
+What to do is decided by `Router`; here are the sockets and the clock.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
-from muxserve.gateway.link import UnitLink
+import zmq
+
+from muxserve.deployment import FleetDeployment, UnitEntry
+from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.measure import Measures, Outcome
-from muxserve.gateway.requests import Output, RequestTable, Tracked
-from muxserve.wire import Cancel, Lost, Message, Refused, StateRequest, TokensHeader, UnitState
+from muxserve.gateway.outbox import Failure
+from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.routing import Router
+from muxserve.gateway.tokens import TokensSocket
+from muxserve.gateway.tracked import Output, Tracked
+from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState
 
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.25
+# What a client is told that asked for a model which was not ready in time: it may well be soon.
+RETRY_AFTER_SECONDS = 5
 
 
 class FrontEnd(Protocol):
@@ -27,59 +40,112 @@ class FrontEnd(Protocol):
     def deliver(self, batch: object, engine: int, outputs: list[Output]) -> None:
         """Hand `outputs` on; `batch` is what they came in."""
 
-    def fail(self, front_id: str, message: str, for_good: bool) -> list[str]:
-        """End a request with an error; returns the front ids of all requests that end with it.
-
-        Args:
-            for_good: the request can never be served (the client's mistake), else it may be tried again.
-        """
+    def fail(self, front_id: str, message: str, failure: Failure) -> list[str]:
+        """End a request with an error; returns the front ids of all requests that end with it."""
 
 
 class Broker:
-    """Owns the request table and the link to the unit of one gateway process."""
+    """Owns the requests and the links of one gateway process.
 
-    def __init__(self, epoch: str, unit_address: str, gateway_address: str, measures: Measures) -> None:
+    Args:
+        fleet: the units, and the keys to reach them.
+        index: which of the fleet's gateways this is.
+        epoch: this process.
+        measures: where ends, repetitions and moves are counted.
+    """
+
+    def __init__(self, fleet: FleetDeployment, index: int, epoch: str, measures: Measures) -> None:
         self.table = RequestTable(epoch)
+        self.router = Router(self.table)
         self.measures = measures
-        self.unit_epoch: str | None = None
+        self.links: dict[str, UnitLink] = {}
+        self.scheduler: SchedulerLink | None = None
+        self._fleet = fleet
+        self._index = index
+        self._epoch = epoch
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._tokens = TokensSocket(self._context, epoch, fleet.tokens_address(index), self._take_tokens)
         self._front_ends: dict[str, FrontEnd] = {}
-        self._cancelled_while_down: list[str] = []
-        self._state_waiters: list[asyncio.Future[dict[str, object] | None]] = []
+        self._asked_states: dict[str, list[asyncio.Future[dict[str, object] | None]]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self.link = UnitLink(
-            epoch,
-            unit_address,
-            gateway_address,
-            on_up=self._unit_up,
-            on_down=self._unit_down,
-            on_message=self._message,
-            on_tokens=self._tokens,
-        )
+        self._deadline: asyncio.TimerHandle | None = None
 
     def attach(self, model: str, front_end: FrontEnd) -> None:
         """Deliver what comes for `model` to `front_end`."""
         self._front_ends[model] = front_end
 
+    def detach(self, model: str) -> None:
+        """`model` has no front end any more."""
+        self._front_ends.pop(model, None)
+
     def start(self) -> None:
-        """Open the sockets; must be called in the event loop."""
-        self.link.start()
+        """Open the sockets; must be called in the event loop.
+
+        Raises:
+            zmq.ZMQError: the address for tokens cannot be bound.
+            muxserve.network.NetworkError: likewise, for units of other machines.
+        """
+        self._tokens.start()
+        self.learn(self._fleet)
+
+    def learn(self, fleet: FleetDeployment) -> None:
+        """The fleet has changed: link the units that are new, and leave those that are gone."""
+        self._fleet = fleet
+        addresses = {unit.name: unit.unit_address for unit in fleet.units}
+        for name, link in list(self.links.items()):
+            if addresses.get(name) != link.address:
+                log.info("unit %s is gone from the fleet", name)
+                link.close()
+                del self.links[name]
+                self._unit_down(name)
+        for unit in fleet.units:
+            if unit.name not in self.links:
+                link = self.links[unit.name] = self._link(unit)
+                link.start()
+        self._learn_scheduler(fleet)
+        names = [model.name for model in fleet.models]
+        self.router.learn(
+            {name: fleet.unit(name).serves for name in self.links},
+            filter(fleet.placed_by_scheduler, names),
+            names,
+            time.monotonic(),
+        )
+        self._flush()
 
     def close(self) -> None:
         """Cancel what is left and close the sockets."""
-        left = [request.request_id for request in self.table.all()]
-        if left and self.link.up:
-            self.link.send(Cancel(left))
-        if self._timer is not None:
-            self._timer.cancel()
-        self.link.close()
+        left = self.table.all()
+        for request in left:
+            self.table.remove(request)
+        self.router.cancel(left)
+        self._flush()
+        for timer in (self._timer, self._deadline):
+            if timer is not None:
+                timer.cancel()
+        for link in self.links.values():
+            link.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
+        self._tokens.close()
+        self._context.term()
 
     # ------------------------------------------------------------ from the front ends
 
+    @property
+    def scheduler_word(self) -> str:
+        """`up` or `down`; `not needed` where there is nothing to choose."""
+        if self.scheduler is None:
+            return "not needed"
+        return "up" if self.router.placing.scheduler_up else "down"
+
+    def unit_is_up(self, unit: str) -> bool:
+        """Whether the unit scheduler is there."""
+        return unit in self.router.placing.up
+
     def submit(self, request: Tracked) -> None:
         """Serve a new request."""
-        self.table.add(request)
-        if self.link.up:
-            self._send(request)
+        self.router.submit(request, time.monotonic())
+        self._flush()
         self._look_later()
 
     def cancel(self, model: str, front_ids: Iterable[str], outcome: Callable[[Tracked], Outcome]) -> None:
@@ -87,103 +153,117 @@ class Broker:
         gone = self.table.cancel(model, front_ids)
         for request in gone:
             self.measures.ended(request, outcome(request), time.monotonic())
-        sent = [request.request_id for request in gone if request.sent]
-        if not sent:
-            return
-        if self.link.up:
-            self.link.send(Cancel(sent))
-        else:
-            self._cancelled_while_down += sent
+        self.router.cancel(gone)
+        self._flush()
 
     def end_all(self, message: str) -> None:
         """End every request with an error."""
         for request in self.table.all():
             # Choices of one prompt end together; the others of this list may be gone already.
-            if self.table.cancel(request.model, [request.front_id]):
-                if request.sent and self.link.up:
-                    self.link.send(Cancel([request.request_id]))
-                self._fail(request, message, for_good=False)
+            gone = self.table.cancel(request.model, [request.front_id])
+            if gone:
+                self.router.cancel(gone)
+                self._fail(request, message, Failure.AGAIN)
+        self._flush()
 
-    async def unit_state(self, timeout: float) -> dict[str, object] | None:
-        """The unit's state, asked for now; None if it does not answer within `timeout` seconds."""
-        if not self.link.up:
+    async def unit_state(self, unit: str, timeout: float) -> dict[str, object] | None:
+        """A unit's state, asked for now; None if it does not answer within `timeout` seconds."""
+        link = self.links.get(unit)
+        if link is None or not link.up:
             return None
         waiter: asyncio.Future[dict[str, object] | None] = asyncio.get_running_loop().create_future()
-        self._state_waiters.append(waiter)
-        if len(self._state_waiters) == 1:
-            self.link.send(StateRequest())
+        waiters = self._asked_states.setdefault(unit, [])
+        waiters.append(waiter)
+        if len(waiters) == 1:
+            link.send(StateRequest())
         try:
             return await asyncio.wait_for(waiter, timeout)
         except TimeoutError:
             return None
         finally:
-            if waiter in self._state_waiters:
-                self._state_waiters.remove(waiter)
+            if waiter in waiters:
+                waiters.remove(waiter)
 
-    # ------------------------------------------------------------ from the unit scheduler
+    # ------------------------------------------------------------ from the links
 
-    def _unit_up(self, epoch: str) -> None:
-        if self.unit_epoch is not None and epoch != self.unit_epoch:
-            log.warning("a new unit scheduler: submitting %d requests again", len(self.table))
-            self._cancelled_while_down.clear()
-            self._again(*self.table.unit_restarted(), "unit_restarted", "the unit scheduler died again and again")
-        self.unit_epoch = epoch
-        if self._cancelled_while_down:
-            self.link.send(Cancel(self._cancelled_while_down))
-            self._cancelled_while_down = []
-        for request in self.table.unsent():
-            self._send(request)
+    def _link(self, unit: UnitEntry) -> UnitLink:
+        name, keys = unit.name, self._fleet.keys
+        reply_to = self._tokens.address
+        if unit.remote and keys is not None:
+            reply_to = self._tokens.open_tcp(self._fleet.tokens_host, keys)
+        return UnitLink(
+            self._context,
+            name,
+            self._epoch,
+            self._index,
+            unit.unit_address,
+            reply_to,
+            keys,
+            on_up=partial(self._unit_up, name),
+            on_down=partial(self._unit_down, name),
+            on_message=partial(self._take, name),
+        )
 
-    def _unit_down(self) -> None:
-        self._answer(None)
+    def _learn_scheduler(self, fleet: FleetDeployment) -> None:
+        wanted = any(fleet.placed_by_scheduler(model.name) for model in fleet.models)
+        if wanted and self.scheduler is None:
+            self.scheduler = SchedulerLink(
+                self._context,
+                self._epoch,
+                fleet.scheduler_address,
+                on_up=self._scheduler_up,
+                on_down=self._scheduler_down,
+                on_message=self._take_scheduled,
+            )
+            self.scheduler.start()
+        elif not wanted and self.scheduler is not None:
+            self.scheduler.close()
+            self.scheduler = None
+            self.router.placing.scheduler_gone(time.monotonic())
 
-    def _message(self, message: Message) -> None:
+    def _unit_up(self, unit: str, epoch: str) -> None:
+        self.router.unit_up(unit, epoch, time.monotonic())
+        self._flush()
+
+    def _unit_down(self, unit: str) -> None:
+        self._answer(unit, None)
+        self.router.unit_down(unit, time.monotonic())
+        self._flush()
+
+    def _take(self, unit: str, message: Message) -> None:
+        if isinstance(message, UnitState):
+            self._answer(unit, message.state)
+        elif self.router.take(unit, message, time.monotonic()):
+            self._flush()
+        else:
+            log.warning("unexpected %s from the unit scheduler of %s", type(message).__name__, unit)
+
+    def _scheduler_up(self) -> None:
+        self.router.placing.scheduler_connected(time.monotonic())
+        self._flush()
+
+    def _scheduler_down(self) -> None:
+        self.router.placing.scheduler_gone(time.monotonic())
+        self._flush()
+
+    def _take_scheduled(self, message: Message) -> None:
         match message:
-            case Lost():
-                log.warning("%d requests lost: %s", len(message.request_ids), message.reason)
-                self._again(*self.table.lost(message.request_ids), "engine_lost", message.reason)
-            case Refused():
-                request = self.table.refused(message.request_id, message.attempt)
-                if request is not None:
-                    self._fail(request, message.message, for_good=True)
-            case UnitState():
-                self._answer(message.state)
+            case Placed():
+                self.router.placing.placed(message, time.monotonic())
+            case NotPlaced():
+                self.router.placing.not_placed(message, time.monotonic())
             case _:
-                log.warning("unexpected %s from the unit scheduler", type(message).__name__)
+                log.warning("unexpected %s from the global scheduler", type(message).__name__)
+        self._flush()
 
-    def _answer(self, state: dict[str, object] | None) -> None:
-        waiters, self._state_waiters = self._state_waiters, []
-        for waiter in waiters:
+    def _answer(self, unit: str, state: dict[str, object] | None) -> None:
+        for waiter in self._asked_states.pop(unit, []):
             if not waiter.done():
                 waiter.set_result(state)
 
-    def _again(self, again: list[Tracked], given_up: list[Tracked], why: str, reason: str) -> None:
-        for request in again:
-            self.measures.resubmitted(request.model, why)
-            if self.link.up:
-                self._send(request)
-            else:
-                request.sent = False
-        for request in given_up:
-            self._fail(
-                request,
-                f"the request was tried {request.tries} times, and each time whoever served it died ({reason})",
-                for_good=False,
-            )
-
-    def _fail(self, request: Tracked, message: str, for_good: bool) -> None:
-        """End `request`, no longer in the table, and those that share its fate (its siblings when n > 1)."""
-        self.measures.ended(request, Outcome.REFUSED if for_good else Outcome.FAILED, time.monotonic())
-        others = self._front_ends[request.model].fail(request.front_id, message, for_good)
-        self.cancel(request.model, others, lambda _: Outcome.FAILED)
-
-    def _send(self, request: Tracked) -> None:
-        request.sent = True
-        self.link.send(request.submit())
-
     # ------------------------------------------------------------ from the engines
 
-    def _tokens(self, header: TokensHeader, frames: list[bytes]) -> None:
+    def _take_tokens(self, header: TokensHeader, frames: list[bytes]) -> None:
         front_end = self._front_ends.get(header.model)
         if front_end is None:
             log.warning("tokens of unknown model %s", header.model)
@@ -196,39 +276,65 @@ class Broker:
             ready.append(output)
             if output.finish_reason is not None:
                 self.measures.ended(request, Outcome.of_finish(output.finish_reason), now)
-                if request.asked and self.link.up:
-                    # The unit may have been asked for it again just when it had finished.
-                    self.link.send(Cancel([request.request_id]))
+                self.router.finished(request)
         front_end.deliver(batch, header.engine, ready)
         for request in taken.dropped:
-            self._replace(request, "dropped")
+            self.router.replace(request, now, "dropped")
+        self._flush()
+
+    # ------------------------------------------------------------ inside
+
+    def _flush(self) -> None:
+        """Do what the router has decided."""
+        out = self.router.out
+        while out.units or out.scheduler or out.failed or out.again or out.moved:
+            units, out.units = out.units, []
+            for unit, message in units:
+                link = self.links.get(unit)
+                if link is not None:
+                    link.send(message)
+            scheduler, out.scheduler = out.scheduler, []
+            if self.scheduler is not None:
+                for message in scheduler:
+                    self.scheduler.send(message)
+            again, out.again = out.again, []
+            for model, why in again:
+                self.measures.resubmitted(model, why)
+            moved, out.moved = out.moved, []
+            for model, source, destination in moved:
+                self.measures.moved(model, source, destination)
+            failed, out.failed = out.failed, []
+            for request, text, failure in failed:
+                self._fail(request, text, failure)
+        if self._deadline is None and (at := self.router.placing.next_deadline) is not None:
+            self._deadline = asyncio.get_running_loop().call_later(max(0.0, at - time.monotonic()), self._expire)
+
+    def _expire(self) -> None:
+        self._deadline = None
+        self.router.placing.expire(time.monotonic())
+        self._flush()
+
+    def _fail(self, request: Tracked, message: str, failure: Failure) -> None:
+        """End `request`, no longer in the table, and those that share its fate (its siblings when n > 1)."""
+        self.measures.ended(request, Outcome.REFUSED if failure is Failure.NEVER else Outcome.FAILED, time.monotonic())
+        if failure is Failure.LATE and request.context is not None:
+            request.context.retry_after = RETRY_AFTER_SECONDS
+        front_end = self._front_ends.get(request.model)
+        others = front_end.fail(request.front_id, message, failure) if front_end is not None else []
+        self.cancel(request.model, others, lambda _: Outcome.FAILED)
 
     def _look_later(self) -> None:
         if self._timer is None and len(self.table):
             self._timer = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._look)
 
     def _look(self) -> None:
-        """Look for requests whose tokens were lost on the way."""
+        """Look for requests whose tokens were lost on the way, and for those that have no unit."""
         self._timer = None
         now = time.monotonic()
         for request in self.table.overdue(now):
             log.warning("tokens of request %s were lost on the way; serving it again", request.request_id)
-            self._replace(request, "tokens_lost")
-        if self.link.up:
-            for request in self.table.quiet(now):
-                self._send(request)
+            self.router.replace(request, now, "tokens_lost")
+        self.router.repeat_quiet(now)
+        self.router.placing.retry(now)
+        self._flush()
         self._look_later()
-
-    def _replace(self, request: Tracked, why: str) -> None:
-        """Serve `request` again under a new id, since an engine may still have it under the old one."""
-        old_id = request.request_id
-        if not self.table.replace(request):
-            self._fail(request, "engines dropped the request again and again", for_good=False)
-            return
-        self.measures.resubmitted(request.model, why)
-        if self.link.up:
-            self.link.send(Cancel([old_id]))
-            self._send(request)
-        else:
-            self._cancelled_while_down.append(old_id)
-            request.sent = False

@@ -17,7 +17,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.measure import Outcome, current_http
-from muxserve.gateway.requests import Output, Tracked
+from muxserve.gateway.outbox import Failure
+from muxserve.gateway.priorities import Priority
+from muxserve.gateway.tracked import Output, Tracked
 
 TASKS: tuple[SupportedTask, ...] = ("generate",)
 
@@ -54,12 +56,13 @@ class UnitEngineClient(EngineCoreClient):
             assert params is not None
             assert prompt is not None
             wire_id = self.broker.table.new_id()
-            body = self._encode(request, wire_id)
+            http = current_http.get()
+            priority = http.priority if http is not None else Priority()
+            body = self._encode(request, wire_id, priority)
         except BaseException:
             # AsyncLLM registered the request before it asked us, and does not take it back itself.
             self._end(front_id)
             raise
-        http = current_http.get()
         self.broker.submit(
             Tracked(
                 request_id=wire_id,
@@ -69,7 +72,9 @@ class UnitEngineClient(EngineCoreClient):
                 prompt_tokens=len(prompt),
                 max_tokens=params.max_tokens or 0,
                 arrival=http.arrival if http is not None else time.monotonic(),
-                priority=request.priority,
+                priority=priority.queue(request.priority),
+                scheduling=priority.scheduling,
+                execution=priority.execution,
                 context=http,
             )
         )
@@ -110,12 +115,12 @@ class UnitEngineClient(EngineCoreClient):
         if outputs or batch.scheduler_stats is not None:
             self._batches.put_nowait(batch)
 
-    def fail(self, front_id: str, message: str, for_good: bool) -> list[str]:
+    def fail(self, front_id: str, message: str, failure: Failure) -> list[str]:
         """End a request, and its siblings if it is one of several choices, with an error for the client.
 
         Returns the front ids of all that ended, `front_id` included.
         """
-        if for_good:
+        if failure is Failure.NEVER:
             return self._end(front_id, VLLMValidationError(message))
         return self._end(front_id, GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE))
 
@@ -132,17 +137,18 @@ class UnitEngineClient(EngineCoreClient):
             state.queue.put(error)
         return ended
 
-    def _encode(self, request: EngineCoreRequest, wire_id: str) -> bytes:
-        """`request` in vLLM's encoding, under the id that the unit knows it by.
+    def _encode(self, request: EngineCoreRequest, wire_id: str, priority: Priority) -> bytes:
+        """`request` in vLLM's encoding, with the id that the unit knows it by and the priority that engines give it.
 
         Raises:
             VLLMValidationError: the request holds tensors.
         """
-        front_id, request.request_id = request.request_id, wire_id
+        theirs = request.request_id, request.priority
+        request.request_id, request.priority = wire_id, priority.engine(request.priority)
         try:
             frames = self._encoder.encode(request)
         finally:
-            request.request_id = front_id
+            request.request_id, request.priority = theirs
         if len(frames) != 1:
             raise VLLMValidationError("this endpoint serves text; the request holds tensors")
         return bytes(frames[0])

@@ -19,6 +19,7 @@ JSON = b"application/json"
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.METHOD_NOT_ALLOWED: "BadRequestError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "BadRequestError",

@@ -20,6 +20,8 @@ def bind(gateway: GatewayDeployment) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if gateway.count > 1:  # each has a socket of its own there, over which the kernel spreads the connections
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {where}: {error.strerror or error}") from None

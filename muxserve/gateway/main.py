@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from muxserve.deployment import FleetDeployment, load_fleet_deployment
+from muxserve.network import NetworkError
 
 BAD_INPUT = 2
 
@@ -42,6 +43,7 @@ def run(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Call
 
     Raises:
         OSError: the endpoint's address cannot be listened on.
+        NetworkError: engines of other machines could not reach this one.
         ValueError: vLLM refuses a model or one of its options.
         RuntimeError: the installed vLLM is not the one that the gateway was written for.
     """
@@ -73,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     address = f"http://{fleet.gateway.host}:{fleet.gateway.port}"
     try:
         run(fleet, args.index, args.lifeline_fd, lambda: logging.getLogger(__name__).info("listening on %s", address))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NetworkError) as error:
         print(f"the gateway cannot start: {error}", file=sys.stderr)
         return 1
     return 0

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from muxserve.deployment import ModelDeployment
-from muxserve.gateway.requests import Tracked
+from muxserve.gateway.priorities import Priority
+from muxserve.gateway.tracked import Tracked
 from muxserve.metrics import Objectives, time_per_token
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -22,10 +23,13 @@ TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.
 
 @dataclass(slots=True)
 class HttpRequest:
-    """The HTTP request that a task works for. `arrival` is in seconds of the monotonic clock."""
+    """The HTTP request that a task works for. `arrival` is in seconds of the monotonic clock; `retry_after`, in
+    seconds, is told to the client if the answer is 503."""
 
     arrival: float
     disconnected: bool = False
+    priority: Priority = field(default_factory=Priority)
+    retry_after: int | None = None
 
 
 current_http: ContextVar[HttpRequest | None] = ContextVar("current_http", default=None)
@@ -55,13 +59,10 @@ class Measures:
     """Latencies, SLO attainment and counts per model, in `registry`."""
 
     def __init__(self, models: Iterable[ModelDeployment], registry: CollectorRegistry) -> None:
-        self._objectives = {
-            model.name: Objectives.of_milliseconds(model.slo_ttft_ms, model.slo_tpot_ms) for model in models
-        }
+        self._objectives: dict[str, Objectives] = {}
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> dict[str, Histogram]:
-            metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
-            return {model: metric.labels(model) for model in self._objectives}
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
 
         self._ttft = histogram(
             "muxserve_time_to_first_token_seconds", "From the arrival of the HTTP request to its first token.", SECONDS
@@ -93,12 +94,27 @@ class Measures:
             ["model_name", "slo", "met"],
             registry=registry,
         )
-        for name, objectives in self._objectives.items():
-            for outcome in Outcome:
-                self._requests.labels(name, outcome.value)
-            for slo in objectives.names:
-                self._slo.labels(name, slo, "true")
-                self._slo.labels(name, slo, "false")
+        self._moved = Counter(
+            "muxserve_migrations",
+            "Requests that moved from unit to unit while they were served.",
+            ["model_name", "source", "destination"],
+            registry=registry,
+        )
+        for model in models:
+            self.add(model)
+
+    def add(self, model: ModelDeployment) -> None:
+        """Count for `model` as well, or to its objectives of now. What was counted for a model stays."""
+        name = model.name
+        objectives = Objectives.of_milliseconds(model.slo_ttft_ms, model.slo_tpot_ms)
+        self._objectives[name] = objectives
+        for histogram in (self._ttft, self._tpot, self._latency):
+            histogram.labels(name)
+        for outcome in Outcome:
+            self._requests.labels(name, outcome.value)
+        for slo in objectives.names:
+            self._slo.labels(name, slo, "true")
+            self._slo.labels(name, slo, "false")
 
     def ended(self, request: Tracked, outcome: Outcome, now: float) -> None:
         """Count a request that ended at `now`."""
@@ -107,17 +123,21 @@ class Measures:
         if outcome is not Outcome.COMPLETED or request.first_token_at is None or request.last_token_at is None:
             return
         ttft = request.first_token_at - request.arrival
-        self._ttft[name].observe(ttft)
-        self._latency[name].observe(request.last_token_at - request.arrival)
+        self._ttft.labels(name).observe(ttft)
+        self._latency.labels(name).observe(request.last_token_at - request.arrival)
         tpot = time_per_token(request.first_token_at, request.last_token_at, len(request.emitted))
         if tpot is not None:
-            self._tpot[name].observe(tpot)
+            self._tpot.labels(name).observe(tpot)
         for slo, good in self._objectives[name].met(ttft, tpot).items():
             self._slo.labels(name, slo, "true" if good else "false").inc()
 
     def resubmitted(self, model: str, reason: str) -> None:
         """Count a request that is served again."""
         self._resubmitted.labels(model, reason).inc()
+
+    def moved(self, model: str, source: str, destination: str) -> None:
+        """Count a request that another unit has taken over."""
+        self._moved.labels(model, source, destination).inc()
 
     def rejected(self, model: str, reason: str) -> None:
         """Count a request that was turned away; `model` is empty if it named none that we know."""

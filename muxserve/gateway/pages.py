@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 from muxserve.gateway.app import Page
 from muxserve.gateway.errors import Send, respond, respond_json
-from muxserve.gateway.gpus import GpuStatus
-from muxserve.gateway.status import MAX_AGE_SECONDS, Reports, UnitStatus
+from muxserve.gateway.reports import Reports
+from muxserve.gateway.status import MAX_AGE_SECONDS, FleetStatus
 
 
 class Pages:
@@ -21,11 +21,8 @@ class Pages:
     # Without a key: what load balancers and scrapers ask.
     OPEN: Final = frozenset({"/health", "/metrics", "/version"})
 
-    def __init__(
-        self, unit: UnitStatus, gpus: GpuStatus, reports: Reports, metrics: Collector, vllm_version: str
-    ) -> None:
-        self._unit = unit
-        self._gpus = gpus
+    def __init__(self, status: FleetStatus, reports: Reports, metrics: Collector, vllm_version: str) -> None:
+        self._status = status
         self._reports = reports
         self._metrics = metrics
         self._vllm_version = vllm_version
@@ -37,13 +34,13 @@ class Pages:
     async def health(self, send: Send) -> None:
         """Readiness, and the state of each model."""
         # Whoever waits for the start should not wait for a cache as well.
-        await self._unit.refresh(MAX_AGE_SECONDS if self._unit.was_ready else 0.0)
+        await self._status.refresh(MAX_AGE_SECONDS if self._status.was_ready else 0.0)
         status, body = self._reports.health()
         await respond_json(send, body, status)
 
     async def fleet(self, send: Send) -> None:
         """Everything that is known."""
-        await asyncio.gather(self._unit.refresh(), self._gpus.refresh())
+        await asyncio.gather(self._status.refresh(), self._status.refresh_gpus())
         await respond_json(send, self._reports.fleet())
 
     async def version(self, send: Send) -> None:
@@ -52,7 +49,7 @@ class Pages:
 
     async def metrics(self, send: Send) -> None:
         """Prometheus text."""
-        await asyncio.gather(self._unit.refresh(), self._gpus.refresh())
+        await asyncio.gather(self._status.refresh(), self._status.refresh_gpus())
         # Some milliseconds of pure Python: streams must not wait for it.
         text = await asyncio.to_thread(generate_latest, self._metrics)
         await respond(send, 200, text, CONTENT_TYPE_LATEST.encode())

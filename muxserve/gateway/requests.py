@@ -1,17 +1,17 @@
-"""What the gateway knows of every request in flight, and how a request survives the death of whoever served it.
+"""Every request in flight of a gateway, and its tokens: each reaches the front end once and in order.
 
-Pure: no socket, no clock, no vLLM import; it is told messages and the time, and answers what to send and what to
-deliver. The front end must see each request's tokens once and in order, whatever engines and unit schedulers die, and
-although a request's prefill and decode engine send on connections of their own.
+Pure: no socket, no clock, no vLLM import; it is told token messages and the time, and answers what to deliver. Tokens
+of one request come from several engines on connections of their own, from different units when it moved, and from
+engines that die with their last message on the way. `Router` decides where requests are served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from muxserve.wire import Submit
+from muxserve.gateway.tracked import QUIET_SECONDS, Output, Tracked, cut
 
 # Value of vLLM's FinishReason.ABORT; `vllm_seam.check` compares them.
 FINISH_ABORT = 2
@@ -23,65 +23,9 @@ MAX_TRIES = 8
 # are held back this long before the request is served again from where the hole begins.
 GAP_SECONDS = 2.0
 
-# Likewise its last words of all: then nobody has the request any more, and nobody says so. So the unit is asked again
-# for a request of which nothing was heard for this long; again after twice as long, and so on up to the longest.
-QUIET_SECONDS = 5.0
+# Likewise its last words of all: then nobody has the request any more, and nobody says so. So its unit is asked again
+# for a request of which nothing was heard for `QUIET_SECONDS`; again after twice as long, and so on up to this.
 LONGEST_QUIET_SECONDS = 60.0
-
-
-class Output(Protocol):
-    """The part of vLLM's `EngineCoreOutput` that is looked at here."""
-
-    request_id: str
-    new_token_ids: list[int]
-    new_logprobs: Any
-    new_prompt_logprobs_tensors: Any
-    new_sampling_mask: Any
-    finish_reason: Any
-
-
-@dataclass(slots=True, eq=False)
-class Tracked:
-    """A request in flight. `request_id` is its name on the wire, `front_id` its name in the model's front end.
-
-    Times are seconds of the monotonic clock. `context` belongs to the caller.
-    """
-
-    request_id: str
-    front_id: str
-    model: str
-    body: bytes
-    prompt_tokens: int
-    max_tokens: int
-    arrival: float
-    priority: int = 0
-    context: Any = None
-    attempt: int = 0
-    sent: bool = False
-    tries: int = 1
-    emitted: list[int] = field(default_factory=list)
-    early: dict[int, Output] = field(default_factory=dict)
-    gap_since: float | None = None
-    prompt_logprobs_told: bool = False
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    heard_at: float = 0.0
-    patience: float = QUIET_SECONDS
-    asked: bool = False
-
-    def submit(self) -> Submit:
-        """The message that asks the unit to serve the request, or what is left of it."""
-        return Submit(
-            request_id=self.request_id,
-            model=self.model,
-            attempt=self.attempt,
-            prompt_tokens=self.prompt_tokens,
-            max_tokens=self.max_tokens,
-            arrival=self.arrival,
-            body=self.body,
-            output_tokens=list(self.emitted),
-            priority=self.priority,
-        )
 
 
 @dataclass(slots=True)
@@ -104,6 +48,7 @@ class RequestTable:
         self._by_id: dict[str, Tracked] = {}
         self._by_front: dict[tuple[str, str], Tracked] = {}
         self._gapped: set[Tracked] = set()
+        self._at: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -134,6 +79,7 @@ class RequestTable:
     def add(self, request: Tracked) -> None:
         """Track a new request."""
         request.heard_at = request.arrival
+        self._at[request.unit] += 1
         self._by_id[request.request_id] = request
         self._by_front[request.model, request.front_id] = request
 
@@ -143,7 +89,7 @@ class RequestTable:
         for front_id in front_ids:
             request = self._by_front.get((model, front_id))
             if request is not None:
-                self._remove(request)
+                self.remove(request)
                 gone.append(request)
         return gone
 
@@ -172,83 +118,75 @@ class RequestTable:
         return taken
 
     def overdue(self, now: float) -> list[Tracked]:
-        """Requests with a gap that did not close in time: `replace` them."""
+        """Requests with a gap that did not close in time: they are to be served anew under another id."""
         return [r for r in self._gapped if r.gap_since is not None and now - r.gap_since >= self.gap_seconds]
 
-    def quiet(self, now: float) -> list[Tracked]:
-        """Requests to be submitted again as they are, since nothing was heard of them for long.
+    def quiet(self, now: float, units: Container[str]) -> list[Tracked]:
+        """Requests at `units` to be submitted there again as they are, since nothing was heard of them for long.
 
         A unit scheduler that has the request takes no notice. One that believes it finished serves the rest of it.
         """
         found = []
         for request in self._by_id.values():
-            if request.sent and now - request.heard_at >= request.patience:
+            if now - request.heard_at >= request.patience and request.unit in units:
                 request.heard_at = now
                 request.patience = min(2 * request.patience, LONGEST_QUIET_SECONDS)
-                request.asked = True
+                request.repeated_at.add(request.unit)
                 found.append(request)
         return found
 
-    def replace(self, request: Tracked) -> bool:
-        """Give `request` a new id and a new attempt, since its old one may still be served somewhere.
+    # ------------------------------------------------------------ where they are
 
-        False if it has been tried too often already; then it is forgotten.
+    def at(self, unit: str) -> list[Tracked]:
+        """The requests of that unit, oldest first."""
+        return [request for request in self._by_id.values() if request.unit == unit] if self._at[unit] else []
+
+    def count(self, unit: str) -> int:
+        """How many requests that unit has."""
+        return self._at[unit]
+
+    def assign(self, request: Tracked, unit: str) -> None:
+        """`request` is at `unit` from now on; "": nowhere."""
+        self._at[request.unit] -= 1
+        self._at[unit] += 1
+        request.unit = unit
+
+    def next_attempt(self, request: Tracked, died: bool) -> bool:
+        """`request` leaves its unit for a new attempt; what comes of the one before is dropped from now on.
+
+        Args:
+            died: the attempt failed.
+
+        Returns:
+            False if it has failed too often already; then it is forgotten.
         """
-        if request.tries >= self.max_tries:
-            self._remove(request)
+        if died and request.tries >= self.max_tries:
+            self.remove(request)
             return False
-        del self._by_id[request.request_id]
-        request.request_id = self.new_id()
-        self._by_id[request.request_id] = request
-        self._next_attempt(request)
-        return True
-
-    # ------------------------------------------------------------ the unit's side
-
-    def lost(self, request_ids: Iterable[str]) -> tuple[list[Tracked], list[Tracked]]:
-        """These requests' process died. Returns (to be submitted again, given up after too many tries)."""
-        again, given_up = [], []
-        for request_id in request_ids:
-            request = self._by_id.get(request_id)
-            if request is None:
-                continue
-            if request.tries >= self.max_tries:
-                self._remove(request)
-                given_up.append(request)
-            else:
-                self._next_attempt(request)
-                again.append(request)
-        return again, given_up
-
-    def unit_restarted(self) -> tuple[list[Tracked], list[Tracked]]:
-        """The unit scheduler lost its queues. Like `lost` for every request that it had been sent."""
-        return self.lost([request.request_id for request in self._by_id.values() if request.sent])
-
-    def unsent(self) -> list[Tracked]:
-        """Requests that came while there was no unit scheduler to send them to."""
-        return [request for request in self._by_id.values() if not request.sent]
-
-    def refused(self, request_id: str, attempt: int) -> Tracked | None:
-        """The unit will never serve this request; it is forgotten. None if that was not about its present attempt."""
-        request = self._by_id.get(request_id)
-        if request is None or request.attempt != attempt:
-            return None
-        self._remove(request)
-        return request
-
-    # ------------------------------------------------------------ inside
-
-    def _next_attempt(self, request: Tracked) -> None:
         request.attempt += 1
-        request.tries += 1
+        request.tries += died
+        request.repeated_at.clear()
+        request.moves = 0
         request.early.clear()
         request.gap_since = None
         self._gapped.discard(request)
+        self.assign(request, "")
+        return True
 
-    def _remove(self, request: Tracked) -> None:
-        self._by_id.pop(request.request_id, None)
+    def rename(self, request: Tracked) -> None:
+        """Give `request` a new id, since an engine may still have it under the old one."""
+        del self._by_id[request.request_id]
+        request.request_id = self.new_id()
+        self._by_id[request.request_id] = request
+
+    def remove(self, request: Tracked) -> None:
+        """Forget `request`."""
+        if self._by_id.pop(request.request_id, None) is not None:
+            self._at[request.unit] -= 1
         self._by_front.pop((request.model, request.front_id), None)
         self._gapped.discard(request)
+
+    # ------------------------------------------------------------ inside
 
     def _close_gap(self, request: Tracked, now: float, taken: Taken) -> None:
         early = request.early
@@ -286,17 +224,6 @@ class RequestTable:
             if not output.new_token_ids:
                 return
         else:
-            self._remove(request)
+            self.remove(request)
         output.request_id = request.front_id
         taken.ready.append((request, output))
-
-
-def cut(output: Output, seen: int) -> None:
-    """Take the first `seen` tokens out of `output`, with all that belongs to them."""
-    tokens = len(output.new_token_ids)
-    left = max(0, tokens - seen)
-    if output.new_logprobs is not None:
-        output.new_logprobs = output.new_logprobs.slice_request(seen, left) if left else None
-    if output.new_sampling_mask is not None:
-        output.new_sampling_mask = output.new_sampling_mask.slice_request(seen, left) if left else None
-    output.new_token_ids = output.new_token_ids[tokens - left :]

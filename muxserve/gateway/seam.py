@@ -29,24 +29,24 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from muxserve.deployment import ModelDeployment
 from muxserve.engine.vllm_args import frontend_args
+from muxserve.gateway.app import Served
 from muxserve.gateway.engine_client import TASKS, UnitEngineClient
 from muxserve.gateway.vllm_metrics import stat_logger
 
 
 @dataclass(slots=True)
 class ModelFrontEnd:
-    """One model's stock front end: `llm` makes requests of text, `app` has vLLM's routes."""
+    """One model's stock front end: `llm` makes requests of text."""
 
     model: ModelDeployment
     client: UnitEngineClient
     llm: AsyncLLM
     args: Namespace
     registry: CollectorRegistry
-    app: FastAPI | None = None
 
 
 def make_llm(model: ModelDeployment, client: UnitEngineClient) -> ModelFrontEnd:
-    """A stock `AsyncLLM` for `model` whose engine is `client`; must be called in the event loop.
+    """A stock `AsyncLLM` for `model` whose engine is `client`; one at a time, in any thread but that of the event loop.
 
     Raises:
         ValueError: vLLM refuses the model or its options.
@@ -70,20 +70,18 @@ def make_llm(model: ModelDeployment, client: UnitEngineClient) -> ModelFrontEnd:
     return ModelFrontEnd(model, client, llm, args, registry)
 
 
-async def make_app(front_end: ModelFrontEnd) -> FastAPI:
-    """vLLM's own OpenAI application over `front_end.llm`."""
+async def serve(front_end: ModelFrontEnd) -> Served:
+    """vLLM's own OpenAI application over `front_end.llm`, which begins to deliver outputs."""
+    front_end.llm._run_output_handler()
     app: FastAPI = build_app(front_end.args, TASKS, front_end.llm.model_config)
     await init_app_state(front_end.llm, app.state, front_end.args, TASKS)
-    front_end.app = app
-    return app
+    listed = await app.state.openai_serving_models.show_available_models()
+    return Served(app, listed.data[0].model_dump())
 
 
-async def model_card(front_end: ModelFrontEnd) -> dict[str, object]:
-    """The model's entry in `/v1/models`; its application must have been made."""
-    assert front_end.app is not None
-    listed = await front_end.app.state.openai_serving_models.show_available_models()
-    card: dict[str, object] = listed.data[0].model_dump()
-    return card
+def end(front_end: ModelFrontEnd) -> None:
+    """Let go of a front end that has no request any more."""
+    front_end.llm.shutdown()
 
 
 def settle() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -16,23 +17,47 @@ from muxserve.gateway.measure import Measures
 
 
 class Turnstile:
-    """One gate per model."""
+    """One gate per model.
 
-    def __init__(self, models: Iterable[ModelDeployment], measures: Measures) -> None:
-        self.gates = {model.name: Gate(model.max_concurrency, model.max_queue) for model in models}
+    Args:
+        models: the models.
+        gateways: among how many gateways their limits are divided; the kernel gives each as many clients.
+        measures: where rejections are counted.
+    """
+
+    def __init__(self, models: Iterable[ModelDeployment], gateways: int, measures: Measures) -> None:
+        self.gates: dict[str, Gate] = {}
+        self._gateways = gateways
+        for model in models:
+            self.add(model)
         self._measures = measures
-        self._waiting_for_empty: list[asyncio.Future[None]] = []
+        self._waiting_for_empty: list[tuple[str | None, asyncio.Future[None]]] = []
+
+    def add(self, model: ModelDeployment) -> None:
+        """Make a gate for `model`, or give the one it has these limits."""
+        concurrency, queue = (math.ceil(n / self._gateways) for n in (model.max_concurrency, model.max_queue))
+        gate = self.gates.get(model.name)
+        if gate is None:
+            self.gates[model.name] = Gate(concurrency, queue)
+        else:
+            for ticket in gate.resize(concurrency, queue):
+                _enter(ticket)
+
+    async def remove(self, model: str) -> None:
+        """Take the gate of `model` away when nobody is in service or waiting at it any more."""
+        await self.empty(model)
+        del self.gates[model]
 
     @property
     def occupied(self) -> int:
         """Requests in service or waiting, of all models."""
         return sum(gate.inside + gate.waiting for gate in self.gates.values())
 
-    async def empty(self) -> None:
-        """Wait until no request is in service or waiting."""
-        if self.occupied:
+    async def empty(self, model: str | None = None) -> None:
+        """Wait until no request, of `model` if it is given, is in service or waiting."""
+        if not self._is_empty(model):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting_for_empty.append(waiter)
+            self._waiting_for_empty.append((model, waiter))
             await waiter
 
     @asynccontextmanager
@@ -75,10 +100,19 @@ class Turnstile:
 
     def _leave(self, gate: Gate, seconds: float) -> None:
         ticket = gate.leave(seconds)
-        if isinstance(ticket, asyncio.Future) and not ticket.done():
-            ticket.set_result(None)
-        if self._waiting_for_empty and not self.occupied:
-            for waiter in self._waiting_for_empty:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._waiting_for_empty.clear()
+        _enter(ticket)
+        for entry in [entry for entry in self._waiting_for_empty if self._is_empty(entry[0])]:
+            self._waiting_for_empty.remove(entry)
+            if not entry[1].done():
+                entry[1].set_result(None)
+
+    def _is_empty(self, model: str | None) -> bool:
+        if model is None:
+            return not self.occupied
+        gate = self.gates[model]
+        return not gate.inside and not gate.waiting
+
+
+def _enter(ticket: object) -> None:
+    if isinstance(ticket, asyncio.Future) and not ticket.done():
+        ticket.set_result(None)

@@ -7,7 +7,7 @@ each model has a registry of its own; they are merged when they are read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -54,17 +54,18 @@ class Merged(Collector):
     """Several sources of metrics as one: samples of equal names come out under one heading.
 
     Args:
-        sources: registries or collectors; where they have the same metric, its type and help are the first one's.
+        sources: says which registries or collectors there are now; where they have the same metric, its type and help
+            are the first one's.
         prefixes: metric names to let through; all if empty.
     """
 
-    def __init__(self, sources: Iterable[Collector], prefixes: tuple[str, ...] = ()) -> None:
-        self._sources = list(sources)
+    def __init__(self, sources: Callable[[], Iterable[Collector]], prefixes: tuple[str, ...] = ()) -> None:
+        self._sources = sources
         self._prefixes = prefixes
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for source in self._sources:
+        for source in self._sources():
             for family in source.collect():
                 if self._prefixes and not family.name.startswith(self._prefixes):
                     continue

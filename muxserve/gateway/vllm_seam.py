@@ -22,6 +22,8 @@ INTERNALS: list[Internal] = [
         "AsyncLLM.from_vllm_config",
         ("vllm_config", "usage_context", "stat_loggers", "disable_log_stats"),
     ),
+    ("vllm.v1.engine.async_llm", "AsyncLLM._run_output_handler", ()),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ()),
     ("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests", ("request_ids", "internal")),
     ("vllm.v1.engine.output_processor", "RequestState", ("request_id", "parent_req", "queue")),
     ("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),

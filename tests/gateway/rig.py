@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muxserve import deployment as deployments
-from muxserve.deployment import Deployment
+from muxserve.deployment import Deployment, FleetDeployment
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
@@ -116,18 +116,29 @@ class Rig:
         """Wait until gateways can be forked."""
         return self.spawner.wait("ready", seconds=START_SECONDS)
 
-    def start(self, deployment: Deployment) -> Running:
-        """Start a gateway and, unless it has one, its unit."""
+    def serve(self, deployment: Deployment) -> None:
+        """Start a unit unless there is one of that name."""
         path = self.directory / f"{deployment.unit}.json"
         deployments.save(deployment, path)
-        mark = self.spawner.mark()
         if not any(e["event"] == "serving" and e["unit"] == deployment.unit for e in self.unit.since(0)):
             self.unit.send("serve", deployment=str(path))
             self.unit.wait("serving", when=lambda e: e["unit"] == deployment.unit)
-        self.spawner.send("fork", deployment=str(path))
+
+    def start(self, deployment: Deployment) -> Running:
+        """Start a gateway and, unless it has one, its unit."""
+        return self.start_fleet(deployments.fleet_of(deployment, deployment.gateway))
+
+    def start_fleet(self, fleet: FleetDeployment, index: int = 0) -> Running:
+        """Start a gateway and the units that there are not yet."""
+        for unit in fleet.units:
+            self.serve(unit.deployment)
+        deployments.save_fleet(fleet)
+        mark = self.spawner.mark()
+        log = f"gateway-{Path(fleet.run_dir).name}-{index}.log"
+        self.spawner.send("fork", fleet=str(fleet.file), index=index, log=log)
         pid = self.spawner.wait("forked", mark)["pid"]
         self.spawner.wait("up", mark, lambda e: e["pid"] == pid, START_SECONDS)
-        return Running(self, deployment, pid)
+        return Running(self, fleet, pid, self.directory / log)
 
     def close(self) -> None:
         """End everything."""
@@ -143,16 +154,26 @@ class Rig:
 class Running:
     """A running gateway."""
 
-    def __init__(self, rig: Rig, deployment: Deployment, pid: int) -> None:
+    def __init__(self, rig: Rig, fleet: FleetDeployment, pid: int, log_file: Path) -> None:
         self.rig = rig
-        self.deployment = deployment
+        self.fleet = fleet
+        self.deployment = fleet.units[0].deployment
         self.pid = pid
-        self.url = f"http://127.0.0.1:{deployment.gateway.port}"
+        self.log_file = log_file
+        self.url = f"http://127.0.0.1:{fleet.gateway.port}"
 
     @property
     def log(self) -> str:
         """What it wrote so far."""
-        return (self.rig.directory / f"gateway-{self.deployment.unit}.log").read_text()
+        return self.log_file.read_text()
+
+    def change(self, fleet: FleetDeployment) -> None:
+        """Let it know that the fleet is another; units that there are not yet are started."""
+        for unit in fleet.units:
+            self.rig.serve(unit.deployment)
+        deployments.save_fleet(fleet)
+        self.fleet = fleet
+        os.kill(self.pid, signal.SIGHUP)
 
     def mark(self) -> int:
         """Where the unit's events of now begin."""

@@ -84,19 +84,22 @@ def main() -> None:
                     os.close(lifelines[command["pid"]])
                     lifelines[command["pid"]] = os.open(os.devnull, os.O_RDONLY)
                     continue
-                deployment = deployments.load(command["deployment"])
-                fleet = deployments.fleet_of(deployment, deployment.gateway)
+                fleet = deployments.load_fleet_deployment(command["fleet"])
+                index = command["index"]
                 lifeline, held = os.pipe()
                 os.set_inheritable(lifeline, True)
 
                 def child(
-                    fleet: deployments.FleetDeployment = fleet, lifeline: int = lifeline, held: int = held
+                    fleet: deployments.FleetDeployment = fleet,
+                    index: int = index,
+                    lifeline: int = lifeline,
+                    held: int = held,
                 ) -> None:
                     for fd in (held, *lifelines.values()):
                         os.close(fd)
-                    gateway.run(fleet, 0, lifeline, lambda: tell("up", pid=os.getpid()))
+                    gateway.run(fleet, index, lifeline, lambda: tell("up", pid=os.getpid()))
 
-                pid = fork(child, f"{log_dir}/gateway-{deployment.unit}.log")
+                pid = fork(child, f"{log_dir}/{command['log']}")
                 os.close(lifeline)
                 lifelines[pid] = held
                 fd = os.pidfd_open(pid)

@@ -16,7 +16,7 @@ from tests.gateway.deployments import model
 
 
 def test_no_keys_let_everyone_in() -> None:
-    assert Keys([]).allow(None)
+    assert Keys([]).admit(None)
     assert not Keys([])
 
 
@@ -25,11 +25,11 @@ def test_no_keys_let_everyone_in() -> None:
     [(b"one", True), (b"two", True), (b"One", False), (b"on", False), (b"oneone", False), (b"", False), (None, False)],
 )
 def test_only_the_keys_open(presented: bytes | None, allowed: bool) -> None:
-    assert Keys(["one", "two"]).allow(presented) is allowed
+    assert (Keys(["one", "two"]).admit(presented) is not None) is allowed
 
 
 def test_no_key_is_not_the_empty_key() -> None:
-    assert not Keys([""]).allow(None)
+    assert not Keys([""]).admit(None)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ class Client:
 
 def turnstile(**limits: int) -> Turnstile:
     models = [model("m", **limits)]
-    return Turnstile(models, Measures(models, CollectorRegistry()))
+    return Turnstile(models, 1, Measures(models, CollectorRegistry()))
 
 
 async def test_turns_are_taken_one_after_another() -> None:

@@ -252,9 +252,9 @@ def test_streams_go_on(client: openai.OpenAI, gateway: Running, script: dict[str
 
 
 def test_deaths_below_are_in_the_log(client: openai.OpenAI, gateway: Running) -> None:
-    before = gateway.log.count("requests lost: the engine was killed")
+    before = gateway.log.count("main lost 1 requests: the engine was killed")
     client.completions.create(model="alpha", prompt=play("logged", lose=1))
-    assert gateway.log.count("requests lost: the engine was killed") == before + 1
+    assert gateway.log.count("main lost 1 requests: the engine was killed") == before + 1
 
 
 def test_usage_counts_each_token_once(client: openai.OpenAI) -> None:
@@ -360,7 +360,7 @@ def test_fleet(http: httpx.Client) -> None:
     fleet = http.get("/fleet").json()
     assert [m["name"] for m in fleet["models"]] == ["alpha", "beta"]
     assert fleet["models"][0]["limits"] == {"max_concurrency": 64, "max_queue": 64}
-    assert fleet["unit"]["state"]["models"]["alpha"]["used_pages"] == 12
+    assert fleet["units"][0]["state"]["models"]["alpha"]["used_pages"] == 12
     assert fleet["gateway"]["requests_in_flight"] == 0
 
 
@@ -396,11 +396,11 @@ def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
     assert grown('muxserve_slo_requests_total{met="true",model_name="beta",slo="ttft"}') == 1
     assert grown('muxserve_slo_requests_total{met="false",model_name="beta",slo="tpot"}') == 1
     assert grown('muxserve_slo_requests_total{met="false",model_name="beta",slo="all"}') == 1
-    assert after['muxserve_pages_used{model_name="alpha"}'] == 12
-    assert after['muxserve_pages_quota{model_name="alpha"}'] == 1000
-    assert after['muxserve_jobs_total{model_name="alpha",phase="decode"}'] == 7
-    assert after['muxserve_sm_share{model_name="beta",phase="prefill"}'] == 0.5
-    assert after['muxserve_pool_pages_free{pool="main"}'] == 100
+    assert after['muxserve_pages_used{model_name="alpha",unit="main"}'] == 12
+    assert after['muxserve_pages_quota{model_name="alpha",unit="main"}'] == 1000
+    assert after['muxserve_jobs_total{model_name="alpha",phase="decode",unit="main"}'] == 7
+    assert after['muxserve_sm_share{model_name="beta",phase="prefill",unit="main"}'] == 0.5
+    assert after['muxserve_pool_pages_free{pool="main",unit="main"}'] == 100
     headers = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(headers) == len(set(headers))
 

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from muxserve.gateway.link import UnitLink
+from muxserve.gateway.tokens import TokensSocket
 from muxserve.wire import Cancel, GatewayHello, Lost, Message, TokensHeader, UnitHello, decode, encode
 
 
@@ -51,21 +52,40 @@ class Unit:
 
 
 class Linked:
-    """A link that writes down what it is told."""
+    """A link, and a socket for tokens, that write down what they are told."""
 
     def __init__(self, directory: Path) -> None:
         self.address = f"ipc://{directory}/unit"
         self.tokens_address = f"ipc://{directory}/tokens"
         self.told: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.link = UnitLink(
+            self.context,
+            "u0",
             "me",
+            3,
             self.address,
             self.tokens_address,
+            None,
             on_up=lambda epoch: self.told.put_nowait(("up", epoch)),
             on_down=lambda: self.told.put_nowait(("down", None)),
             on_message=self._message,
-            on_tokens=lambda header, frames: self.told.put_nowait(("tokens", (header.entries, frames))),
         )
+        self.tokens = TokensSocket(
+            self.context,
+            "me",
+            self.tokens_address,
+            lambda header, frames: self.told.put_nowait(("tokens", (header.entries, frames))),
+        )
+
+    def start(self) -> None:
+        self.tokens.start()
+        self.link.start()
+
+    def close(self) -> None:
+        self.link.close()
+        self.tokens.close()
+        self.context.term()
 
     def _message(self, message: Message) -> None:
         if isinstance(message, Lost) and message.reason == "trouble":
@@ -79,11 +99,11 @@ class Linked:
 @pytest.fixture
 async def linked(directory: Path) -> AsyncIterator[Linked]:
     linked = Linked(directory)
-    linked.link.start()
+    linked.start()
     try:
         yield linked
     finally:
-        linked.link.close()
+        linked.close()
 
 
 async def test_it_greets_and_talks(linked: Linked) -> None:
@@ -162,5 +182,5 @@ async def test_tokens_of_ones_own_only_and_bursts_in_order(linked: Linked) -> No
 async def test_a_socket_file_left_behind_is_replaced(directory: Path) -> None:
     (directory / "tokens").write_text("stale")
     linked = Linked(directory)
-    linked.link.start()
-    linked.link.close()
+    linked.start()
+    linked.close()

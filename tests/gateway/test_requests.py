@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.gateway.requests import FINISH_ABORT, RequestTable, Tracked, cut
+from muxserve.gateway.requests import FINISH_ABORT, RequestTable
+from muxserve.gateway.tracked import Tracked, cut
+from tests.gateway.world import Out
 
 STOP, ERROR = 0, 3
 
@@ -25,20 +25,19 @@ class Rows:
         return Rows(self.rows[start : start + count])
 
 
-@dataclass
-class Out:
-    request_id: str
-    new_token_ids: list[int] = field(default_factory=list)
-    new_logprobs: Any = None
-    new_prompt_logprobs_tensors: Any = None
-    new_sampling_mask: Any = None
-    finish_reason: int | None = None
-
-
 def add(table: RequestTable, front_id: str = "front", model: str = "m") -> Tracked:
-    request = Tracked(table.new_id(), front_id, model, b"body", 7, 100, 1.0, sent=True)
+    request = Tracked(table.new_id(), front_id, model, b"body", 7, 100, 1.0)
     table.add(request)
+    table.assign(request, "u0")
     return request
+
+
+def lose(table: RequestTable, request: Tracked) -> bool:
+    """Its unit has died, and another has it."""
+    going_on = table.next_attempt(request, died=True)
+    if going_on:
+        table.assign(request, "u0")
+    return going_on
 
 
 def give(table: RequestTable, request_id: str, attempt: int, offset: int, output: Out, now: float = 0.0) -> list[Out]:
@@ -72,8 +71,7 @@ def test_tokens_of_others_are_dropped(table: RequestTable) -> None:
 def test_lost_requests_go_on_from_what_was_emitted(table: RequestTable) -> None:
     request = add(table)
     give(table, request.request_id, 0, 0, Out(request.request_id, [5, 6]))
-    again, given_up = table.lost([request.request_id, "unknown"])
-    assert (again, given_up) == ([request], [])
+    assert lose(table, request)
     submit = request.submit()
     assert (submit.attempt, submit.output_tokens, submit.body, submit.prompt_tokens) == (1, [5, 6], b"body", 7)
     assert give(table, request.request_id, 0, 2, Out(request.request_id, [99])) == []
@@ -122,7 +120,7 @@ def test_prompt_logprobs_are_told_once(table: RequestTable) -> None:
     request = add(table)
     (out,) = give(table, request.request_id, 0, 0, Out(request.request_id, [5], None, "prompt"))
     assert out.new_prompt_logprobs_tensors == "prompt"
-    table.lost([request.request_id])
+    lose(table, request)
     (out,) = give(table, request.request_id, 1, 1, Out(request.request_id, [6], None, "prompt again"))
     assert out.new_prompt_logprobs_tensors is None
 
@@ -134,8 +132,10 @@ def test_a_gap_that_stays_open_is_served_anew_under_another_id(table: RequestTab
     give(table, old_id, 0, 2, Out(old_id, [7]), now=11.0)
     assert table.overdue(11.5) == []
     assert table.overdue(13.0) == [request]
-    assert table.replace(request)
+    assert lose(table, request)
+    table.rename(request)
     assert request.request_id != old_id
+    assert table.get(old_id) is None
     assert (request.submit().attempt, request.submit().output_tokens) == (1, [5])
     assert not table.has_gaps
     assert give(table, old_id, 0, 1, Out(old_id, [6])) == []
@@ -154,35 +154,39 @@ def test_what_an_engine_drops_is_not_finished(table: RequestTable) -> None:
 
 def test_a_request_that_kills_its_engines_is_given_up(table: RequestTable) -> None:
     request = add(table)
-    assert table.lost([request.request_id])[0] == [request]
-    assert table.lost([request.request_id])[0] == [request]
-    assert table.lost([request.request_id]) == ([], [request])
+    assert lose(table, request)
+    assert lose(table, request)
+    assert not lose(table, request)
     assert len(table) == 0
+    assert table.count("u0") == 0
 
 
 def test_progress_pardons_earlier_deaths(table: RequestTable) -> None:
     request = add(table)
     for n in range(20):
-        again, given_up = table.lost([request.request_id])
-        assert (again, given_up) == ([request], [])
+        assert lose(table, request)
         give(table, request.request_id, request.attempt, n, Out(request.request_id, [n]))
     assert request.emitted == list(range(20))
 
 
-def test_a_dropped_request_is_given_up_too(table: RequestTable) -> None:
+def test_what_is_only_sent_elsewhere_has_not_failed(table: RequestTable) -> None:
     request = add(table)
-    assert table.replace(request)
-    assert table.replace(request)
-    assert not table.replace(request)
-    assert len(table) == 0
+    for _ in range(20):
+        assert table.next_attempt(request, died=False)
+    assert request.submit().attempt == 20
+    assert request.tries == 1
 
 
-def test_a_new_unit_scheduler_gets_only_what_the_old_one_had(table: RequestTable) -> None:
-    had, had_not = add(table, "a"), add(table, "b")
-    had_not.sent = False
-    assert table.unit_restarted() == ([had], [])
-    assert table.unsent() == [had_not]
-    assert (had.attempt, had_not.attempt) == (1, 0)
+def test_units_are_counted(table: RequestTable) -> None:
+    first, second, third = add(table, "a"), add(table, "b"), add(table, "c")
+    table.assign(second, "u1")
+    assert (table.count("u0"), table.count("u1"), table.count("u2")) == (2, 1, 0)
+    assert table.at("u0") == [first, third]
+    table.next_attempt(first, died=True)
+    table.cancel("m", ["b"])
+    give(table, third.request_id, 0, 0, Out(third.request_id, [1], finish_reason=STOP))
+    assert (table.count("u0"), table.count("u1")) == (0, 0)
+    assert table.at("u0") == []
 
 
 def test_cancel_forgets_and_says_what_was_in_flight(table: RequestTable) -> None:
@@ -193,27 +197,18 @@ def test_cancel_forgets_and_says_what_was_in_flight(table: RequestTable) -> None
     assert table.all() == [other]
 
 
-def test_refusal_counts_for_the_present_attempt_only(table: RequestTable) -> None:
-    request = add(table)
-    table.lost([request.request_id])
-    assert table.refused(request.request_id, 0) is None
-    assert table.refused(request.request_id, 1) is request
-    assert table.refused(request.request_id, 1) is None
-
-
 def test_the_unit_is_asked_again_for_what_has_gone_quiet(table: RequestTable) -> None:
     request = add(table)
-    unsent = add(table, "other")
-    unsent.sent = False
+    table.assign(add(table, "elsewhere"), "u1")
     give(table, request.request_id, 0, 0, Out(request.request_id, [5]), now=10.0)
-    assert table.quiet(14.0) == []
-    assert table.quiet(15.0) == [request]
-    assert (request.submit().attempt, request.submit().output_tokens, request.asked) == (0, [5], True)
-    assert table.quiet(24.0) == []
-    assert table.quiet(25.0) == [request]
+    assert table.quiet(14.0, {"u0"}) == []
+    assert table.quiet(15.0, {"u0"}) == [request]
+    assert (request.submit().attempt, request.submit().output_tokens, request.repeated_at) == (0, [5], {"u0"})
+    assert table.quiet(24.0, {"u0"}) == []
+    assert table.quiet(25.0, {"u0"}) == [request]
     give(table, request.request_id, 0, 1, Out(request.request_id, [6]), now=26.0)
-    assert table.quiet(30.0) == []
-    assert table.quiet(31.0) == [request]
+    assert table.quiet(30.0, {"u0"}) == []
+    assert table.quiet(31.0, {"u0"}) == [request]
 
 
 def test_ids_are_short_and_never_reused() -> None:
@@ -280,7 +275,7 @@ def test_whatever_comes_in_whatever_order_the_stream_is_whole(
                 finishes += each.finish_reason is not None
         if not last:
             stale.append((request.request_id, request.attempt, len(request.emitted), [777]))
-            assert table.lost([request.request_id])[0] == [request]
+            assert lose(table, request)
             assert request.submit().output_tokens == streamed
     if len(streamed) == len(tokens) and finishes == 0:
         # The whole text came before the last attempt began; its engine says so at once.

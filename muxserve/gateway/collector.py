@@ -1,0 +1,162 @@
+"""The units' part of `/metrics`, and the gateway's queues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from muxserve.gateway.status import PHASES, FleetStatus
+from muxserve.gateway.turnstile import Turnstile
+
+PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
+# metric, help, key of the unit's state, whether it only grows
+MODEL_METRICS = (
+    ("muxserve_pages_used", "KV pages that requests of the model hold.", "used_pages", False),
+    ("muxserve_pages_cached", "KV pages kept for prefix caching, reclaimable at any time.", "cached_pages", False),
+    ("muxserve_pages_quota", "KV pages that the model may hold.", "quota_pages", False),
+    ("muxserve_requests_preempted", "Requests that lost their pages and are prefilled again.", "returned", True),
+    ("muxserve_requests_lost", "Requests whose engine died.", "lost", True),
+    ("muxserve_requests_moved_in", "Requests that came from another unit by migration.", "moved_in", True),
+    ("muxserve_requests_moved_out", "Requests that went to another unit by migration.", "moved_out", True),
+    ("muxserve_moves_aborted", "Migrations that were begun and given up.", "moves_aborted", True),
+)
+PHASE_METRICS = (
+    ("muxserve_jobs", "Batched steps run.", "jobs", True),
+    ("muxserve_job_tokens", "Tokens computed in steps.", "tokens", True),
+    ("muxserve_job_seconds", "Seconds spent in steps.", "busy_seconds", True),
+    ("muxserve_lease_waits", "Times that an engine with work was without a lease.", "lease_waits", True),
+    (
+        "muxserve_lease_wait_seconds",
+        "Seconds that an engine with work was without a lease.",
+        "lease_wait_seconds",
+        True,
+    ),
+    ("muxserve_sm_share", "Share of the unit's compute that the phase's jobs take (SMs on a GPU).", "share", False),
+)
+POOL_METRICS = (
+    ("muxserve_pool_pages", "KV pages of the pool.", "total_pages"),
+    ("muxserve_pool_pages_free", "KV pages that nobody holds and nothing is cached in.", "free_pages"),
+)
+Values = Mapping[tuple[str, ...], float]
+
+
+class FleetCollector(Collector):
+    """The fleet's state and the gateway's queues as Prometheus metrics, from what was last heard."""
+
+    def __init__(self, status: FleetStatus, turnstile: Turnstile) -> None:
+        self._status = status
+        self._turnstile = turnstile
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_gateway()
+        units = self._status.units.values()
+        yield _gauge(
+            "muxserve_unit_up",
+            "1 while the unit scheduler answers.",
+            ["unit"],
+            {(unit.name,): float(unit.answered) for unit in units},
+        )
+        yield _gauge(
+            "muxserve_engine_up",
+            "1 while the engine serves.",
+            ["unit", "model_name", "phase"],
+            {
+                (unit.name, model, phase): float(unit.engine_up(model, phase))
+                for unit in units
+                for model in unit.entry.serves
+                for phase in PHASES
+            },
+        )
+        for name, text, key, counts in MODEL_METRICS:
+            yield _family(counts, name, text, ["unit", "model_name"], self._per_model(key))
+        yield _gauge(
+            "muxserve_unit_requests",
+            "Requests of the unit by where they are: queued, prefilling, handed (between the engines), decoding, "
+            "moving (to another unit).",
+            ["unit", "model_name", "place"],
+            {(*key, place): value for place in PLACES for key, value in self._per_model(place).items()},
+        )
+        for name, text, key, counts in PHASE_METRICS:
+            yield _family(counts, name, text, ["unit", "model_name", "phase"], self._per_phase(key))
+        for name, text, key in POOL_METRICS:
+            yield _gauge(name, text, ["unit", "pool"], self._per_pool(key))
+
+    def _of_gateway(self) -> Iterator[Metric]:
+        gates, fleet = self._turnstile.gates, self._status.fleet
+        yield _gauge(
+            "muxserve_gateway_requests_running",
+            "Requests past admission at the gateway.",
+            ["model_name"],
+            {(name,): gate.inside for name, gate in gates.items()},
+        )
+        yield _gauge(
+            "muxserve_gateway_requests_waiting",
+            "Requests waiting for admission at the gateway.",
+            ["model_name"],
+            {(name,): gate.waiting for name, gate in gates.items()},
+        )
+        unplaced = self._status.broker.router.placing.waiting
+        yield _gauge(
+            "muxserve_gateway_requests_unplaced",
+            "Admitted requests that wait for a replica.",
+            ["model_name"],
+            {(model.name,): unplaced[model.name] for model in fleet.models},
+        )
+        yield _gauge(
+            "muxserve_replicas",
+            "Replicas of the model that serve.",
+            ["model_name"],
+            {
+                (model.name,): sum(unit.model_up(model.name) for unit in self._status.replicas(model.name))
+                for model in fleet.models
+            },
+        )
+        if self._status.broker.scheduler is not None:
+            up = float(self._status.broker.router.placing.scheduler_up)
+            yield _gauge("muxserve_scheduler_up", "1 while the global scheduler answers.", [], {(): up})
+
+    def _per_model(self, key: str) -> Values:
+        return {
+            (unit.name, name): float(model[key])
+            for unit in self._status.units.values()
+            if unit.answered
+            for name, model in unit.models().items()
+            if key in model
+        }
+
+    def _per_phase(self, key: str) -> Values:
+        return {
+            (unit.name, name, phase): float(model["phases"][phase][key])
+            for unit in self._status.units.values()
+            if unit.answered
+            for name, model in unit.models().items()
+            for phase in PHASES
+            if key in model.get("phases", {}).get(phase, {})
+        }
+
+    def _per_pool(self, key: str) -> Values:
+        found: dict[tuple[str, ...], float] = {}
+        for unit in self._status.units.values():
+            pools = unit.state.get("pools")
+            if unit.answered and isinstance(pools, dict):
+                found.update({(unit.name, name): float(pool[key]) for name, pool in pools.items() if key in pool})
+        return found
+
+
+def _gauge(name: str, text: str, labels: list[str], values: Values) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(list(key), value)
+    return family
+
+
+def _family(counts: bool, name: str, text: str, labels: list[str], values: Values) -> Metric:
+    if not counts:
+        return _gauge(name, text, labels, values)
+    family = CounterMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(list(key), value)
+    return family

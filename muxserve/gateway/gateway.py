@@ -1,0 +1,142 @@
+"""Everything that one gateway process holds, and how it follows changes of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+
+import msgspec
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.registry import Collector
+
+from muxserve.deployment import FleetDeployment, load_fleet_deployment
+from muxserve.engine.vllm_pin import VLLM_VERSION
+from muxserve.gateway import seam
+from muxserve.gateway.admission import Keys
+from muxserve.gateway.app import Endpoint
+from muxserve.gateway.broker import Broker
+from muxserve.gateway.collector import FleetCollector
+from muxserve.gateway.measure import Measures
+from muxserve.gateway.offered import Offered
+from muxserve.gateway.pages import Pages
+from muxserve.gateway.priorities import Priorities
+from muxserve.gateway.reports import Reports
+from muxserve.gateway.status import FleetStatus
+from muxserve.gateway.turnstile import Turnstile
+from muxserve.gateway.vllm_metrics import Merged
+from muxserve.network import NetworkError
+
+log = logging.getLogger(__name__)
+
+# Of the global registry only what is about the process; the rest carries a model's name that may be another's.
+GLOBAL_METRICS = ("process_", "python_", "http_")
+
+
+class Gateway:
+    """One gateway of a fleet.
+
+    Args:
+        fleet: as it stands when the process starts.
+        index: which of its gateways this is.
+    """
+
+    def __init__(self, fleet: FleetDeployment, index: int) -> None:
+        self.fleet = fleet
+        self.registry = CollectorRegistry()
+        self.measures = Measures(fleet.models, self.registry)
+        self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures)
+        self.turnstile = Turnstile(fleet.models, fleet.gateway.count, self.measures)
+        self.status = FleetStatus(fleet, self.broker)
+        self.reports = Reports(self.status, index, self.turnstile)
+        self.offered = Offered(self.broker, self.turnstile, _front_end_failed)
+        self._endpoint: Endpoint | None = None
+        self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+
+    async def build(self) -> Endpoint:
+        """Open the sockets to the units and build the models' front ends and the endpoint over them."""
+        self.broker.start()
+        await self.offered.build(self.fleet.models)
+        seam.settle()
+        collector = FleetCollector(self.status, self.turnstile)
+        others = Merged(lambda: [REGISTRY], GLOBAL_METRICS)
+
+        def sources() -> list[Collector]:
+            gpus = [unit.gpus for unit in self.status.units.values() if unit.gpus is not None]
+            return [self.registry, collector, *gpus, *self.offered.registries(), others]
+
+        pages = Pages(self.status, self.reports, Merged(sources), VLLM_VERSION)
+        self._endpoint = Endpoint(
+            models=self.offered.models,
+            keys=Keys(self.fleet.gateway.api_keys, self.fleet.key_levels),
+            priorities=Priorities(self.fleet.priority_levels()),
+            turnstile=self.turnstile,
+            measures=self.measures,
+            pages=pages.table(),
+            open_pages=pages.OPEN,
+            max_body_bytes=self.fleet.gateway.max_body_bytes,
+        )
+        self._following = asyncio.ensure_future(self._follow())
+        return self._endpoint
+
+    def fleet_changed(self) -> None:
+        """Read the fleet's file again, as soon as everything is built."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """Cancel what is left at the units, and close the sockets."""
+        if self._following is not None:
+            self._following.cancel()
+        self.broker.close()
+
+    async def _follow(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                fleet = load_fleet_deployment(self.fleet.file)
+            except (OSError, msgspec.MsgspecError) as error:
+                log.error("%s cannot be read, so nothing changes: %s", self.fleet.file, error)
+                continue
+            if fleet == self.fleet:
+                continue
+            try:
+                await self._adopt(fleet)
+            except Exception:  # what is served already goes on
+                log.exception("a change of the fleet could not be followed")
+
+    async def _adopt(self, fleet: FleetDeployment) -> None:
+        """Be the gateway of `fleet` from now on."""
+        assert self._endpoint is not None
+        outdated = self.offered.outdated(fleet.models)
+        for name in outdated:
+            self.offered.withdraw(name)
+        # One that comes back as something else can do so when it is gone.
+        await self.offered.left({model.name for model in fleet.models})
+        for model in fleet.models:
+            self.turnstile.add(model)
+            self.measures.add(model)
+        self.fleet = fleet
+        self._endpoint.keys = Keys(fleet.gateway.api_keys, fleet.key_levels)
+        self._endpoint.priorities = Priorities(fleet.priority_levels())
+        try:
+            self.broker.learn(fleet)
+        except NetworkError as error:
+            log.error("units of other machines cannot reach this gateway: %s", error)
+        self.status.learn(fleet)
+        for model in fleet.models:
+            if model.name not in self.offered.models:
+                try:
+                    await self.offered.build([model])
+                except (OSError, ValueError) as error:
+                    log.error("%s cannot be offered: %s", model.name, error)
+        log.info("%d units and %d models in generation %d", len(fleet.units), len(fleet.models), fleet.generation)
+
+
+def _front_end_failed(model: str, error: BaseException | None) -> None:
+    # Its output handler is vLLM's own loop and cannot be started again. A new gateway can.
+    log.critical("the front end of %s stopped: %r; the gateway ends", model, error)
+    logging.shutdown()
+    os._exit(1)

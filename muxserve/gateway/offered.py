@@ -1,0 +1,99 @@
+"""The models that a gateway offers: their stock front ends, which come and go while the others serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from prometheus_client.registry import Collector
+
+from muxserve.deployment import ModelDeployment
+from muxserve.gateway import seam
+from muxserve.gateway.app import Served
+from muxserve.gateway.broker import Broker
+from muxserve.gateway.engine_client import UnitEngineClient
+from muxserve.gateway.turnstile import Turnstile
+
+log = logging.getLogger(__name__)
+
+
+class Offered:
+    """The front ends of one gateway.
+
+    Args:
+        broker: what they send requests to.
+        turnstile: says when a model's last request has ended.
+        failed: called with a model's name and the error when its front end has stopped.
+    """
+
+    def __init__(
+        self, broker: Broker, turnstile: Turnstile, failed: Callable[[str, BaseException | None], None]
+    ) -> None:
+        self.models: dict[str, Served] = {}
+        self._broker = broker
+        self._turnstile = turnstile
+        self._failed = failed
+        self._front_ends: dict[str, seam.ModelFrontEnd] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+
+    def registries(self) -> Iterable[Collector]:
+        """vLLM's metrics of each model."""
+        return [front_end.registry for front_end in self._front_ends.values()]
+
+    async def build(self, models: Iterable[ModelDeployment]) -> None:
+        """Offer these models; in the order in which they are given.
+
+        Raises:
+            ValueError: vLLM refuses a model or its options.
+            OSError: a checkpoint cannot be read.
+        """
+        models = list(models)
+        seam.register_architectures(models)
+        for model in models:
+            await self._leaving.get(model.name, _nothing())
+            client = UnitEngineClient(model.name, self._broker)
+            try:
+                # Reads files and compiles templates: others' streams must not wait for it.
+                front_end = await asyncio.to_thread(seam.make_llm, model, client)
+                served = await seam.serve(front_end)
+            except BaseException:
+                self._broker.detach(model.name)
+                raise
+            seam.on_failure(front_end, self._failed)
+            self._front_ends[model.name] = front_end
+            self.models[model.name] = served
+            log.info("front end of %s is ready", model.name)
+
+    def outdated(self, models: Iterable[ModelDeployment]) -> list[str]:
+        """The models that are offered and not among `models`, or no longer as they are there."""
+        wanted = {model.name: _front_end_part(model) for model in models}
+        return [name for name, known in self._front_ends.items() if wanted.get(name) != _front_end_part(known.model)]
+
+    def withdraw(self, model: str) -> None:
+        """Take no more requests of `model`; its front end goes when those that it has are finished."""
+        self.models.pop(model, None)
+        if model not in self._leaving:
+            self._leaving[model] = asyncio.ensure_future(self._leave(model))
+
+    async def left(self, models: Iterable[str]) -> None:
+        """Wait until those of `models` that were withdrawn are gone."""
+        await asyncio.gather(*(self._leaving[model] for model in models if model in self._leaving))
+
+    async def _leave(self, model: str) -> None:
+        try:
+            await self._turnstile.remove(model)
+        finally:
+            del self._leaving[model]
+            self._broker.detach(model)
+            seam.end(self._front_ends.pop(model))
+            log.info("%s is not offered any more", model)
+
+
+def _front_end_part(model: ModelDeployment) -> tuple[object, ...]:
+    """What a front end depends on; the rest is about engines, of which replicas may have different ones."""
+    return model.path, model.dtype, model.engine_args
+
+
+async def _nothing() -> None:
+    pass

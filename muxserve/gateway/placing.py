@@ -1,0 +1,236 @@
+"""Finds units for requests that have none: the global scheduler says where, or a simple rule when it does not.
+
+Pure: no socket, no clock; see `routing`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from muxserve.gateway.outbox import Failure, Outbox
+from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.tracked import Tracked
+from muxserve.wire import NotPlaced, Placed, Unplace
+
+log = logging.getLogger(__name__)
+
+# The global scheduler answers within a millisecond; when it has not after this long, the gateway chooses by itself.
+PLACE_SECONDS = 0.25
+# Who has no unit although nobody is asked for one tries again this often.
+RETRY_SECONDS = 1.0
+
+
+class Placing:
+    """Who serves what, which of them is up, and the requests that wait for a unit.
+
+    Args:
+        table: told where requests go.
+        out: where messages and failures go.
+    """
+
+    def __init__(self, table: RequestTable, out: Outbox) -> None:
+        self.up: set[str] = set()
+        self._table = table
+        self._out = out
+        self._replicas: dict[str, tuple[str, ...]] = {}
+        self._asks: frozenset[str] = frozenset()
+        self._models: frozenset[str] = frozenset()
+        self._scheduler_up = False
+        # Its connection stands, but it has left a request without an answer: it may hang.
+        self._silent = False
+        # Without a unit, oldest first, with the time since when: those for which the global scheduler has just been
+        # asked; those that wait for its answer because nobody else could help; those for whom there is nobody to ask.
+        self._asked: dict[Tracked, float] = {}
+        self._patient: dict[Tracked, float] = {}
+        self._homeless: dict[Tracked, float] = {}
+
+    @property
+    def waiting(self) -> Counter[str]:
+        """How many requests have no unit, by model."""
+        return Counter(request.model for request in (*self._asked, *self._patient, *self._homeless))
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do."""
+        return next(iter(self._asked.values())) + PLACE_SECONDS if self._asked else None
+
+    @property
+    def scheduler_up(self) -> bool:
+        """Whether the global scheduler is there and answers."""
+        return self._scheduler_up and not self._silent
+
+    def replicas(self, model: str) -> tuple[str, ...]:
+        """The units that serve `model`, up or not."""
+        return self._replicas.get(model, ())
+
+    def others(self, request: Tracked) -> list[str]:
+        """Units that are up and could serve `request` instead of the one it is at."""
+        return [unit for unit in self._candidates(request) if unit != request.unit]
+
+    # ------------------------------------------------------------ requests
+
+    def place(self, request: Tracked, now: float, last: str = "") -> None:
+        """Find a unit for `request`, which has none, or someone to ask; `last` is where it just was."""
+        asks = request.model in self._asks and self._scheduler_up
+        unit = self._choose(request, last) if self._silent or not asks else ""
+        if unit:
+            if asks:  # in vain, but any answer says that the scheduler is back
+                self._out.scheduler += [request.place(now), Unplace([request.request_id])]
+            self.give(request, unit, now)
+        elif asks:
+            self._asked[request] = now
+            self._out.scheduler.append(request.place(now))
+        else:
+            self._homeless[request] = now
+
+    def give(self, request: Tracked, unit: str, now: float) -> None:
+        """Send `request` to `unit`, which is up."""
+        self._forget(request)
+        self._table.assign(request, unit)
+        request.heard_at = now
+        self._out.units.append((unit, request.submit()))
+
+    def withdraw(self, requests: Iterable[Tracked]) -> None:
+        """These wait for nothing any more."""
+        asked = []
+        for request in requests:
+            if request in self._asked or request in self._patient:
+                asked.append(request.request_id)
+            self._forget(request)
+        if asked:
+            self._out.scheduler.append(Unplace(asked))
+
+    def fail(self, request: Tracked, message: str, failure: Failure) -> None:
+        """End `request` with an error."""
+        self._forget(request)
+        self._table.remove(request)
+        self._out.failed.append((request, message, failure))
+
+    # ------------------------------------------------------------ what becomes of the fleet
+
+    def learn(
+        self, units: Mapping[str, Collection[str]], asks: Iterable[str], models: Iterable[str], now: float
+    ) -> None:
+        """The fleet has changed, see `Router.learn`."""
+        replicas: defaultdict[str, list[str]] = defaultdict(list)
+        for unit, serves in units.items():
+            for model in serves:
+                replicas[model].append(unit)
+        self._replicas = {model: tuple(names) for model, names in replicas.items()}
+        self._asks, self._models = frozenset(asks), frozenset(models)
+        self.up.intersection_update(units)
+        for request in [*self._asked, *self._patient, *self._homeless]:
+            if request.model not in self._models and not self.replicas(request.model):
+                self.withdraw([request])
+                self.fail(request, f"the model {request.model!r} has been removed", Failure.AGAIN)
+        self.settle(now)
+
+    def settle(self, now: float) -> None:
+        """Something is better than it was: look again for those who wait."""
+        for request in list(self._homeless):
+            self._forget(request)
+            self.place(request, now)
+        if self._silent:
+            for request in list(self._patient):
+                self._place_alone(request, now)
+
+    def retry(self, now: float) -> None:
+        """Look again for those who have been without a unit, and without anyone to ask, for some time."""
+        for request, since in list(self._homeless.items()):
+            if now - since >= RETRY_SECONDS:
+                # Whoever was drained when it gave the request back may be staying after all.
+                request.refused_by = ()
+                self._forget(request)
+                self.place(request, now)
+
+    # ------------------------------------------------------------ the global scheduler
+
+    def scheduler_connected(self, now: float) -> None:
+        """The global scheduler is there."""
+        self._scheduler_up, self._silent = True, False
+        self.settle(now)
+
+    def scheduler_gone(self, now: float) -> None:
+        """The global scheduler is not there."""
+        self._scheduler_up, self._silent = False, False
+        for request in [*self._patient, *self._asked]:
+            self._forget(request)
+            self.place(request, now)
+
+    def expire(self, now: float) -> None:
+        """Place the requests for which the global scheduler has not said anything in time, as far as there is somebody
+        to serve them; the others go on waiting for it."""
+        late = []
+        for request, asked_at in self._asked.items():
+            if asked_at + PLACE_SECONDS > now:
+                break
+            late.append(request)
+        for request in late:
+            self._patient[request] = self._asked.pop(request)
+            if self._place_alone(request, now) and not self._silent:
+                self._silent = True
+                log.warning("the global scheduler does not answer; requests are placed without it")
+        if late and self._silent:
+            self.settle(now)
+
+    def placed(self, message: Placed, now: float) -> None:
+        """The global scheduler has answered."""
+        request = self._answered(message.request_id)
+        if request is None:
+            return
+        unit = message.unit
+        if unit not in self.up or unit in request.refused_by:
+            # It is dead or drained, and the scheduler does not know yet; or it is new, and we do not know yet.
+            unit = self._choose(request)
+        self._forget(request)
+        if unit:
+            self.give(request, unit, now)
+        else:
+            self._homeless[request] = now
+
+    def not_placed(self, message: NotPlaced, now: float) -> None:
+        """The global scheduler has no unit for a request."""
+        request = self._answered(message.request_id)
+        if request is None:
+            return
+        if not message.late:
+            self.fail(request, message.message, Failure.NEVER)
+        elif not request.emitted:
+            self.fail(request, message.message, Failure.LATE)
+        else:
+            # Its client has waited before, and reads along: it is not sent away because of a death.
+            self._forget(request)
+            self.place(request, now)
+
+    # ------------------------------------------------------------ inside
+
+    def _answered(self, request_id: str) -> Tracked | None:
+        """The request that waits for this answer; None if it was placed without it, or is not wanted any more."""
+        if self._silent:
+            self._silent = False
+            log.info("the global scheduler answers again")
+        request = self._table.get(request_id)
+        return request if request in self._asked or request in self._patient else None
+
+    def _place_alone(self, request: Tracked, now: float) -> bool:
+        """Place `request`, for which the global scheduler was asked, without it; False if no unit can take it."""
+        unit = self._choose(request)
+        if unit:
+            self._out.scheduler.append(Unplace([request.request_id]))
+            self.give(request, unit, now)
+        return bool(unit)
+
+    def _candidates(self, request: Tracked) -> list[str]:
+        return [unit for unit in self.replicas(request.model) if unit in self.up and unit not in request.refused_by]
+
+    def _choose(self, request: Tracked, last: str = "") -> str:
+        """The simple rule: of the units that serve its model the one with the fewest requests of this gateway, rather
+        not the one whose engines have just died under it; "" if none is up."""
+        return min(self._candidates(request), key=lambda unit: (unit == last, self._table.count(unit)), default="")
+
+    def _forget(self, request: Tracked) -> None:
+        self._asked.pop(request, None)
+        self._patient.pop(request, None)
+        self._homeless.pop(request, None)

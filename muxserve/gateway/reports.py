@@ -1,0 +1,143 @@
+"""The answers of `/health` and `/fleet`."""
+
+from __future__ import annotations
+
+import time
+
+from muxserve.deployment import ModelDeployment
+from muxserve.gateway.status import PHASES, FleetStatus, UnitStatus
+from muxserve.gateway.turnstile import Turnstile
+
+
+class Reports:
+    """What one gateway says about itself and the fleet."""
+
+    def __init__(self, status: FleetStatus, index: int, turnstile: Turnstile) -> None:
+        self._status = status
+        self._index = index
+        self._turnstile = turnstile
+        self._started = time.monotonic()
+        self.draining = False
+
+    def health(self) -> tuple[int, dict[str, object]]:
+        """HTTP status and body. 503 until every model has been up once, and when draining.
+
+        Afterwards requests are taken whatever happens below, since they survive it; so it stays 200, and `status`
+        says `degraded` while something is being started again.
+        """
+        status = self._status
+        ready, whole = status.look()
+        if self.draining:
+            word = "draining"
+        elif ready and whole:
+            word = "ok"
+        else:
+            word = "degraded" if status.was_ready else "starting"
+        body: dict[str, object] = {
+            "status": word,
+            "units": {name: "up" if unit.answered else "down" for name, unit in status.units.items()},
+            "scheduler": status.broker.scheduler_word,
+            "models": {model.name: self._health_of(model.name) for model in status.fleet.models},
+            # Of a fleet with one unit, its state; otherwise whether there is any.
+            "unit": "up" if any(unit.answered for unit in status.units.values()) else "down",
+        }
+        return (200 if word in ("ok", "degraded") else 503), body
+
+    def _health_of(self, name: str) -> dict[str, object]:
+        status = self._status
+        replicas = status.replicas(name)
+        gate = self._turnstile.gates[name]
+        return {
+            "status": self._word(name),
+            "engines": {
+                phase: "up" if any(unit.engine_up(name, phase) for unit in replicas) else "down" for phase in PHASES
+            },
+            "replicas": {unit.name: "up" if unit.model_up(name) else "down" for unit in replicas},
+            "running": gate.inside,
+            "waiting": gate.waiting,
+        }
+
+    def _word(self, name: str) -> str:
+        if self._status.model_up(name):
+            return "up"
+        if self._status.asleep(name):
+            return "asleep"
+        return "restarting" if self._status.was_ready else "starting"
+
+    def fleet(self) -> dict[str, object]:
+        """Everything that is known: the units' own states, and the models' limits and queues at the gateway."""
+        status, broker = self._status, self._status.broker
+        fleet = status.fleet
+        units = [self._unit(unit) for unit in status.units.values()]
+        health = self.health()[1]
+        return {
+            "status": health["status"],
+            "units": units,
+            "scheduler": health["scheduler"],
+            "gpus": [gpu for unit in status.units.values() for gpu in self._gpus(unit)],
+            "models": [self._model(model) for model in fleet.models],
+            "levels": [
+                {"name": level.name, "rank": level.rank, "target_load": level.target_load} for level in fleet.levels
+            ],
+            "default_level": fleet.default_level,
+            "gateway": {
+                "index": self._index,
+                "count": fleet.gateway.count,
+                "epoch": broker.table.epoch,
+                "uptime_seconds": round(time.monotonic() - self._started, 3),
+                "requests_in_flight": len(broker.table),
+                "draining": self.draining,
+                "max_body_bytes": fleet.gateway.max_body_bytes,
+                "needs_key": bool(fleet.gateway.api_keys),
+                "generation": fleet.generation,
+            },
+            "unit": units[0] if units else None,
+        }
+
+    def _unit(self, unit: UnitStatus) -> dict[str, object]:
+        deployment = unit.entry.deployment
+        return {
+            "name": unit.name,
+            "status": "up" if unit.answered else "down",
+            "remote": unit.entry.remote,
+            "serves": unit.entry.serves,
+            "models": [model.name for model in deployment.models],
+            "answered": unit.answered,
+            "age_seconds": round(unit.age, 3) if unit.state else None,
+            "requests_in_flight": self._status.broker.table.count(unit.name),
+            "pools": [
+                {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages}
+                for pool in deployment.pools
+            ],
+            "gpus": self._gpus(unit),
+            "state": unit.state,
+        }
+
+    def _gpus(self, unit: UnitStatus) -> list[dict[str, object]]:
+        return [] if unit.gpus is None else [{"unit": unit.name, **gpu} for gpu in unit.gpus.report()]
+
+    def _model(self, model: ModelDeployment) -> dict[str, object]:
+        status = self._status
+        gate = self._turnstile.gates[model.name]
+        return {
+            "name": model.name,
+            "status": "up" if status.model_up(model.name) else ("asleep" if status.asleep(model.name) else "down"),
+            "replicas": [unit.name for unit in status.replicas(model.name)],
+            "pool": model.pool,
+            "layers": model.layers,
+            "kv_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "dtype": model.dtype,
+            "block_tokens": model.block_tokens,
+            "max_len": model.max_len,
+            "rate": model.rate,
+            "prefix_caching": model.prefix_caching,
+            "slo": {"ttft_ms": model.slo_ttft_ms, "tpot_ms": model.slo_tpot_ms},
+            "limits": {"max_concurrency": model.max_concurrency, "max_queue": model.max_queue},
+            "gateway": {
+                "running": gate.inside,
+                "waiting": gate.waiting,
+                "unplaced": status.broker.router.placing.waiting[model.name],
+                "mean_service_seconds": round(gate.mean_seconds, 4),
+            },
+        }

@@ -1,0 +1,215 @@
+"""Where each request is served, and how it survives whoever dies, moves or is drained meanwhile.
+
+Pure: no socket, no clock; it is told messages and what becomes of connections, with the time, and answers in `Outbox`.
+
+The gateway has the last word on where a request is: at (unit, attempt). Within an attempt only `TookOver` moves it. Any
+other way out of a unit begins the next attempt, so that whatever the unit still says or sends is known to be stale.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from muxserve.gateway.outbox import Failure, Outbox
+from muxserve.gateway.placing import Placing
+from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.tracked import Tracked
+from muxserve.wire import Cancel, Elsewhere, Lost, Message, Refused, TookOver
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """Decides for all requests of a table.
+
+    Args:
+        table: the requests; the router and its `placing` alone say where they are.
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self.table = table
+        self.out = Outbox()
+        self.placing = Placing(table, self.out)
+        # Of each unit scheduler that has greeted, its last epoch.
+        self._epochs: dict[str, str] = {}
+        # Old lives of requests, in units that cannot be told at the moment.
+        self._stale: defaultdict[str, list[str]] = defaultdict(list)
+
+    # ------------------------------------------------------------ the fleet
+
+    def learn(
+        self, units: Mapping[str, Collection[str]], asks: Iterable[str], models: Iterable[str], now: float
+    ) -> None:
+        """The fleet has changed.
+
+        Args:
+            units: the models that each unit serves.
+            asks: the models whose requests the global scheduler places.
+            models: the models that are offered. Requests of others end as they can, or with an error when they have
+                no unit any more.
+        """
+        gone = [unit for unit in self._epochs if unit not in units]
+        for unit in gone:
+            del self._epochs[unit]
+            self._stale.pop(unit, None)
+        self.placing.learn(units, asks, models, now)
+        for unit in gone:
+            self._leave(self.table.at(unit), now, "unit_removed", died=False)
+        if gone:
+            self.placing.learn(units, asks, models, now)
+
+    def unit_up(self, unit: str, epoch: str, now: float) -> None:
+        """A unit scheduler has greeted."""
+        before = self._epochs.get(unit)
+        self._epochs[unit] = epoch
+        self.placing.up.add(unit)
+        stale = self._stale.pop(unit, [])
+        here = self.table.at(unit)
+        if before is not None and before != epoch:
+            log.warning("the unit scheduler of %s is a new one: submitting %d requests again", unit, len(here))
+            for request in self._next(here, "unit_restarted", died=True):
+                self.placing.give(request, unit, now)
+        else:
+            # Our last words to it may have been lost with the old connection.
+            left = [r for r in stale if (known := self.table.get(r)) is None or known.unit != unit]
+            if left:
+                self.out.units.append((unit, Cancel(left)))
+            for request in here:
+                request.repeated_at.add(unit)
+                self.out.units.append((unit, request.submit()))
+        # Requests wait for a unit that is down only as long as there is no other.
+        up = self.placing.up
+        stranded = [r for r in self.table.all() if r.unit and r.unit not in up and unit in self.placing.others(r)]
+        self._leave(stranded, now, "unit_down", died=True)
+        self.placing.settle(now)
+
+    def unit_down(self, unit: str, now: float) -> None:
+        """The connection to a unit scheduler is lost."""
+        self.placing.up.discard(unit)
+        leaving = [request for request in self.table.at(unit) if self.placing.others(request)]
+        if leaving:
+            log.warning("unit %s is gone: %d of its requests go elsewhere", unit, len(leaving))
+        self._leave(leaving, now, "unit_down", died=True)
+
+    # ------------------------------------------------------------ the front ends
+
+    def submit(self, request: Tracked, now: float) -> None:
+        """Serve a new request."""
+        self.table.add(request)
+        self.placing.place(request, now)
+
+    def cancel(self, gone: Collection[Tracked]) -> None:
+        """These requests, no longer in the table, are not wanted any more."""
+        self.placing.withdraw(gone)
+        self._cancel_at_units(gone)
+
+    # ------------------------------------------------------------ unit schedulers
+
+    def take(self, unit: str, message: Message, now: float) -> bool:
+        """A message of a unit scheduler; False if it is none of those that are about requests."""
+        match message:
+            case Lost():
+                lost = self._of(unit, message.request_ids)
+                if lost:
+                    log.warning("%s lost %d requests: %s", unit, len(lost), message.reason)
+                self._leave(lost, now, "engine_lost", died=True, last=message.reason)
+            case Elsewhere():
+                back = self._of(unit, message.request_ids)
+                for request in back:
+                    request.refused_by = (*request.refused_by, unit)
+                self._leave(back, now, "drained", died=False)
+            case TookOver():
+                self._took_over(unit, message)
+            case Refused():
+                known = self.table.get(message.request_id)
+                if known is not None and known.attempt == message.attempt and known.unit == unit:
+                    self.placing.fail(known, message.message, Failure.NEVER)
+            case _:
+                return False
+        return True
+
+    # ------------------------------------------------------------ the engines
+
+    def replace(self, request: Tracked, now: float, why: str) -> None:
+        """Serve `request` anew under another id, since an engine may still have it under the old one."""
+        unit = request.unit
+        self._cancel_at_units([request])
+        if not self.table.next_attempt(request, died=True):
+            self.placing.fail(request, "engines dropped the request again and again", Failure.AGAIN)
+            return
+        self.table.rename(request)
+        self.out.again.append((request.model, why))
+        if unit in self.placing.up and unit in self.placing.replicas(request.model):
+            self.placing.give(request, unit, now)
+        else:
+            self.placing.place(request, now)
+
+    def finished(self, request: Tracked) -> None:
+        """All tokens of `request` are there, which is no longer in the table."""
+        # A unit may have been asked for it again just when it had finished, or moved.
+        for unit in request.repeated_at:
+            self._tell_cancelled(unit, [request.request_id])
+
+    def repeat_quiet(self, now: float) -> None:
+        """Ask units again for requests of which nothing was heard for long."""
+        for request in self.table.quiet(now, self.placing.up):
+            self.out.units.append((request.unit, request.submit()))
+
+    # ------------------------------------------------------------ inside
+
+    def _of(self, unit: str, request_ids: Iterable[str]) -> list[Tracked]:
+        """Those of `request_ids` that are at `unit`: what it says of others is stale."""
+        known = (self.table.get(request_id) for request_id in dict.fromkeys(request_ids))
+        return [request for request in known if request is not None and request.unit == unit]
+
+    def _took_over(self, unit: str, message: TookOver) -> None:
+        request = self.table.get(message.request_id)
+        if request is None or request.attempt != message.attempt or not request.unit:
+            # A later life at the same unit has ended the earlier one there, and must not be cancelled itself.
+            if request is None or request.unit != unit:
+                self.out.units.append((unit, Cancel([message.request_id])))
+            return
+        if 0 < message.moves <= request.moves:
+            return  # it has moved on from there since
+        request.moves = message.moves
+        source = request.unit
+        if source == unit:
+            return
+        self.table.assign(request, unit)
+        self.out.moved.append((request.model, source, unit))
+
+    def _leave(self, requests: Iterable[Tracked], now: float, why: str, died: bool, last: str = "") -> None:
+        """These requests' present attempt is over, wherever it was; they are placed again."""
+        units = {request: request.unit for request in requests}
+        # They are out of that unit now, whichever attempt it has just spoken of, and even if it is only cut off.
+        self._cancel_at_units(units)
+        for request in self._next(units, why, died, last):
+            self.placing.place(request, now, units[request])
+
+    def _next(self, requests: Iterable[Tracked], why: str, died: bool, last: str = "") -> list[Tracked]:
+        """The next attempt of each; without those that have failed too often."""
+        going_on = []
+        for request in requests:
+            if self.table.next_attempt(request, died):
+                self.out.again.append((request.model, why))
+                going_on.append(request)
+            else:
+                text = f"the request was tried {request.tries} times, and each time whoever served it died"
+                self.placing.fail(request, f"{text} ({last or why})", Failure.AGAIN)
+        return going_on
+
+    def _cancel_at_units(self, requests: Iterable[Tracked]) -> None:
+        by_unit: defaultdict[str, list[str]] = defaultdict(list)
+        for request in requests:
+            for unit in request.repeated_at | {request.unit}:
+                by_unit[unit].append(request.request_id)
+        for unit, ids in by_unit.items():
+            self._tell_cancelled(unit, ids)
+
+    def _tell_cancelled(self, unit: str, request_ids: list[str]) -> None:
+        if unit in self.placing.up:
+            self.out.units.append((unit, Cancel(request_ids)))
+        elif unit in self._epochs:
+            self._stale[unit] += request_ids

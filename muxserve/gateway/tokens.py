@@ -1,0 +1,85 @@
+"""Where engines push tokens: one socket per gateway, for the engines of all units."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from muxserve.deployment import Keys
+from muxserve.gateway.reader import Reader
+from muxserve.network import bind_tcp, tcp_address
+from muxserve.wire import TokensHeader, decode
+
+log = logging.getLogger(__name__)
+
+
+class TokensSocket:
+    """Takes the tokens meant for this gateway process.
+
+    Args:
+        context: of the socket.
+        epoch: this gateway process.
+        address: for engines of this machine, `ipc://...`.
+        on_tokens: called with each token message: header, and the frames of vLLM's encoding.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        epoch: str,
+        address: str,
+        on_tokens: Callable[[TokensHeader, list[bytes]], None],
+    ) -> None:
+        self.address = address
+        self.tcp_address = ""
+        self._context = context
+        self._epoch = epoch
+        self._on_tokens = on_tokens
+        self._socket: zmq.Socket[bytes] | None = None
+        self._reader: Reader | None = None
+
+    def start(self) -> None:
+        """Open the socket; must be called in the event loop.
+
+        Raises:
+            zmq.ZMQError: the address cannot be bound.
+        """
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.rcvhwm = 0
+        if self.address.startswith("ipc://"):
+            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._socket.bind(self.address)
+        self._reader = Reader(self._socket, self._take)
+
+    def open_tcp(self, host: str, keys: Keys) -> str:
+        """Let engines of other machines in as well; the address under which they reach it.
+
+        Raises:
+            muxserve.network.NetworkError: `host` is no address of this machine.
+        """
+        if not self.tcp_address:
+            assert self._socket is not None
+            self.tcp_address = tcp_address(host, bind_tcp(self._socket, host, 0, keys))
+        return self.tcp_address
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._socket is not None and self._reader is not None:
+            self._reader.close()
+            self._socket.close(linger=0)
+            self._socket = None
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            header = decode(frames[0])
+        except msgspec.DecodeError as error:
+            log.warning("not a token message: %s", error)
+            return
+        if not isinstance(header, TokensHeader):
+            log.warning("unexpected %s among the tokens", type(header).__name__)
+        elif header.gateway_epoch == self._epoch:
+            self._on_tokens(header, frames[1:])

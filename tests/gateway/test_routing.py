@@ -1,0 +1,438 @@
+"""Every request is served to its end, wherever it goes and whoever dies."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muxserve.gateway.outbox import Failure
+from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.routing import Router
+from muxserve.gateway.tracked import Tracked
+from muxserve.wire import (
+    Cancel,
+    Elsewhere,
+    Lost,
+    Message,
+    NotPlaced,
+    Place,
+    Placed,
+    Refused,
+    Submit,
+    TookOver,
+    Unplace,
+)
+from tests.gateway.world import MODEL, World
+
+
+class Told:
+    """A router whose orders are written down. Units `a`, `b`, ... serve the model."""
+
+    def __init__(self, units: str, scheduler: bool = False, max_tries: int = 8) -> None:
+        self.table = RequestTable("gw", max_tries)
+        self.router = Router(self.table)
+        self.placing = self.router.placing
+        self.now = 0.0
+        self.learn(units, scheduler)
+        for unit in units:
+            self.router.unit_up(unit, f"{unit}1", 0.0)
+        if scheduler:
+            self.placing.scheduler_connected(0.0)
+
+    def learn(self, units: str, scheduler: bool = False, models: tuple[str, ...] = (MODEL,)) -> None:
+        self.router.learn({unit: [MODEL] for unit in units}, [MODEL] if scheduler else [], models, self.now)
+
+    def submit(self, front_id: str = "r") -> Tracked:
+        request = Tracked(self.table.new_id(), front_id, MODEL, b"", 10, 100, self.now)
+        self.router.submit(request, self.now)
+        return request
+
+    def take(self, unit: str, message: Message) -> None:
+        assert self.router.take(unit, message, self.now)
+
+    def sent(self) -> list[tuple[str, str, int]]:
+        """What units were told: (unit, what, attempt or number of requests)."""
+        told = [
+            (unit, "submit", message.attempt)
+            if isinstance(message, Submit)
+            else (unit, "cancel", len(message.request_ids) if isinstance(message, Cancel) else -1)
+            for unit, message in self.router.out.units
+        ]
+        self.router.out.units.clear()
+        return told
+
+    def asked(self) -> list[str]:
+        """What the global scheduler was told."""
+        told = [type(message).__name__ for message in self.router.out.scheduler]
+        self.router.out.scheduler.clear()
+        return told
+
+    def failed(self) -> list[Failure]:
+        """The requests that ended with an error."""
+        failures = [failure for _, _, failure in self.router.out.failed]
+        self.router.out.failed.clear()
+        return failures
+
+    def counted(self) -> list[str]:
+        """Why requests are served again."""
+        reasons = [why for _, why in self.router.out.again]
+        self.router.out.again.clear()
+        return reasons
+
+
+# ------------------------------------------------------------ one unit
+
+
+def test_with_one_replica_nobody_is_asked() -> None:
+    told = Told("a")
+    told.submit()
+    assert told.sent() == [("a", "submit", 0)]
+    assert told.asked() == []
+
+
+def test_requests_wait_for_the_only_unit() -> None:
+    told = Told("a")
+    told.router.unit_down("a", 1.0)
+    told.submit()
+    assert told.sent() == []
+    assert told.placing.waiting[MODEL] == 1
+    told.router.unit_up("a", "a2", 2.0)
+    assert told.sent() == [("a", "submit", 0)]
+    assert told.counted() == []
+
+
+def test_a_new_unit_scheduler_is_given_what_the_old_one_had() -> None:
+    told = Told("a")
+    had = told.submit("had")
+    told.router.unit_down("a", 1.0)
+    told.submit("had not")
+    told.sent()
+    told.router.unit_up("a", "a2", 2.0)
+    assert told.sent() == [("a", "submit", 1), ("a", "submit", 0)]
+    assert told.counted() == ["unit_restarted"]
+    assert had.tries == 2
+
+
+def test_after_a_break_of_the_connection_the_unit_is_told_everything_again() -> None:
+    told = Told("a")
+    stays, goes = told.submit("stays"), told.submit("goes")
+    told.router.unit_down("a", 1.0)
+    told.router.cancel(told.table.cancel(MODEL, ["goes"]))
+    told.sent()
+    told.router.unit_up("a", "a1", 2.0)
+    assert told.router.out.units == [("a", Cancel([goes.request_id])), ("a", stays.submit())]
+    assert stays.attempt == 0
+
+
+def test_what_was_cancelled_before_a_death_is_not_told_to_the_next() -> None:
+    told = Told("a")
+    told.submit()
+    told.router.unit_down("a", 1.0)
+    told.router.cancel(told.table.cancel(MODEL, ["r"]))
+    told.sent()
+    told.router.unit_up("a", "a2", 2.0)
+    assert told.sent() == []
+
+
+def test_what_an_engine_drops_is_served_anew_where_it_was() -> None:
+    told = Told("ab")
+    request = told.submit()
+    told.sent()
+    old_id, unit = request.request_id, request.unit
+    told.router.replace(request, 1.0, "dropped")
+    assert told.router.out.units == [(unit, Cancel([old_id])), (unit, request.submit())]
+    assert (request.attempt, request.unit) == (1, unit)
+    assert request.request_id != old_id
+
+
+def test_what_kills_whoever_serves_it_is_given_up() -> None:
+    told = Told("a", max_tries=2)
+    request = told.submit()
+    told.take("a", Lost([request.request_id], "died"))
+    told.take("a", Lost([request.request_id], "died"))
+    assert told.failed() == [Failure.AGAIN]
+    assert not len(told.table)
+
+
+def test_refusal_counts_for_the_present_attempt_at_its_unit_only() -> None:
+    told = Told("ab")
+    request = told.submit()
+    told.take("a", Lost([request.request_id], "died"))
+    assert (request.unit, request.attempt) == ("b", 1)
+    told.take("b", Refused(request.request_id, 0, "no"))
+    told.take("a", Refused(request.request_id, 1, "no"))
+    assert told.failed() == []
+    told.take("b", Refused(request.request_id, 1, "no"))
+    assert told.failed() == [Failure.NEVER]
+
+
+# ------------------------------------------------------------ several units
+
+
+def test_without_a_scheduler_the_one_with_the_fewest_requests_is_chosen() -> None:
+    told = Told("abc")
+    for n in range(6):
+        told.submit(str(n))
+    assert [unit for unit, _, _ in told.sent()] == list("abcabc")
+
+
+def test_a_dead_unit_s_requests_go_elsewhere_at_once() -> None:
+    told = Told("ab")
+    told.submit("1"), told.submit("2")
+    told.sent()
+    told.router.unit_down("a", 1.0)
+    assert told.sent() == [("b", "submit", 1)]
+    assert told.counted() == ["unit_down"]
+    # It was only cut off, and may serve still.
+    told.router.unit_up("a", "a1", 2.0)
+    assert told.sent() == [("a", "cancel", 1)]
+
+
+def test_the_first_unit_that_comes_takes_those_of_the_dead() -> None:
+    told = Told("ab")
+    told.router.unit_down("b", 0.5)
+    request = told.submit()
+    told.router.unit_down("a", 1.0)
+    told.sent()
+    told.router.unit_up("b", "b2", 2.0)
+    assert told.sent() == [("b", "submit", 1)]
+    assert request.unit == "b"
+
+
+def test_lost_requests_avoid_the_unit_that_lost_them() -> None:
+    told = Told("ab")
+    first, second = told.submit("1"), told.submit("2")
+    told.sent()
+    told.take("a", Lost([first.request_id, second.request_id, "unknown"], "died"))
+    assert told.sent() == [("a", "cancel", 1), ("b", "submit", 1)]
+    assert second.attempt == 0  # it is at b, and what a says of it is old
+
+
+def test_a_drained_unit_gives_back_what_it_has_not_begun() -> None:
+    told = Told("ab")
+    request = told.submit()
+    told.sent()
+    told.take("a", Elsewhere([request.request_id]))
+    assert told.sent() == [("a", "cancel", 1), ("b", "submit", 1)]
+    assert request.tries == 1  # nobody died
+    told.take("b", Elsewhere([request.request_id]))
+    assert told.placing.waiting[MODEL] == 1
+    # It is not thrown from one to the other and back for as long as both are drained.
+    told.sent()
+    told.placing.retry(0.5)
+    assert told.sent() == []
+    told.placing.retry(1.5)
+    assert told.sent() == [("a", "submit", 2)]
+
+
+def test_a_unit_that_leaves_the_fleet() -> None:
+    told = Told("ab")
+    told.submit()
+    told.sent()
+    told.learn("b")
+    assert told.sent() == [("b", "submit", 1)]
+    assert told.counted() == ["unit_removed"]
+
+
+def test_a_model_that_leaves_the_fleet() -> None:
+    told = Told("a")
+    request = told.submit()
+    told.learn("a", models=())
+    assert told.failed() == []  # it may finish
+    told.take("a", Elsewhere([request.request_id]))
+    told.learn("", models=())
+    assert told.failed() == [Failure.AGAIN]
+
+
+# ------------------------------------------------------------ migration
+
+
+def test_a_request_moves_within_its_attempt() -> None:
+    told = Told("ab")
+    request = told.submit()
+    told.sent()
+    told.take("b", TookOver(request.request_id, 0, 1))
+    assert (request.unit, request.attempt) == ("b", 0)
+    assert told.router.out.moved == [(MODEL, "a", "b")]
+    assert told.sent() == []
+    # Its old unit did not learn that it arrived.
+    told.take("a", Lost([request.request_id], "destination silent"))
+    assert told.sent() == []
+    told.take("b", Lost([request.request_id], "died"))
+    assert request.attempt == 1
+
+
+def test_of_two_moves_the_second_may_be_heard_of_first() -> None:
+    told = Told("abc")
+    request = told.submit()
+    told.take("c", TookOver(request.request_id, 0, 2))
+    told.take("b", TookOver(request.request_id, 0, 1))
+    assert request.unit == "c"
+    told.sent()
+    told.take("c", Lost([request.request_id], "died"))
+    told.take("b", TookOver(request.request_id, 1, 1))
+    assert request.unit == "b"  # moves are counted per attempt
+
+
+def test_what_arrives_too_late_is_cancelled_where_it_arrived() -> None:
+    told = Told("abc")
+    request = told.submit()
+    told.take("a", Lost([request.request_id], "destination silent"))
+    assert request.unit == "b"
+    told.sent()
+    told.take("c", TookOver(request.request_id, 0, 1))
+    told.take("c", TookOver("finished long ago", 0, 1))
+    assert told.sent() == [("c", "cancel", 1), ("c", "cancel", 1)]
+    # Where its later life is, the earlier has ended already.
+    told.take("b", TookOver(request.request_id, 0, 1))
+    assert told.sent() == []
+
+
+# ------------------------------------------------------------ the global scheduler
+
+
+def test_the_global_scheduler_says_where() -> None:
+    told = Told("ab", scheduler=True)
+    request = told.submit()
+    assert told.sent() == []
+    (place,) = told.router.out.scheduler
+    assert isinstance(place, Place)
+    assert (place.request_id, place.model, place.demand) == (request.request_id, MODEL, 11)
+    told.placing.placed(Placed(request.request_id, "b"), 0.1)
+    assert told.sent() == [("b", "submit", 0)]
+    told.placing.placed(Placed(request.request_id, "a"), 0.1)  # once is enough
+    assert told.sent() == []
+
+
+def test_it_is_not_waited_for_for_long() -> None:
+    told = Told("ab", scheduler=True)
+    request = told.submit()
+    told.asked()
+    assert told.placing.next_deadline == 0.25
+    told.placing.expire(0.2)
+    assert told.sent() == []
+    told.placing.expire(0.25)
+    assert told.sent() == [("a", "submit", 0)]
+    assert told.asked() == ["Unplace"]
+    # While it is silent nobody waits for it, but everyone asks.
+    assert not told.placing.scheduler_up
+    told.submit("2")
+    assert told.sent() == [("b", "submit", 0)]
+    assert told.asked() == ["Place", "Unplace"]
+    told.placing.placed(Placed(request.request_id, "b"), 1.0)
+    assert told.placing.scheduler_up
+    told.submit("3")
+    assert (told.sent(), told.asked()) == ([], ["Place"])
+
+
+def test_when_it_dies_the_gateway_chooses() -> None:
+    told = Told("ab", scheduler=True)
+    told.submit("1"), told.submit("2")
+    told.asked()
+    told.placing.scheduler_gone(0.1)
+    assert told.sent() == [("a", "submit", 0), ("b", "submit", 0)]
+    told.submit("3")
+    assert told.sent() == [("a", "submit", 0)]
+    assert told.asked() == []
+
+
+def test_without_any_replica_a_request_waits_for_its_answer() -> None:
+    told = Told("", scheduler=True)
+    request = told.submit()
+    assert told.asked() == ["Place"]
+    told.placing.expire(5.0)
+    assert told.placing.next_deadline is None
+    assert (told.sent(), told.asked()) == ([], [])
+    told.learn("a", scheduler=True)
+    told.router.unit_up("a", "a1", 6.0)
+    told.placing.placed(Placed(request.request_id, "a"), 7.0)
+    assert told.sent() == [("a", "submit", 0)]
+
+
+def test_a_request_that_goes_away_is_not_placed() -> None:
+    told = Told("", scheduler=True)
+    request = told.submit()
+    told.asked()
+    told.router.cancel(told.table.cancel(MODEL, ["r"]))
+    assert isinstance(told.router.out.scheduler[0], Unplace)
+    told.placing.placed(Placed(request.request_id, "a"), 1.0)
+    assert told.sent() == []
+    assert not told.placing.waiting
+
+
+@pytest.mark.parametrize(("late", "failure"), [(True, Failure.LATE), (False, Failure.NEVER)])
+def test_it_may_have_nothing_to_offer(late: bool, failure: Failure) -> None:
+    told = Told("", scheduler=True)
+    request = told.submit()
+    told.placing.not_placed(NotPlaced(request.request_id, "no", late), 1.0)
+    assert told.failed() == [failure]
+    assert not len(told.table)
+
+
+def test_a_stream_that_has_begun_waits_on() -> None:
+    told = Told("a", scheduler=True)
+    request = told.submit()
+    told.placing.placed(Placed(request.request_id, "a"), 0.0)
+    request.emitted += [1, 2, 3]
+    told.router.take("a", Lost([request.request_id], "died"), 100.0)
+    place = told.router.out.scheduler[-1]
+    assert isinstance(place, Place)
+    assert (place.arrival, place.demand) == (100.0, 14)
+    told.asked()
+    told.placing.not_placed(NotPlaced(request.request_id, "no", True), 130.0)
+    assert told.failed() == []
+    assert told.asked() == ["Place"]
+
+
+def test_it_may_be_behind_the_times() -> None:
+    told = Told("abc", scheduler=True)
+    told.router.unit_down("b", 0.1)
+    first, second = told.submit("1"), told.submit("2")
+    told.placing.placed(Placed(first.request_id, "b"), 0.1)
+    assert told.sent() == [("a", "submit", 0)]
+    told.placing.placed(Placed(second.request_id, "c"), 0.1)
+    told.take("c", Elsewhere([second.request_id]))
+    told.sent()
+    told.placing.placed(Placed(second.request_id, "c"), 0.2)
+    assert told.sent() == [("a", "submit", 1)]
+
+
+def test_of_a_new_unit_the_gateway_may_hear_last() -> None:
+    told = Told("", scheduler=True)
+    request = told.submit()
+    told.placing.placed(Placed(request.request_id, "new"), 0.1)
+    assert told.sent() == []
+    told.asked()
+    told.learn("", scheduler=True)
+    assert told.asked() == ["Place"]
+    told.learn("n", scheduler=True)
+    told.router.unit_up("n", "n1", 0.2)
+    told.placing.placed(Placed(request.request_id, "n"), 0.3)
+    assert told.sent() == [("n", "submit", 0)]
+
+
+# ------------------------------------------------------------ everything
+
+
+@pytest.mark.parametrize("with_scheduler", [False, True])
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(1, 3), st.integers(1, 200))
+def test_tokens_come_once_and_in_order_whatever_happens(
+    with_scheduler: bool, seed: int, units: int, events: int
+) -> None:
+    world = World(Random(seed), units, with_scheduler)
+    for _ in range(events):
+        world.event()
+    world.calm_down()
+    assert world.disagreements() == []
+    world.finish()
+    for front_id, length in world.length.items():
+        assert world.streamed[front_id] == list(range(length))
+        assert world.finished[front_id] == 1
+    assert not len(world.table)
+    assert not world.router.placing.waiting
+    # Nobody serves what nobody wants.
+    assert not any(unit.serving for unit in world.units.values())
