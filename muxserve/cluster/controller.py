@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from muxserve import wire
-from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Ready, Stopping, Up
+from muxserve.cluster.changes import Changes, Planner
+from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Progress, Ready, Stopping, Up
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
 from muxserve.cluster.last_words import LastWords, Said
 from muxserve.cluster.launcher import WarmParents
@@ -18,7 +19,7 @@ from muxserve.cluster.leftovers import Leftovers
 from muxserve.cluster.processes import adopt_orphans
 from muxserve.cluster.scheduler_link import SchedulerLink
 from muxserve.cluster.supervision import GaveUp, Part, Supervisor
-from muxserve.cluster.unit_set import UnitSet
+from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.deployment import FleetDeployment
 
@@ -43,6 +44,7 @@ class Controller:
         unit_launcher: makes what starts units, of what their warm parents can be forked from and who collects the
             leftovers of this machine.
         emit: told what happens.
+        planner: makes units that come later; None: there are none.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Controller:
         launcher: FleetLauncher,
         unit_launcher: Callable[[WarmParents, Leftovers], UnitLauncher],
         emit: Callable[[Event], None],
+        planner: Planner | None = None,
     ) -> None:
         self.ready = asyncio.Event()
         self.leftovers = Leftovers()
@@ -69,6 +72,10 @@ class Controller:
         )
         self._supervisor = Supervisor(
             self._emit, self._on_down, self.leftovers.exits.get, self.ready.is_set, self._explain
+        )
+        # What users and the global scheduler want different.
+        self.changes = Changes(
+            self.units, planner, self._tell_scheduler, lambda text: self._emit(Progress(SCHEDULER, text))
         )
         self._link: SchedulerLink | None = None
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
@@ -91,8 +98,9 @@ class Controller:
 
     def _emit(self, event: Event) -> None:
         self._last_words.note(event)
-        if isinstance(event, Up) and event.part == SCHEDULER and self._link is not None:
-            self._spawn(self._link.send(wire.ControllerHello()))
+        if isinstance(event, Up) and event.part == SCHEDULER:
+            self.changes.scheduler_up()
+            self._spawn(self._greet())
         self._tell_user(event)
 
     def stop(self) -> None:
@@ -140,8 +148,8 @@ class Controller:
         return code
 
     async def _begin(self, began: float) -> None:
-        for planned in self._planned:
-            self.units.keep(await self.units.start(planned))
+        for unit in await self._start_units():
+            self.units.keep(unit)
         self._emit(Expected(tuple(self.parts)))
         self.units.publish()
         for part in self._own_parts():
@@ -153,6 +161,16 @@ class Controller:
         self.units.served = True
         self.ready.set()
         self._emit(Ready(time.monotonic() - began))
+
+    async def _start_units(self) -> list[Unit]:
+        """All at once: on other machines each may have to wait for a place."""
+        starts = [asyncio.create_task(self.units.start(planned)) for planned in self._planned]
+        try:
+            return await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
 
     def _keep(self, part: Part) -> None:
         task = self._tasks[part.id] = asyncio.create_task(self._supervisor.keep(part))
@@ -189,7 +207,21 @@ class Controller:
         self._starts.changed()
 
     def _on_scheduler(self, message: wire.Message) -> None:
-        log.warning("a message from the global scheduler that nobody waits for: %s", type(message).__name__)
+        self._spawn(self._carry_out(message))
+
+    async def _carry_out(self, message: wire.Message) -> None:
+        try:
+            await self.changes.handle(message)
+        except Exception:
+            log.exception("cannot do what the global scheduler wants")  # the fleet serves on as it is
+
+    async def _greet(self) -> None:
+        await self._tell_scheduler(wire.ControllerHello())
+        await self.changes.resend()
+
+    async def _tell_scheduler(self, message: wire.Message) -> None:
+        if self._link is not None:
+            await self._link.send(message)
 
     # ------------------------------------------------------------ deaths
 

@@ -35,7 +35,7 @@ class PartId:
 
     def __str__(self) -> str:
         if self.kind == "host":
-            return f"unit {self.unit}"
+            return f"unit {self.unit}".rstrip()
         return f"{self.unit}: {self._alone}" if self.unit else self._alone
 
     @property

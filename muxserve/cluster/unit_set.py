@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from muxserve import wire
-from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, of_unit
+from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up, of_unit
 from muxserve.cluster.last_words import Said
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.supervision import GaveUp
@@ -26,13 +26,20 @@ _RESTARTS = (1.0, 5.0, 15.0, 60.0)
 
 @dataclass
 class Unit:
-    """One of the units. `serves`: the models that have engines in it, as far as anybody is told."""
+    """One of the units. `serves`: the models that have engines in it, as far as anybody is told. A unit that is not yet
+    (or no longer) `announced` is not in the fleet's file."""
 
     planned: PlannedUnit
     handle: UnitHandle
     serves: set[str]
+    announced: bool = True
     keeper: asyncio.Task[None] | None = None
     policy: RestartPolicy = field(default_factory=lambda: RestartPolicy(max_deaths=None, delays=_RESTARTS))
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        return self.planned.name
 
     @property
     def entry(self) -> UnitEntry:
@@ -68,6 +75,7 @@ class UnitSet:
         self._on_failure = on_failure
         self._several = len(fleet.units) > 1
         self._written: FleetDeployment | None = None
+        self._named = 1 + max((_number(unit.name) for unit in fleet.units), default=-1)
 
     # ------------------------------------------------------------ what there is
 
@@ -99,18 +107,30 @@ class UnitSet:
 
     # ------------------------------------------------------------ coming and going
 
-    async def start(self, planned: PlannedUnit) -> Unit:
-        """Begin to start a unit; it is in the file when `publish` is called next.
+    def next_name(self) -> str:
+        """A name that no unit of this fleet has had."""
+        self._named += 1
+        return f"u{self._named - 1}"
+
+    async def start(self, planned: PlannedUnit, announced: bool = True) -> Unit:
+        """Begin to start a unit; if `announced`, it is in the file when `publish` is called next.
 
         Raises:
             GaveUp: there is no place for it.
         """
         name = planned.name
         self._several |= bool(self.units)
-        handle = await self._launcher.start(planned, self._migrates(planned), lambda event: self._of_unit(name, event))
-        unit = self.units[name] = Unit(planned, handle, set(planned.serves))
+        try:
+            handle = await self._start(planned)
+        except GaveUp as failure:
+            raise GaveUp(failure.part.within(self._label(name)), str(failure)) from None
+        unit = self.units[name] = Unit(planned, handle, set(planned.serves), announced)
         self._ensure_migrators()
         return unit
+
+    def announce(self, unit: Unit) -> None:
+        """Have it in the file when `publish` is called next."""
+        unit.announced = True
 
     def keep(self, unit: Unit) -> None:
         """Start it again when it cannot be kept alive, as long as others serve meanwhile."""
@@ -143,7 +163,7 @@ class UnitSet:
 
     def publish(self) -> None:
         """Write the fleet's file if anything is not as it says, and have it read."""
-        entries = [unit.entry for unit in self.units.values()]
+        entries = [unit.entry for unit in self.units.values() if unit.announced]
         changed = msgspec.structs.replace(self.fleet, units=entries)
         if self._written is None or msgspec.json.encode(changed) != msgspec.json.encode(self._written):
             self.fleet = msgspec.structs.replace(changed, generation=self.fleet.generation + 1)
@@ -169,9 +189,7 @@ class UnitSet:
             await asyncio.sleep(delay)
             planned = replace(unit.planned, serves=tuple(unit.serves))
             try:
-                unit.handle = await self._launcher.start(
-                    planned, self._migrates(planned), lambda event: self._of_unit(name, event)
-                )
+                unit.handle = await self._start(planned)
             except GaveUp:
                 log.warning("no place for unit %s at present", name)
                 continue
@@ -191,6 +209,10 @@ class UnitSet:
 
     # ------------------------------------------------------------ details
 
+    async def _start(self, planned: PlannedUnit) -> UnitHandle:
+        name = planned.name
+        return await self._launcher.start(planned, self._migrates(planned), lambda event: self._of_unit(name, event))
+
     def _migrates(self, planned: PlannedUnit) -> bool:
         others = any(name != planned.name for name in self.units)
         return self.fleet.migration is not None and (others or self._several or bool(self.fleet.scaling))
@@ -204,12 +226,14 @@ class UnitSet:
         return name if self._several else ""
 
     def _of_unit(self, name: str, event: Event) -> None:
+        if isinstance(event, Up) and event.part.kind == "host" and name in self.units:
+            self.publish()  # it may be somewhere else now
         if not isinstance(event, Ready):
             self._emit(of_unit(event, self._label(name)))
         elif self._label(name):
             self._emit(Progress(PartId("host", unit=name), f"up after {event.seconds:.1f} s"))
 
 
-def names(units: Iterable[Unit]) -> list[str]:
-    """Their names."""
-    return [unit.planned.name for unit in units]
+def _number(name: str) -> int:
+    digits = name.removeprefix("u")
+    return int(digits) if digits.isdecimal() else -1

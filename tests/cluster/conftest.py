@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from muxserve.cluster import fleet_starts, starts, supervision, unit_set
+from muxserve.cluster.changes import Changes, Planner
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.events import Event, PartId, Up
 from muxserve.cluster.fleet_starts import FleetCommands, LocalFleetLauncher
@@ -28,6 +29,7 @@ from muxserve.deployment import (
     ModelDeployment,
     PoolDeployment,
     UnitEntry,
+    load_fleet_deployment,
     save,
 )
 from muxserve.gpu.budget import Budget, Needs
@@ -118,7 +120,14 @@ def fake_fleet(deployments: Sequence[Deployment], run_dir: Path, **more: Any) ->
 class Fleet:
     """A controller over fake processes, and what it said."""
 
-    def __init__(self, run_dir: RunDir, deployments: Sequence[Deployment], **more: Any) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        deployments: Sequence[Deployment],
+        planner: Planner | None = None,
+        gateways: int = 1,
+        **more: Any,
+    ) -> None:
         self.run_dir = run_dir
         self.deployment = deployments[0]
         self.sizer = None
@@ -127,12 +136,18 @@ class Fleet:
         self.events: list[Event] = []
         self.changed = asyncio.Event()
         fleet = fake_fleet(deployments, run_dir.path, **more)
+        fleet = msgspec.structs.replace(fleet, gateway=msgspec.structs.replace(fleet.gateway, count=gateways))
         self.planned = [
             PlannedUnit(each, tuple(model.name for model in each.models), self.sizer) for each in deployments
         ]
         launcher = LocalFleetLauncher(fake_fleet_commands(fleet), fleet.log_dir)
         self.controller = Controller(
-            fleet, self.planned, launcher, lambda warm, left: LocalUnits(fake_commands, warm, left), self._emit
+            fleet,
+            self.planned,
+            launcher,
+            lambda warm, left: LocalUnits(fake_commands, warm, left),
+            self._emit,
+            planner,
         )
         self.task: asyncio.Task[int] | None = None
 
@@ -142,6 +157,15 @@ class Fleet:
         handle = next(iter(self.controller.units.units.values())).handle
         assert isinstance(handle, LocalUnit)
         return handle._host
+
+    @property
+    def changes(self) -> Changes:
+        return self.controller.changes
+
+    @property
+    def serves(self) -> dict[str, list[str]]:
+        """What the fleet's file says."""
+        return {unit.name: unit.serves for unit in load_fleet_deployment(self.controller.fleet.file).units}
 
     def logs(self, unit: str = "u0") -> Path:
         return self.run_dir.path / unit / "logs"

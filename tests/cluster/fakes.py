@@ -68,6 +68,7 @@ def deployment_of(file: str) -> Any:
 
 
 def listen(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
@@ -111,11 +112,12 @@ def unit(file: str, journal: Journal) -> None:
         message = wire.decode(frame)
         if isinstance(message, wire.StateRequest):
             busy = told(Path(file).parent, "busy")
-            models = {model.name: {"live": int(busy.read_text()) if busy else 0} for model in deployment.models}
+            models = {model.name: {"decoding": int(busy.read_text()) if busy else 0} for model in deployment.models}
             state = {"pid": os.getpid(), "models": models}
             sock.send_multipart([identity, wire.encode(wire.UnitState(state=state))])
         else:
-            journal.write(f"{name} got {type(message).__name__} {getattr(message, 'model', '')}".rstrip())
+            about = getattr(message, "model", getattr(message, "gateway", ""))
+            journal.write(f"{name} got {type(message).__name__} {about}")
 
 
 def scheduler(file: str, journal: Journal) -> None:

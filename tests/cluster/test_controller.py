@@ -122,7 +122,7 @@ async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
     os.kill(fleet.pid(ENGINES[2]), signal.SIGKILL)
     await fleet.until(lambda: "u0 got EngineDown two" in fleet.journal())
     os.kill(fleet.pid(GATEWAY), signal.SIGKILL)
-    await fleet.until(lambda: "u0 got GatewayDown" in fleet.journal())
+    await fleet.until(lambda: "u0 got GatewayDown 0" in fleet.journal())
     await fleet.until(lambda: fleet.ups(GATEWAY) == 2 and fleet.ups(ENGINES[2]) == 2)
 
 

@@ -1,0 +1,334 @@
+"""Several units under one controller, over real processes that only pretend: starts, deaths, changes while serving."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from muxserve.cluster.changes import Addition
+from muxserve.cluster.controller import EXIT_KEPT_DYING, EXIT_OK, EXIT_START
+from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
+from muxserve.cluster.run_dir import RunDir
+from muxserve.cluster.units import PlannedUnit
+from muxserve.control.changes import ChangeError
+from muxserve.deployment import FleetDeployment
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.scaling import ScalingRules
+from tests.cluster.conftest import Fleet, alive, fake_deployment, running
+
+VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
+GATEWAYS = [PartId("gateway"), PartId("gateway", index=1)]
+
+
+def parts(unit: str, *models: str) -> list[PartId]:
+    engines = [PartId("engine", model, phase) for model in models for phase in ("prefill", "decode")]
+    base = [PartId("memory"), PartId("warm_parent"), PartId("unit"), PartId("migrator")]
+    return [part.within(unit) for part in (*base, *engines)]
+
+
+class FakePlanner:
+    """Has room for so many units."""
+
+    def __init__(self, run_dir: RunDir, room: int = 10) -> None:
+        self.run_dir, self.room = run_dir, room
+        self.forgotten: list[str] = []
+
+    def unit(self, model: str, name: str, fleet: FleetDeployment) -> PlannedUnit:
+        if not self.room:
+            raise ChangeError("the machine is full")
+        self.room -= 1
+        return PlannedUnit(fake_deployment(self.run_dir.path, unit=name, names=[model]), (model,))
+
+    def addition(self, declared: Any, names: Callable[[], str], fleet: FleetDeployment, tell: Any) -> Addition:
+        planned = self.unit(declared, names(), fleet)
+        return Addition(planned.deployment.models[0], (planned,), ScalingRules(1, 3))
+
+    def forget(self, model: str) -> None:
+        self.forgotten.append(model)
+
+
+@pytest.fixture
+def planner(run_dir: RunDir) -> FakePlanner:
+    return FakePlanner(run_dir)
+
+
+@pytest.fixture
+async def pair(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
+    """Model `one` in two units, `two` in the first alone; two gateways; no request of `two` is ever moved."""
+    units = [fake_deployment(run_dir.path), fake_deployment(run_dir.path, unit="u1", names=["one"])]
+    async for each in running(Fleet(run_dir, units, planner, gateways=2, migration=MigrationRules())):
+        yield each
+
+
+@pytest.fixture
+async def single(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
+    units = [fake_deployment(run_dir.path)]
+    async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
+        yield each
+
+
+def said(texts: list[str]) -> Callable[[str], None]:
+    return texts.append
+
+
+async def test_everything_comes_up_and_goes_down(pair: Fleet) -> None:
+    await pair.serving()
+    ups = {event.part for event in pair.events if isinstance(event, Up)}
+    assert ups == {VLLM, SCHEDULER, *GATEWAYS, *parts("u0", "one", "two"), *parts("u1", "one")}
+    assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
+    await pair.until(lambda: "scheduler got ControllerHello from controller" in pair.journal())
+    pids = pair.pids()
+    pair.controller.stop()
+    assert await pair.task == EXIT_OK
+    assert not any(alive(pid) for pid in pids)
+    stops = [line.removeprefix("stop ") for line in pair.journal() if line.startswith("stop ")]
+    assert sorted(stops[:2]) == ["gateway-0", "gateway-1"]
+    assert stops[2] == "scheduler"
+    assert stops[-1] == "vllm"
+    assert stops.count("memory") == stops.count("migrator") == 2
+
+
+async def test_all_units_are_told_which_gateway_died(pair: Fleet) -> None:
+    await pair.serving()
+    os.kill(pair.pid(GATEWAYS[1]), signal.SIGKILL)
+    for unit in ("u0", "u1"):
+        await pair.until(lambda unit=unit: f"{unit} got GatewayDown 1" in pair.journal())
+    await pair.until(lambda: pair.ups(GATEWAYS[1]) == 2)
+    assert pair.ups(GATEWAYS[0]) == 1
+
+
+async def test_an_engine_concerns_its_unit_only(pair: Fleet) -> None:
+    await pair.serving()
+    victim = PartId("engine", "one", "decode", "u1")
+    os.kill(pair.pid(victim), signal.SIGKILL)
+    await pair.until(lambda: pair.ups(victim) == 2)
+    assert "u1 got EngineDown one" in pair.journal()
+    assert "u0 got EngineDown one" not in pair.journal()
+
+
+@pytest.mark.parametrize("victim", [SCHEDULER, PartId("migrator", unit="u0")], ids=str)
+async def test_what_only_helps_is_started_again_for_ever(pair: Fleet, victim: PartId) -> None:
+    await pair.serving()
+    for count in range(2, 9):
+        os.kill(pair.pid(victim), signal.SIGKILL)
+        await pair.until(lambda count=count: pair.ups(victim) == count)
+    others = {event.part for event in pair.events if isinstance(event, Up)} - {victim}
+    assert all(pair.ups(part) == 1 for part in others)
+
+
+async def test_a_unit_that_keeps_dying_is_started_again_as_a_whole(pair: Fleet) -> None:
+    await pair.serving()
+    (die := pair.run_dir.path / "u1" / "die-unit").write_text("")
+    unit, host = PartId("unit", unit="u1"), PartId("host", unit="u1")
+    os.kill(pair.pid(unit), signal.SIGKILL)
+    await pair.until(lambda: any(isinstance(event, Down) and event.part == host for event in pair.events))
+    down = next(event for event in pair.events if isinstance(event, Down) and event.part == host)
+    assert down.reason == "unit scheduler: exited with status 7"
+    die.unlink()
+    await pair.until(lambda: pair.ups(unit) == 2 and Progress in {type(e) for e in pair.events[-1:]})
+    assert all(pair.ups(part) == 1 for part in (*parts("u0", "one", "two"), VLLM, *GATEWAYS))
+    assert not pair.task.done()
+    assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
+
+
+async def test_without_another_unit_the_fleet_ends(pair: Fleet) -> None:
+    await pair.serving()
+    pair.tell("die-unit")
+    for name in ("u0", "u1"):
+        os.kill(pair.pid(PartId("unit", unit=name)), signal.SIGKILL)
+    assert await pair.task == EXIT_KEPT_DYING
+    failed = next(event for event in pair.events if isinstance(event, Failed))
+    assert failed.tail[-1] == "unit dies because the test says so"
+    assert not any(alive(pid) for pid in pair.pids())
+
+
+@pytest.mark.parametrize("file", ["u1/die-unit", "die-scheduler", "fail-gateway-1"])
+async def test_a_start_that_fails_ends_everything(pair: Fleet, file: str) -> None:
+    (pair.run_dir.path / "u1").mkdir()
+    pair.tell(file)
+    assert await pair.start() == EXIT_START
+    failed = next(event for event in pair.events if isinstance(event, Failed))
+    assert failed.part in (PartId("unit", unit="u1"), SCHEDULER, GATEWAYS[1])
+    assert not any(alive(pid) for pid in pair.pids())
+
+
+# ---------------------------------------------------------------- changes
+
+
+async def test_a_replica_more_is_a_unit_of_its_own(single: Fleet) -> None:
+    await single.serving()
+    assert single.ups(SCHEDULER) == 0
+    texts: list[str] = []
+    await single.changes.scale("two", 2, said(texts))
+    assert texts == ["starting u1 with two", "two is served by u1"]
+    assert single.serves == {"u0": ["one", "two"], "u1": ["two"]}
+    assert {event.part for event in single.events if isinstance(event, Up)} >= set(parts("u1", "two"))
+    # Now there is something to choose, and there are two to move between.
+    await single.until(lambda: single.ups(SCHEDULER) == 1 and single.ups(PartId("migrator", unit="u0")) == 1)
+    await single.until(lambda: "gateway-0 sees one,two in u0=one,two u1=two" in single.journal())
+    assert single.controller.fleet.generation == 2
+
+
+async def test_what_can_be_done_without_ends_when_it_is_empty(pair: Fleet) -> None:
+    await pair.serving()
+    gone = [pair.pid(part) for part in parts("u1", "one")]
+    texts: list[str] = []
+    await pair.changes.scale("one", 1, said(texts))
+    assert texts == ["draining one in u1", "u1 has ended"]
+    assert pair.serves == {"u0": ["one", "two"]}
+    assert not any(alive(pid) for pid in gone)
+    journal = pair.journal()
+    assert journal.index("scheduler got DrainReplicas from controller") < journal.index("stop one-prefill")
+    for who in ("scheduler", "gateway-0", "gateway-1"):
+        await pair.until(lambda who=who: f"{who} sees one,two in u0=one,two" in pair.journal())
+
+
+async def test_the_busier_replica_stays_and_a_unit_that_serves_more_lends_its_pages(pair: Fleet) -> None:
+    await pair.serving()
+    (pair.run_dir.path / "u1" / "busy").write_text("3")
+    before = {part: pair.pid(part) for part in parts("u0", "one", "two")}
+    await pair.changes.scale("one", 1, said([]))
+    assert pair.serves == {"u0": ["two"], "u1": ["one"]}
+    stopped = {part for part, pid in before.items() if not alive(pid)}
+    assert stopped == {part for part in before if part.model == "one"}
+    await pair.until(lambda: "u0 got Retire one" in pair.journal())
+    await pair.until(lambda: "end one" in pair.journal())
+    # Its engines come back where they were.
+    await pair.changes.scale("one", 2, said([]))
+    assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
+    assert pair.ups(PartId("engine", "one", "prefill", "u0")) == 2
+    await pair.until(lambda: "u0 got Revive one" in pair.journal())
+
+
+async def test_a_retired_model_stays_so_when_the_unit_scheduler_is_new(pair: Fleet) -> None:
+    await pair.serving()
+    (pair.run_dir.path / "u1" / "busy").write_text("3")
+    await pair.changes.scale("one", 1, said([]))
+    await pair.until(lambda: pair.journal().count("u0 got Retire one") == 1)
+    os.kill(pair.pid(PartId("unit", unit="u0")), signal.SIGKILL)
+    await pair.until(lambda: pair.journal().count("u0 got Retire one") == 2)
+
+
+async def test_a_drained_unit_ends(pair: Fleet) -> None:
+    await pair.serving()
+    with pytest.raises(ChangeError, match="two is served by u0 alone"):
+        await pair.changes.drain("u0", said([]))
+    assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
+    await pair.changes.drain("u1", said([]))
+    assert pair.serves == {"u0": ["one", "two"]}
+    with pytest.raises(ChangeError, match="no unit u1"):
+        await pair.changes.drain("u1", said([]))
+
+
+async def test_a_drain_is_told_to_a_new_scheduler_again(pair: Fleet) -> None:
+    await pair.serving()
+    linger = pair.tell("linger")
+    draining = asyncio.create_task(pair.changes.drain("u1", said([])))
+    await pair.until(lambda: "scheduler got DrainReplicas from controller" in pair.journal())
+    linger.unlink()
+    os.kill(pair.pid(SCHEDULER), signal.SIGKILL)
+    await draining
+    assert pair.serves == {"u0": ["one", "two"]}
+
+
+@pytest.mark.parametrize("file", ["fail-two-decode", "die-memory", "fail-warm"])
+async def test_a_replica_that_cannot_start_changes_nothing(single: Fleet, file: str) -> None:
+    await single.serving()
+    before = single.controller.fleet
+    pids = single.pids()
+    single.tell(file)
+    with pytest.raises(ChangeError, match=r"u1: .* cannot start: "):
+        await single.changes.scale("two", 2, said([]))
+    assert single.controller.fleet == before
+    assert single.serves == {"u0": ["one", "two"]}
+    assert all(alive(pid) for pid in pids)
+    new = {event.part for event in single.events if isinstance(event, Starting)} & set(parts("u1", "two"))
+    assert new
+    assert not any(alive(single.pid(part)) for part in new if single.ups(part))
+    (single.run_dir.path / file).unlink()
+    await single.changes.scale("two", 2, said([]))
+    assert single.serves == {"u0": ["one", "two"], "u2": ["two"]}
+
+
+async def test_engines_that_cannot_start_again_change_nothing(pair: Fleet) -> None:
+    await pair.serving()
+    (pair.run_dir.path / "u1" / "busy").write_text("3")
+    await pair.changes.scale("one", 1, said([]))
+    pair.tell("fail-one-decode")
+    with pytest.raises(ChangeError, match="engine one/decode cannot start: the weights are of cheese"):
+        await pair.changes.scale("one", 2, said([]))
+    assert pair.serves == {"u0": ["two"], "u1": ["one"]}
+    assert not pair.task.done()
+
+
+async def test_all_replicas_or_none(single: Fleet, planner: FakePlanner) -> None:
+    planner.room = 2
+    await single.serving()
+    with pytest.raises(ChangeError, match="the machine is full"):
+        await single.changes.scale("two", 4, said([]))
+    assert single.serves == {"u0": ["one", "two"]}
+    assert not any(alive(single.pid(part)) for name in ("u1", "u2") for part in parts(name, "two") if single.ups(part))
+
+
+async def test_a_model_comes_and_goes(single: Fleet, planner: FakePlanner) -> None:
+    await single.serving()
+    await single.changes.add("three", said([]))  # type: ignore[arg-type]
+    assert single.serves == {"u0": ["one", "two"], "u1": ["three"]}
+    assert [model.name for model in single.controller.fleet.models] == ["one", "two", "three"]
+    assert single.controller.fleet.scaling == {"three": ScalingRules(1, 3)}
+    await single.until(lambda: "gateway-0 sees one,two,three in u0=one,two u1=three" in single.journal())
+
+    busy = single.run_dir.path / "u1" / "busy"
+    busy.write_text("1")
+    removing = asyncio.create_task(single.changes.remove("three", said([])))
+    await single.until(lambda: "gateway-0 sees one,two in u0=one,two u1=three" in single.journal())
+    assert not removing.done()
+    busy.unlink()
+    await removing
+    assert single.serves == {"u0": ["one", "two"]}
+    assert single.controller.fleet.scaling == {}
+    assert planner.forgotten == ["three"]
+    with pytest.raises(ChangeError, match="no model three"):
+        await single.changes.remove("three", said([]))
+
+
+async def test_a_model_that_cannot_start_is_not_added(single: Fleet) -> None:
+    await single.serving()
+    single.tell("fail-three-prefill")
+    with pytest.raises(ChangeError, match="weights are of cheese"):
+        await single.changes.add("three", said([]))  # type: ignore[arg-type]
+    assert [model.name for model in single.controller.fleet.models] == ["one", "two"]
+    assert single.serves == {"u0": ["one", "two"]}
+
+
+async def test_the_global_scheduler_starts_and_stops_replicas(pair: Fleet) -> None:
+    await pair.serving()
+    pair.tell("orders", "start two 1")
+    await pair.until(lambda: pair.serves.get("u2") == ["two"])
+    pair.tell("orders", "stop one u1")
+    await pair.until(lambda: "u1" not in pair.serves)
+    assert pair.serves == {"u0": ["one", "two"], "u2": ["two"]}
+
+
+async def test_the_global_scheduler_hears_of_a_start_that_fails(pair: Fleet, planner: FakePlanner) -> None:
+    planner.room = 0
+    await pair.serving()
+    pair.tell("orders", "start two 1")
+    await pair.until(lambda: "start of two failed: the machine is full" in pair.journal())
+    assert not pair.task.done()
+
+
+async def test_stopped_in_the_middle_of_a_change(single: Fleet) -> None:
+    await single.serving()
+    change = asyncio.create_task(single.changes.scale("two", 2, said([])))
+    await single.until(lambda: any(isinstance(e, Starting) and e.part.unit == "u1" for e in single.events))
+    single.controller.stop()
+    assert await single.task == EXIT_OK
+    change.cancel()
+    await asyncio.gather(change, return_exceptions=True)
+    assert not any(alive(pid) for pid in single.pids())
