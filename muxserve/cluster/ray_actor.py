@@ -54,12 +54,14 @@ class UnitActor:
         self._said = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._finished = False
+        self._node = ""
         self._problem = ""
         # Tells this life of the actor from the one before a restart.
         self._life = f"{os.getpid()}-{time.time_ns()}"
         wanted = msgspec.json.decode(deployment, type=Deployment)
         try:
-            host = host or _node_address()
+            if not host:
+                host, self._node = _node()
             _check(wanted, host)
             # The last part of the controller's directory is the fleet's; short, since paths of sockets are.
             run_dir = default_base() / f"{Path(wanted.run_dir).parent.name[:8]}-{wanted.unit}"
@@ -74,9 +76,11 @@ class UnitActor:
     # ------------------------------------------------------------ called by the controller
 
     def place(self) -> dict[str, Any]:
-        """Where the unit is: this life of the actor, the deployment as it is here, or a problem in words."""
+        """Where the unit is: this life of the actor, Ray's name of the node, the deployment as it is here, or a problem
+        in words."""
         return {
             "life": self._life,
+            "node": self._node,
             "deployment": msgspec.json.encode(self._deployment).decode(),
             "problem": self._problem,
         }
@@ -188,10 +192,11 @@ def _take(run_dir: Path, seconds: float) -> int:
     return lock
 
 
-def _node_address() -> str:
+def _node() -> tuple[str, str]:
+    """Address and Ray's name of this node."""
     import ray
 
-    return str(ray.util.get_node_ip_address())
+    return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
 
 
 def _listened(run_dir: Path) -> list[int]:

@@ -18,6 +18,7 @@ import pytest
 
 from muxserve import network
 from muxserve.cluster.ray_actor import UnitActor
+from muxserve.cluster.ray_units import wished
 from muxserve.deployment import Deployment
 from tests.global_scheduler.support import entry
 
@@ -168,3 +169,13 @@ def test_a_checkpoint_that_the_node_does_not_have_is_told_in_words(base: Path, t
 def test_an_address_that_is_not_of_this_node_is_told_in_words(base: Path, tmp_path: Path) -> None:
     problem = UnitActor(unit(tmp_path), [], "192.0.2.77", FAKE).place()["problem"]
     assert "192.0.2.77" in problem
+
+
+def test_units_are_spread_over_nodes_or_packed_as_far_as_there_is_room() -> None:
+    rooms, taken = {"a": 2.0, "b": 4.0, "c": 8.0}, {"b": 4.0}
+    assert wished(rooms, taken, 2, "spread") == "c"
+    assert wished(rooms, taken, 2, "pack") == "b"
+    assert wished(rooms, taken, 6, "pack") == "c"
+    assert wished(rooms, {}, 1, "pack") == "a"
+    assert wished(rooms, {"a": 1.0, "b": 1.0, "c": 1.0}, 3, "spread") == "c"
+    assert wished(rooms, taken, 9, "spread") == ""

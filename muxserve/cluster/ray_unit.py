@@ -1,0 +1,302 @@
+"""A unit on a node of a Ray cluster: what its launcher hands to the controller.
+
+The unit's actor is asked all the time what the host has said. While it does not answer, its process or its node has
+died; Ray starts it again, and the unit is then where it was, or elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from muxserve import wire
+from muxserve.cluster.event_lines import from_line
+from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Up
+from muxserve.cluster.last_words import Said
+from muxserve.cluster.ray_actor import STOP_SECONDS
+from muxserve.cluster.starts import MEMORY, MIGRATOR, UNIT, WARM
+from muxserve.cluster.supervision import GaveUp
+from muxserve.cluster.units import PlannedUnit
+from muxserve.deployment import Deployment, UnitEntry
+from muxserve.network import tcp_address
+
+log = logging.getLogger(__name__)
+
+HOST = PartId("host")
+# An actor waits for its place on the node, and for the host before it to end.
+ANSWER_SECONDS = 1800.0
+_HEAR_SECONDS = 5.0
+_RETRY_SECONDS = 0.5
+
+
+class RayUnit:
+    """A handle of a unit on some node."""
+
+    def __init__(
+        self,
+        ray: Any,
+        unit: PlannedUnit,
+        migrates: bool,
+        actor: Any,
+        group: Any,
+        place: dict[str, Any],
+        emit: Callable[[Event], None],
+        patience: float,
+    ) -> None:
+        self.ended = False
+        self.node = ""
+        self.sized = asyncio.Event()
+        self.ready = asyncio.Event()
+        self._ray = ray
+        self._actor = actor
+        self._group = group
+        self._emit = emit
+        self._patience = patience
+        self._serves = [model.name for model in unit.deployment.models if model.name in unit.serves]
+        self._migrates = migrates
+        self._began = time.monotonic()
+        self._up: set[PartId] = set()
+        self._said: dict[PartId, Said] = {}
+        self._words = ""
+        self._failed_part = HOST
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._number = 0
+        self._deployment: Deployment
+        self._life = ""
+        self._moved_to(place)
+        self._others: set[asyncio.Task[object]] = set()
+        self._follower = asyncio.create_task(self._follow())
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def entry(self) -> UnitEntry:
+        """See `UnitHandle.entry`."""
+        listen = self._deployment.listen
+        assert listen is not None, "the actor has chosen the ports"
+        return UnitEntry(
+            self._deployment,
+            tcp_address(listen.host, listen.unit_port),
+            tcp_address(listen.host, listen.migrator_port),
+            list(self._serves),
+            remote=True,
+        )
+
+    @property
+    def parts(self) -> Collection[PartId]:
+        """See `UnitHandle.parts`."""
+        engines = [PartId("engine", model, phase) for model in self._serves for phase in ("prefill", "decode")]
+        return [MEMORY, WARM, UNIT, *([MIGRATOR] if self._migrates else []), *engines]
+
+    async def wait(self) -> None:
+        """See `UnitHandle.wait`."""
+        await asyncio.shield(self._failed)
+
+    async def tell(self, message: wire.Message) -> None:
+        """See `UnitHandle.tell`."""
+        if UNIT in self._up:
+            await self._ask("tell", message=base64.b64encode(wire.encode(message)).decode())
+
+    async def state(self) -> dict[str, object]:
+        """See `UnitHandle.state`."""
+        while True:
+            state = (await self._ask("state")).get("state")
+            if isinstance(state, dict):
+                return state
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def last_words(self, part: PartId) -> Said:
+        """See `UnitHandle.last_words`; the log lies on the unit's node."""
+        return self._said.get(part, (None, ()))
+
+    # ------------------------------------------------------------ what is done
+
+    async def start_model(self, model: str) -> None:
+        """See `UnitHandle.start_model`."""
+        reply = await self._ask("start_model", model=model)
+        if error := reply.get("error"):
+            part = reply.get("part")
+            raise GaveUp(PartId("engine", model) if part is None else msgspec.convert(part, PartId), str(error))
+        if model not in self._serves:
+            self._serves.append(model)
+
+    async def stop_model(self, model: str) -> None:
+        """See `UnitHandle.stop_model`."""
+        if model in self._serves:
+            self._serves.remove(model)
+        await self._ask("stop_model", model=model)
+
+    def start_migrator(self) -> None:
+        """See `UnitHandle.start_migrator`."""
+        if not self._migrates:
+            self._migrates = True
+            self._spawn(self._ask("start_migrator"))
+
+    def kill(self) -> None:
+        """See `UnitHandle.kill`."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._actor, no_restart=True)
+
+    async def stop(self) -> None:
+        """See `UnitHandle.stop`."""
+        self.ended = True
+        for task in (self._follower, *self._others):
+            task.cancel()
+        await asyncio.gather(self._follower, *self._others, return_exceptions=True)
+        self._give_up_questions("the unit is being stopped")
+        if not self._failed.done():
+            self._failed.cancel()
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            await answer(self._actor.stop.remote(), STOP_SECONDS + 5)
+        await release(self._ray, self._actor, self._group)
+
+    # ------------------------------------------------------------ the actor
+
+    async def _follow(self) -> None:
+        """Listen to the host, through whatever lives its actor has."""
+        said, away = 0, 0.0
+        errors = self._ray.exceptions
+        while not self._failed.done():
+            try:
+                heard = await answer(self._actor.hear.remote(said, _HEAR_SECONDS), _HEAR_SECONDS + 10)
+                if heard["life"] != self._life:
+                    place = await answer(self._actor.place.remote(), ANSWER_SECONDS)
+                    if place["problem"]:
+                        self._fail(HOST, place["problem"])
+                        return
+                    said, away = 0, 0.0
+                    self._come_back(place)
+                    continue
+            except errors.ActorDiedError as error:
+                self._fail(HOST, why(error))
+                return
+            except (errors.RayError, TimeoutError) as error:
+                if not away:
+                    away = time.monotonic()
+                    self._go_away(why(error))
+                elif time.monotonic() - away > self._patience:
+                    self._fail(HOST, f"Ray has not started it again within {self._patience:g} s")
+                    return
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            away, said = 0.0, heard["said"]
+            for line in heard["lines"]:
+                self._hear(line)
+            if heard["ended"] is not None:
+                self._fail(self._failed_part, self._words or f"its host ended with status {heard['ended']}")
+
+    def _go_away(self, why: str) -> None:
+        log.warning("a unit's actor is away: %s", why)
+        self._up.clear()
+        self._give_up_questions("the unit's node or its actor has died")
+        self._emit(Down(HOST, "its node or its actor has died; Ray starts it again", 0.0))
+
+    def _come_back(self, place: dict[str, Any]) -> None:
+        self._up.clear()
+        self._moved_to(place)
+        # To the fleet this is a unit that may be somewhere else now.
+        self._emit(Up(HOST, 0, 0.0))
+
+    def _moved_to(self, place: dict[str, Any]) -> None:
+        self._life, self.node = place["life"], place["node"]
+        self._deployment = msgspec.json.decode(place["deployment"], type=Deployment)
+
+    def _hear(self, line: str) -> None:
+        try:
+            said = msgspec.json.decode(line, type=dict[str, Any])
+            if "reply" in said:
+                future = self._asked.pop(said["reply"], None)
+                if future is not None and not future.done():
+                    future.set_result(said)
+                return
+            if said.get("event") == "Sized":
+                self._deployment = msgspec.convert(said["deployment"], Deployment)
+                self.sized.set()
+                return
+            event = from_line(line)
+        except ValueError as error:
+            log.warning("from a unit's host: %s", error)
+            return
+        match event:
+            case Up(part):
+                self._up.add(part)
+            case Starting(part) | Down(part):
+                self._up.discard(part)
+            case Ready():
+                self.ready.set()
+            case Failed(part, message, path, tail):
+                where = None if path is None else Path(f"{self._host}:{path}")
+                self._said[part] = (where, tail)
+                self._failed_part, self._words = part, message
+                return  # the controller says so itself, if it matters to anybody
+        self._emit(event)
+
+    @property
+    def _host(self) -> str:
+        return self._deployment.listen.host if self._deployment.listen else ""
+
+    async def _ask(self, what: str, **more: str) -> dict[str, Any]:
+        """Have the host do something; returns its reply, with an `error` if it came to nothing."""
+        self._number += 1
+        number = self._number
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            line = json.dumps({"id": number, "do": what, **more})
+            await answer(self._actor.say.remote(line), ANSWER_SECONDS)
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
+            self._asked.pop(number, None)
+            return {"error": why(error)}
+        reply: dict[str, Any] = await future
+        return reply
+
+    def _give_up_questions(self, why: str) -> None:
+        asked, self._asked = self._asked, {}
+        for future in asked.values():
+            if not future.done():
+                future.set_result({"error": why})
+
+    def _fail(self, part: PartId, reason: str) -> None:
+        self._give_up_questions(reason)
+        if not self._failed.done():
+            self._failed.set_exception(GaveUp(part, reason))
+            # Nobody may be waiting yet.
+            self._failed.exception()
+
+    def _spawn(self, work: Coroutine[object, object, object]) -> None:
+        task: asyncio.Task[object] = asyncio.create_task(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+
+
+async def answer(reference: Any, seconds: float) -> Any:
+    return await asyncio.wait_for(reference, seconds)
+
+
+async def release(ray: Any, actor: Any, group: Any) -> None:
+    from ray.util.placement_group import remove_placement_group
+
+    with contextlib.suppress(ray.exceptions.RayError):
+        if actor is not None:
+            ray.kill(actor, no_restart=True)
+    with contextlib.suppress(ray.exceptions.RayError):
+        await asyncio.to_thread(remove_placement_group, group)
+
+
+def why(error: BaseException) -> str:
+    if "No module named 'muxserve" in str(error):
+        return "a node of the Ray cluster has no MuxServe; install the same version on every node"
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

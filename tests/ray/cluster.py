@@ -1,0 +1,62 @@
+"""Real raylets on this machine, each with an address of its own: a node that can be killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Ray takes 127.0.0.1 for a mistake, and asks for another address.
+HEAD = "127.0.0.2"
+MEMORY = 80 << 20
+
+
+class Nodes:
+    """A head that has no CPUs, and nodes that have."""
+
+    def __init__(self) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        from ray.cluster_utils import Cluster
+
+        self._cluster: Any = Cluster()
+        # A dead node is found out in seconds, not in a quarter of a minute.
+        health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4, "health_check_timeout_ms": 2000}
+        self._cluster.add_node(
+            num_cpus=0,
+            object_store_memory=MEMORY,
+            include_dashboard=False,
+            node_ip_address=HEAD,
+            _system_config=health,
+        )
+        self._nodes: dict[str, Any] = {}
+
+    @property
+    def address(self) -> str:
+        """Of the cluster."""
+        return str(self._cluster.address)
+
+    def add(self, host: str, cpus: int) -> None:
+        """Start a node at that address."""
+        self._nodes[host] = self._cluster.add_node(num_cpus=cpus, object_store_memory=MEMORY, node_ip_address=host)
+
+    def kill(self, host: str) -> None:
+        """SIGKILL for its raylet."""
+        self._cluster.remove_node(self._nodes.pop(host), allow_graceful=False)
+
+    def close(self) -> None:
+        """Stop everything."""
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@contextmanager
+def nodes() -> Iterator[Nodes]:
+    """A cluster while it lasts."""
+    made = Nodes()
+    try:
+        yield made
+    finally:
+        made.close()
