@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from muxserve.cli.fleet_app import app as fleet_app
 from muxserve.cli.offline_app import app as offline_app
 from muxserve.cli.workload_app import app as workload_app
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(fleet_app)
 app.add_typer(offline_app)
 app.add_typer(workload_app)
 

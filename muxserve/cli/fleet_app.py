@@ -1,0 +1,72 @@
+"""The commands that change a running fleet. What they do is imported when one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(rich_markup_mode=None)
+
+Which = Annotated[
+    str | None,
+    typer.Option("--fleet", metavar="ID", help="Which fleet, where several run on this machine.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print what happened as JSON.")]
+
+_EXIT_CODES = """Exit codes: 0 done; 1 it could not be done, and nothing has changed; 2 the command is wrong, or no
+    fleet runs here; 130 Ctrl-C: the change goes on in the fleet, but is not waited for."""
+
+
+@app.command()
+def scale(
+    targets: Annotated[list[str], typer.Argument(metavar="MODEL=N...", help="Models and how many replicas each.")],
+    fleet: Which = None,
+    json: Json = False,
+) -> None:
+    """Have so many replicas of models of the running fleet."""
+    from muxserve.cli.change import scale as run
+
+    raise typer.Exit(run(targets, fleet, json))
+
+
+@app.command()
+def drain(
+    unit: Annotated[str, typer.Argument(metavar="UNIT", help="The unit, such as u1.", show_default=False)],
+    fleet: Which = None,
+    json: Json = False,
+) -> None:
+    """Empty a unit of the running fleet and end it: its requests move to other units, or are finished."""
+    from muxserve.cli.change import drain as run
+
+    raise typer.Exit(run(unit, fleet, json))
+
+
+@app.command()
+def add(
+    file: Annotated[Path, typer.Argument(metavar="FLEETFILE", help="A fleet file with one model.", show_default=False)],
+    fleet: Which = None,
+    json: Json = False,
+) -> None:
+    """Serve one model more in the running fleet."""
+    from muxserve.cli.change import add as run
+
+    raise typer.Exit(run(file, fleet, json))
+
+
+@app.command()
+def remove(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.", show_default=False)],
+    fleet: Which = None,
+    json: Json = False,
+) -> None:
+    """Take a model out of the running fleet, after the requests that it has."""
+    from muxserve.cli.change import remove as run
+
+    raise typer.Exit(run(model, fleet, json))
+
+
+for _command in app.registered_commands:
+    if _command.callback is not None:
+        _command.callback.__doc__ = f"{_command.callback.__doc__}\n\n    {_EXIT_CODES}"

@@ -1,0 +1,105 @@
+"""Which changes of a running fleet are refused before anything is begun. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.config.problems import did_you_mean
+from muxserve.config.source import parse_yaml
+from muxserve.control.changes import ChangeError
+from muxserve.deployment import FleetDeployment
+from placement.words import enumerate_words
+
+# Nobody means more; with a slip of the finger the fleet would be busy for long with starting what cannot fit.
+MOST_REPLICAS = 64
+
+
+def check_scale(fleet: FleetDeployment, replicas: Mapping[str, int]) -> None:
+    """Whether models can be told to have so many replicas.
+
+    Raises:
+        ChangeError: a model is unknown, or its number not allowed.
+    """
+    if not replicas:
+        raise ChangeError("no model is named; write MODEL=N")
+    for model, count in replicas.items():
+        _check_model(fleet, model)
+        rules = fleet.scaling.get(model)
+        if rules is not None and not rules.minimum <= count <= rules.maximum:
+            raise ChangeError(
+                f"{model} has between {rules.minimum} and {rules.maximum} replicas, not {count}; "
+                "`replicas` in the fleet file says so"
+            )
+        if rules is None and count < 1:
+            raise ChangeError(
+                f"{model} needs at least 1 replica; `muxserve remove {model}` takes it out of the fleet, and with "
+                "`replicas: {min: 0, max: N}` in the fleet file it may have none while nobody asks for it"
+            )
+        if count > MOST_REPLICAS:
+            raise ChangeError(f"{model} can have at most {MOST_REPLICAS} replicas, not {count}")
+
+
+def check_drain(fleet: FleetDeployment, unit: str) -> None:
+    """Whether a unit can be drained.
+
+    Raises:
+        ChangeError: there is no such unit, or a model would be left without a replica.
+    """
+    names = [each.name for each in fleet.units]
+    if unit not in names:
+        raise ChangeError(f"there is no unit {unit}{did_you_mean(unit, names)}")
+    serves = fleet.unit(unit).serves
+    alone = [model for model in serves if len(fleet.replicas(model)) == 1 and not _may_sleep(fleet, model)]
+    if alone:
+        more = " ".join(f"{model}=2" for model in alone)
+        raise ChangeError(
+            f"{unit} has the only replica of {enumerate_words(alone)}; start another one first: muxserve scale {more}"
+        )
+
+
+def check_remove(fleet: FleetDeployment, model: str) -> None:
+    """Whether a model can be taken out.
+
+    Raises:
+        ChangeError: it is unknown, or the only one.
+    """
+    _check_model(fleet, model)
+    if len(fleet.models) == 1:
+        raise ChangeError(f"{model} is the fleet's only model; stop the fleet instead (Ctrl-C where it was deployed)")
+
+
+def check_add(fleet: FleetDeployment, text: str, file: str, base: str) -> Fleet:
+    """The one model of a fleet file that is to be added; paths in it are relative to `base`.
+
+    Raises:
+        ChangeError: the file is wrong, has not exactly one model or something else, or the name is taken.
+    """
+    try:
+        declared = parse_fleet(text, file, Path(base))
+        source = parse_yaml(text, file)
+    except FleetError as error:
+        raise ChangeError(str(error)) from None
+    others = [key for key in source.data if key != "models"]
+    if others:
+        message = "belongs to the fleet, which runs already; leave it out here"
+        raise ChangeError("\n".join(str(source.problem((key,), message)) for key in others))
+    if len(declared.models) != 1:
+        problem = source.problem(("models",), f"has {len(declared.models)} models; add one at a time")
+        raise ChangeError(str(problem))
+    name = declared.models[0].name
+    if name in (model.name for model in fleet.models):
+        raise ChangeError(str(source.problem(("models", 0, "name"), f"the fleet has a model {name!r} already")))
+    return declared
+
+
+def _check_model(fleet: FleetDeployment, model: str) -> None:
+    names = [each.name for each in fleet.models]
+    if model not in names:
+        raise ChangeError(f"the fleet has no model {model}{did_you_mean(model, names)}")
+
+
+def _may_sleep(fleet: FleetDeployment, model: str) -> bool:
+    rules = fleet.scaling.get(model)
+    return rules is not None and rules.minimum == 0

@@ -1,0 +1,172 @@
+"""The controller's side: takes commands on a Unix socket, checks them, has them done one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from muxserve.control import messages, rules
+from muxserve.control.changes import ChangeError, FleetControl, Tell
+from muxserve.deployment import FleetDeployment
+from placement.words import enumerate_words
+
+log = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """Serves commands until `close`.
+
+    A change that has been begun goes on when the command that asked for it is gone.
+
+    Args:
+        control: what does the changes.
+        url: where the endpoint is reached on this machine.
+    """
+
+    def __init__(self, control: FleetControl, url: Callable[[], str]) -> None:
+        self._control = control
+        self._url = url
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._changing = asyncio.Lock()
+        self._answers: asyncio.Queue[tuple[bytes, messages.ControlMessage]] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Listen at the fleet's `control_address`; the fleet's directory, which only its owner may enter, is there."""
+        self._socket.bind(self._control.fleet.control_address)
+        self._loops = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+
+    async def close(self) -> None:
+        """Stop; changes under way are given up where they are."""
+        tasks = [*self._loops, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            peer, frame = frames[0], frames[-1]
+            try:
+                command = messages.decode_command(frame)
+            except msgspec.DecodeError as error:
+                text = f"the fleet does not know this command ({error}); is it of another version of muxserve?"
+                self._answers.put_nowait((peer, messages.Refused(text)))
+                continue
+            task = asyncio.create_task(self._serve(peer, command))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _send(self) -> None:
+        while True:
+            peer, answer = await self._answers.get()
+            # A command that does not read is not waited for, and one that is gone not missed.
+            with contextlib.suppress(zmq.Again):
+                await self._socket.send_multipart([peer, messages.encode(answer)], zmq.NOBLOCK)
+
+    async def _serve(self, peer: bytes, command: messages.Command) -> None:
+        def tell(text: str) -> None:
+            self._answers.put_nowait((peer, messages.Told(text)))
+
+        answer: messages.ControlMessage
+        try:
+            answer = await self._do(command, tell)
+        except ChangeError as error:
+            answer = messages.Refused(str(error), mistake=False)
+        except _MistakeError as error:
+            answer = messages.Refused(str(error))
+        except Exception as error:
+            log.exception("a change of the fleet failed")
+            text = f"failed: {type(error).__name__}: {error}; `muxserve status` says how the fleet stands"
+            answer = messages.Refused(text, mistake=False)
+        self._answers.put_nowait((peer, answer))
+
+    async def _do(self, command: messages.Command, tell: Tell) -> messages.ControlMessage:
+        if isinstance(command, messages.Who):
+            return self._here()
+        if self._changing.locked():
+            tell("waiting for another change to end")
+        async with self._changing:
+            match command:
+                case messages.Scale(replicas):
+                    return messages.Done(await self._scale(replicas, tell))
+                case messages.Drain(unit):
+                    _checked(rules.check_drain, self._control.fleet, unit)
+                    await self._control.drain(unit, tell)
+                    return messages.Done(f"{unit} is empty and has ended")
+                case messages.Add(text, file, base):
+                    try:
+                        declared = await asyncio.to_thread(rules.check_add, self._control.fleet, text, file, base)
+                    except ChangeError as error:
+                        raise _MistakeError(str(error)) from None
+                    name = declared.models[0].name
+                    await self._control.add(declared, tell)
+                    return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
+                case messages.Remove(model):
+                    _checked(rules.check_remove, self._control.fleet, model)
+                    await self._control.remove(model, tell)
+                    return messages.Done(f"{model} is served no longer")
+
+    def _here(self) -> messages.Here:
+        fleet = self._control.fleet
+        units = [messages.Unit(unit.name, list(unit.serves)) for unit in fleet.units]
+        return messages.Here(self._url(), [model.name for model in fleet.models], units)
+
+    async def _scale(self, replicas: dict[str, int], tell: Tell) -> str:
+        """All of them or none: what may fail comes first, and what was done is undone if something does."""
+        control = self._control
+        _checked(rules.check_scale, control.fleet, replicas)
+        before = {model: len(control.fleet.replicas(model)) for model in replicas}
+        changed: list[str] = []
+        for model in sorted(replicas, key=lambda model: before[model] - replicas[model]):
+            if replicas[model] == len(control.fleet.replicas(model)):
+                continue
+            try:
+                await control.scale(model, replicas[model], tell)
+            except ChangeError:
+                for done in reversed(changed):
+                    tell(f"{done}: back to {_replicas(before[done])}")
+                    try:
+                        await control.scale(done, before[done], tell)
+                    except ChangeError as error:
+                        log.warning("%s does not have %d replicas again: %s", done, before[done], error)
+                raise
+            changed.append(model)
+        fleet = control.fleet
+        words = []
+        for model, count in replicas.items():
+            already = "" if model in changed else " already"
+            own = fleet.scaling.get(model)
+            goes_on = f"; from here it scales by itself between {own.minimum} and {own.maximum}" if own else ""
+            words.append(f"{model} has {_replicas(count)}{already}{_where(fleet, model)}{goes_on}")
+        return "\n".join(words)
+
+
+class _MistakeError(Exception):
+    """The command is wrong."""
+
+
+def _checked(check: Callable[..., None], *arguments: object) -> None:
+    try:
+        check(*arguments)
+    except ChangeError as error:
+        raise _MistakeError(str(error)) from None
+
+
+def _where(fleet: FleetDeployment, model: str) -> str:
+    units = [unit.name for unit in fleet.replicas(model)]
+    return f" ({enumerate_words(units)})" if units else ""
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'' if count == 1 else 's'}"

@@ -1,0 +1,161 @@
+"""A fleet that can be changed, without a process behind it, and its controller's end of the socket in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from muxserve.cluster.run_dir import RunDir
+from muxserve.config import Fleet
+from muxserve.control.changes import ChangeError, Tell
+from muxserve.control.server import ControlServer
+from muxserve.deployment import Deployment, FleetDeployment, GatewayDeployment, ModelDeployment, UnitEntry, save_fleet
+from muxserve.replicas.scaling import ScalingRules
+
+
+def model(name: str) -> ModelDeployment:
+    return ModelDeployment(
+        name=name,
+        path=f"/models/{name}",
+        pool="pool0",
+        dtype="float32",
+        layers=2,
+        kv_heads=2,
+        head_dim=64,
+        block_tokens=32,
+        num_blocks=100,
+        quota_pages=100,
+        floor_pages=10,
+        max_len=256,
+        rate=1.0,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        prefix_caching=True,
+        threads=1,
+        prefill_share=0.5,
+        decode_share=0.5,
+        max_concurrency=8,
+        max_queue=8,
+    )
+
+
+def fleet_of(
+    run_dir: str, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None
+) -> FleetDeployment:
+    gateway = GatewayDeployment("127.0.0.1", 8123)
+    names = list(dict.fromkeys(name for served in units.values() for name in served))
+    entries = []
+    for unit, served in units.items():
+        deployment = Deployment(f"{run_dir}/{unit}", unit, "adbs", 2, [], [model(name) for name in served], gateway)
+        entries.append(UnitEntry(deployment, deployment.unit_address, deployment.migrator_address, list(served)))
+    return FleetDeployment(run_dir, gateway, [model(name) for name in names], entries, scaling or {})
+
+
+class FakeControl:
+    """Does what it is told to a `FleetDeployment`, and writes down what it was told."""
+
+    def __init__(self, fleet: FleetDeployment) -> None:
+        self.fleet = fleet
+        self.calls: list[tuple[object, ...]] = []
+        # What goes wrong, by call.
+        self.fails: dict[tuple[object, ...], Exception] = {}
+        self.hold: threading.Event | None = None
+        self.began = threading.Event()
+
+    async def _called(self, *call: object) -> None:
+        self.calls.append(call)
+        self.began.set()
+        if self.hold is not None:
+            await asyncio.to_thread(self.hold.wait, 20)
+        if call in self.fails:
+            raise self.fails[call]
+
+    def _serve(self, unit: str, models: list[str]) -> None:
+        units = [msgspec.structs.replace(u, serves=models) if u.name == unit else u for u in self.fleet.units]
+        self.fleet = msgspec.structs.replace(self.fleet, units=units)
+
+    async def scale(self, model: str, replicas: int, tell: Tell) -> None:
+        tell(f"{model}: to {replicas}")
+        await self._called("scale", model, replicas)
+        for unit in self.fleet.units:
+            have = len(self.fleet.replicas(model))
+            if have < replicas and model not in unit.serves:
+                self._serve(unit.name, [*unit.serves, model])
+            elif have > replicas and model in unit.serves:
+                self._serve(unit.name, [each for each in unit.serves if each != model])
+
+    async def drain(self, unit: str, tell: Tell) -> None:
+        tell(f"draining {unit}")
+        await self._called("drain", unit)
+        units = [each for each in self.fleet.units if each.name != unit]
+        self.fleet = msgspec.structs.replace(self.fleet, units=units)
+
+    async def add(self, declared: Fleet, tell: Tell) -> None:
+        name = declared.models[0].name
+        tell("loading weights")
+        await self._called("add", name, declared.models[0].path)
+        self.fleet = msgspec.structs.replace(self.fleet, models=[*self.fleet.models, model(name)])
+        self._serve("u0", [*self.fleet.units[0].serves, name])
+
+    async def remove(self, model: str, tell: Tell) -> None:
+        await self._called("remove", model)
+        models = [each for each in self.fleet.models if each.name != model]
+        self.fleet = msgspec.structs.replace(self.fleet, models=models)
+
+
+class Controller:
+    """A server with a fake fleet, in a thread with a loop of its own."""
+
+    def __init__(self, base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None) -> None:
+        self.run_dir = RunDir(base)
+        self.control = FakeControl(fleet_of(str(self.run_dir.path), units, scaling))
+        self._up = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
+
+    async def _serve(self) -> None:
+        server = ControlServer(self.control, lambda: "http://127.0.0.1:8123")
+        save_fleet(self.control.fleet)
+        server.start()
+        self._up.set()
+        await self._end.wait()
+        await server.close()
+
+    @property
+    def name(self) -> str:
+        return self.run_dir.path.name
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._up.wait(10)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            if self.control.hold is not None:
+                self.control.hold.set()
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(10)
+            self._loop.close()
+            self.run_dir.remove()
+
+
+@contextlib.contextmanager
+def running(
+    base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None
+) -> Iterator[Controller]:
+    controller = Controller(base, units, scaling)
+    controller.start()
+    try:
+        yield controller
+    finally:
+        controller.stop()
+
+
+def broken(text: str) -> ChangeError:
+    return ChangeError(text)

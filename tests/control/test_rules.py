@@ -1,0 +1,87 @@
+"""What is refused before anything is begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from muxserve.control.changes import ChangeError
+from muxserve.control.rules import check_add, check_drain, check_remove, check_scale
+from muxserve.replicas.scaling import ScalingRules
+from tests.control.fakes import fleet_of
+
+FLEET = fleet_of(
+    "/run",
+    {"u0": ["chat", "code", "nap"], "u1": ["chat"]},
+    {"code": ScalingRules(1, 3), "nap": ScalingRules(0, 2)},
+)
+
+
+@pytest.mark.parametrize("replicas", [{"chat": 1}, {"chat": 64}, {"code": 3, "nap": 0}])
+def test_numbers_that_are_allowed(replicas: dict[str, int]) -> None:
+    check_scale(FLEET, replicas)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "said"),
+    [
+        ({}, "no model is named"),
+        ({"chta": 2}, 'the fleet has no model chta; did you mean "chat"?'),
+        ({"other": 2}, "the fleet has no model other; known here: chat, code, nap"),
+        ({"chat": 0}, "chat needs at least 1 replica; `muxserve remove chat` takes it out"),
+        ({"chat": 65}, "at most 64"),
+        ({"code": 4}, "code has between 1 and 3 replicas, not 4; `replicas` in the fleet file says so"),
+        ({"code": 0}, "between 1 and 3"),
+        ({"chat": 2, "nap": 3}, "nap has between 0 and 2"),
+    ],
+)
+def test_numbers_that_are_not(replicas: dict[str, int], said: str) -> None:
+    with pytest.raises(ChangeError) as caught:
+        check_scale(FLEET, replicas)
+    assert said in str(caught.value)
+
+
+def test_a_unit_with_the_only_replica_of_a_model_is_not_drained() -> None:
+    check_drain(FLEET, "u1")
+    with pytest.raises(ChangeError, match=r"u0 has the only replica of code; .*muxserve scale code=2"):
+        check_drain(FLEET, "u0")
+    check_drain(fleet_of("/run", {"u0": ["chat"], "u1": ["nap"]}, {"nap": ScalingRules(0, 1)}), "u1")
+    with pytest.raises(ChangeError, match="no unit u7"):
+        check_drain(FLEET, "u7")
+
+
+def test_the_only_model_is_not_removed() -> None:
+    check_remove(FLEET, "chat")
+    with pytest.raises(ChangeError, match="only model; stop the fleet instead"):
+        check_remove(fleet_of("/run", {"u0": ["chat"]}), "chat")
+    with pytest.raises(ChangeError, match='did you mean "code"'):
+        check_remove(FLEET, "coed")
+
+
+def test_one_model_is_added(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/config.json").write_text("{}")
+    (tmp_path / "new/model.safetensors").write_bytes(b"")
+    text = "models: [{name: new, path: new, replicas: 2}]"
+    declared = check_add(FLEET, text, "new.yaml", str(tmp_path))
+    assert [(m.name, m.path, m.replicas.at_start) for m in declared.models] == [("new", str(tmp_path / "new"), 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("models: [{name: new, path: gone}]", "new.yaml:1: models[0].path: "),
+        ("models: [{name: a, hub: x/y}, {name: b, hub: x/y}]", "models: has 2 models; add one at a time"),
+        ("models: [{name: chat, hub: x/y}]", "new.yaml:1: models[0].name: the fleet has a model 'chat' already"),
+        (
+            "models: [{name: a, hub: x/y}]\ngateway: {port: 1}\npolicy: fcfs",
+            "new.yaml:2: gateway: belongs to the fleet, which runs already; leave it out here\nnew.yaml:3: policy: ",
+        ),
+        ("models: {", "not valid YAML"),
+    ],
+)
+def test_what_cannot_be_added(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ChangeError) as caught:
+        check_add(FLEET, text, "new.yaml", str(tmp_path))
+    assert said in str(caught.value)
