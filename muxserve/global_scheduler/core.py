@@ -86,7 +86,7 @@ class SchedulerCore:
             case Client(), StartFailed():
                 desk = self._desks.get(message.model)
                 if desk is not None:
-                    desk.start_failed(message.reason)
+                    desk.start_failed(message.reason, now)
             case Client(), DrainReplicas():
                 self._drain(message, now)
             case Client(identity), StateRequest():

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.03
 # A replica that died is being started again; after this long it is not counted on any more.
 GONE_SECONDS = 60.0
+# What could not be started is not asked for again before this long, twice as long after each further failure.
+RETRY_SECONDS = (2.0, 30.0)
 # A unit that reports otherwise than it was told is told again, but not with every report.
 TELL_AGAIN_SECONDS = 0.5
 
@@ -93,6 +95,10 @@ class ModelDesk:
         self._askers: dict[str, Asker] = {}
         self._leaving: set[str] = set()
         self._stopping: set[str] = set()
+        # Starts that failed count as asked for until their time has come, so that nobody asks again at once.
+        self._failed: list[float] = []
+        self._retry = RETRY_SECONDS[0]
+        self._why_not = ""
 
     def _make(self) -> GlobalScheduler:
         return GlobalScheduler(
@@ -147,6 +153,7 @@ class ModelDesk:
             instance.terminating = load.terminating
             replica = self._up[unit] = Replica(instance)
             self._died.pop(unit, None)
+            self._retry, self._why_not = RETRY_SECONDS[0], ""
             self._scheduler.report(instance)
             if unit in self._leaving or unit in self._stopping:
                 self._carry_out(self._scheduler.drain(unit), now)
@@ -181,10 +188,14 @@ class ModelDesk:
             self._leaving.add(unit)
             self._carry_out(self._scheduler.drain(unit), now)
 
-    def start_failed(self, reason: str) -> None:
+    def start_failed(self, reason: str, now: float) -> None:
         """The controller could not start a replica."""
         log.warning("a replica of %s could not be started: %s", self.model, reason)
-        self.asked = max(0, self.asked - 1)
+        self._why_not = reason
+        if self.asked:
+            self.asked -= 1
+            self._failed.append(now + self._retry)
+            self._retry = min(2 * self._retry, RETRY_SECONDS[1])
 
     # ------------------------------------------------------------ requests
 
@@ -252,7 +263,8 @@ class ModelDesk:
     def _starting(self, now: float) -> int:
         """Replicas that can be counted on: asked for, being started, or being started again after a death."""
         awaited = self.serves - self._up.keys() - self._leaving - self._stopping
-        return self.asked + sum(now - self._died.get(unit, now) < GONE_SECONDS for unit in awaited)
+        self._failed = [until for until in self._failed if now < until]
+        return self.asked + len(self._failed) + sum(now - self._died.get(unit, now) < GONE_SECONDS for unit in awaited)
 
     def _dispatch(self, now: float) -> None:
         if self._askers:
@@ -307,6 +319,8 @@ class ModelDesk:
     def _answer(self, key: str, message: str, late: bool) -> None:
         asker = self._askers.pop(key, None)
         if asker is not None:
+            if late and self._why_not:
+                message = f"{message} (the last start failed: {self._why_not})"
             self._out.to_client(asker.peer, NotPlaced(asker.request_id, message, late))
 
     def _refuse_all(self, message: str, late: bool) -> None:
