@@ -2,64 +2,69 @@
 
     python benchmarks/migration.py [--quick]
 
-Two real units of one model on this machine. A request with a prompt of 256 to 8,192 tokens is decoded in one of them and
-moves to the other,
+Two real units of one model on this machine. A request with a prompt of 256 to 8,192 tokens is decoded in one of them
+and moves to the other and back, in turns
 
 * live: in stages, while it is decoded;
-* stop-and-copy: detached first, then copied in one stage (the unit schedulers' program is changed to that);
-* and for comparison the same prompt is computed on an idle unit: what it would take to begin again elsewhere.
+* stop-and-copy: detached first, then copied in one stage (the unit schedulers can be told to by this program only);
+
+and the time that its prompt took on the idle unit is what beginning again elsewhere would take at least. All of it is
+done in several rounds over all lengths, since a shared machine is not as fast at all times.
 
 Downtime is what the client sees: the time between the last token of the one unit and the first of the other, less the
-median time between two tokens. The first move of each kind is not counted: it maps the other pool. Beside the measured
-figures stand those that the simulator's model of migration (`MigrationCosts`) gives for the bandwidth that was measured
-here. Then one request of 8,192 tokens moves to and fro while others of 512 are decoded, and the time between their
-tokens during a move is compared with that before it.
+median time between two tokens. The first two moves of each request are not counted: they map the other pool. Beside
+the measured figures stand those that the simulator's model of migration (`MigrationCosts`) gives for the bandwidth that
+was measured here. Then one request of 8,192 tokens moves to and fro while others of 512 are decoded, and the time
+between their tokens during a move is compared with that of the half second before it, and as a control the time in a
+window as long as the move with the half second before that.
 
-Targets: downtime at 8,192 tokens at most 1.5 times that at 256; 20 times less than computing 8,192 tokens; others slowed
-down by at most 2 %.
+Targets: downtime at 8,192 tokens at most 1.5 times that at 256; 20 times less than computing 8,192 tokens; others
+slowed down by at most 2 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from report import machine, write_report
-from two_units import TwoUnits, bodies, unit_deployment
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
+from benchmarks.report import machine, write_report
+from benchmarks.two_units import Seen, TwoUnits, bodies, unit_deployment
 from muxserve.deployment import Deployment
 from muxserve.simulator.instances.setup import MigrationCosts
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "migration.json"
 LENGTHS = (256, 1024, 4096, 8192)
-MAX_LEN = 9216
+MAX_LEN = 9984
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4, 8, 4, 64
 TOKEN_BYTES = LAYERS * KV_HEADS * HEAD_DIM * 2 * 4
-WARM_TOKENS, MORE_TOKENS = 24, 24
+LIVE, STOPPED = "live", "stop_and_copy"
+STEPS = 16  # before a move and after it
 BESIDE, BESIDE_TOKENS = 4, 512
+CALM_SECONDS = 0.5
+SWITCH = "MUXSERVE_STOP_AND_COPY"
 
 
 # ---------------------------------------------------------------- what is started
 
 
 def host(arguments: list[str]) -> None:
-    """A unit whose scheduler detaches a request before anything of it is copied."""
+    """A unit whose scheduler can be told to detach requests before anything of them is copied."""
     from muxserve.cluster import unit_host
 
     real = unit_host.commands_for
 
     def commands(deployment: Deployment, file: Path) -> Any:
-        line = [sys.executable, __file__, "--stop-and-copy-scheduler", "--deployment", str(file), "--die-with-parent"]
+        line = [sys.executable, __file__, "--scheduler", "--deployment", str(file), "--die-with-parent"]
         return replace(real(deployment, file), unit_scheduler=line)
 
     unit_host.commands_for = commands
@@ -72,109 +77,136 @@ def scheduler(arguments: list[str]) -> None:
     from muxserve.unit.scheduler import main
     from muxserve.wire import Detach
 
-    def detach(self: moving.Departures, move: moving.Move, now: float) -> None:
+    show, switch = moving.Departures._show, os.environ[SWITCH]
+
+    def detach_or_show(self: moving.Departures, move: moving.Move, now: float) -> None:
+        if not os.path.exists(switch):
+            show(self, move, now)
+            return
         move.step, move.deadline = moving.Step.DETACHING, now + moving.SILENCE_SECONDS
         self._tell_engine(move, Detach(move.live.request_id, move.incarnation, move.key, 0))
 
-    moving.Departures._show = detach  # type: ignore[method-assign]
+    moving.Departures._show = detach_or_show  # type: ignore[method-assign]
     sys.exit(main(arguments))
 
 
 # ---------------------------------------------------------------- what is measured
 
 
-def other(unit: str) -> str:
-    """The one of the two that it is not."""
-    return "b" if unit == "a" else "a"
+class Bench:
+    """The two units, and which way requests move."""
+
+    def __init__(self, units: TwoUnits, switch: Path) -> None:
+        self.units = units
+        self._switch = switch
+
+    def move(self, seen: Seen, way: str) -> float:
+        """Move a running request to the other unit, as the only one; when that began."""
+        if way == STOPPED:
+            self._switch.touch()
+        else:
+            self._switch.unlink(missing_ok=True)
+        source = seen.unit
+        seen.moved_at = 0.0
+        began = self.units.begin_moving(source)
+        self.units.pump(lambda: bool(seen.moved_at))
+        self.units.end_moving(source)
+        return began
+
+    def move_alone(self, seen: Seen, way: str) -> dict[str, float]:
+        """The same with nothing beside it; seconds."""
+        before = len(seen.at)
+        self.units.pump(lambda: len(seen.at) >= before + STEPS)
+        began = self.move(seen, way)
+        moved = len(seen.at)
+        self.units.pump(lambda: len(seen.at) >= moved + STEPS)
+        gaps = seen.gaps(seen.at[before])
+        step = statistics.median(gaps)
+        # The long one is between the last token here and the first one there.
+        return {"downtime": max(gaps) - step, "step": step, "whole": seen.moved_at - began}
+
+    def round(self, length: int, body: bytes, most: int, times: int, found: Any) -> None:
+        """One request that moves to and fro; and what its prompt took."""
+        name = self.units.submit("a", body, length, most)
+        seen = self.units.requests[name]
+        self.units.pump(lambda: bool(seen.at))
+        found["recompute"][length].append({"recompute": seen.at[0] - seen.submitted})
+        for _ in range(2):
+            self.move_alone(seen, LIVE)
+        for _ in range(times):
+            for way in (LIVE, STOPPED):
+                found[way][length].append(self.move_alone(seen, way))
+        self.units.cancel(name)
+        self.units.wait(0.2)
+
+    def beside(self, long_one: bytes, short_ones: list[bytes], most: int, times: int) -> dict[str, Any]:
+        """Time between tokens of requests that stay, while another one leaves their batch."""
+        units = self.units
+        stay = [units.submit("a", body, BESIDE_TOKENS, 9000, "high") for body in short_ones]
+        mover = units.submit("a", long_one, LENGTHS[-1], most)
+        seen = units.requests[mover]
+        staying = [units.requests[name] for name in stay]
+        units.pump(lambda: all(len(one.at) >= STEPS for one in (*staying, seen)))
+        ratios: dict[str, list[float]] = {"moving": [], "control": []}
+        windows = []
+        for _ in range(times):
+            window = statistics.median(windows) if windows else 0.05
+            units.wait(2 * CALM_SECONDS + window)
+            began = self.move(seen, LIVE)
+            windows.append(seen.moved_at - began)
+            units.wait(0.1)
+            calm = began - window
+            ratios["control"].append(_ratio(staying, calm, began))
+            ratios["moving"].append(_ratio(staying, began, seen.moved_at))
+            self.move(seen, LIVE)  # and back
+            units.wait(0.2)
+        for name in (*stay, mover):
+            units.cancel(name)
+        units.wait(0.2)
+        result: dict[str, Any] = {"moves": times, "requests": BESIDE, "move_ms": _ms(windows)}
+        for what, values in ratios.items():
+            mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
+            result[what] = {"slowdown": round(mean - 1, 4), "standard_error": round(error, 4)}
+            result[what]["median"] = round(statistics.median(values) - 1, 4)
+        return result
 
 
-def move_once(units: TwoUnits, name: str) -> dict[str, float]:
-    """Move a running request to the other unit; seconds."""
-    seen = units.requests[name]
-    source = seen.unit
-    seen.moved_at, before = 0.0, len(seen.at)
-    began = units.begin_moving(source)
-    units.pump(lambda: bool(seen.moved_at))
-    units.end_moving(source)
-    target = len(seen.at) + MORE_TOKENS
-    units.pump(lambda: len(seen.at) >= target)
-    gaps = seen.gaps(seen.at[max(0, before - WARM_TOKENS)])
-    step = statistics.median(gaps)
-    # The long one: the last token here, the first one there.
-    at = max(range(len(gaps)), key=gaps.__getitem__)
-    return {"downtime": gaps[at] - step, "step": step, "whole": seen.moved_at - began}
+def _ratio(staying: list[Seen], begin: float, end: float) -> float:
+    """Mean time between tokens in that window, to that in the time before it."""
+
+    def mean(begin: float, end: float) -> float:
+        gaps = []
+        for one in staying:
+            pairs = zip(one.at, one.at[1:], strict=False)
+            gaps += [later - earlier for earlier, later in pairs if begin <= later < end]
+        return statistics.mean(gaps) if gaps else end - begin
+
+    return mean(begin, end) / mean(begin - CALM_SECONDS, begin)
 
 
-def downtimes(units: TwoUnits, length: int, body: bytes, most: int, times: int) -> dict[str, Any]:
-    """One request that moves to and fro; and what its prompt took."""
-    name = units.submit("a", body, length, most)
-    seen = units.requests[name]
-    units.pump(lambda: len(seen.at) >= WARM_TOKENS)
-    found = [move_once(units, name) for _ in range(times + 1)][1:]
-    units.cancel(name)
-    units.wait(0.3)
-    result: dict[str, Any] = {
-        key: round(statistics.median(one[key] for one in found) * 1e3, 3) for key in ("downtime", "step", "whole")
-    }
-    result["downtimes"] = sorted(round(one["downtime"] * 1e3, 3) for one in found)
-    result["recompute"] = round((seen.at[0] - seen.submitted) * 1e3, 3)
+def _ms(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 3)
+
+
+def summary(found: Any) -> dict[str, Any]:
+    """Medians in milliseconds, and the single downtimes."""
+    result: dict[str, Any] = {}
+    for way, lengths in found.items():
+        for length, ones in lengths.items():
+            row = {key: _ms([one[key] for one in ones]) for key in ones[0]}
+            if "downtime" in row:
+                row["downtimes"] = sorted(round(one["downtime"] * 1e3, 2) for one in ones)
+            result.setdefault(way, {})[length] = row
     return result
 
 
-def beside(units: TwoUnits, long_one: bytes, short_ones: list[bytes], most: int, times: int) -> dict[str, Any]:
-    """Time between tokens of requests that stay, before and while another one leaves."""
-    stay = [units.submit("a", body, BESIDE_TOKENS, most, "high") for body in short_ones]
-    mover = units.submit("a", long_one, LENGTHS[-1], most)
-    seen = units.requests[mover]
-    units.pump(lambda: all(len(units.requests[name].at) >= WARM_TOKENS for name in (*stay, mover)))
-    calm: list[float] = []
-    moving: list[float] = []
-    windows: list[float] = []
-    for _ in range(times):
-        # There: it leaves the batch of those that stay. Back again: it comes into it.
-        begin = units.requests[stay[0]].at[-1]
-        units.wait(0.5)
-        seen.moved_at = 0.0
-        began = units.begin_moving("a")
-        units.pump(lambda: bool(seen.moved_at))
-        units.end_moving("a")
-        units.wait(0.1)
-        windows.append(seen.moved_at - began)
-        for name in stay:
-            calm += units.requests[name].gaps(begin, began)
-            moving += units.requests[name].gaps(began, seen.moved_at)
-        seen.moved_at = 0.0
-        units.begin_moving("b")
-        units.pump(lambda: bool(seen.moved_at))
-        units.end_moving("b")
-        units.wait(0.2)
-    for name in (*stay, mover):
-        units.cancel(name)
-    units.wait(0.3)
-    return {
-        "moves": times,
-        "requests": len(stay),
-        "window_ms": round(statistics.median(windows) * 1e3, 2),
-        "gaps_before": len(calm),
-        "gaps_during": len(moving),
-        "before_ms": round(statistics.mean(calm) * 1e3, 3),
-        "during_ms": round(statistics.mean(moving) * 1e3, 3),
-        "slowdown": round(statistics.mean(moving) / statistics.mean(calm) - 1, 4),
-        "median_before_ms": round(statistics.median(calm) * 1e3, 3),
-        "median_during_ms": round(statistics.median(moving) * 1e3, 3),
-    }
-
-
 def predicted(length: int, step: float, bandwidth: float) -> dict[str, float]:
-    """By the simulator's model, milliseconds: the last stage has what was decoded during the stage before."""
+    """By the simulator's model, milliseconds: the last stage has what was decoded during the stage before, and the
+    block that was not full."""
     costs = MigrationCosts(bandwidth=bandwidth)
     first = costs.handshake + length * TOKEN_BYTES / bandwidth
     last = costs.handshake + (first / step + 32) * TOKEN_BYTES / bandwidth
-    whole = costs.handshake + length * TOKEN_BYTES / bandwidth
-    return {
-        "live": round((last + costs.commit) * 1e3, 3),
-        "stop_and_copy": round((whole + costs.commit) * 1e3, 3),
-    }
+    return {LIVE: round((last + costs.commit) * 1e3, 3), STOPPED: round((first + costs.commit) * 1e3, 3)}
 
 
 def main() -> None:
@@ -183,39 +215,32 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="256 and 1,024 tokens, three moves; to no file")
     options = parser.parse_args()
     lengths = LENGTHS[:2] if options.quick else LENGTHS
-    times, beside_times = (3, 3) if options.quick else (15, 12)
-    most = (times + 2) * 3 * MORE_TOKENS + 400
+    rounds, times, beside_times = (1, 2, 4) if options.quick else (4, 5, 30)
+    most = 1600
     checkpoint = tiny_checkpoint("llama", LAYERS, HEADS, KV_HEADS, HEAD_DIM, max_len=MAX_LEN)
-    made = bodies(
-        [(1, length, most) for length in lengths] + [(BESIDE, BESIDE_TOKENS, 4000), (1, LENGTHS[-1], most)], 256
-    )
-    report: dict[str, Any] = {"machine": machine(), "token_bytes": TOKEN_BYTES, "live": {}, "stop_and_copy": {}}
+    wanted = [(rounds, length, most) for length in lengths]
+    *made, short_ones, (long_one,) = bodies([*wanted, (BESIDE, BESIDE_TOKENS, 9000), (1, lengths[-1], most)], 256)
+    found: Any = {way: defaultdict(list) for way in (LIVE, STOPPED, "recompute")}
+    report: dict[str, Any] = {"machine": machine(), "token_bytes": TOKEN_BYTES}
+    with tempfile.TemporaryDirectory(prefix="mx") as root:
+        switch = Path(root) / "stop-and-copy"
+        os.environ[SWITCH] = str(switch)
 
-    def run(command: list[str] | None, measure: Callable[[TwoUnits], None]) -> None:
-        with tempfile.TemporaryDirectory(prefix="mx") as root:
+        def make(name: str) -> Deployment:
+            return unit_deployment(Path(root) / name, name, checkpoint, max_len=MAX_LEN, blocks=500)
 
-            def make(name: str) -> Deployment:
-                return unit_deployment(Path(root) / name, name, checkpoint, max_len=MAX_LEN, blocks=500)
-
-            with TwoUnits(make, command) as units:
-                measure(units)
-
-    def measure(way: str) -> Callable[[TwoUnits], None]:
-        def lengths_of(units: TwoUnits) -> None:
-            for length, (body,) in zip(lengths, made, strict=False):
-                report[way][length] = downtimes(units, length, body, most, times)
-                print(way, length, report[way][length])
-            if way == "live" and not options.quick:
-                report["beside"] = beside(units, made[-1][0], made[-2], most, beside_times)
-                print("beside", report["beside"])
-
-        return lengths_of
-
-    run(None, measure("live"))
-    run([sys.executable, __file__, "--stop-and-copy-host"], measure("stop_and_copy"))
+        with TwoUnits(make, [sys.executable, __file__, "--host"]) as units:
+            bench = Bench(units, switch)
+            for number in range(rounds):
+                for length, some in zip(lengths, made, strict=True):
+                    bench.round(length, some[number], most, times, found)
+            report |= summary(found)
+            print(report)
+            report["beside"] = bench.beside(long_one, short_ones, most, beside_times)
+            print(report["beside"])
 
     longest, shortest = lengths[-1], lengths[0]
-    live, stopped = report["live"], report["stop_and_copy"]
+    live, stopped = report[LIVE], report[STOPPED]
     # What copying the longest at a stretch took, less what a short one took.
     copied = (longest - shortest) * TOKEN_BYTES
     bandwidth = copied / max(1e-6, (stopped[longest]["downtime"] - stopped[shortest]["downtime"]) / 1e3)
@@ -223,7 +248,7 @@ def main() -> None:
     report["predicted"] = {n: predicted(n, live[n]["step"] / 1e3, bandwidth) for n in lengths}
     report["ratios"] = {
         "longest_to_shortest": round(live[longest]["downtime"] / live[shortest]["downtime"], 3),
-        "recompute_to_live": round(live[longest]["recompute"] / live[longest]["downtime"], 1),
+        "recompute_to_live": round(report["recompute"][longest]["recompute"] / live[longest]["downtime"], 1),
         "stop_and_copy_to_live": round(stopped[longest]["downtime"] / live[longest]["downtime"], 2),
     }
     print(report["ratios"], report["predicted"])
@@ -232,9 +257,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--stop-and-copy-host"]:
+    if sys.argv[1:2] == ["--host"]:
         host(sys.argv[2:])
-    elif sys.argv[1:2] == ["--stop-and-copy-scheduler"]:
+    elif sys.argv[1:2] == ["--scheduler"]:
         scheduler(sys.argv[2:])
     else:
         main()
