@@ -14,6 +14,8 @@ the prefill engine, the others from the decode engine, one message each. More ke
     forget: n      the first time, believe after n tokens that it is finished
     error: n       finish with reason "error" after n tokens
     refuse: text   refuse the request
+    drain          on the first attempt, give it back because the unit is drained
+    move: [n, u]   on the first attempt, be at unit u from token n on
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from muxserve import deployment as deployments
 from muxserve.wire import (
     Cancel,
+    Elsewhere,
     GatewayHello,
     Lost,
     Message,
@@ -41,6 +44,7 @@ from muxserve.wire import (
     StateRequest,
     Submit,
     TokensHeader,
+    TookOver,
     UnitHello,
     UnitState,
     decode,
@@ -69,7 +73,10 @@ class Play:
 class FakeUnit:
     """One unit scheduler and all its engines."""
 
-    def __init__(self, path: str, context: zmq.Context[Any], control: socket.socket) -> None:
+    def __init__(
+        self, path: str, context: zmq.Context[Any], control: socket.socket, units: dict[str, FakeUnit]
+    ) -> None:
+        self.units = units
         self.deployment = deployments.load(path)
         self.context = context
         self.control = control
@@ -159,11 +166,18 @@ class FakeUnit:
             max_tokens=message.max_tokens,
             output_tokens=message.output_tokens,
             body_id=request.request_id,
+            priority=message.priority,
+            scheduling=message.scheduling,
+            execution=message.execution,
+            body_priority=request.priority,
             structured=params.structured_outputs is not None,
             script=script,
         )
         if "refuse" in script:
             self.answer(gateway, Refused(message.request_id, message.attempt, script["refuse"]))
+            return
+        if script.get("drain") and message.attempt == 0:
+            self.answer(gateway, Elsewhere([message.request_id]))
             return
         tokens = [byte_token(b) for b in script.get("say", "ok").encode()] + [END]
         # A replaced request comes under a new id; that it comes with the same words tells it from a new one.
@@ -187,6 +201,10 @@ class FakeUnit:
             at = play.at
             if script.get("hold") == at:
                 self.tell("held", id=submit.request_id)
+                return
+            if first_attempt and script.get("move", [None])[0] == at:
+                self.flush(play)
+                self.move(play, self.units[script.pop("move")[1]])
                 return
             if first_attempt and script.get("lose") == at:
                 self.flush(play)
@@ -215,6 +233,13 @@ class FakeUnit:
                 break
         self.flush(play)
         self.plays.pop(submit.request_id, None)
+
+    def move(self, play: Play, destination: FakeUnit) -> None:
+        """Let `destination` go on with it."""
+        del self.plays[play.submit.request_id]
+        destination.plays[play.submit.request_id] = play
+        destination.answer(play.gateway, TookOver(play.submit.request_id, play.submit.attempt, 1))
+        destination.play(play)
 
     def lose(self, play: Play) -> None:
         self.plays.pop(play.submit.request_id, None)
@@ -310,7 +335,7 @@ def run(control: socket.socket) -> None:
             command = json.loads(data)
             match command["op"]:
                 case "serve":
-                    unit = FakeUnit(command["deployment"], context, control)
+                    unit = FakeUnit(command["deployment"], context, control, units)
                     units[unit.deployment.unit] = unit
                     unit.tell("serving")
                 case "state":

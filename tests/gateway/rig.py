@@ -173,6 +173,10 @@ class Running:
             self.rig.serve(unit.deployment)
         deployments.save_fleet(fleet)
         self.fleet = fleet
+        self.signal()
+
+    def signal(self) -> None:
+        """Let it look at the fleet's file again."""
         os.kill(self.pid, signal.SIGHUP)
 
     def mark(self) -> int:

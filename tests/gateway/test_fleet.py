@@ -1,0 +1,399 @@
+"""A real gateway over several units."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from muxserve.deployment import Deployment, FleetDeployment, GatewayDeployment, ModelDeployment, UnitEntry
+from muxserve.replicas.priorities import Level
+from muxserve.replicas.scaling import ScalingRules
+from tests.gateway.deployments import deployment, model
+from tests.gateway.fake_scheduler import FakeScheduler, at, nowhere
+from tests.gateway.rig import Event, Rig, Running, free_port, unit_state
+from tests.gateway.test_endpoint import play
+from tests.support.tiny_checkpoint import tiny_checkpoint
+
+
+def unit(directory: Path, name: str, models: list[ModelDeployment]) -> UnitEntry:
+    """A unit in a directory of its own."""
+    (directory / name).mkdir(exist_ok=True)
+    one = deployment(directory / name, models, unit=name)
+    return UnitEntry(one, one.unit_address, one.migrator_address, [model.name for model in models])
+
+
+def fleet_in(directory: Path, units: tuple[str, str] = ("x0", "x1"), count: int = 1) -> FleetDeployment:
+    """Model alpha in two units, and beta, of which there may be no replica."""
+    alpha, beta = model("alpha", tiny_checkpoint()), model("beta", tiny_checkpoint())
+    return FleetDeployment(
+        run_dir=str(directory),
+        gateway=GatewayDeployment("127.0.0.1", free_port(), ["plain", "vip", "batch"], count=count),
+        models=[alpha, beta],
+        units=[unit(directory, name, [alpha]) for name in units],
+        scaling={"beta": ScalingRules(minimum=0, maximum=1)},
+        levels=(Level("high", 2), Level("normal", 1), Level("low", -5)),
+        key_levels={"vip": "high", "batch": "low"},
+    )
+
+
+@pytest.fixture(scope="module")
+def fleet(rig: Rig, gateway: Running) -> Running:
+    directory = rig.directory / "fleet"
+    directory.mkdir()
+    running = rig.start_fleet(fleet_in(directory))
+    for entry in running.fleet.units:
+        report(rig, entry.deployment)
+    return running
+
+
+@pytest.fixture(scope="module")
+def http(fleet: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=fleet.url, headers={"Authorization": "Bearer plain"}, timeout=20) as client:
+        while client.get("/health").json()["status"] != "ok":
+            pass
+        yield client
+
+
+def report(rig: Rig, one: Deployment) -> None:
+    """Let a fake unit say that its engines are up."""
+    mark = rig.unit.mark()
+    rig.unit.send("state", unit=one.unit, state=unit_state(one, {}))
+    rig.unit.wait("state_set", mark, lambda e: e["unit"] == one.unit)
+
+
+def said(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    text = answer.json()["choices"][0]["text"]
+    assert isinstance(text, str)
+    return text
+
+
+def complete(http: httpx.Client, say: str, model: str = "alpha", **script: Any) -> httpx.Response:
+    return http.post("/v1/completions", json={"model": model, "prompt": play(say, **script), "max_tokens": 60})
+
+
+def streamed(http: httpx.Client, say: str, **script: Any) -> str:
+    body = {"model": "alpha", "prompt": play(say, **script), "max_tokens": 60, "stream": True}
+    text = ""
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+    return text
+
+
+def submits(rig: Rig, mark: int, count: int) -> list[Event]:
+    """What units were sent since `mark`: so many requests, and no more."""
+    rig.unit.wait("submit", mark, lambda _: len(rig.unit.since(mark, "submit")) >= count)
+    found = rig.unit.since(mark, "submit")
+    assert len(found) == count
+    return found
+
+
+def sample(http: httpx.Client, line: str) -> float:
+    found = [float(x.rsplit(" ", 1)[1]) for x in http.get("/metrics").text.splitlines() if x.startswith(line + " ")]
+    return found[0] if found else 0.0
+
+
+# ------------------------------------------------------------ where requests go
+
+
+def test_without_a_scheduler_requests_are_spread(rig: Rig, http: httpx.Client) -> None:
+    mark = rig.unit.mark()
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(complete, http, f"number {n}", hold=2) for n in range(4)]
+        for n in range(4):
+            rig.unit.wait("held", mark, lambda e, n=n: len(rig.unit.since(mark, "held")) > n)
+        assert sorted(e["unit"] for e in submits(rig, mark, 4)) == ["x0", "x0", "x1", "x1"]
+        for name in ("x0", "x1"):
+            rig.unit.send("go", unit=name)
+        assert sorted(said(answer.result(20)) for answer in waiting) == [f"number {n}" for n in range(4)]
+
+
+def test_the_scheduler_chooses(rig: Rig, fleet: Running, http: httpx.Client) -> None:
+    mark = rig.unit.mark()
+    with FakeScheduler(fleet.fleet.scheduler_address, at("x1")) as scheduler:
+        while not sample(http, "muxserve_scheduler_up"):
+            pass
+        for n in range(3):
+            assert said(complete(http, f"to x1, {n}")) == f"to x1, {n}"
+        assert http.get("/fleet").json()["scheduler"] == "up"
+        place = scheduler.places[-1]
+        assert (place.model, place.scheduling, place.execution) == ("alpha", "normal", "normal")
+        assert place.demand == submits(rig, mark, 3)[-1]["prompt_tokens"] + 1
+    assert [e["unit"] for e in submits(rig, mark, 3)] == ["x1"] * 3
+    # It is gone, and nobody waits for it.
+    while http.get("/fleet").json()["scheduler"] == "up":
+        pass
+    assert said(complete(http, "still served")) == "still served"
+
+
+def test_a_scheduler_that_hangs_is_not_waited_for(rig: Rig, fleet: Running, http: httpx.Client) -> None:
+    with FakeScheduler(fleet.fleet.scheduler_address, lambda _: None) as scheduler:
+        while not sample(http, "muxserve_scheduler_up"):
+            pass
+        answer = complete(http, "without it")
+        assert said(answer) == "without it"
+        assert answer.elapsed.total_seconds() >= 0.25
+        assert scheduler.places
+        assert http.get("/fleet").json()["scheduler"] == "down"
+
+
+@pytest.mark.parametrize(("late", "status"), [(True, 503), (False, 400)])
+def test_there_may_be_no_replica(fleet: Running, http: httpx.Client, late: bool, status: int) -> None:
+    with FakeScheduler(fleet.fleet.scheduler_address, nowhere(late)):
+        answer = complete(http, "asleep", model="beta")
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"] == "nobody can serve this"
+    assert ("retry-after" in answer.headers) is late
+
+
+def test_a_request_wakes_its_model(rig: Rig, fleet: Running, http: httpx.Client) -> None:
+    before = fleet.fleet
+    assert http.get("/health").json()["models"]["beta"]["status"] == "asleep"
+    mark = rig.unit.mark()
+    with ThreadPoolExecutor(1) as pool, FakeScheduler(before.scheduler_address, lambda _: None) as scheduler:
+        asked = pool.submit(complete, http, "good morning", model="beta")
+        while not scheduler.places:
+            pass
+        assert sample(http, 'muxserve_gateway_requests_unplaced{model_name="beta"}') == 1
+        woken = unit(Path(before.run_dir), "x2", [before.models[1]])
+        fleet.change(msgspec.structs.replace(before, units=[*before.units, woken], generation=1))
+        rig.unit.wait("hello", mark, lambda e: e["unit"] == "x2")
+        # The next who asks may tell that the scheduler hangs.
+        assert said(complete(http, "next", model="alpha")) == "next"
+        assert said(asked.result(20)) == "good morning"
+    assert [e["unit"] for e in submits(rig, mark, 2) if e["model"] == "beta"] == ["x2"]
+    fleet.change(msgspec.structs.replace(before, generation=2))
+    while len(http.get("/fleet").json()["units"]) != 2:
+        pass
+
+
+# ------------------------------------------------------------ moves and deaths
+
+
+def test_a_stream_moves(rig: Rig, http: httpx.Client) -> None:
+    mark = rig.unit.mark()
+    moved = 'muxserve_migrations_total{destination="x1",model_name="alpha",source="x0"}'
+    before = sample(http, moved)
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(streamed, http, "from there to here", move=[4, "x1"], hold=7)
+        assert rig.unit.wait("submit", mark)["unit"] == "x0"
+        assert rig.unit.wait("held", mark)["unit"] == "x1"
+        while sample(http, moved) == before:
+            pass
+        units = {unit["name"]: unit["requests_in_flight"] for unit in http.get("/fleet").json()["units"]}
+        assert units == {"x0": 0, "x1": 1}
+        rig.unit.send("go", unit="x1")
+        assert stream.result(20) == "from there to here"
+    assert sample(http, moved) == before + 1
+    submits(rig, mark, 1)
+
+
+def test_a_dead_unit_s_stream_goes_on_elsewhere(rig: Rig, fleet: Running, http: httpx.Client) -> None:
+    mark = rig.unit.mark()
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(streamed, http, "it outlives its unit", hold=5)
+        first = rig.unit.wait("submit", mark)
+        rig.unit.wait("held", mark)
+        rig.unit.send("down", unit=first["unit"])
+        second = rig.unit.wait("submit", mark, lambda e: e["attempt"] == 1)
+        assert {first["unit"], second["unit"]} == {"x0", "x1"}
+        assert len(second["output_tokens"]) == 5
+        rig.unit.send("go", unit=second["unit"])
+        assert stream.result(20) == "it outlives its unit"
+    health = http.get("/health").json()
+    while health["status"] != "degraded":
+        health = http.get("/health").json()
+    assert health["models"]["alpha"]["status"] == "up"
+    assert health["models"]["alpha"]["replicas"][first["unit"]] == "down"
+    assert sample(http, 'muxserve_replicas{model_name="alpha"}') == 1
+    assert sample(http, f'muxserve_unit_up{{unit="{first["unit"]}"}}') == 0
+    mark = rig.unit.mark()
+    rig.unit.send("restart", unit=first["unit"])
+    rig.unit.wait("hello", mark, lambda e: e["unit"] == first["unit"])
+    while http.get("/health").json()["status"] != "ok":
+        pass
+
+
+def test_a_drained_unit_s_requests_go_elsewhere(rig: Rig, http: httpx.Client) -> None:
+    mark = rig.unit.mark()
+    assert said(complete(http, "try the other", drain=True)) == "try the other"
+    first, second = submits(rig, mark, 2)
+    assert {first["unit"], second["unit"]} == {"x0", "x1"}
+    assert (first["attempt"], second["attempt"]) == (0, 1)
+
+
+# ------------------------------------------------------------ priorities
+
+
+@pytest.mark.parametrize(
+    ("key", "headers", "scheduling", "execution", "steps"),
+    [
+        ("plain", {}, "normal", "normal", (0, 0)),
+        ("vip", {}, "high", "high", (-1, -1)),
+        ("batch", {}, "low", "low", (1, 1)),
+        ("plain", {"X-MuxServe-Priority": "high"}, "high", "high", (-1, -1)),
+        ("plain", {"X-MuxServe-Scheduling-Priority": "high"}, "high", "normal", (-1, 0)),
+        ("vip", {"X-MuxServe-Execution-Priority": "low"}, "high", "low", (-1, 1)),
+        ("vip", {"X-MuxServe-Priority": "low", "X-MuxServe-Execution-Priority": "high"}, "low", "high", (1, -1)),
+    ],
+)
+def test_levels(
+    rig: Rig,
+    http: httpx.Client,
+    key: str,
+    headers: dict[str, str],
+    scheduling: str,
+    execution: str,
+    steps: tuple[int, int],
+) -> None:
+    mark = rig.unit.mark()
+    body = {"model": "alpha", "prompt": play("in order"), "priority": 7}
+    answer = http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}", **headers})
+    assert said(answer) == "in order"
+    (submit,) = submits(rig, mark, 1)
+    assert (submit["scheduling"], submit["execution"]) == (scheduling, execution)
+    assert (submit["priority"], submit["body_priority"]) == (steps[0] * 2**32 + 7, steps[1] * 2**32 + 7)
+
+
+@pytest.mark.parametrize(
+    ("key", "level", "status", "words"),
+    [
+        ("plain", "urgent", 400, "no priority level 'urgent'; this server has high, normal, low"),
+        ("plain", "", 400, "no priority level ''"),
+        ("batch", "normal", 403, "this API key may ask for priority 'low' and below"),
+    ],
+)
+def test_levels_that_cannot_be_had(http: httpx.Client, key: str, level: str, status: int, words: str) -> None:
+    headers = {"Authorization": f"Bearer {key}", "X-MuxServe-Scheduling-Priority": level}
+    answer = http.post("/v1/completions", json={"model": "alpha", "prompt": "x"}, headers=headers)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+
+
+# ------------------------------------------------------------ changes
+
+
+def test_models_come_and_go_while_others_serve(rig: Rig, fleet: Running, http: httpx.Client) -> None:
+    before = fleet.fleet
+    gamma = model("gamma", tiny_checkpoint("qwen3", 2, 4, 2, 128, 1))
+    added = unit(Path(before.run_dir), "x3", [gamma])
+    mark = rig.unit.mark()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(streamed, http, "nobody disturbs this", hold=5)
+        held = rig.unit.wait("held", mark)
+        fleet.change(
+            msgspec.structs.replace(before, models=[*before.models, gamma], units=[*before.units, added], generation=10)
+        )
+        while "gamma" not in [card["id"] for card in http.get("/v1/models").json()["data"]]:
+            pass
+        assert said(complete(http, "hello", model="gamma")) == "hello"
+        # Removed, with one request under way.
+        mark = rig.unit.mark()
+        last = pool.submit(complete, http, "the last of gamma", model="gamma", hold=3)
+        rig.unit.wait("held", mark)
+        fleet.change(msgspec.structs.replace(before, units=[*before.units, added], generation=11))
+        while complete(http, "too late", model="gamma").status_code != 404:
+            pass
+        assert complete(http, "too late", model="gamma").json()["error"]["type"] == "NotFoundError"
+        rig.unit.send("go", unit="x3")
+        assert said(last.result(20)) == "the last of gamma"
+        fleet.change(msgspec.structs.replace(before, generation=12))
+        while http.get("/fleet").json()["gateway"]["generation"] != 12:
+            pass
+        rig.unit.send("go", unit=held["unit"])
+        assert running.result(20) == "nobody disturbs this"
+    assert 'model_name="gamma"' not in "\n".join(
+        line for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:")
+    )
+    # Under its old name, as something else.
+    again = msgspec.structs.replace(gamma, path=str(tiny_checkpoint()))
+    added = unit(Path(before.run_dir), "x4", [again])
+    fleet.change(
+        msgspec.structs.replace(before, models=[*before.models, again], units=[*before.units, added], generation=13)
+    )
+    while complete(http, "reborn", model="gamma").status_code == 404:
+        pass
+    assert said(complete(http, "reborn", model="gamma")) == "reborn"
+    fleet.change(msgspec.structs.replace(before, generation=14))
+    while http.get("/fleet").json()["gateway"]["generation"] != 14:
+        pass
+
+
+def test_keys_levels_and_limits_change(fleet: Running, http: httpx.Client) -> None:
+    before = fleet.fleet
+    gateway = msgspec.structs.replace(before.gateway, api_keys=["plain", "another"])
+    models = [msgspec.structs.replace(one, max_concurrency=5, max_queue=3) for one in before.models]
+    fleet.change(msgspec.structs.replace(before, gateway=gateway, models=models, key_levels={}, generation=20))
+    while http.get("/fleet", headers={"Authorization": "Bearer another"}).status_code != 200:
+        pass
+    assert http.get("/fleet", headers={"Authorization": "Bearer vip"}).status_code == 401
+    shown = http.get("/fleet").json()["models"][0]
+    assert shown["limits"] == {"max_concurrency": 5, "max_queue": 3}
+    fleet.change(msgspec.structs.replace(before, generation=21))
+    while http.get("/fleet", headers={"Authorization": "Bearer vip"}).status_code != 200:
+        pass
+
+
+def test_a_file_that_cannot_be_read_changes_nothing(fleet: Running, http: httpx.Client) -> None:
+    before = fleet.fleet
+    before.file.write_text("{")
+    errors = fleet.log.count("cannot be read, so nothing changes")
+    fleet.signal()
+    while fleet.log.count("cannot be read, so nothing changes") == errors:
+        pass
+    assert said(complete(http, "as before")) == "as before"
+    fleet.change(before)
+
+
+# ------------------------------------------------------------ what is told
+
+
+def test_the_fleet_as_data(http: httpx.Client) -> None:
+    fleet = http.get("/fleet").json()
+    first, second = fleet["units"]
+    assert (first["name"], first["status"], first["remote"], first["serves"]) == ("x0", "up", False, ["alpha"])
+    assert second["state"]["models"]["alpha"]["used_pages"] == 12
+    assert [m["replicas"] for m in fleet["models"]] == [["x0", "x1"], []]
+    assert [m["status"] for m in fleet["models"]] == ["up", "asleep"]
+    assert [level["name"] for level in fleet["levels"]] == ["high", "normal", "low"]
+
+
+def test_metrics_by_unit(http: httpx.Client) -> None:
+    assert sample(http, 'muxserve_pages_used{model_name="alpha",unit="x1"}') == 12
+    assert sample(http, 'muxserve_engine_up{model_name="alpha",phase="decode",unit="x0"}') == 1
+    assert sample(http, 'muxserve_replicas{model_name="alpha"}') == 2
+    assert sample(http, 'muxserve_replicas{model_name="beta"}') == 0
+
+
+# ------------------------------------------------------------ several gateways
+
+
+def test_two_gateways_at_one_address(rig: Rig, gateway: Running) -> None:
+    directory = rig.directory / "pair"
+    directory.mkdir()
+    fleet = fleet_in(directory, ("y0", "y1"), count=2)
+    pair = [rig.start_fleet(fleet, index) for index in range(2)]
+    seen: set[int] = set()
+    while seen != {0, 1}:
+        with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=20) as http:
+            about = http.get("/fleet").json()["gateway"]
+            assert about["count"] == 2
+            seen.add(about["index"])
+            assert said(complete(http, f"by {about['index']}")) == f"by {about['index']}"
+    pair[0].terminate()
+    assert pair[0].exit_status() == 0
+    for _ in range(8):
+        with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=20) as http:
+            assert http.get("/fleet").json()["gateway"]["index"] == 1
+    pair[1].terminate()
+    assert pair[1].exit_status() == 0
