@@ -10,21 +10,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
 from muxserve.cluster.gpu_unit import GpuUnit
 from muxserve.cluster.plan import FleetPlan, demands_of, plan_fleet
-from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
-from muxserve.deployment import Deployment, FleetDeployment, ModelDeployment
+from muxserve.config import Fleet, FleetError
+from muxserve.deployment import Deployment, FleetDeployment
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.cpu import CPU
 from muxserve.planning.gpus import gpu_unit
+from muxserve.planning.parts import (
+    as_placed,
+    check_replicas,
+    check_together,
+    like,
+    on_gpus,
+    part_of,
+    possible_units,
+    units_at_start,
+    who_replicates,
+    wrong,
+)
 from muxserve.planning.planfile import load_plan
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
-from placement.words import enumerate_words, format_size
+from placement.words import enumerate_words
 
 
 class NoRoomError(Exception):
@@ -77,13 +88,13 @@ class FleetPlanner:
             raise FleetError([fleet.problem(("cluster", "launcher"), message)])
         plans = self._planned() if plan_file is None else self._placed(plan_file)
         if plans[0].gpu is None and not self._on_ray:
-            _check_together(fleet, plans, self._machine)
+            check_together(fleet, plans, self._machine)
         return plans
 
     def _planned(self) -> list[FleetPlan]:
         fleet = self.fleet
         gpus: list[GpuUnit | None] = [None] * units_at_start(fleet)
-        parts = [_part(fleet, number) for number in range(len(gpus))]
+        parts = [part_of(fleet, number) for number in range(len(gpus))]
         if self._wants_gpus:
             gpus = [gpu_unit(part, self._gpus(), self._hub) for part in self._with_gpus(parts)]
         blocks = self._block_tokens(gpus[0]) if possible_units(fleet) > 1 else {}
@@ -106,13 +117,13 @@ class FleetPlanner:
             return list(parts)
         key = ("cluster", "gpu_ids" if cluster.gpu_ids else "gpus")
         if not self._per_unit:
-            message = f"{count} are too few for {possible} units, one for each replica ({_who_replicates(fleet)})"
+            message = f"{count} are too few for {possible} units, one for each replica ({who_replicates(fleet)})"
             raise FleetError([fleet.problem(key, f"{message}; each needs a GPU of its own at least")])
         if rest:
-            message = f"{count} cannot be divided evenly among {possible} units ({_who_replicates(fleet)})"
+            message = f"{count} cannot be divided evenly among {possible} units ({who_replicates(fleet)})"
             raise FleetError([fleet.problem(key, f"{message}; give a multiple of {possible}, or fewer replicas")])
         return [
-            _on_gpus(part, self._chosen[number * self._per_unit :][: self._per_unit])
+            on_gpus(part, self._chosen[number * self._per_unit :][: self._per_unit])
             for number, part in enumerate(parts)
         ]
 
@@ -141,14 +152,14 @@ class FleetPlanner:
         on_gpus = {unit.device for unit in units} != {CPU}
         if on_gpus and len(placement.cluster.nodes) > 1:
             count = len(placement.cluster.nodes)
-            raise _wrong(plan_file, f"the plan is for {count} machines with GPUs; this version serves those of one")
+            raise wrong(plan_file, f"the plan is for {count} machines with GPUs; this version serves those of one")
         if on_gpus and CPU in {unit.device for unit in units}:
-            raise _wrong(plan_file, "the plan has units on CPU and on GPUs; this version serves one kind")
-        _check_replicas(fleet, plan_file, units)
-        parts = [_as_placed(fleet, unit, self._machine.cores) for unit in units]
+            raise wrong(plan_file, "the plan has units on CPU and on GPUs; this version serves one kind")
+        check_replicas(fleet, plan_file, units)
+        parts = [as_placed(fleet, unit, self._machine.cores) for unit in units]
         gpus: list[GpuUnit | None] = [None] * len(units)
         if not on_gpus and self._wants_gpus:
-            raise _wrong(plan_file, "the plan is for a CPU, but the fleet file wants GPUs; make it anew")
+            raise wrong(plan_file, "the plan is for a CPU, but the fleet file wants GPUs; make it anew")
         if on_gpus:
             found = self._gpus()
             parts = self._on_planned_gpus(plan_file, units, parts)
@@ -173,14 +184,14 @@ class FleetPlanner:
         several = len(units) > 1 or have > len(devices)
         if self._wants_gpus and (have < len(devices) or (have != len(devices) and len(units) == 1)):
             what = f"unit has {len(devices)} GPUs" if len(units) == 1 else f"units have {len(devices)} GPUs"
-            raise _wrong(plan_file, f"the plan's {what}, the fleet file {have}; make it anew")
+            raise wrong(plan_file, f"the plan's {what}, the fleet file {have}; make it anew")
         self._choose(have or len(devices))
         self._per_unit = len(units[0].devices)
         if not several:
             return list(parts)
         gpus = dict(zip(devices, self._chosen, strict=False))
         return [
-            _on_gpus(part, [gpus[number] for number in unit.devices]) for part, unit in zip(parts, units, strict=True)
+            on_gpus(part, [gpus[number] for number in unit.devices]) for part, unit in zip(parts, units, strict=True)
         ]
 
     # ------------------------------------------------------------ later
@@ -194,8 +205,9 @@ class FleetPlanner:
             NoRoomError: it does not fit.
         """
         units = [entry.deployment for entry in running.units]
-        offered = {model.name: model for model in running.models}
-        fleet = self.fleet.with_models([_like(self.fleet.model(each), offered.get(each)) for each in models])
+        offered = {model.name: model for unit in units for model in unit.models}
+        offered |= {model.name: model for model in running.models}
+        fleet = self.fleet.with_models([like(self.fleet.model(each), offered.get(each)) for each in models])
         blocks = {each: offered[each].block_tokens for each in models if each in offered}
         try:
             gpu = None
@@ -244,7 +256,7 @@ class FleetPlanner:
             key = "gpu_ids" if self.fleet.cluster.gpu_ids else "gpus"
             message = f"it needs {count} GPUs of its own, and of the fleet's {len(self._chosen)} {len(free)} are free"
             raise FleetError([fleet.problem(("cluster", key), f"{message}; drain another unit, or deploy with more")])
-        unit = gpu_unit(_on_gpus(fleet, free[:count]), self._gpus(), self._hub)
+        unit = gpu_unit(on_gpus(fleet, free[:count]), self._gpus(), self._hub)
         sharing = next((each.gpu.sm_sharing for each in units if each.gpu is not None), unit.sharing)
         return replace(unit, sharing=sharing)
 
@@ -277,17 +289,6 @@ def plan_to_serve(
     return plans[0]
 
 
-def units_at_start(fleet: Fleet) -> int:
-    """How many units a fleet begins with, without a plan."""
-    return max(1, *(model.replicas.at_start for model in fleet.models))
-
-
-def possible_units(fleet: Fleet) -> int:
-    """How many units there can be when every model has as many replicas as it may."""
-    more = (r.max - max(r.at_start, 1) for r in (model.replicas for model in fleet.models))
-    return units_at_start(fleet) + sum(more)
-
-
 def notes_of(plans: Sequence[FleetPlan]) -> list[str]:
     """What was decided for the user, in words."""
     if len(plans) == 1:
@@ -296,91 +297,3 @@ def notes_of(plans: Sequence[FleetPlan]) -> list[str]:
     if plans[0].gpu is None and plans[0].fleet.cluster.launcher == "local":
         notes.append(f"{len(plans)} units share the {plans[0].unit.cores} cores; each has a pool of its own")
     return notes
-
-
-def _part(fleet: Fleet, number: int) -> Fleet:
-    """The models of unit `number`, each with its part of the rate. Those with no replica at the start are in the first
-    one, where they can be woken soonest."""
-    models = [
-        model.model_copy(update={"rate": model.rate / max(1, model.replicas.at_start)})
-        for model in fleet.models
-        if max(1, model.replicas.at_start) > number
-    ]
-    return fleet.with_models(models)
-
-
-def _like(model: Model, offered: ModelDeployment | None) -> Model:
-    """A replica more of a model that is offered."""
-    if offered is None:
-        return model
-    return model.model_copy(update={"rate": offered.rate, "max_len": offered.max_len})
-
-
-def _on_gpus(fleet: Fleet, gpus: Sequence[Gpu]) -> Fleet:
-    ids = {"gpu_ids": [gpu.uuid for gpu in gpus], "gpus": 0}
-    return fleet.model_copy(update={"cluster": fleet.cluster.model_copy(update=ids)})
-
-
-def _as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
-    """The models of a planned unit with the plan's rates; on CPU also with its size of the pool and threads (a model's
-    prefill and decode engines run on the same number; the larger share counts). On GPUs the pool's size is left to what
-    is measured there."""
-    models = []
-    for each in unit.models:
-        update: dict[str, object] = {"rate": each.rate}
-        if unit.device == CPU:
-            share = max(each.prefill_share, each.decode_share)
-            update["threads"] = max(1, min(cores, round(share * cores)))
-        models.append(fleet.model(each.model).model_copy(update=update))
-    part = fleet.with_models(models)
-    if unit.device != CPU:
-        return part
-    return part.model_copy(update={"kv_pool": fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})})
-
-
-def _check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:
-    """Where the fleet file says how many replicas there are, the plan must agree."""
-    for model in fleet.models:
-        bounds = model.replicas
-        count = sum(model.name == each.model for unit in units for each in unit.models)
-        if bounds.scales and not bounds.min <= count <= bounds.max:
-            message = f"the plan has {count} replicas of {model.name}, the fleet file {bounds.min} to {bounds.max}"
-        elif not bounds.scales and bounds.max not in (1, count):
-            message = f"the plan has {count} replicas of {model.name}, the fleet file {bounds.max}"
-        else:
-            continue
-        raise _wrong(path, f"{message}; make it anew, or change `replicas`")
-
-
-def _check_together(fleet: Fleet, plans: Sequence[FleetPlan], machine: Machine) -> None:
-    """Each unit fits; together they may not."""
-    if len(plans) == 1:
-        return
-    pools = sum(plan.unit.pool_bytes * plan.demands[0].ranks for plan in plans)
-    weights = sum(d.architecture.weight_bytes(d.resolved_dtype) for plan in plans for d in plan.demands)
-    count, shared = len(plans), machine.shared_memory_bytes
-    key = ("kv_pool", "size") if fleet.kv_pool.size != AUTO else ("models",)
-    if shared is not None and pools > shared:
-        message = (
-            f"the pools of {count} units take {format_size(pools)} together, but only {format_size(shared)} of shared "
-            "memory (/dev/shm) are free; make it larger (docker run --shm-size), or the pools smaller (kv_pool.size)"
-        )
-        raise FleetError([fleet.problem(key, message)])
-    if pools + weights > machine.memory_bytes:
-        message = (
-            f"{count} units need {format_size(weights)} for weights (every unit loads its own) and "
-            f"{format_size(pools)} for pools, but the memory is {format_size(machine.memory_bytes)}; "
-            "have fewer replicas, or smaller pools (kv_pool.size is of one unit)"
-        )
-        raise FleetError([fleet.problem(key, message)])
-
-
-def _who_replicates(fleet: Fleet) -> str:
-    several = {model.name: model.replicas.max for model in fleet.models if model.replicas.max > 1}
-    return enumerate_words(
-        [f"{name}: {'up to ' if fleet.model(name).replicas.scales else ''}{count}" for name, count in several.items()]
-    )
-
-
-def _wrong(path: str | os.PathLike[str], message: str) -> FleetError:
-    return FleetError([Problem(message, str(Path(path)), 1)])

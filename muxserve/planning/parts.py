@@ -1,0 +1,118 @@
+"""Parts of a fleet file, each of which becomes a unit; and whether they fit together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from muxserve.cluster.plan import FleetPlan
+from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
+from muxserve.deployment import ModelDeployment
+from muxserve.gpu.nvml import Gpu
+from muxserve.planning.cpu import CPU
+from placement import Machine
+from placement.cluster import PlacedUnit
+from placement.words import enumerate_words, format_size
+
+
+def units_at_start(fleet: Fleet) -> int:
+    """How many units a fleet begins with, without a plan."""
+    return max(1, *(model.replicas.at_start for model in fleet.models))
+
+
+def possible_units(fleet: Fleet) -> int:
+    """How many units there can be when every model has as many replicas as it may."""
+    more = (r.max - max(r.at_start, 1) for r in (model.replicas for model in fleet.models))
+    return units_at_start(fleet) + sum(more)
+
+
+def part_of(fleet: Fleet, number: int) -> Fleet:
+    """The models of unit `number`, each with its part of the rate. Those with no replica at the start are in the first
+    one, where they can be woken soonest."""
+    models = [
+        model.model_copy(update={"rate": model.rate / max(1, model.replicas.at_start)})
+        for model in fleet.models
+        if max(1, model.replicas.at_start) > number
+    ]
+    return fleet.with_models(models)
+
+
+def like(model: Model, offered: ModelDeployment | None) -> Model:
+    """A replica more of a model that is offered."""
+    if offered is None:
+        return model
+    return model.model_copy(update={"rate": offered.rate, "max_len": offered.max_len})
+
+
+def on_gpus(fleet: Fleet, gpus: Sequence[Gpu]) -> Fleet:
+    """The same fleet on these GPUs."""
+    ids = {"gpu_ids": [gpu.uuid for gpu in gpus], "gpus": 0}
+    return fleet.model_copy(update={"cluster": fleet.cluster.model_copy(update=ids)})
+
+
+def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
+    """The models of a planned unit with the plan's rates; on CPU also with its size of the pool and threads (a model's
+    prefill and decode engines run on the same number; the larger share counts). On GPUs the pool's size is left to what
+    is measured there."""
+    models = []
+    for each in unit.models:
+        update: dict[str, object] = {"rate": each.rate}
+        if unit.device == CPU:
+            share = max(each.prefill_share, each.decode_share)
+            update["threads"] = max(1, min(cores, round(share * cores)))
+        models.append(fleet.model(each.model).model_copy(update=update))
+    part = fleet.with_models(models)
+    if unit.device != CPU:
+        return part
+    return part.model_copy(update={"kv_pool": fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})})
+
+
+def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:
+    """Where the fleet file says how many replicas there are, the plan must agree."""
+    for model in fleet.models:
+        bounds = model.replicas
+        count = sum(model.name == each.model for unit in units for each in unit.models)
+        if bounds.scales and not bounds.min <= count <= bounds.max:
+            message = f"the plan has {count} replicas of {model.name}, the fleet file {bounds.min} to {bounds.max}"
+        elif not bounds.scales and bounds.max not in (1, count):
+            message = f"the plan has {count} replicas of {model.name}, the fleet file {bounds.max}"
+        else:
+            continue
+        raise wrong(path, f"{message}; make it anew, or change `replicas`")
+
+
+def check_together(fleet: Fleet, plans: Sequence[FleetPlan], machine: Machine) -> None:
+    """Each unit fits; together they may not."""
+    if len(plans) == 1:
+        return
+    pools = sum(plan.unit.pool_bytes * plan.demands[0].ranks for plan in plans)
+    weights = sum(d.architecture.weight_bytes(d.resolved_dtype) for plan in plans for d in plan.demands)
+    count, shared = len(plans), machine.shared_memory_bytes
+    key = ("kv_pool", "size") if fleet.kv_pool.size != AUTO else ("models",)
+    if shared is not None and pools > shared:
+        message = (
+            f"the pools of {count} units take {format_size(pools)} together, but only {format_size(shared)} of shared "
+            "memory (/dev/shm) are free; make it larger (docker run --shm-size), or the pools smaller (kv_pool.size)"
+        )
+        raise FleetError([fleet.problem(key, message)])
+    if pools + weights > machine.memory_bytes:
+        message = (
+            f"{count} units need {format_size(weights)} for weights (every unit loads its own) and "
+            f"{format_size(pools)} for pools, but the memory is {format_size(machine.memory_bytes)}; "
+            "have fewer replicas, or smaller pools (kv_pool.size is of one unit)"
+        )
+        raise FleetError([fleet.problem(key, message)])
+
+
+def who_replicates(fleet: Fleet) -> str:
+    """The models with several replicas, in words."""
+    several = {model.name: model.replicas.max for model in fleet.models if model.replicas.max > 1}
+    return enumerate_words(
+        [f"{name}: {'up to ' if fleet.model(name).replicas.scales else ''}{count}" for name, count in several.items()]
+    )
+
+
+def wrong(path: str | os.PathLike[str], message: str) -> FleetError:
+    """A plan file that cannot be served."""
+    return FleetError([Problem(message, str(Path(path)), 1)])

@@ -1,0 +1,264 @@
+"""Several units: of replicas in the fleet file, of a plan with several, and one more later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
+from muxserve.cluster.plan import FleetPlan
+from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.deployment import FleetDeployment
+from muxserve.gpu.nvml import Gpu
+from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.planning.parts import possible_units, units_at_start
+from muxserve.planning.planfile import save_plan
+from muxserve.planning.serving import FleetPlanner, NoRoomError, notes_of
+from muxserve.replicas.scaling import ScalingRules
+from placement import Machine
+from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MACHINE = Machine(4, 16 << 30, 4 << 30)
+NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
+H200 = GpuMachine(
+    tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20, capability=(9, 0)) for i in range(4))
+)
+
+
+def fleet(arithmetic: str = "1", atlas: str = "1", frontdesk: str = "1", head: str = "kv_pool: {size: 64MiB}") -> Fleet:
+    text = f"{head}\nmodels:\n" + "".join(
+        f"  - {{name: {name}, path: models/{name}, rate: 4, replicas: {replicas}}}\n"
+        for name, replicas in (("arithmetic", arithmetic), ("atlas", atlas), ("frontdesk", frontdesk))
+    )
+    return parse_fleet(text, "fleet.yaml", ROOT / "configs", {})
+
+
+def plan(
+    declared: Fleet, file: Path | None = None, machine: Machine = MACHINE, gpus: GpuMachine = NONE
+) -> list[FleetPlan]:
+    return FleetPlanner(declared, machine, lambda: gpus).at_start(file)
+
+
+def deployed(declared: Fleet, plans: list[FleetPlan]) -> FleetDeployment:
+    return fleet_deployment(declared, [planned_unit(each, "/run") for each in plans], "/run")
+
+
+def names(plans: list[FleetPlan]) -> dict[str, list[str]]:
+    return {each.name: [model.name for model in each.fleet.models] for each in plans}
+
+
+def refused(declared: Fleet, *arguments: object) -> str:
+    with pytest.raises(FleetError) as caught:
+        plan(declared, *arguments)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_unit_for_each_replica_that_is_there_at_the_start() -> None:
+    declared = fleet("3", "{min: 1, max: 4, start: 2}", "{min: 0, max: 2, start: 0}")
+    assert (units_at_start(declared), possible_units(declared)) == (3, 6)
+    plans = plan(declared)
+    assert names(plans) == {
+        "u0": ["arithmetic", "atlas", "frontdesk"],
+        "u1": ["arithmetic", "atlas"],
+        "u2": ["arithmetic"],
+    }
+    assert [each.served for each in plans] == [("arithmetic", "atlas"), ("arithmetic", "atlas"), ("arithmetic",)]
+    assert {model.rate for model in plans[0].fleet.models} == {4 / 3, 2.0, 4.0}
+    assert [each.unit.pool_bytes for each in plans] == [64 << 20] * 3
+    assert notes_of(plans)[-1] == "3 units share the 4 cores; each has a pool of its own"
+
+
+def test_replicas_can_exchange_what_they_hold() -> None:
+    """Alone, arithmetic (head size 64) would have blocks of 32 tokens; beside frontdesk (128) it has 64."""
+    alone = plan(fleet().with_models([fleet().model("arithmetic")]))
+    assert alone[0].unit.models[0].block_tokens == 32
+    units = deployed(fleet("3"), plan(fleet("3"))).units
+    assert [unit.deployment.model("arithmetic").block_tokens for unit in units] == [64, 64, 64]
+    assert len({unit.deployment.layout("arithmetic") for unit in units}) == 1
+
+
+def test_the_fleet_that_the_processes_are_told() -> None:
+    head = """\
+kv_pool: {size: 64MiB}
+gateway: {port: 9000, count: 2, api_keys: [{key: a, priority: gold}, b]}
+priorities: {gold: {rank: 5, target_load: 500}, normal: {rank: 0}}
+migration: {bandwidth: 1MiB, source_below: 10, destination_above: 20, in_flight: 3}"""
+    declared = fleet("2", "{max: 3, hold: 1m, idle: 2m, wake: 3m}", head=head)
+    plans = plan(declared)
+    told = fleet_deployment(declared, [planned_unit(each, "/run", port=9001) for each in plans], "/run", port=9001)
+    assert (told.gateway.port, told.gateway.count, told.gateway.api_keys) == (9001, 2, ["a", "b"])
+    assert told.key_levels == {"a": "gold"}
+    assert told.scaling == {"atlas": ScalingRules(1, 3, hold=60.0, idle_seconds=120.0, wake_limit=180.0)}
+    assert told.migration is not None
+    assert (told.migration.source_below, told.migration.in_flight) == (10.0, 3)
+    assert [(level.name, level.rank, level.target_load) for level in told.levels] == [
+        ("gold", 5, 500),
+        ("normal", 0, None),
+    ]
+    assert [(unit.name, unit.serves, unit.deployment.run_dir) for unit in told.units] == [
+        ("u0", ["arithmetic", "atlas", "frontdesk"], "/run/u0"),
+        ("u1", ["arithmetic"], "/run/u1"),
+    ]
+    for unit in told.units:
+        assert (unit.deployment.migration, unit.deployment.migration_bandwidth) == (told.migration, float(1 << 20))
+        assert (unit.deployment.levels, unit.deployment.default_level) == (told.levels, "normal")
+        assert unit.deployment.gateway.port == 9001
+    # u1 has room for longer sequences; what is offered fits everywhere.
+    lengths = [unit.deployment.model("arithmetic").max_len for unit in told.units]
+    assert next(model for model in told.models if model.name == "arithmetic").max_len == min(lengths)
+    assert [model.name for model in told.models] == ["arithmetic", "atlas", "frontdesk"]
+    assert msgspec.json.decode(msgspec.json.encode(told), type=FleetDeployment) == told
+
+
+def test_migration_can_be_switched_off() -> None:
+    declared = fleet("2", head="kv_pool: {size: 64MiB}\nmigration: off")
+    assert deployed(declared, plan(declared)).migration is None
+
+
+def test_an_automatic_pool_leaves_room_for_the_units_that_may_come() -> None:
+    small = Machine(4, 2 << 30, 1 << 30)
+    one = plan(fleet(head="policy: adbs"), None, small)
+    four = plan(fleet("{min: 1, max: 4}", head="policy: adbs"), None, small)
+    assert len(one) == len(four) == 1
+    assert four[0].unit.pool_bytes == pytest.approx(one[0].unit.pool_bytes / 4, rel=0.05)
+
+
+def test_units_that_do_not_fit_together() -> None:
+    said = refused(fleet("2", head="kv_pool: {size: 3GiB}"))
+    assert said.startswith(
+        "fleet.yaml:1: kv_pool.size: the pools of 2 units take 6 GiB together, but only 4 GiB of shared"
+    )
+    said = refused(fleet("4", "4", "4", head="kv_pool: {size: 200MiB}"), None, Machine(4, 801 << 20, None))
+    assert "4 units need" in said
+    assert "(every unit loads its own)" in said
+
+
+# ------------------------------------------------------------ later
+
+
+def test_a_unit_more_is_like_those_that_run() -> None:
+    declared = fleet("{max: 3}", "2")
+    planner = FleetPlanner(declared, MACHINE, lambda: NONE)
+    told = deployed(declared, planner.at_start())
+    more = planner.unit("u2", ["arithmetic"], told)
+    assert (more.name, more.served, more.unit.pool_bytes) == ("u2", ("arithmetic",), 64 << 20)
+    late = planned_unit(more, "/run").deployment
+    assert late.run_dir == "/run/u2"
+    assert late.layout("arithmetic") == told.units[0].deployment.layout("arithmetic")
+    assert late.model("arithmetic").max_len == told.models[0].max_len
+
+
+def test_a_unit_more_needs_room() -> None:
+    declared = fleet("{max: 9}", head="kv_pool: {size: 1500MiB}")
+    planner = FleetPlanner(declared, MACHINE, lambda: NONE)
+    plans = planner.at_start()
+    second = planner.unit("u1", ["arithmetic"], deployed(declared, plans))
+    with pytest.raises(NoRoomError, match=r"no room for a unit with arithmetic more: .*shared memory"):
+        planner.unit("u2", ["arithmetic"], deployed(declared, [*plans, second]))
+
+
+def test_a_model_that_is_added_has_a_unit_of_its_own_kind() -> None:
+    declared = fleet("2")
+    declared = declared.with_models([declared.model("arithmetic"), declared.model("frontdesk")])
+    planner = FleetPlanner(declared, MACHINE, lambda: NONE)
+    told = deployed(declared, planner.at_start())
+    planner.declare(fleet().with_models([fleet().model("atlas")]))
+    assert [model.name for model in planner.fleet.models] == ["arithmetic", "frontdesk", "atlas"]
+    first = planner.unit("u2", ["atlas"], told)
+    assert first.unit.models[0].block_tokens == 32
+    entry = deployed(planner.fleet, [first]).units[0]
+    both = msgspec.structs.replace(told, units=[*told.units, entry])
+    second = planned_unit(planner.unit("u3", ["atlas"], both), "/run").deployment
+    assert second.layout("atlas") == entry.deployment.layout("atlas")
+    planner.forget("atlas")
+    assert "atlas" not in [model.name for model in planner.fleet.models]
+
+
+# ------------------------------------------------------------ by a plan
+
+
+def saved(path: Path, units: list[tuple[str, tuple[int, ...], list[str]]], nodes: tuple[Node, ...]) -> Path:
+    placed = [
+        PlacedUnit(f"unit{i}", device, devices, tuple(PlacedModel(n, 2.0, 0.25, 0.5) for n in models), (64 + i) << 20)
+        for i, (device, devices, models) in enumerate(units)
+    ]
+    save_plan(Placement(Cluster(nodes), tuple(placed)), path)
+    return path
+
+
+def test_units_as_a_plan_has_them(tmp_path: Path) -> None:
+    units = [("CPU", (0,), ["frontdesk", "arithmetic"]), ("CPU", (1,), ["arithmetic", "atlas"])]
+    plans = plan(fleet(), saved(tmp_path / "p.yaml", units, (Node("CPU", 2),)))
+    assert names(plans) == {"u0": ["frontdesk", "arithmetic"], "u1": ["arithmetic", "atlas"]}
+    assert [each.unit.pool_bytes >> 20 for each in plans] == [64, 65]
+    assert {model.rate for each in plans for model in each.fleet.models} == {2.0}
+    assert {model.threads for each in plans for model in each.unit.models} == {2}
+    assert len({unit.deployment.layout("arithmetic") for unit in deployed(fleet(), plans).units}) == 1
+
+
+def test_a_plan_and_a_file_that_contradict_each_other(tmp_path: Path) -> None:
+    units = [("CPU", (0,), ["frontdesk", "arithmetic", "atlas"]), ("CPU", (1,), ["arithmetic"])]
+    file = saved(tmp_path / "p.yaml", units, (Node("CPU", 2),))
+    assert len(plan(fleet("2"), file)) == 2
+    assert len(plan(fleet("{min: 1, max: 2}"), file)) == 2
+    assert "the plan has 2 replicas of arithmetic, the fleet file 3; make it anew" in refused(fleet("3"), file)
+    assert "the plan has 1 replicas of atlas, the fleet file 2 to 4" in refused(fleet("2", "{min: 2, max: 4}"), file)
+
+
+# ------------------------------------------------------------ on GPUs
+
+
+def halves(arithmetic: str, cluster: str) -> Fleet:
+    declared = fleet(arithmetic, head=f"cluster: {cluster}")
+    return declared.with_models([m.model_copy(update={"dtype": "bfloat16"}) for m in declared.models])
+
+
+def gpus_of(plans: list[FleetPlan]) -> list[list[int]]:
+    return [[gpu.index for gpu in each.gpu.gpus] for each in plans if each.gpu is not None]
+
+
+def test_units_have_gpus_of_their_own() -> None:
+    assert gpus_of(plan(halves("2", "{gpus: 2}"), None, MACHINE, H200)) == [[0], [1]]
+    assert gpus_of(plan(halves("2", "{gpus: 4}"), None, MACHINE, H200)) == [[0, 1], [2, 3]]
+    assert gpus_of(plan(halves("2", "{gpu_ids: [3, 1]}"), None, MACHINE, H200)) == [[3], [1]]
+
+
+def test_gpus_wait_for_units_that_may_come() -> None:
+    declared = halves("{max: 3}", "{gpu_ids: [3, 0, 2]}")
+    planner = FleetPlanner(declared, MACHINE, lambda: H200)
+    plans = planner.at_start()
+    assert gpus_of(plans) == [[3]]
+    told = deployed(declared, plans)
+    more = planner.unit("u1", ["arithmetic"], told)
+    assert gpus_of([more]) == [[0]]
+    last = planner.unit("u2", ["arithmetic"], deployed(declared, [*plans, more]))
+    assert gpus_of([last]) == [[2]]
+    with pytest.raises(NoRoomError, match=r"needs 1 GPUs of its own, and of the fleet's 3 0 are free"):
+        planner.unit("u3", ["arithmetic"], deployed(declared, [*plans, more, last]))
+
+
+def test_gpus_that_do_not_suffice() -> None:
+    said = refused(halves("3", "{gpus: 2}"), None, MACHINE, H200)
+    assert "fleet.yaml:1: cluster.gpus: 2 are too few for 3 units, one for each replica (arithmetic: 3)" in said
+    said = refused(halves("{max: 2}", "{gpus: 3}"), None, MACHINE, H200)
+    assert "3 cannot be divided evenly among 2 units (arithmetic: up to 2); give a multiple of 2" in said
+
+
+def test_the_devices_of_a_plan_are_gpus_of_this_machine(tmp_path: Path) -> None:
+    units = [("H200-141GB", (0, 2), ["frontdesk", "atlas"]), ("H200-141GB", (1,), ["arithmetic"])]
+    file = saved(tmp_path / "p.yaml", units, (Node("H200-141GB", 3),))
+    assert gpus_of(plan(halves("1", "auto"), file, MACHINE, H200)) == [[0, 2], [1]]
+    assert gpus_of(plan(halves("1", "{gpu_ids: [3, 2, 1]}"), file, MACHINE, H200)) == [[3, 1], [2]]
+    assert "the plan's units have 3 GPUs, the fleet file 2" in refused(halves("1", "{gpus: 2}"), file, MACHINE, H200)
+    two = saved(tmp_path / "q.yaml", units, (Node("H200-141GB", 2), Node("H200-141GB", 1)))
+    assert "the plan is for 2 machines with GPUs" in refused(halves("1", "auto"), two, MACHINE, H200)
+
+
+def test_ray_serves_on_cpu() -> None:
+    said = refused(halves("1", "{gpus: 1, launcher: ray}"), None, MACHINE, H200)
+    assert "fleet.yaml:1: cluster.launcher: units on GPUs are started on this machine only" in said
+    spread = fleet("2", head="cluster: {launcher: ray}\nkv_pool: {size: 3GiB}")
+    assert len(plan(spread)) == 2  # other machines have memory of their own
