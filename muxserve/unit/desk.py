@@ -51,6 +51,8 @@ class Held:
     scheduling: str = "normal"
     # Its blocks came from another unit, and are in no prefix index here until an engine has adopted them.
     foreign: bool = False
+    # Migrations within this attempt.
+    moves: int = 0
 
 
 @dataclass(slots=True)
@@ -100,6 +102,10 @@ class RequestDesk:
         self.gateways[peer] = Gateway(hello.epoch, hello.reply_to, hello.gateway)
         self._out.send(peer, UnitHello(self._epoch))
         log.info("gateway %d, %s", hello.gateway, hello.epoch)
+        for request_id, held in self.held.items():
+            if held.moves and held.gateway == peer:
+                # It may not have heard: it greets again when the connection was lost.
+                self._out.send(peer, TookOver(request_id, held.attempt, held.moves))
 
     def gateway_down(self, number: int, now: float) -> None:
         """The gateway of that number has died."""
@@ -188,6 +194,7 @@ class RequestDesk:
             request.computed_tokens,
             request.scheduling,
             foreign=True,
+            moves=request.moves,
         )
         self._ledger.taken_over(
             QueuedRequest(
@@ -203,7 +210,7 @@ class RequestDesk:
             ),
             now,
         )
-        self._out.send(address, TookOver(request.request_id, request.attempt))
+        self._out.send(address, TookOver(request.request_id, request.attempt, request.moves))
         return ""
 
     def give_back(self, model: ModelState, now: float) -> None:

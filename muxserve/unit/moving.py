@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -32,6 +33,7 @@ from muxserve.wire import (
     Detach,
     Detached,
     Load,
+    Lost,
     Message,
     MoveAbort,
     MoveCommit,
@@ -57,6 +59,9 @@ LAST_STAGE_BLOCKS = 4
 MOST_STAGES = 3
 # Blocks set aside over there beyond those that there are: what the request fills while its first ones are copied.
 SPARE_BLOCKS = 1
+# When the gateway is told that a request left, for the case that the other unit died before it could say `TookOver`.
+# A gateway that has heard it takes no notice.
+FAREWELL_SECONDS = 2.0
 
 
 class Step(Enum):
@@ -131,6 +136,7 @@ class Departures:
         self.migrator_up = False
         self._epoch = epoch
         self._by_request: dict[str, Move] = {}
+        self._departed: deque[tuple[float, str, bytes]] = deque()
         self._count = 0
 
     def moving_out(self, model: str) -> int:
@@ -192,6 +198,10 @@ class Departures:
             elif now >= move.deadline:
                 who = "the engine" if move.step in (Step.SHOWING, Step.DETACHING) else "the migrator"
                 self._fail(move, f"{who} does not answer", now, uncertain=move.step is Step.COMMITTING)
+        while self._departed and self._departed[0][0] <= now:
+            _, request_id, gateway = self._departed.popleft()
+            if request_id not in self.desk.held and gateway in self.desk.gateways:
+                self.out.send(gateway, Lost([request_id], "it went to a unit that has not spoken of it"))
         if self.migrator_up and self.memory.connected:
             for live, pair, usage in self.pairs.choose(now, self._by_request.keys()):
                 self._begin(live, pair, usage, now)
@@ -199,6 +209,8 @@ class Departures:
     def wakeup(self) -> float:
         """When `turn` is due although no message came."""
         due = min((move.deadline for move in self.moves.values()), default=math.inf)
+        if self._departed:
+            due = min(due, self._departed[0][0])
         return min(due, self.pairs.wakeup()) if self.migrator_up and self.memory.connected else due
 
     # ------------------------------------------------------------ one move, step by step
@@ -300,6 +312,7 @@ class Departures:
             execution=live.execution,
             output_tokens=held.output_tokens,
             computed_tokens=held.computed_tokens,
+            moves=held.moves + 1,
         )
         self.out.send(MIGRATOR, MoveCommit(move.name, request))
 
@@ -308,9 +321,10 @@ class Departures:
         self._forget(move)
         if self.ledger.requests.get(live.request_id) is not live or not self.ledger.moved(live.request_id, now):
             return  # cancelled in the same turn
-        key = self.desk.held.pop(live.request_id).key
-        if key:
-            self.memory.drop(model.name, key)
+        held = self.desk.held.pop(live.request_id)
+        if held.key:
+            self.memory.drop(model.name, held.key)
+        self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.gateway))
         downtime = self.downtimes.setdefault(model.name, Downtime())
         downtime.last = now - move.detached_at
         downtime.most = max(downtime.most, downtime.last)

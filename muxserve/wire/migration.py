@@ -206,8 +206,8 @@ class PeerAbort(Message):
 
 class Moving(Message):
     """A request on its way: everything that the next unit must know of it. Times are ages, since the clocks of two
-    machines differ: `waited` seconds since it arrived at its gateway. `moves` counts its migrations within this attempt,
-    this one included."""
+    machines differ: `waited` seconds since it arrived at its gateway. `moves` counts its migrations within this
+    attempt, this one included."""
 
     request_id: str
     model: str

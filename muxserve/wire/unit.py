@@ -63,7 +63,9 @@ class UnitHello(Message):
 
 
 class Lost(Message):
-    """The process that held these requests died. The gateway submits them again with `attempt + 1`."""
+    """The process that held these requests died. The gateway submits them again with `attempt + 1`, unless they are
+    with another unit by now (`TookOver`): a unit says this some time after each request that it gave to another, for
+    the case that the other one died before it could speak."""
 
     request_ids: list[str]
     reason: str

@@ -57,16 +57,17 @@ def model(name: str, **changes: Any) -> ModelDeployment:
 
 
 def deployment(
-    *models: ModelDeployment, policy: str = "adbs", run_dir: str = "/nowhere", pages: int = 1001
+    *models: ModelDeployment, policy: str = "adbs", run_dir: str = "/nowhere", unit: str = "unit", **more: Any
 ) -> Deployment:
     return Deployment(
         run_dir=run_dir,
-        unit="unit",
+        unit=unit,
         policy=policy,  # type: ignore[arg-type]
         cores=2,
         pools=[PoolDeployment("main", 2 * 16 * 64 * 4, 1001)],
         models=list(models) or [model("a"), model("b")],
         gateway=GatewayDeployment("127.0.0.1", 0),
+        **more,
     )
 
 

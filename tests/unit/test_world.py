@@ -1,0 +1,97 @@
+"""Requests that move between two units while anything dies: none is lost, none is served twice, nothing leaks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.world import World
+
+PARTS = ("prefill", "decode", "migrator", "memory", "unit")
+seeds = st.integers(0, 1 << 32)
+
+
+def load(world: World, requests: int = 4) -> None:
+    for index in range(requests):
+        world.submit(f"r{index}", world.random.choice(["u0", "u1"]), world.random.randint(1, 80))
+
+
+def play(world: World, rounds: int, events: dict[int, list[tuple[str, ...]]]) -> None:
+    """Deliver messages and let time pass; pairs are repeated as a global scheduler does."""
+    for turn in range(rounds):
+        if turn % 100 == 0:
+            there = world.random.choice([("u0", "u1"), ("u1", "u0")])
+            world.pair(*there)
+        for event in events.get(turn, []):
+            if event[0] == "cancel":
+                world.cancel(event[1])
+            else:
+                world.kill(world.units[event[0]], event[1])
+        if not world.deliver() or world.random.random() < 0.3:
+            world.pass_time(world.random.choice([0.001, 0.003, 0.01]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds)
+def test_requests_move_to_and_fro_and_end_with_all_their_tokens(seed: int) -> None:
+    world = World(seed)
+    load(world)
+    play(world, 900, {})
+    world.settle()
+    world.check_end()
+    assert world.resubmitted == 0, "nothing died"
+    moved = [unit.scheduler.ledger.models[0].tally for unit in world.units.values()]
+    # The last word of one that ends at once may come after its last token.
+    assert sum(t.moved_in for t in moved) == sum(t.moved_out for t in moved) >= world.took_over
+
+
+def test_the_world_has_moves_in_it() -> None:
+    """Else nothing would have been shown above."""
+    moves = 0
+    for seed in range(5):
+        world = World(seed)
+        load(world)
+        play(world, 900, {})
+        moves += world.took_over
+    assert moves > 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds)
+def test_refused_moves_leave_requests_where_they_are(seed: int) -> None:
+    world = World(seed, refusals=0.5)
+    load(world)
+    play(world, 900, {})
+    world.settle()
+    world.check_end()
+    assert world.resubmitted == 0
+
+
+@pytest.mark.parametrize("part", PARTS)
+@settings(max_examples=50, deadline=None)
+@given(seed=seeds, at=st.integers(20, 700), unit=st.sampled_from(["u0", "u1"]))
+def test_any_process_dies_at_any_moment(part: str, seed: int, at: int, unit: str) -> None:
+    world = World(seed)
+    load(world)
+    play(world, 900, {at: [(unit, part)]})
+    world.settle()
+    world.check_end()
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds)
+def test_many_die_and_clients_go_away(seed: int) -> None:
+    drawn = random.Random(seed)
+    events: dict[int, list[tuple[str, ...]]] = {}
+    for _ in range(drawn.randint(1, 4)):
+        events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), drawn.choice(PARTS)))
+    for _ in range(drawn.randint(0, 3)):
+        events.setdefault(drawn.randint(20, 800), []).append(("cancel", f"r{drawn.randint(0, 3)}"))
+    world = World(seed, refusals=drawn.choice([0.0, 0.0, 0.3]))
+    load(world)
+    play(world, 900, events)
+    world.settle()
+    world.check_end()

@@ -1,0 +1,554 @@
+"""Two units, their engines and migrators, and a gateway, on a virtual clock: everything but the pages.
+
+Messages between two processes arrive in order; between different pairs in any order that the test draws. Processes die
+and come back. Tokens of a request are 0, 1, 2, ..., so that the gateway can tell whether it got each of them once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from muxserve.deployment import Deployment
+from muxserve.replicas.migration import MigrationRules
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policies import make_policy
+from muxserve.unit.executor import UnitExecutor
+from muxserve.wire import (
+    Abort,
+    Admit,
+    Blocks,
+    Cancel,
+    Detach,
+    Detached,
+    Elsewhere,
+    EngineDown,
+    EngineHello,
+    EngineLost,
+    GatewayHello,
+    HandOver,
+    Lease,
+    Load,
+    Lost,
+    Message,
+    MigratorHello,
+    MoveAbort,
+    MoveCommit,
+    MoveCommitted,
+    MoveFailed,
+    MoveStage,
+    MoveStaged,
+    Paired,
+    Reset,
+    ShowBlocks,
+    StepReport,
+    Submit,
+    TakenOver,
+    TakeOver,
+    TookOver,
+    UnitHello,
+    decode,
+    encode,
+)
+from tests.unit.support import deployment, model
+
+# Whatever runs is to move as soon as a pair is there.
+RULES = MigrationRules(source_below=5000, destination_above=5000, in_flight=3)
+BLOCK = 16
+PROMPT = 20
+GATEWAY = b"gateway/g1"
+
+
+class Store:
+    """A memory manager that knows hand-offs only."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self.connected = False
+        self.keys: set[str] = set()
+
+    def connect(self) -> bool:
+        self.connected = self.up
+        return self.up
+
+    def alive(self) -> bool:
+        return self.connected
+
+    def hand_offs(self) -> dict[str, list[str]] | None:
+        return {"a": sorted(self.keys)} if self.connected else None
+
+    def read(self, ledger: UnitLedger) -> None:
+        for each in ledger.models:
+            each_used = 4 * sum(r.blocks for r in each.decoding.values())
+            ledger.pages(each.name, each_used, 0, 1000)
+        ledger.pool_pages("main", 1000 - sum(m.used for m in ledger.models), 0)
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> bool:
+        return True
+
+    def drop(self, model: str, key: str) -> None:
+        self.keys.discard(key)
+
+
+@dataclass
+class Running:
+    admit: Admit
+    tokens: list[int]
+    prompt: int
+    most: int
+
+
+class Engine:
+    """One phase of model a in one unit."""
+
+    def __init__(self, world: World, unit: Unit, phase: str) -> None:
+        self.world, self.unit, self.phase = world, unit, phase
+        self.address = f"a/{phase}".encode()
+        self.running: dict[str, Running] = {}
+        self.lease, self.left = 0, 0
+        self.keys = 0
+
+    def hello(self) -> None:
+        self.running, self.left = {}, 0
+        self.tell(EngineHello("a", self.phase, 1))
+
+    def tell(self, message: Message) -> None:
+        self.world.post(self.unit.address(self.address), self.unit, self.address, message)
+
+    def report(self, seconds: float, tokens: int, **more: Any) -> None:
+        self.tell(StepReport(self.lease, self.left, seconds, tokens, len(self.running), 0, **more))
+
+    def hear(self, message: Message) -> None:
+        match message:
+            case Lease():
+                self.lease, self.left = message.lease_id, message.steps
+                for admit in message.admit:
+                    if admit.adopt and admit.adopt not in self.unit.store.keys:
+                        self.tell(EngineLost([admit.request_id], "the blocks are gone"))
+                        continue
+                    self.unit.store.keys.discard(admit.adopt)
+                    asked = self.world.asked[admit.request_id]
+                    self.running[admit.request_id] = Running(admit, list(admit.output_tokens), PROMPT, asked)
+            case Abort():
+                gone = [r for r in message.request_ids if self.running.pop(r, None)]
+                if gone:
+                    self.report(0.0, 0, finished=gone, steps=0)
+            case Reset():
+                self.running, self.left = {}, 0
+            case ShowBlocks():
+                found = self.find(message.request_id, message.incarnation)
+                computed = found.prompt + len(found.tokens) - 1 if found else 0
+                blocks = list(range(-(-computed // BLOCK)))[message.since :]
+                self.tell(Blocks(message.request_id, message.incarnation, message.since, blocks, computed))
+            case Detach():
+                self.detach(message)
+            case _:
+                raise AssertionError(message)
+
+    def find(self, request_id: str, incarnation: int) -> Running | None:
+        found = self.running.get(request_id)
+        return found if found is not None and found.admit.incarnation == incarnation else None
+
+    def detach(self, ask: Detach) -> None:
+        found = self.find(ask.request_id, ask.incarnation)
+        if found is None:
+            self.tell(Detached(ask.request_id, ask.incarnation, "", ask.since, [], 0, []))
+            return
+        del self.running[ask.request_id]
+        self.unit.store.keys.add(ask.key)
+        computed = found.prompt + len(found.tokens) - 1
+        blocks = list(range(-(-computed // BLOCK)))[ask.since :]
+        self.tell(Detached(ask.request_id, ask.incarnation, ask.key, ask.since, blocks, computed, found.tokens))
+
+    def step(self) -> None:
+        if self.left <= 0 or not self.running:
+            return
+        self.left -= 1
+        finished, handed = [], []
+        for request_id, each in list(self.running.items()):
+            offset = len(each.tokens)
+            each.tokens.append(offset)
+            over = len(each.tokens) >= each.most
+            self.world.tokens(request_id, each.admit, offset, over)
+            if over:
+                finished.append(request_id)
+            elif self.phase == "prefill":
+                self.keys += 1
+                key = f"{request_id}:{self.unit.name}:{self.keys}"
+                self.unit.store.keys.add(key)
+                computed = each.prompt + len(each.tokens) - 1
+                blocks = -(-computed // BLOCK)
+                handed.append(HandOver(request_id, each.admit.incarnation, key, blocks, computed, each.tokens))
+        count = len(self.running)
+        for request_id in [*finished, *(h.request_id for h in handed)]:
+            del self.running[request_id]
+        self.report(0.002, count, finished=finished, handed=handed)
+
+    def memory_died(self) -> None:
+        lost, self.running, self.left = list(self.running), {}, 0
+        self.tell(EngineLost(lost, "the memory manager died"))
+
+
+class Migrator:
+    """Of one unit: both directions, without pages. Messages between migrators are tuples."""
+
+    def __init__(self, world: World, unit: Unit) -> None:
+        self.world, self.unit = world, unit
+        self.life = 0
+        # Moves out, by id: committed or not. Moves in: the key when it was handed over.
+        self.out: dict[str, bool] = {}
+        self.arriving: dict[str, str] = {}
+        self.stages: dict[str, int] = {}
+        self.last: dict[str, MoveStage] = {}
+
+    def hello(self) -> None:
+        self.life += 1
+        self.out, self.arriving, self.stages = {}, {}, {}
+        self.tell(MigratorHello(f"{self.unit.name}{self.life}", 1))
+
+    def tell(self, message: Message) -> None:
+        self.world.post(self.unit.address(b"migrator"), self.unit, b"migrator", message)
+
+    def peer(self, *what: Any) -> None:
+        other = self.world.other(self.unit)
+        self.world.post((self.unit.name, "peer", other.name), other, b"", what)
+
+    def hear(self, message: Message) -> None:
+        """Its unit scheduler."""
+        match message:
+            case Reset():
+                for move, committed in list(self.out.items()):
+                    self.fail(move, "unit", tell=False, peer=not committed)
+                for move in list(self.arriving):
+                    self.end_arrival(move, "its unit is new")
+            case MoveStage():
+                if message.since and message.move not in self.out:
+                    self.tell(MoveFailed(message.move, "over"))
+                    return
+                assert message.since == self.stages.get(message.move, 0)
+                self.out[message.move] = False
+                self.last[message.move] = message
+                self.peer("stage", message.move, self.life)
+            case MoveCommit():
+                if message.move not in self.out:
+                    self.tell(MoveFailed(message.move, "over"))
+                    return
+                self.out[message.move] = True
+                self.peer("commit", message.move, message.request)
+            case MoveAbort():
+                if self.out.get(message.move) is False:
+                    self.fail(message.move, "aborted", tell=False)
+            case TakenOver():
+                if message.move in self.arriving:
+                    if message.reason:
+                        self.unit.store.drop("a", self.arriving.pop(message.move))
+                        self.peer("refused", message.move, False)
+                    else:
+                        del self.arriving[message.move]
+                        self.peer("committed", message.move)
+            case _:
+                raise AssertionError(message)
+
+    def heard(self, what: tuple[Any, ...]) -> None:
+        """The other migrator."""
+        kind, move = what[0], what[1]
+        match kind:
+            case "stage":
+                if self.world.random.random() < self.world.refusals:
+                    self.peer("refused", move, False)
+                    self.arriving.pop(move, None)
+                else:
+                    self.arriving.setdefault(move, "")
+                    self.peer("staged", move)
+            case "staged" if self.out.get(move) is False:
+                stage = self.last[move]
+                self.stages[move] = stage.since + len(stage.blocks)
+                self.tell(MoveStaged(move, self.stages[move], 0.001, 1))
+            case "commit":
+                if move not in self.arriving or not self.unit.store.connected:
+                    self.peer("refused", move, False)
+                    return
+                self.arriving[move] = move
+                self.unit.store.keys.add(move)
+                self.tell(TakeOver(move, move, 2, what[2]))
+            case "committed" if move in self.out:
+                del self.out[move]
+                self.tell(MoveCommitted(move))
+            case "refused" if move in self.out:
+                self.fail(move, "refused", uncertain=what[2], peer=False)
+            case "abort" if not self.arriving.get(move):
+                self.arriving.pop(move, None)
+
+    def fail(self, move: str, reason: str, uncertain: bool = False, tell: bool = True, peer: bool = True) -> None:
+        del self.out[move]
+        self.stages.pop(move, None)
+        if peer:
+            self.peer("abort", move)
+        if tell:
+            self.tell(MoveFailed(move, reason, uncertain))
+
+    def end_arrival(self, move: str, reason: str) -> None:
+        key = self.arriving.pop(move)
+        if key:
+            self.unit.store.drop("a", key)
+        self.peer("refused", move, bool(key))
+
+    def peer_died(self) -> None:
+        for move, committed in list(self.out.items()):
+            self.fail(move, "peer died", uncertain=committed, peer=False)
+        for move, key in list(self.arriving.items()):
+            if not key:
+                del self.arriving[move]
+
+    def memory_died(self) -> None:
+        for move, committed in list(self.out.items()):
+            if not committed:
+                self.fail(move, "memory")
+        for move, key in list(self.arriving.items()):
+            if not key:
+                self.end_arrival(move, "memory")
+
+
+class Unit:
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.deployment: Deployment = deployment(model("a", quota_pages=1000), unit=name, migration=RULES)
+        self.life = 0
+        self.store = Store()
+        self.engines = {f"a/{phase}".encode(): Engine(world, self, phase) for phase in ("prefill", "decode")}
+        self.migrator = Migrator(world, self)
+        self.start()
+
+    def start(self) -> None:
+        self.life += 1
+        self.store.connected = False
+        self.scheduler = UnitExecutor(
+            self.deployment, make_policy("adbs"), self.store, f"{self.life:016x}", self.world.now + self.life
+        )
+
+    def address(self, peer: bytes) -> tuple[str, str, str]:
+        return (self.name, peer.decode(), "unit")
+
+    def hear(self, peer: bytes, message: Message) -> None:
+        self.scheduler.handle(peer, decode(encode(message)), self.world.now)
+        self.turn()
+
+    def turn(self) -> None:
+        for peer, message in self.scheduler.turn(self.world.now):
+            self.world.post((self.name, "unit", peer.decode()), self, peer, decode(encode(message)))
+
+
+@dataclass
+class Client:
+    unit: str
+    attempt: int = 0
+    most: int = 0
+    got: dict[int, int] = field(default_factory=dict)
+    over: bool = False
+    moves: int = 0
+
+
+class World:
+    """See above. `refusals` is how often a migrator refuses a stage."""
+
+    def __init__(self, seed: int, refusals: float = 0.0) -> None:
+        self.random = random.Random(seed)
+        self.refusals = refusals
+        self.now = 100.0
+        self.channels: dict[tuple[str, str, str], deque[tuple[Unit, bytes, Any]]] = {}
+        self.asked: dict[str, int] = {}
+        self.clients: dict[str, Client] = {}
+        self.resubmitted = 0
+        self.took_over = 0
+        self.units = {name: Unit(self, name) for name in ("u0", "u1")}
+        for unit in self.units.values():
+            self.greet(unit)
+
+    def other(self, unit: Unit) -> Unit:
+        return self.units["u1" if unit.name == "u0" else "u0"]
+
+    def post(self, channel: tuple[str, str, str], unit: Unit, peer: bytes, message: Any) -> None:
+        self.channels.setdefault(channel, deque()).append((unit, peer, message))
+
+    def greet(self, unit: Unit) -> None:
+        self.to_unit(unit, GatewayHello("g1", "ipc:///g1"))
+        for engine in unit.engines.values():
+            engine.hello()
+        unit.migrator.hello()
+
+    def to_unit(self, unit: Unit, message: Message) -> None:
+        self.post(unit.address(GATEWAY), unit, GATEWAY, message)
+
+    # ------------------------------------------------------------ the gateway
+
+    def submit(self, request_id: str, unit: str, most: int) -> None:
+        self.asked[request_id] = most
+        self.clients[request_id] = Client(unit, most=most)
+        self._submit(request_id)
+
+    def _submit(self, request_id: str) -> None:
+        client = self.clients[request_id]
+        known = [client.got[i] for i in range(len(client.got)) if i in client.got]
+        client.got = dict(enumerate(known))
+        self.to_unit(
+            self.units[client.unit],
+            Submit(request_id, "a", client.attempt, PROMPT, client.most, self.now, b"body", known),
+        )
+
+    def again(self, request_id: str) -> None:
+        client = self.clients[request_id]
+        client.attempt += 1
+        client.moves = 0
+        client.unit = self.random.choice(sorted(self.units))
+        self.resubmitted += 1
+        self._submit(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        client = self.clients[request_id]
+        if not client.over:
+            client.over = True
+            self.to_unit(self.units[client.unit], Cancel([request_id]))
+
+    def tokens(self, request_id: str, admit: Admit, offset: int, over: bool) -> None:
+        client = self.clients[request_id]
+        if client.over or admit.attempt != client.attempt:
+            return
+        client.got[offset] = offset
+        client.over = over
+
+    def gateway_hears(self, unit: Unit, message: Message) -> None:
+        match message:
+            case Lost() | Elsewhere():
+                for request_id in message.request_ids:
+                    client = self.clients[request_id]
+                    if not client.over and client.unit == unit.name:
+                        self.again(request_id)
+            case TookOver():
+                client = self.clients[message.request_id]
+                if client.over or client.attempt != message.attempt:
+                    # A later attempt at the same unit has ended the earlier one there.
+                    if client.over or client.unit != unit.name:
+                        self.to_unit(unit, Cancel([message.request_id]))
+                elif message.moves > client.moves:
+                    self.took_over += 1
+                    client.unit, client.moves = unit.name, message.moves
+            case UnitHello():
+                pass
+            case _:
+                raise AssertionError(message)
+
+    # ------------------------------------------------------------ what happens
+
+    def pair(self, source: str, destination: str) -> None:
+        load = Load("a", 100_000_000)
+        message = Paired("a", destination, f"ipc:///{destination}", load)
+        unit = self.units[source]
+        self.post(unit.address(b"scheduler/1"), unit, b"scheduler/1", message)
+
+    def deliver(self) -> bool:
+        """One message of a channel that is drawn; whether there was one."""
+        ready = [name for name, queue in self.channels.items() if queue]
+        if not ready:
+            return False
+        name = self.random.choice(ready)
+        unit, peer, message = self.channels[name].popleft()
+        self.now += self.random.choice([0.0, 0.0005, 0.002])
+        if isinstance(message, tuple):
+            unit.migrator.heard(message)
+        elif name[2] == "unit":
+            unit.hear(peer, message)
+        elif peer == GATEWAY:
+            self.gateway_hears(unit, message)
+        elif peer == b"migrator":
+            unit.migrator.hear(message)
+        elif peer in unit.engines:
+            unit.engines[peer].hear(message)
+        return True
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for unit in self.units.values():
+            unit.turn()
+            for engine in unit.engines.values():
+                engine.step()
+
+    def drop_channels(self, *matching: str) -> None:
+        """What a dead process had sent or was to hear is gone; each of `matching` is a unit's name, a colon, a peer."""
+        for name, queue in self.channels.items():
+            if any(f"{name[0]}:{part}" in matching for part in name[1:]):
+                queue.clear()
+
+    def run(self, most: int = 3000) -> None:
+        for _ in range(most):
+            if not self.deliver() or self.random.random() < 0.2:
+                self.pass_time(self.random.choice([0.001, 0.003, 0.01]))
+            if all(client.over for client in self.clients.values()):
+                return
+
+    def settle(self, seconds: float = 40.0) -> None:
+        """Let everything come to its end."""
+        end = self.now + seconds
+        while self.now < end:
+            for _ in range(400):
+                if not self.deliver():
+                    break
+            self.pass_time(0.01 if any(not c.over for c in self.clients.values()) else 0.25)
+
+    # ------------------------------------------------------------ deaths
+
+    def kill(self, unit: Unit, what: str) -> None:
+        if what in ("prefill", "decode"):
+            engine = unit.engines[f"a/{what}".encode()]
+            self.drop_channels(f"{unit.name}:a/{what}")
+            # The controller starts another one only when it has seen it die.
+            unit.hear(b"controller", EngineDown("a", what, "killed"))
+            # What it had adopted is freed; what it had handed off stays.
+            engine.hello()
+        elif what == "migrator":
+            self.drop_channels(f"{unit.name}:migrator", f"{unit.name}:peer")
+            # Hand-offs that were given to the unit stay with it; others were never made.
+            self.other(unit).migrator.peer_died()
+            self.channels.pop((self.other(unit).name, "peer", unit.name), None)
+            unit.migrator.hello()
+        elif what == "memory":
+            unit.store.keys.clear()
+            unit.store.connected = False
+            for engine in unit.engines.values():
+                engine.memory_died()
+            unit.migrator.memory_died()
+            unit.turn()
+        elif what == "unit":
+            self.drop_channels(f"{unit.name}:unit")
+            unit.start()
+            self.greet_again(unit)
+
+    def greet_again(self, unit: Unit) -> None:
+        self.to_unit(unit, GatewayHello("g1", "ipc:///g1"))
+        for request_id, client in self.clients.items():
+            if not client.over and client.unit == unit.name:
+                self.again(request_id)
+        for engine in unit.engines.values():
+            engine.tell(EngineHello("a", engine.phase, 1))
+        unit.migrator.tell(MigratorHello(f"{unit.name}{unit.migrator.life}", 1))
+
+    def check_end(self) -> None:
+        """Every request was served whole, and nothing of any is left anywhere."""
+        for request_id, client in self.clients.items():
+            assert client.over, f"{request_id} hangs at {client.unit}, attempt {client.attempt}"
+            assert sorted(client.got) == list(range(len(client.got)))
+        for unit in self.units.values():
+            desk, ledger = unit.scheduler.desk, unit.scheduler.ledger
+            assert not desk.held
+            assert not ledger.requests
+            assert not unit.scheduler.moving.moves
+            assert not unit.store.keys
+            assert ledger.share_used == 0
+            (each,) = ledger.models
+            tally = each.tally
+            ended = tally.finished + tally.cancelled + tally.lost + tally.moved_out + tally.given_back
+            assert tally.arrived + tally.moved_in == ended
+            for engine in unit.engines.values():
+                assert not engine.running
