@@ -349,3 +349,116 @@ def test_models_and_pools_must_be_known() -> None:
         UnitLedger([profile("a"), profile("a")], [PoolProfile("pool", 10)])
     with pytest.raises(ValueError, match="unknown pool"):
         UnitLedger([profile("a", pool="lake")], [PoolProfile("pool", 10)])
+
+
+# ---------------------------------------------------------------- moves
+
+
+def decoding(book: UnitLedger, request_id: str, lease: int = 2) -> None:
+    arrive(book, request_id)
+    prefill(book, request_id)
+    hand_over(book, request_id)
+    decode(book, request_id, lease=lease)
+
+
+def test_a_request_that_moves_is_in_no_engine_and_still_counted() -> None:
+    book = ledger()
+    decoding(book, "r")
+    model = book.by_name["a"]
+    assert not book.detached("r", 1, 5, 1.0), "not that life of it"
+    assert book.detached("r", 2, 5, 1.0)
+    assert book.requests["r"].place is Place.MOVING
+    assert (model.live, model.in_engines, model.levels) == (1, 1, {"normal": 1})
+    assert model.decode.lease is None
+    assert book.share_used == 0
+    assert not book.finished("r", Phase.DECODE, 9, 1.0)
+    assert not book.returned("r", 2, 5, 1.0)
+    assert not book.detached("r", 2, 5, 1.0)
+    assert book.moved("r", 2.0)
+    assert not book.moved("r", 2.0)
+    assert (model.live, model.levels, model.tally.moved_out) == (0, {}, 1)
+    assert model.work_since is None
+
+
+def test_the_lease_goes_on_with_those_that_stay() -> None:
+    book = ledger()
+    for request_id in "rs":
+        arrive(book, request_id)
+    prefill(book, "r", "s")
+    for request_id in "rs":
+        hand_over(book, request_id)
+    decode(book, "r", "s")
+    assert book.detached("r", 2, 5, 1.0)
+    assert book.by_name["a"].decode.lease is not None
+
+
+def test_a_request_that_stays_waits_for_its_engine_again() -> None:
+    book = ledger()
+    decoding(book, "r")
+    assert not book.stays("r", 1.0)
+    book.detached("r", 2, 5, 1.0)
+    assert book.stays("r", 1.5)
+    model = book.by_name["a"]
+    assert list(model.handed) == ["r"]
+    assert model.decode.wait_since == 1.5
+    decode(book, "r", lease=7, now=2.0)
+    assert book.finished("r", Phase.DECODE, 7, 3.0)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "lost", "engine dies"])
+def test_the_end_of_a_moving_request(way: str) -> None:
+    book = ledger()
+    decoding(book, "r")
+    book.detached("r", 2, 5, 1.0)
+    if way == "cancelled":
+        assert book.cancelled("r", 2.0) is Place.MOVING
+    elif way == "lost":
+        assert book.lost(["r"], 2.0) == ["r"]
+    else:
+        assert book.engine_down("a", Phase.DECODE, 2.0) == [], "it is not in the engine"
+        assert book.by_name["a"].live == 1
+        return
+    assert book.by_name["a"].live == 0
+
+
+def test_a_request_that_comes_waits_for_the_decode_engine_and_is_no_arrival() -> None:
+    book = ledger()
+    live = book.taken_over(QueuedRequest("r", "a", 20, 10, 0.5, 0, 4, True, "high"), 1.0)
+    model = book.by_name["a"]
+    assert live.place is Place.HANDED
+    assert (model.tally.arrived, model.tally.moved_in, model.levels) == (0, 1, {"high": 1})
+    assert model.decode.wait_since == 1.0
+    assert model.work_since == 0.5
+    with pytest.raises(ValueError, match="live already"):
+        book.taken_over(QueuedRequest("r", "a", 20, 10, 0.5), 1.0)
+
+
+def test_moving_requests_keep_their_seat() -> None:
+    book = ledger(max_num_seqs=1)
+    decoding(book, "r")
+    book.detached("r", 2, 5, 1.0)
+    arrive(book, "s")
+    assert admissible(book, book.by_name["a"]) is None, "it may come back"
+    book.moved("r", 2.0)
+    assert admissible(book, book.by_name["a"]) is not None
+
+
+def test_what_waits_can_be_given_back_and_nothing_else() -> None:
+    book = ledger()
+    decoding(book, "r")
+    arrive(book, "s")
+    assert not book.given_back("r", 1.0)
+    assert book.given_back("s", 1.0)
+    assert not book.given_back("s", 1.0)
+    assert (book.by_name["a"].live, book.by_name["a"].tally.given_back) == (1, 1)
+
+
+def test_tokens_are_estimated_from_the_steps_reported() -> None:
+    book = ledger()
+    decoding(book, "r")
+    live, model = book.requests["r"], book.by_name["a"]
+    assert model.tokens_of(live) == 21
+    book.stepped("a", Phase.DECODE, 2, 4, 0.04, 4, 1, 1.0, steps=4)
+    assert model.tokens_of(live) == 25
+    book.stepped("a", Phase.DECODE, 2, 2, 0.9, 90, 1, 2.0, steps=90)
+    assert model.tokens_of(live) == 30, "it asked for no more than 10"

@@ -119,10 +119,10 @@ class FakeMemory:
 class Bench:
     """An executor, a clock that the test moves, and the peers' side of the messages."""
 
-    def __init__(self, *models: ModelDeployment, policy: str = "adbs", up: bool = True) -> None:
+    def __init__(self, *models: ModelDeployment, policy: str = "adbs", up: bool = True, **more: Any) -> None:
         self.now = 1000.0
         self.memory = FakeMemory()
-        self.deployment = deployment(*models, policy=policy)
+        self.deployment = deployment(*models, policy=policy, **more)
         self.memory.quotas = {m.name: m.quota_pages for m in self.deployment.models}
         self.unit = UnitExecutor(self.deployment, make_policy(policy), self.memory, "unit-1", self.now)
         self.sent: Sent = []
