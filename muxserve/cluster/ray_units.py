@@ -21,7 +21,7 @@ from muxserve.cluster.ray_actor import UnitActor
 from muxserve.cluster.ray_unit import ANSWER_SECONDS, HOST, RayUnit, answer, first_line, release, why
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
-from muxserve.deployment import Deployment, Keys
+from muxserve.deployment import Deployment, FleetDeployment, Keys
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,14 @@ class RayUnits:
                     ) from None
                 self._ray = ray
         return str(ray.util.get_node_ip_address())
+
+    async def reachable(self, fleet: FleetDeployment) -> FleetDeployment:
+        """Join the cluster; returns the fleet with keys, and an address where engines on its nodes find the gateways.
+
+        Raises:
+            GaveUp: as for `connect`.
+        """
+        return msgspec.structs.replace(fleet, keys=self._keys, tokens_host=await self.connect())
 
     async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> RayUnit:
         """See `UnitLauncher.start`."""

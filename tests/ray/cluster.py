@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
+
 # Ray takes 127.0.0.1 for a mistake, and asks for another address.
 HEAD = "127.0.0.2"
 MEMORY = 80 << 20
@@ -42,6 +44,15 @@ class Nodes:
 
     def kill(self, host: str) -> None:
         """SIGKILL for its raylet."""
+        self._cluster.remove_node(self._nodes.pop(host), allow_graceful=False)
+
+    def process(self, host: str) -> psutil.Process:
+        """The raylet of that node."""
+        (info,) = self._nodes[host].all_processes["raylet"]
+        return psutil.Process(info.process.pid)
+
+    def forget(self, host: str) -> None:
+        """The node has been killed."""
         self._cluster.remove_node(self._nodes.pop(host), allow_graceful=False)
 
     def close(self) -> None:

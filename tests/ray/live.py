@@ -1,0 +1,114 @@
+"""What `test_fleet.py` runs, with Ray importable: `muxserve deploy` with two units of one model on two nodes, of which
+one is killed while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import yaml
+
+from tests.e2e.fleet import QUICKSTART, Fleet, running
+from tests.ray.cluster import Nodes, nodes
+
+ONE, OTHER = "127.0.0.3", "127.0.0.4"
+MODEL = "arithmetic"
+STREAMS, TOKENS = 8, 200
+
+
+def fleet_file(directory: Path, address: str) -> Path:
+    """One model of the quickstart, twice."""
+    fleet = yaml.safe_load(QUICKSTART.read_text())
+    model = next(each for each in fleet["models"] if each["name"] == MODEL)
+    model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
+    model["replicas"] = 2
+    fleet["models"] = [model]
+    fleet["kv_pool"] = {"size": "64MiB"}
+    fleet["cluster"] = {"cores": 1, "launcher": "ray", "ray": {"address": address}}
+    path = directory / "fleet.yaml"
+    path.write_text(yaml.safe_dump(fleet))
+    return path
+
+
+def units(fleet: Fleet) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = fleet.get("/fleet").json()["units"]
+    return found
+
+
+def whole(process: psutil.Process) -> list[psutil.Process]:
+    """The process and everything below it."""
+    return [process, *process.children(recursive=True)]
+
+
+def kill_machine(cluster: Nodes, host: str) -> None:
+    """Everything on that node at once, as when its power fails."""
+    raylet = cluster.process(host)
+    doomed = whole(raylet)
+    for process in doomed:
+        process.kill()
+    cluster.forget(host)
+    psutil.wait_procs(doomed, 10)
+
+
+async def stream(client: openai.AsyncOpenAI, number: int, begun: list[asyncio.Event]) -> str:
+    text = ""
+    answer = await client.completions.create(
+        model=MODEL, prompt=f"{number}", max_tokens=TOKENS, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    async for chunk in answer:
+        text += chunk.choices[0].text
+        begun[number].set()
+    return text
+
+
+async def streams(fleet: Fleet, meanwhile: Any = None) -> list[str]:
+    client = fleet.async_client()
+    begun = [asyncio.Event() for _ in range(STREAMS)]
+    work = [asyncio.create_task(stream(client, number, begun)) for number in range(STREAMS)]
+    if meanwhile is not None:
+        for event in begun:
+            await event.wait()
+        await asyncio.to_thread(meanwhile)
+    texts = await asyncio.gather(*work)
+    await client.close()
+    return texts
+
+
+def main() -> None:
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:5.1f} s  {what}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="mux-ray-") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        with nodes() as cluster:
+            for host in (ONE, OTHER):
+                cluster.add(host, 1)
+            say("two nodes")
+            with running(fleet_file(Path(directory), cluster.address), seconds=120) as fleet:
+                say("a fleet of two units")
+                fleet.wait(lambda: all(unit["status"] == "up" for unit in units(fleet)), 60, "up in both units")
+                assert all(unit["remote"] for unit in units(fleet)), units(fleet)
+                wanted = asyncio.run(streams(fleet))
+                assert all(wanted)
+                say("streams served over TCP")
+
+                def kill() -> None:
+                    busy = [unit["name"] for unit in units(fleet) if unit["requests_in_flight"]]
+                    assert len(busy) == 2, f"only {busy} serve"
+                    kill_machine(cluster, ONE)
+
+                got = asyncio.run(streams(fleet, kill))
+                assert got == wanted, "tokens are others after the death of a node"
+                say("a node killed, every stream complete and as before")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""A real fleet on Ray: `muxserve deploy`, two nodes, a unit on each, reached over TCP with CURVE."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ray.test_units import run
+
+
+@pytest.mark.timeout(240)
+def test_requests_of_a_node_that_is_killed_are_served_on_the_other_one() -> None:
+    said = run("tests.ray.live", timeout=230)
+    for step in ("a fleet of two units", "streams served over TCP", "every stream complete and as before"):
+        assert step in said, said[-6000:]
