@@ -1,9 +1,13 @@
-"""What the gateway's own layer adds to a request before vLLM's application sees it: routing, key, body, admission.
+"""What the gateway's own layers cost per request.
 
 python benchmarks/routing.py [--requests N]
 
-The application behind it is one that reads the body and answers at once, called through the endpoint and directly; the
-difference is the overhead. Writes benchmarks/results/routing.json.
+`rows`: before vLLM's application sees the request: key, routing by model, levels, body, admission. The application is
+one that reads the body and answers at once, called through the endpoint and directly; the difference is the overhead.
+`units`: behind vLLM's application: from its submission to its last of 32 tokens, each in a message of its own, with one
+unit, with four among which the gateway chooses, and with four among which the global scheduler does. Messages are
+encoded but not sent, and the scheduler answers at once, so that it is the gateway's own time.
+Writes benchmarks/results/routing.json.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +27,16 @@ from prometheus_client import CollectorRegistry
 
 from muxserve.deployment import ModelDeployment
 from muxserve.gateway.admission import Keys
-from muxserve.gateway.app import Endpoint
+from muxserve.gateway.app import Endpoint, Served
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
+from muxserve.gateway.priorities import Priorities
+from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.routing import Router
+from muxserve.gateway.tracked import Tracked
 from muxserve.gateway.turnstile import Turnstile
+from muxserve.replicas.priorities import DEFAULT_LEVELS
+from muxserve.wire import Place, Placed, encode
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
 SIZES = {"200 B": 200, "4 KiB": 4096, "64 KiB": 65536, "1 MiB": 1 << 20}
@@ -44,10 +55,10 @@ def endpoint(models: int, keys: list[str]) -> Endpoint:
     ]  # fmt: skip
     measures = Measures(deployed, CollectorRegistry())
     return Endpoint(
-        apps={model.name: answer for model in deployed},
-        cards={model.name: {} for model in deployed},
+        models={model.name: Served(answer, {}) for model in deployed},
         keys=Keys(keys),
-        turnstile=Turnstile(deployed, measures),
+        priorities=Priorities(DEFAULT_LEVELS),
+        turnstile=Turnstile(deployed, 1, measures),
         measures=measures,
         pages={},
         open_pages=frozenset(),
@@ -86,6 +97,67 @@ async def seconds(app: App, body: bytes, requests: int) -> list[float]:
     return taken
 
 
+@dataclass
+class Tokens:
+    """Stands for vLLM's `EngineCoreOutput`."""
+
+    request_id: str
+    new_token_ids: list[int] = field(default_factory=list)
+    new_logprobs: None = None
+    new_prompt_logprobs_tensors: None = None
+    new_sampling_mask: None = None
+    finish_reason: int | None = None
+
+
+OUTPUT_TOKENS = 32
+IN_FLIGHT = 64
+
+
+def through_units(units: int, scheduler: bool, requests: int) -> list[float]:
+    """Seconds that each request costs, with `IN_FLIGHT` of them at a time."""
+    table = RequestTable("gateway")
+    router = Router(table)
+    names = [f"u{n}" for n in range(units)]
+    router.learn({name: ["m"] for name in names}, ["m"] if scheduler else [], ["m"], 0.0)
+    for name in names:
+        router.unit_up(name, "1", 0.0)
+    if scheduler:
+        router.placing.scheduler_connected(0.0)
+    body = b"x" * 2000
+
+    def flush() -> None:
+        out = router.out
+        for message in out.scheduler:
+            encode(message)
+            if isinstance(message, Place):
+                router.placing.placed(Placed(message.request_id, names[hash(message.request_id) % units]), 0.0)
+        out.scheduler.clear()
+        for _, message in out.units:
+            encode(message)
+        out.units.clear()
+
+    taken = []
+    for start in range(0, requests, IN_FLIGHT):
+        began = time.perf_counter()
+        batch = []
+        for n in range(start, start + IN_FLIGHT):
+            request = Tracked(table.new_id(), f"front-{n}", "m", body, 500, OUTPUT_TOKENS, 0.0)
+            batch.append(request)
+            router.submit(request, 0.0)
+            flush()
+        for token in range(OUTPUT_TOKENS):
+            for request in batch:
+                last = token == OUTPUT_TOKENS - 1
+                output: Any = Tokens(request.request_id, [token], finish_reason=0 if last else None)
+                for done, _ in table.outputs([(request.request_id, 0, token)], [output], 0.0).ready:
+                    if last:
+                        router.finished(done)
+                flush()
+        taken.append((time.perf_counter() - began) / IN_FLIGHT)
+        assert not len(table)
+    return taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
@@ -111,6 +183,17 @@ def main() -> None:
         row["overhead_median_us"] = round(row["routed_median_us"] - row["direct_median_us"], 2)  # type: ignore[operator]
         rows.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items()))
+    fleets = []
+    for units, scheduler in ((1, False), (4, False), (4, True)):
+        taken = through_units(units, scheduler, args.requests)
+        fleet = {
+            "units": units,
+            "scheduler": scheduler,
+            "requests": args.requests,
+            "median_us": round(statistics.median(taken) * 1e6, 2),
+        }
+        fleets.append(fleet)
+        print("  ".join(f"{key} {value}" for key, value in fleet.items()))
     RESULTS.parent.mkdir(exist_ok=True)
     result = {
         "command": " ".join(["python", *sys.argv]),
@@ -118,6 +201,7 @@ def main() -> None:
         "models": 16,
         "keys": 2,
         "rows": rows,
+        "units": fleets,
     }
     RESULTS.write_text(json.dumps(result, indent=2) + "\n")
 
