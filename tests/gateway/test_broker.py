@@ -1,0 +1,188 @@
+"""The broker's sockets: units of this machine and of others, and the global scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from muxserve.deployment import FleetDeployment, GatewayDeployment, UnitEntry
+from muxserve.gateway.broker import Broker
+from muxserve.gateway.measure import Measures
+from muxserve.gateway.outbox import Failure
+from muxserve.gateway.tracked import Output, Tracked
+from muxserve.network import bind_tcp, connect, new_keys, tcp_address
+from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, UnitHello, decode, encode
+from tests.gateway.deployments import deployment, model
+from tests.gateway.world import Out
+
+KEYS = new_keys()
+HOST = "127.0.0.1"
+
+
+class Front:
+    """A model's front end that writes down what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: asyncio.Queue[list[int]] = asyncio.Queue()
+
+    def decode(self, frames: list[bytes]) -> tuple[object, list[Output]]:
+        outputs: list[Any] = [Out("", msgspec.msgpack.decode(frames[0]))]
+        return None, outputs
+
+    def deliver(self, batch: object, engine: int, outputs: list[Output]) -> None:
+        for output in outputs:
+            self.tokens.put_nowait(output.new_token_ids)
+
+    def fail(self, front_id: str, message: str, failure: Failure) -> list[str]:
+        return [front_id]
+
+
+class Peers:
+    """Sockets of units and their engines, and of the global scheduler."""
+
+    def __init__(self) -> None:
+        self.context = zmq.asyncio.Context()
+        self.sockets: list[zmq.asyncio.Socket] = []
+
+    def socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self.context.socket(kind)
+        socket.linger = 0
+        self.sockets.append(socket)
+        return socket
+
+    def close(self) -> None:
+        for socket in self.sockets:
+            socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[Peers]:
+    peers = Peers()
+    yield peers
+    peers.close()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gw-") as path:
+        yield Path(path)
+
+
+async def receive(router: zmq.asyncio.Socket) -> tuple[bytes, Message]:
+    peer, frame = await asyncio.wait_for(router.recv_multipart(), 10)
+    return peer, decode(frame)
+
+
+def entry(directory: Path, name: str, address: str = "") -> UnitEntry:
+    (directory / name).mkdir(exist_ok=True)
+    one = deployment(directory / name, [model("m")], unit=name)
+    return UnitEntry(one, address or one.unit_address, "", ["m"], remote=bool(address))
+
+
+def fleet(directory: Path, *units: UnitEntry, **changes: Any) -> FleetDeployment:
+    return FleetDeployment(
+        run_dir=str(directory),
+        gateway=GatewayDeployment(HOST, 1),
+        models=[model("m")],
+        units=list(units),
+        **{"keys": KEYS, "tokens_host": HOST, **changes},
+    )
+
+
+def broker_of(fleet: FleetDeployment) -> Broker:
+    broker = Broker(fleet, 0, "me", Measures(fleet.models, CollectorRegistry()))
+    broker.attach("m", Front())
+    return broker
+
+
+async def test_a_unit_of_another_machine_is_reached_with_keys(directory: Path, peers: Peers) -> None:
+    router = peers.socket(zmq.ROUTER)
+    port = bind_tcp(router, HOST, 0, KEYS)
+    remote, local = entry(directory, "far", tcp_address(HOST, port)), entry(directory, "near")
+    near = peers.socket(zmq.ROUTER)
+    near.bind(local.unit_address)
+    front = Front()
+    broker = broker_of(fleet(directory, remote, local))
+    broker.attach("m", front)
+    broker.start()
+    try:
+        peer, hello = await receive(router)
+        assert isinstance(hello, GatewayHello)
+        assert hello.reply_to.startswith(f"tcp://{HOST}:")
+        _, other = await receive(near)
+        assert isinstance(other, GatewayHello)
+        assert other.reply_to.startswith("ipc://")
+        # Only the far one answers, so that it is the one that is up.
+        await router.send_multipart([peer, encode(UnitHello("far1"))])
+        broker.submit(Tracked("me-1", "front", "m", b"", 3, 9, 0.0))
+        _, submit = await receive(router)
+        assert isinstance(submit, Submit)
+        header = encode(TokensHeader("me", "m", 0, [("me-1", 0, 0)]))
+        stranger, engine = peers.socket(zmq.PUSH), peers.socket(zmq.PUSH)
+        connect(stranger, hello.reply_to, new_keys())
+        connect(engine, hello.reply_to, KEYS)
+        await stranger.send_multipart([header, msgspec.msgpack.encode([6])])
+        await engine.send_multipart([header, msgspec.msgpack.encode([7])])
+        assert await asyncio.wait_for(front.tokens.get(), 10) == [7]
+    finally:
+        broker.close()
+
+
+async def test_a_unit_that_moved_to_another_address_is_linked_anew(directory: Path, peers: Peers) -> None:
+    first, second = peers.socket(zmq.ROUTER), peers.socket(zmq.ROUTER)
+    addresses = [f"ipc://{directory}/{name}.sock" for name in ("first", "second")]
+    first.bind(addresses[0]), second.bind(addresses[1])
+    at_first = fleet(directory, msgspec.structs.replace(entry(directory, "u0"), unit_address=addresses[0]))
+    broker = broker_of(at_first)
+    broker.start()
+    try:
+        peer, _ = await receive(first)
+        await first.send_multipart([peer, encode(UnitHello("one"))])
+        broker.submit(Tracked("me-1", "front", "m", b"", 3, 9, 0.0))
+        assert (await receive(first))[1].request_id == "me-1"  # type: ignore[union-attr]
+        at_second = fleet(directory, msgspec.structs.replace(entry(directory, "u0"), unit_address=addresses[1]))
+        broker.learn(at_second)
+        assert not broker.unit_is_up("u0")
+        peer, _ = await receive(second)
+        await second.send_multipart([peer, encode(UnitHello("two"))])
+        again = (await receive(second))[1]
+        assert isinstance(again, Submit)
+        assert (again.request_id, again.attempt) == ("me-1", 1)
+    finally:
+        broker.close()
+
+
+async def test_the_global_scheduler_is_linked_while_it_is_needed(directory: Path, peers: Peers) -> None:
+    units = [entry(directory, "u0"), entry(directory, "u1")]
+    alone, both = fleet(directory, units[0]), fleet(directory, *units)
+    router = peers.socket(zmq.ROUTER)
+    router.bind(both.scheduler_address)
+    broker = broker_of(alone)
+    broker.start()
+    try:
+        assert broker.scheduler_word == "not needed"
+        broker.learn(both)
+        while broker.scheduler_word == "down":
+            await asyncio.sleep(0)
+        broker.submit(Tracked("me-1", "front", "m", b"", 3, 9, 0.0))
+        peer, place = await receive(router)
+        assert peer == b"gateway/me"
+        assert isinstance(place, Place)
+        assert (place.request_id, place.demand) == ("me-1", 4)
+        router.close()
+        while broker.scheduler_word == "up":
+            await asyncio.sleep(0)
+        broker.learn(alone)
+        assert broker.scheduler_word == "not needed"
+    finally:
+        broker.close()
