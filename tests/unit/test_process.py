@@ -17,9 +17,10 @@ import pytest
 import zmq
 
 from muxserve import deployment as deployments
-from muxserve.deployment import Deployment
+from muxserve.deployment import Deployment, Keys, Listen
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
+from muxserve.network import connect, free_port, new_keys, tcp_address
 from muxserve.wire import (
     Abort,
     Cancel,
@@ -115,9 +116,11 @@ class FakeEngine(Peer):
 class Unit:
     """A run directory with a memory manager, and a unit scheduler that can be killed and started."""
 
-    def __init__(self, run_dir: Path, policy: str = "adbs", **changes: Any) -> None:
+    def __init__(
+        self, run_dir: Path, policy: str = "adbs", network: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
         self.deployment = small_deployment(
-            model("a", **changes), model("b", **changes), policy=policy, run_dir=str(run_dir)
+            model("a", **changes), model("b", **changes), policy=policy, run_dir=str(run_dir), **(network or {})
         )
         self.path = run_dir / "deployment.json"
         deployments.save(self.deployment, self.path)
@@ -370,6 +373,43 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_other_machines_reach_it_with_the_keys_of_the_fleet_only() -> None:
+    keys, port = new_keys(), free_port("127.0.0.1")
+    with running(network={"keys": keys, "listen": Listen("127.0.0.1", port, 1)}) as unit:
+        local = unit.gateway("near")
+        context: zmq.Context[Any] = zmq.Context()
+        far: dict[str, zmq.Socket[bytes]] = {}
+        for name, theirs in (("friend", keys), ("stranger", keys_of(new_keys(), keys))):
+            socket = far[name] = context.socket(zmq.DEALER)
+            socket.identity = f"gateway/{name}".encode()
+            socket.linger = 0
+            connect(socket, tcp_address("127.0.0.1", port), theirs)
+            socket.send(encode(GatewayHello(name, "tcp://127.0.0.1:1", 1)))
+        assert far["friend"].poll(int(PATIENCE * 1000))
+        assert isinstance(decode(far["friend"].recv()), UnitHello)
+        # Both have been known for equally long.
+        assert not far["stranger"].poll(100)
+        assert unit.state(local)["gateways"] == 2
+        context.destroy(linger=0)
+
+
+def keys_of(stranger: Keys, fleet: Keys) -> Keys:
+    """Who knows the server, which is no secret, and has no key that it lets in."""
+    return Keys(fleet.server_public, "", stranger.client_public, stranger.client_secret)
+
+
+def test_an_address_that_is_not_this_machines_is_said_in_a_sentence() -> None:
+    with tempfile.TemporaryDirectory(prefix="mux-unit-") as run_dir:
+        made = small_deployment(run_dir=run_dir, keys=new_keys(), listen=Listen("192.0.2.1", 1, 1))
+        path = Path(run_dir) / "deployment.json"
+        deployments.save(made, path)
+        command = [sys.executable, "-m", "muxserve.unit.scheduler", "--deployment", str(path)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 3
+    assert "no address of this machine" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(
