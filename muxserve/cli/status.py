@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
@@ -35,44 +36,83 @@ def status(url: str, key: str | None, as_json: bool) -> int:
     return EXIT_OK if code == 200 else EXIT_NOT_SERVING
 
 
+# What the units say of a model: the column, and the key in a unit's state.
+_COUNTS = {
+    "queued": "queued",
+    "prefilling": "prefilling",
+    "decoding": "decoding",
+    "pages used": "used_pages",
+    "quota": "quota_pages",
+    "cached": "cached_pages",
+}
+_MOVES = {"moved in": "moved_in", "moved out": "moved_out"}
+
+
 def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
-    word = str(health.get("status", "unknown"))
-    colour = {"ok": "green", "degraded": "yellow", "starting": "yellow"}.get(word, "red")
-    state = (fleet.get("unit") or {}).get("state") or {}
-    policy = f", {state['policy']}" if "policy" in state else ""
-    console.print(
-        f"{escape(url)}: [{colour}]{escape(word)}[/], unit scheduler {health.get('unit', '?')}{escape(policy)}"
-    )
+    units: list[dict[str, Any]] = fleet.get("units") or []
+    several = len(health.get("units") or units) > 1
+    console.print(_headline(url, health, units))
+    counts = {**_COUNTS, **(_MOVES if several else {})}
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    columns = (
-        "model",
-        "state",
-        "running",
-        "waiting",
-        "queued",
-        "prefilling",
-        "decoding",
-        "pages used",
-        "quota",
-        "cached",
-    )
-    for column in columns:
+    for column in ("model", "state", "running", "waiting", *counts):
         table.add_column(column, no_wrap=True, justify="left" if column in ("model", "state") else "right")
     for name, model in health["models"].items():
-        unit = (state.get("models") or {}).get(name) or {}
-        shown = [
-            unit.get(field, "-")
-            for field in ("queued", "prefilling", "decoding", "used_pages", "quota_pages", "cached_pages")
-        ]
+        replicas = {u.get("name", "?"): u for u in units if name in u.get("serves", ())}
+        said = {unit: _of(each, name) for unit, each in replicas.items()}
         down = [phase for phase, engine in (model.get("engines") or {}).items() if engine != "up"]
-        text = str(model.get("status", "?")) + (f" ({', '.join(down)} down)" if down else "")
-        row = [name, text, model.get("running", "-"), model.get("waiting", "-"), *shown]
-        table.add_row(*(escape(str(cell)) for cell in row))
+        words = str(model.get("status", "?"))
+        if down and words != "asleep":
+            words += f" ({', '.join(down)} down)"
+        sums = [_sum(said.values(), key) for key in counts.values()]
+        _row(table, [name, words, model.get("running", "-"), model.get("waiting", "-"), *sums])
+        if several:
+            states = model.get("replicas") or {}
+            for unit, each in said.items():
+                word = "draining" if each.get("terminating") else states.get(unit, "?")
+                _row(table, [f"  {unit}", word, "", "", *(each.get(key, "-") for key in counts.values())])
     console.print(table)
-    for name, pool in (state.get("pools") or {}).items():
-        free, total = pool.get("free_pages", "-"), pool.get("total_pages", "-")
-        console.print(f"{escape(str(name))}: {free} of {total} pages free")
+    for unit in units:
+        whose = f"{unit.get('name')} " if several else ""
+        for name, pool in (_state(unit).get("pools") or {}).items():
+            free, total = pool.get("free_pages", "-"), pool.get("total_pages", "-")
+            console.print(f"{escape(whose + str(name))}: {free} of {total} pages free")
+        if several and not unit.get("serves"):
+            console.print(f"{escape(whose)}serves nothing at present")
     _print_gpus(fleet.get("gpus") or [])
+
+
+def _headline(url: str, health: dict[str, Any], units: list[dict[str, Any]]) -> str:
+    word = str(health.get("status", "unknown"))
+    colour = {"ok": "green", "degraded": "yellow", "starting": "yellow"}.get(word, "red")
+    states: dict[str, str] = health.get("units") or {unit.get("name", "?"): unit.get("status", "?") for unit in units}
+    down = [name for name, state in states.items() if state != "up"]
+    if len(states) == 1:
+        parts = [f"unit {name} {state}" for name, state in states.items()]
+    else:
+        parts = [f"{len(states)} units" + (f" ({', '.join(down)} down)" if down else "")]
+    if health.get("scheduler") in ("up", "down"):
+        parts.append(f"global scheduler {health['scheduler']}")
+    policy = next((str(_state(unit)["policy"]) for unit in units if "policy" in _state(unit)), None)
+    parts += [policy] if policy else []
+    return f"{escape(url)}: [{colour}]{escape(word)}[/], {escape(', '.join(parts))}"
+
+
+def _state(unit: dict[str, Any]) -> dict[str, Any]:
+    """What the unit's scheduler said last; nothing if it has not."""
+    return unit.get("state") or {}
+
+
+def _of(unit: dict[str, Any], model: str) -> dict[str, Any]:
+    return (_state(unit).get("models") or {}).get(model) or {}
+
+
+def _sum(replicas: Iterable[dict[str, Any]], key: str) -> object:
+    known = [each[key] for each in replicas if key in each]
+    return sum(known) if known else "-"
+
+
+def _row(table: Table, cells: list[object]) -> None:
+    table.add_row(*(escape(str(cell)) for cell in cells))
 
 
 def _print_gpus(gpus: list[dict[str, Any]]) -> None:

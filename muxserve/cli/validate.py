@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
 from muxserve.cluster.machine import this_machine, this_machines_gpus
-from muxserve.cluster.plan import deployment_of
+from muxserve.cluster.plan import FleetPlan, deployment_of
 from muxserve.config import FleetError, load_fleet
-from muxserve.planning.serving import plan_to_serve
+from muxserve.planning.serving import FleetPlanner, notes_of
 
 EXIT_OK, EXIT_BAD = 0, 2
 
@@ -20,19 +21,37 @@ def validate(file: Path, file_only: bool) -> int:
         if file_only:
             console.print(f"{escape(str(file))}: {len(fleet.models)} models, no problem found in the file")
             return EXIT_OK
-        plan = plan_to_serve(fleet, this_machine(), this_machines_gpus)
+        plans = FleetPlanner(fleet, this_machine(), this_machines_gpus).at_start()
     except FleetError as error:
         print_problems(error, "this fleet cannot be deployed")
         return EXIT_BAD
     # Hub models have no local directory before they are deployed; their id stands for it here.
-    models = [m.model_copy(update={"path": m.path or m.hub}) for m in fleet.models]
-    local = plan.with_fleet(fleet.model_copy(update={"models": models}))
-    console.print(models_table(deployment_of(local, run_dir="")))
-    for note in plan.notes:
+    local = fleet.with_models([m.model_copy(update={"path": m.path or m.hub}) for m in fleet.models])
+    for plan in plans:
+        deployment = deployment_of(plan.with_paths(local), run_dir="")
+        if len(plans) > 1:
+            console.print(f"[bold]{plan.name}[/]")
+        console.print(models_table(deployment))
+    for note in [*notes_of(plans), *_scaling(plans)]:
         console.print(f"- {escape(note)}")
-    if plan.gpu is not None:
-        console.print(budget_table(plan.gpu.budgets(plan.demands)))
-    gpus = plan.gpu.ranks if plan.gpu else 0
-    where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{plan.unit.cores} cores"
-    console.print(f"{escape(str(file))} can be deployed here on {where} with {fleet.policy}")
+    for plan in plans:
+        if plan.gpu is not None:
+            console.print(budget_table(plan.gpu.budgets(plan.demands)))
+    gpus = sum(plan.gpu.ranks for plan in plans if plan.gpu is not None)
+    where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{plans[0].unit.cores} cores"
+    units = f", in {len(plans)} units" if len(plans) > 1 else ""
+    console.print(f"{escape(str(file))} can be deployed here on {where} with {fleet.policy}{units}")
     return EXIT_OK
+
+
+def _scaling(plans: Sequence[FleetPlan]) -> Iterator[str]:
+    """How many replicas there are and may be, where that is not one for good."""
+    seen = set()
+    for model in (model for plan in plans for model in plan.fleet.models):
+        bounds = model.replicas
+        if model.name in seen or not bounds.scales:
+            continue
+        seen.add(model.name)
+        count = sum(model.name in plan.served for plan in plans)
+        replicas = f"{count} replica{'' if count == 1 else 's'}"
+        yield f"{model.name} begins with {replicas} and has {bounds.min} to {bounds.max}, as its load wants it"

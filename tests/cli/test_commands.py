@@ -27,6 +27,19 @@ def test_validate_shows_the_plan(fleet_file: Path) -> None:
     assert all(name in result.stdout for name in ("one", "two", "512 tokens"))
 
 
+def test_validate_shows_units_and_replicas(fleet_file: Path) -> None:
+    text = fleet_file.read_text().replace("rate: 3", "rate: 3, replicas: {min: 0, max: 3, start: 2}")
+    fleet_file.write_text(text)
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    first, second = lines.index("u0"), lines.index("u1")
+    assert [line.split()[0] for line in lines[first + 2 : second]] == ["one", "two"]
+    assert lines[second + 2].split()[0] == "two"
+    assert "- two begins with 2 replicas and has 0 to 3, as its load wants it" in lines
+    assert lines[-1].endswith("with adbs, in 2 units")
+
+
 def test_validate_tells_every_problem_of_file_and_machine(fleet_file: Path) -> None:
     fleet_file.write_text(fleet_file.read_text().replace("rate: 3", "rate: -3, maxlen: 4"))
     result = runner.invoke(app, ["validate", str(fleet_file)])
@@ -107,24 +120,23 @@ def test_version_and_schema() -> None:
     assert runner.invoke(app, ["schema"]).stdout == (ROOT / "configs/fleet.schema.json").read_text()
 
 
-HEALTH = {
-    "status": "ok",
-    "unit": "up",
-    "models": {"one": {"status": "up", "engines": {"prefill": "up", "decode": "up"}, "running": 3, "waiting": 1}},
-}
+ONE = {"status": "up", "engines": {"prefill": "up", "decode": "up"}, "running": 3, "waiting": 1}
+HEALTH: dict[str, Any] = {"status": "ok", "units": {"u0": "up"}, "scheduler": "not needed", "models": {"one": ONE}}
+COUNTS = {"queued": 4, "prefilling": 5, "decoding": 6, "used_pages": 70, "quota_pages": 80, "cached_pages": 9}
 FLEET: dict[str, Any] = {
-    "unit": {
-        "state": {
-            "policy": "adbs",
-            "models": {
-                "one": {
-                    "queued": 4, "prefilling": 5, "decoding": 6, "used_pages": 70, "quota_pages": 80, "cached_pages": 9
-                }
+    "units": [
+        {
+            "name": "u0",
+            "status": "up",
+            "serves": ["one"],
+            "state": {
+                "policy": "adbs",
+                "models": {"one": COUNTS},
+                "pools": {"pool0": {"free_pages": 11, "total_pages": 99}},
             },
-            "pools": {"pool0": {"free_pages": 11, "total_pages": 99}},
         }
-    }
-}  # fmt: skip
+    ]
+}
 
 
 def test_status_of_a_serving_fleet(endpoint: Endpoint) -> None:
@@ -133,9 +145,42 @@ def test_status_of_a_serving_fleet(endpoint: Endpoint) -> None:
     assert result.exit_code == 0, result.output
     row = next(line for line in result.stdout.splitlines() if line.startswith("one"))
     assert row.split() == ["one", "up", "3", "1", "4", "5", "6", "70", "80", "9"]
-    assert "pool0: 11 of 99 pages free" in result.stdout
+    assert result.stdout.startswith(f"{endpoint.url}: ok, unit u0 up, adbs\n")
+    assert "\npool0: 11 of 99 pages free" in result.stdout
     assert ("/fleet", "Bearer k") in endpoint.seen
     assert ("/health", None) in endpoint.seen
+
+
+def test_status_of_several_units(endpoint: Endpoint) -> None:
+    more = {**COUNTS, "queued": 1, "moved_in": 7, "moved_out": 2}
+    second = {
+        "name": "u1",
+        "status": "up",
+        "serves": ["one"],
+        "state": {"models": {"one": {**more, "terminating": True}}},
+    }
+    units = [FLEET["units"][0], second, {"name": "u2", "status": "down", "serves": [], "state": {}}]
+    health = {
+        **HEALTH,
+        "status": "degraded",
+        "units": {"u0": "up", "u1": "up", "u2": "down"},
+        "scheduler": "up",
+        "models": {
+            "one": {**ONE, "replicas": {"u0": "up", "u1": "up"}},
+            "nap": {"status": "asleep", "engines": {"prefill": "down", "decode": "down"}, "running": 0, "waiting": 0},
+        },
+    }
+    endpoint.answers = {"/health": (200, health), "/fleet": (200, {"units": units})}
+    result = runner.invoke(app, ["status", "--url", endpoint.url])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{endpoint.url}: degraded, 3 units (u2 down), global scheduler up, adbs"
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:]}
+    assert rows["one"] == ["up", "3", "1", "5", "10", "12", "140", "160", "18", "7", "2"]
+    assert rows["u0"] == ["pool0:", "11", "of", "99", "pages", "free"]
+    assert rows["u1"] == ["draining", "1", "5", "6", "70", "80", "9", "7", "2"]
+    assert rows["nap"] == ["asleep", "0", "0", *["-"] * 8]
+    assert lines[-1] == "u2 serves nothing at present"
 
 
 def test_status_as_json(endpoint: Endpoint) -> None:

@@ -1,0 +1,138 @@
+"""scale, drain, add, remove: what the user sees, against a controller without a fleet."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from muxserve.cli.app import app
+from tests.control.fakes import Controller, broken, running
+
+UNITS = {"u0": ["chat", "code"], "u1": ["chat"]}
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controller]:
+    with tempfile.TemporaryDirectory(prefix="mx") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        with running(Path(runtime) / "muxserve", UNITS) as controller:
+            yield controller
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_scale(controller: Controller) -> None:
+    result = run("scale", "code=2", "chat=2")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (
+        "code: to 2\ndone: code has 2 replicas (u0 and u1)\nchat has 2 replicas already (u0 and u1)\n"
+    )
+    assert controller.control.calls == [("scale", "code", 2)]
+
+
+def test_drain_add_and_remove(controller: Controller, fleet_file: Path) -> None:
+    result = run("drain", "u1")
+    assert (result.exit_code, result.stdout) == (0, "draining u1\ndone: u1 is empty and has ended\n")
+    # Paths are those of the file, whatever the working directory of the controller is.
+    one = fleet_file.parent / "one.yaml"
+    one.write_text("models: [{name: new, path: two}]")
+    result = run("add", str(one))
+    assert (result.exit_code, result.stdout) == (0, "loading weights\ndone: new is served (u0)\n")
+    assert controller.control.calls[-1] == ("add", "new", str(fleet_file.parent / "two"))
+    result = run("remove", "code", "--fleet", controller.name)
+    assert (result.exit_code, result.stdout) == (0, "done: code is served no longer\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["scale", "chat"], "'chat' is not MODEL=N, such as chat=2"),
+        (["scale", "chat=two"], "'chat=two' is not MODEL=N"),
+        (["scale", "chat=-1"], "'chat=-1' is not MODEL=N"),
+        (["scale", "chat=1", "chat=2"], "chat is named twice"),
+        (["scale", "chta=2"], 'the fleet has no model chta; did you mean "chat"?'),
+        (["drain", "u0"], "u0 has the only replica of code; start another one first: muxserve scale code=2"),
+        (["remove", "nothing"], "the fleet has no model nothing; known here: chat, code"),
+        (["add", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
+        (["scale", "chat=2", "--fleet", "other"], "there is no fleet other; running: "),
+    ],
+)
+def test_a_wrong_command(controller: Controller, arguments: list[str], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert f"error: {said}" in result.stderr
+    assert result.stdout == ""
+    assert controller.control.calls == []
+    answer = json.loads(run(*arguments, "--json").stdout)
+    assert answer["result"] == "refused"
+    assert said in answer["text"]
+
+
+def test_what_could_not_be_done(controller: Controller) -> None:
+    controller.control.fails["scale", "code", 2] = broken("there is no room for a unit with code more")
+    result = run("scale", "code=2")
+    assert result.exit_code == 1
+    assert result.stderr == "error: there is no room for a unit with code more\nnothing was changed\n"
+    answer = run("scale", "code=2", "--json")
+    assert answer.exit_code == 1
+    assert json.loads(answer.stdout) == {
+        "result": "failed",
+        "text": "there is no room for a unit with code more",
+        "steps": ["code: to 2"],
+        "fleet": {
+            "url": "http://127.0.0.1:8123",
+            "models": ["chat", "code"],
+            "units": [{"name": "u0", "serves": ["chat", "code"]}, {"name": "u1", "serves": ["chat"]}],
+        },
+    }
+
+
+def test_without_a_fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    result = run("drain", "u0")
+    assert result.exit_code == 2
+    assert "no fleet runs here" in result.stderr
+    assert "muxserve deploy" in result.stderr
+
+
+def test_ctrl_c_leaves_the_change_to_the_fleet(controller: Controller) -> None:
+    control = controller.control
+    control.hold = threading.Event()
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-m", "muxserve.cli.app", "drain", "u1"]
+    with subprocess.Popen(
+        command, stdin=inside, stdout=inside, stderr=subprocess.PIPE, env=os.environ.copy()
+    ) as process:
+        os.close(inside)
+        assert control.began.wait(20)
+        seen = b""
+        while b"draining u1" not in seen:
+            seen += os.read(terminal, 4096)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert b"the change goes on in the fleet" in process.stderr.read()
+        assert process.wait(20) == 130
+    os.close(terminal)
+    control.hold.set()
+    assert run("scale", "chat=1").stdout == "done: chat has 1 replica already (u0)\n"
+    assert [unit.name for unit in control.fleet.units] == ["u0"]
+
+
+@pytest.mark.parametrize("command", ["scale", "drain", "add", "remove"])
+def test_help_names_the_exit_codes(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Exit codes: 0 done; 1 it could not be done" in result.stdout
