@@ -14,7 +14,7 @@ from muxserve.config import FleetError, parse_fleet
 from muxserve.deployment import load
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
-from muxserve.planning.serving import plan_to_serve
+from muxserve.planning.serving import FleetPlanner
 from placement import Machine
 from placement.unit import MAX_BLOCKS
 from tests.cluster.test_plan import CONFIG
@@ -36,7 +36,7 @@ def plan(directory: Path, cluster: str, models: str = MODELS, found: GpuMachine 
         (directory / name / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 32}))
         (directory / name / "model.safetensors").touch()
     fleet = parse_fleet(f"cluster: {cluster}\nmodels:{models}", "f.yaml", directory, {})
-    return plan_to_serve(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: found or gpus(2))
+    return FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: found or gpus(2)).at_start()[0]
 
 
 def test_one_unit_over_the_chosen_gpus(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_shares_of_the_file_go_before_the_planners(tmp_path: Path) -> None:
 def test_temporal_multiplexing_gives_everyone_everything(tmp_path: Path) -> None:
     plan(tmp_path, "{gpus: 1}")
     fleet = parse_fleet(f"cluster: {{gpus: 1}}\npolicy: fcfs\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-    made = plan_to_serve(fleet, Machine(8, 64 * GIB), lambda: gpus(1))
+    made = FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
     assert made.gpu is not None
     assert {(s.prefill, s.decode) for s in made.gpu.shares.values()} == {(1.0, 1.0)}
 
@@ -95,7 +95,7 @@ class TestTypes:
         plan(tmp_path, "{gpus: 1}")
         (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 32, "dtype": "float32"}))
         fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-        made = plan_to_serve(fleet, Machine(8, 64 * GIB), lambda: gpus(1))
+        made = FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
         assert {model.dtype for model in made.unit.models} == {"bfloat16"}
         assert any(note.startswith("a is served in bfloat16") for note in made.notes)
 
@@ -151,7 +151,8 @@ class TestSizing:
     def test_a_pool_of_given_size_stays_so(self, tmp_path: Path) -> None:
         plan(tmp_path, "{gpus: 1}")
         text = f"cluster: {{gpus: 1}}\nkv_pool: {{size: 1GiB}}\nmodels:{MODELS}"
-        made = plan_to_serve(parse_fleet(text, "f.yaml", tmp_path, {}), Machine(8, 64 * GIB), lambda: gpus(1))
+        fleet = parse_fleet(text, "f.yaml", tmp_path, {})
+        made = FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
         assert made.gpu is not None
         assert GIB - (1 << 20) < made.unit.pool_bytes <= GIB
         assert made.measured(made.gpu.needs).unit == made.unit
@@ -169,7 +170,7 @@ def test_page_tables_must_fit_into_shared_memory(tmp_path: Path) -> None:
     plan(tmp_path, "{gpus: 1}")
     fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
     with pytest.raises(FleetError, match=r"kv_pool.size: the page tables take .* only 8 MiB of shared memory"):
-        plan_to_serve(fleet, Machine(8, 64 * GIB, 8 << 20), lambda: gpus(1))
+        FleetPlanner(fleet, Machine(8, 64 * GIB, 8 << 20), lambda: gpus(1)).at_start()
 
 
 def test_ranks_on_a_cpu(tmp_path: Path) -> None:

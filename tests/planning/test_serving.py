@@ -11,7 +11,7 @@ from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.planfile import save_plan
-from muxserve.planning.serving import plan_to_serve
+from muxserve.planning.serving import FleetPlanner
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -24,13 +24,9 @@ def fleet() -> Fleet:
     return load_fleet(ROOT / "configs/quickstart.yaml")
 
 
-def saved(path: Path, device: str = "CPU", units: int = 1, share: float = 0.5) -> Path:
-    parts = [MODELS] if units == 1 else [MODELS[:1], MODELS[1:]]
-    placed = tuple(
-        PlacedUnit(f"unit{i}", device, (i,), tuple(PlacedModel(n, 2.0, share / 2, share) for n in names), 64 << 20)
-        for i, names in enumerate(parts)
-    )
-    save_plan(Placement(Cluster((Node(device, units),)), placed), path)
+def saved(path: Path, device: str = "CPU", share: float = 0.5) -> Path:
+    models = tuple(PlacedModel(name, 2.0, share / 2, share) for name in MODELS)
+    save_plan(Placement(Cluster((Node(device, 1),)), (PlacedUnit("unit0", device, (0,), models, 64 << 20),)), path)
     return path
 
 
@@ -41,7 +37,8 @@ NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
 
 
 def plan(fleet: Fleet, file: Path | None, cores: int, gpus: GpuMachine = NONE) -> FleetPlan:
-    return plan_to_serve(fleet, Machine(cores, 16 << 30), lambda: gpus, file)
+    (planned,) = FleetPlanner(fleet, Machine(cores, 16 << 30), lambda: gpus).at_start(file)
+    return planned
 
 
 def test_pool_rates_and_threads_are_the_plans(fleet: Fleet, tmp_path: Path) -> None:
@@ -60,16 +57,9 @@ def test_a_share_of_less_than_a_core_is_one_thread(fleet: Fleet, tmp_path: Path)
     assert {model.threads for model in planned.unit.models} == {1}
 
 
-@pytest.mark.parametrize(
-    ("device", "units", "said"),
-    [
-        ("H200-141GB", 1, "no usable GPU: the NVIDIA driver is not installed"),
-        ("CPU", 2, "2 units; this version serves one"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(fleet: Fleet, tmp_path: Path, device: str, units: int, said: str) -> None:
-    with pytest.raises(FleetError, match=said):
-        plan(fleet, saved(tmp_path / "plan.yaml", device, units), cores=2)
+def test_what_cannot_be_served_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match="no usable GPU: the NVIDIA driver is not installed"):
+        plan(fleet, saved(tmp_path / "plan.yaml", "H200-141GB"), cores=2)
 
 
 def test_a_plan_of_another_fleet_is_refused(fleet: Fleet, tmp_path: Path) -> None:
