@@ -20,7 +20,7 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.event_lines import from_line
-from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Up
+from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Stopping, Up
 from muxserve.cluster.last_words import Said
 from muxserve.cluster.ray_actor import STOP_SECONDS
 from muxserve.cluster.starts import MEMORY, MIGRATOR, UNIT, WARM
@@ -105,7 +105,8 @@ class RayUnit:
     async def tell(self, message: wire.Message) -> None:
         """See `UnitHandle.tell`."""
         if UNIT in self._up:
-            await self._ask("tell", message=base64.b64encode(wire.encode(message)).decode())
+            # Beside: its node may have died a moment ago, and others are to be told as well.
+            self._spawn(self._ask("tell", message=base64.b64encode(wire.encode(message)).decode()))
 
     async def state(self) -> dict[str, object]:
         """See `UnitHandle.state`."""
@@ -239,6 +240,8 @@ class RayUnit:
                 self._said[part] = (where, tail)
                 self._failed_part, self._words = part, message
                 return  # the controller says so itself, if it matters to anybody
+            case Stopping():
+                return  # that is for the fleet as a whole
         self._emit(event)
 
     @property
