@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +46,7 @@ from muxserve.wire import (
 )
 
 MODEL = "m"
-START_SECONDS = 180.0
+PAIR_SECONDS = 0.1
 
 
 @dataclass
@@ -151,12 +150,14 @@ class TwoUnits:
         self.epoch = secrets.token_hex(4)
         self.requests: dict[str, Seen] = {}
         self.loads: dict[str, Load] = {}
-        self.lost: deque[tuple[str, Message]] = deque()
+        self.lost: set[str] = set()
         self._context = zmq.Context()
         self._links: dict[tuple[str, str], zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._greeted: set[str] = set()
         self._count = 0
+        self._moving = ""
+        self._paired_at = 0.0
 
     def __enter__(self) -> TwoUnits:
         try:
@@ -211,9 +212,11 @@ class TwoUnits:
         while not until():
             left = end - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"after {seconds:g} s: {self.requests}, {list(self.lost)}")
+                raise TimeoutError(f"after {seconds:g} s: {self.requests}, lost {self.lost}")
             ready = dict(self._poller.poll(min(left, 0.05) * 1000))
             now = time.monotonic()
+            if self._moving and now - self._paired_at > PAIR_SECONDS:
+                self._pair(now)
             for (unit, role), link in self._links.items():
                 if link in ready:
                     with contextlib.suppress(zmq.Again):
@@ -245,8 +248,11 @@ class TwoUnits:
                     self.send(unit, "gateway", Cancel([message.request_id]))
                 else:
                     seen.unit, seen.moved_at = unit, now
-            case Lost() | Refused():
-                self.lost.append((unit, message))
+            case Lost():
+                # As a gateway does: what a unit says of requests that are another's is passed over.
+                self.lost |= {r for r in message.request_ids if r in self.requests and self.requests[r].unit == unit}
+            case Refused():
+                self.lost.add(message.request_id)
 
     def _tokens_came(self, header: TokensHeader, frames: list[bytes], now: float) -> None:
         outputs = msgspec.msgpack.decode(frames[0])[1]
@@ -282,18 +288,22 @@ class TwoUnits:
 
     def begin_moving(self, source: str) -> float:
         """Let the unit give a request away to the other one, whichever it chooses; returns when it was told."""
-        other = self.units["b" if source == "a" else "a"]
         now = time.monotonic()
         self.send(source, "scheduler", Terminating(MODEL, True))
-        self.send(
-            source,
-            "scheduler",
-            Paired(MODEL, other.name, other.deployment.migrator_address, self.loads[other.name]),
-        )
+        self._moving = source
+        self._pair(now)
         return now
+
+    def _pair(self, now: float) -> None:
+        """With the newest load, as the global scheduler does in every round."""
+        other = self.units["b" if self._moving == "a" else "a"]
+        message = Paired(MODEL, other.name, other.deployment.migrator_address, self.loads[other.name])
+        self.send(self._moving, "scheduler", message)
+        self._paired_at = now
 
     def end_moving(self, source: str) -> None:
         """No more."""
+        self._moving = ""
         self.send(source, "scheduler", Unpaired(MODEL))
         self.send(source, "scheduler", Terminating(MODEL, False))
 
