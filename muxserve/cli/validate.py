@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
 from muxserve.cluster.machine import this_machine, this_machines_gpus
 from muxserve.cluster.plan import FleetPlan, deployment_of
 from muxserve.config import FleetError, load_fleet
-from muxserve.planning.serving import FleetPlanner, notes_of
+from muxserve.deployment import Deployment
+from muxserve.planning.serving import FleetPlanner, notes_offrom placement.words import enumerate_words
 
 EXIT_OK, EXIT_BAD = 0, 2
 
@@ -27,11 +30,14 @@ def validate(file: Path, file_only: bool) -> int:
         return EXIT_BAD
     # Hub models have no local directory before they are deployed; their id stands for it here.
     local = fleet.with_models([m.model_copy(update={"path": m.path or m.hub}) for m in fleet.models])
+    alike: dict[bytes, list[Deployment]] = {}
     for plan in plans:
         deployment = deployment_of(plan.with_paths(local), run_dir="")
+        alike.setdefault(msgspec.json.encode(deployment.models), []).append(deployment)
+    for units in alike.values():
         if len(plans) > 1:
-            console.print(f"[bold]{plan.name}[/]")
-        console.print(models_table(deployment))
+            console.print(f"[bold]{enumerate_words([unit.unit for unit in units])}[/]")
+        console.print(models_table(units[0]))
     for note in [*notes_of(plans), *_scaling(plans)]:
         console.print(f"- {escape(note)}")
     for plan in plans:
@@ -39,8 +45,8 @@ def validate(file: Path, file_only: bool) -> int:
             console.print(budget_table(plan.gpu.budgets(plan.demands)))
     gpus = sum(plan.gpu.ranks for plan in plans if plan.gpu is not None)
     where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{plans[0].unit.cores} cores"
-    units = f", in {len(plans)} units" if len(plans) > 1 else ""
-    console.print(f"{escape(str(file))} can be deployed here on {where} with {fleet.policy}{units}")
+    how = f", in {len(plans)} units" if len(plans) > 1 else ""
+    console.print(f"{escape(str(file))} can be deployed here on {where} with {fleet.policy}{how}")
     return EXIT_OK
 
 

@@ -293,7 +293,11 @@ def notes_of(plans: Sequence[FleetPlan]) -> list[str]:
     """What was decided for the user, in words."""
     if len(plans) == 1:
         return list(plans[0].notes)
-    notes = [f"{plan.name}: {note}" for plan in plans for note in plan.notes]
+    whose: dict[str, list[str]] = {}
+    for plan in plans:
+        for note in plan.notes:
+            whose.setdefault(note, []).append(plan.name)
+    notes = [f"{enumerate_words(names)}: {note}" for note, names in whose.items()]
     if plans[0].gpu is None and plans[0].fleet.cluster.launcher == "local":
         notes.append(f"{len(plans)} units share the {plans[0].unit.cores} cores; each has a pool of its own")
     return notes

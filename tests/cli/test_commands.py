@@ -40,6 +40,16 @@ def test_validate_shows_units_and_replicas(fleet_file: Path) -> None:
     assert lines[-1].endswith("with adbs, in 2 units")
 
 
+def test_validate_shows_units_that_are_alike_once(fleet_file: Path) -> None:
+    fleet_file.write_text("kv_pool: {size: 32MiB}\nmodels:\n  - {name: one, path: one, replicas: 3}\n")
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    lines = result.stdout.splitlines()
+    assert lines[0] == "u0, u1 and u2"
+    assert lines[2].split()[0] == "one"
+    assert lines[3].startswith("- u0, u1 and u2: pool0: 32 MiB")
+    assert lines[-1].endswith("in 3 units")
+
+
 def test_validate_tells_every_problem_of_file_and_machine(fleet_file: Path) -> None:
     fleet_file.write_text(fleet_file.read_text().replace("rate: 3", "rate: -3, maxlen: 4"))
     result = runner.invoke(app, ["validate", str(fleet_file)])
