@@ -12,7 +12,8 @@ from muxserve.cluster.machine import this_machine, this_machines_gpus
 from muxserve.cluster.plan import FleetPlan, deployment_of
 from muxserve.config import FleetError, load_fleet
 from muxserve.deployment import Deployment
-from muxserve.planning.serving import FleetPlanner, notes_offrom placement.words import enumerate_words
+from muxserve.planning.serving import FleetPlanner, notes_of
+from placement.words import enumerate_words
 
 EXIT_OK, EXIT_BAD = 0, 2
 
