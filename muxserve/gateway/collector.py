@@ -43,48 +43,14 @@ POOL_METRICS = (
 Values = Mapping[tuple[str, ...], float]
 
 
-class FleetCollector(Collector):
-    """The fleet's state and the gateway's queues as Prometheus metrics, from what was last heard."""
+class GatewayCollector(Collector):
+    """The gateway's own queues as Prometheus metrics."""
 
     def __init__(self, status: FleetStatus, turnstile: Turnstile) -> None:
         self._status = status
         self._turnstile = turnstile
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_gateway()
-        units = self._status.units.values()
-        yield _gauge(
-            "muxserve_unit_up",
-            "1 while the unit scheduler answers.",
-            ["unit"],
-            {(unit.name,): float(unit.answered) for unit in units},
-        )
-        yield _gauge(
-            "muxserve_engine_up",
-            "1 while the engine serves.",
-            ["unit", "model_name", "phase"],
-            {
-                (unit.name, model, phase): float(unit.engine_up(model, phase))
-                for unit in units
-                for model in unit.entry.serves
-                for phase in PHASES
-            },
-        )
-        for name, text, key, counts in MODEL_METRICS:
-            yield _family(counts, name, text, ["unit", "model_name"], self._per_model(key))
-        yield _gauge(
-            "muxserve_unit_requests",
-            "Requests of the unit by where they are: queued, prefilling, handed (between the engines), decoding, "
-            "moving (to another unit).",
-            ["unit", "model_name", "place"],
-            {(*key, place): value for place in PLACES for key, value in self._per_model(place).items()},
-        )
-        for name, text, key, counts in PHASE_METRICS:
-            yield _family(counts, name, text, ["unit", "model_name", "phase"], self._per_phase(key))
-        for name, text, key in POOL_METRICS:
-            yield _gauge(name, text, ["unit", "pool"], self._per_pool(key))
-
-    def _of_gateway(self) -> Iterator[Metric]:
         gates, fleet = self._turnstile.gates, self._status.fleet
         yield _gauge(
             "muxserve_gateway_requests_running",
@@ -105,18 +71,58 @@ class FleetCollector(Collector):
             ["model_name"],
             {(model.name,): unplaced[model.name] for model in fleet.models},
         )
+        if self._status.broker.scheduler is not None:
+            up = float(self._status.broker.router.placing.scheduler_up)
+            yield _gauge("muxserve_scheduler_up", "1 while the global scheduler answers.", [], {(): up})
+
+
+class FleetCollector(Collector):
+    """The fleet's state as Prometheus metrics, from what was last heard."""
+
+    def __init__(self, status: FleetStatus) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        units = self._status.units.values()
+        yield _gauge(
+            "muxserve_unit_up",
+            "1 while the unit scheduler answers.",
+            ["unit"],
+            {(unit.name,): float(unit.answered) for unit in units},
+        )
+        yield _gauge(
+            "muxserve_engine_up",
+            "1 while the engine serves.",
+            ["unit", "model_name", "phase"],
+            {
+                (unit.name, model, phase): float(unit.engine_up(model, phase))
+                for unit in units
+                for model in unit.entry.serves
+                for phase in PHASES
+            },
+        )
         yield _gauge(
             "muxserve_replicas",
             "Replicas of the model that serve.",
             ["model_name"],
             {
                 (model.name,): sum(unit.model_up(model.name) for unit in self._status.replicas(model.name))
-                for model in fleet.models
+                for model in self._status.fleet.models
             },
         )
-        if self._status.broker.scheduler is not None:
-            up = float(self._status.broker.router.placing.scheduler_up)
-            yield _gauge("muxserve_scheduler_up", "1 while the global scheduler answers.", [], {(): up})
+        for name, text, key, counts in MODEL_METRICS:
+            yield _family(counts, name, text, ["unit", "model_name"], self._per_model(key))
+        yield _gauge(
+            "muxserve_unit_requests",
+            "Requests of the unit by where they are: queued, prefilling, handed (between the engines), decoding, "
+            "moving (to another unit).",
+            ["unit", "model_name", "place"],
+            {(*key, place): value for place in PLACES for key, value in self._per_model(place).items()},
+        )
+        for name, text, key, counts in PHASE_METRICS:
+            yield _family(counts, name, text, ["unit", "model_name", "phase"], self._per_phase(key))
+        for name, text, key in POOL_METRICS:
+            yield _gauge(name, text, ["unit", "pool"], self._per_pool(key))
 
     def _per_model(self, key: str) -> Values:
         return {

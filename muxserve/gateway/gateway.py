@@ -17,10 +17,11 @@ from muxserve.gateway import seam
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.broker import Broker
-from muxserve.gateway.collector import FleetCollector
+from muxserve.gateway.collector import FleetCollector, GatewayCollector
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.offered import Offered
 from muxserve.gateway.pages import Pages
+from muxserve.gateway.peers import Peers
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.reports import Reports
 from muxserve.gateway.status import FleetStatus
@@ -44,6 +45,7 @@ class Gateway:
 
     def __init__(self, fleet: FleetDeployment, index: int) -> None:
         self.fleet = fleet
+        self.index = index
         self.registry = CollectorRegistry()
         self.measures = Measures(fleet.models, self.registry)
         self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures)
@@ -60,14 +62,17 @@ class Gateway:
         self.broker.start()
         await self.offered.build(self.fleet.models)
         seam.settle()
-        collector = FleetCollector(self.status, self.turnstile)
-        others = Merged(lambda: [REGISTRY], GLOBAL_METRICS)
+        process = Merged(lambda: [REGISTRY], GLOBAL_METRICS)
+        queues, fleet = GatewayCollector(self.status, self.turnstile), FleetCollector(self.status)
 
-        def sources() -> list[Collector]:
-            gpus = [unit.gpus for unit in self.status.units.values() if unit.gpus is not None]
-            return [self.registry, collector, *gpus, *self.offered.registries(), others]
+        def own() -> list[Collector]:
+            return [self.registry, queues, *self.offered.registries(), process]
 
-        pages = Pages(self.status, self.reports, Merged(sources), VLLM_VERSION)
+        def of_units() -> list[Collector]:
+            return [fleet, *(unit.gpus for unit in self.status.units.values() if unit.gpus is not None)]
+
+        peers = Peers(self.fleet, self.index)
+        pages = Pages(self.status, self.reports, Merged(of_units), Merged(own), peers, VLLM_VERSION)
         self._endpoint = Endpoint(
             models=self.offered.models,
             keys=Keys(self.fleet.gateway.api_keys, self.fleet.key_levels),

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from muxserve.gateway.app import Page
 from muxserve.gateway.errors import Send, respond, respond_json
+from muxserve.gateway.peers import OWN_METRICS, Peers, joined
 from muxserve.gateway.reports import Reports
 from muxserve.gateway.status import MAX_AGE_SECONDS, FleetStatus
 
@@ -19,17 +20,33 @@ class Pages:
     """Answers GET requests about the server."""
 
     # Without a key: what load balancers and scrapers ask.
-    OPEN: Final = frozenset({"/health", "/metrics", "/version"})
+    OPEN: Final = frozenset({"/health", "/metrics", OWN_METRICS, "/version"})
 
-    def __init__(self, status: FleetStatus, reports: Reports, metrics: Collector, vllm_version: str) -> None:
+    def __init__(
+        self,
+        status: FleetStatus,
+        reports: Reports,
+        metrics: Collector,
+        own_metrics: Collector,
+        peers: Peers,
+        vllm_version: str,
+    ) -> None:
         self._status = status
+        self._own_metrics = own_metrics
+        self._peers = peers
         self._reports = reports
         self._metrics = metrics
         self._vllm_version = vllm_version
 
     def table(self) -> dict[str, Page]:
         """By path."""
-        return {"/health": self.health, "/metrics": self.metrics, "/fleet": self.fleet, "/version": self.version}
+        return {
+            "/health": self.health,
+            "/metrics": self.metrics,
+            OWN_METRICS: self.own_metrics,
+            "/fleet": self.fleet,
+            "/version": self.version,
+        }
 
     async def health(self, send: Send) -> None:
         """Readiness, and the state of each model."""
@@ -48,8 +65,18 @@ class Pages:
         await respond_json(send, {"version": self._vllm_version, "muxserve": version("muxserve")})
 
     async def metrics(self, send: Send) -> None:
-        """Prometheus text."""
+        """Prometheus text: of the fleet, and of all its gateways."""
+        others = asyncio.ensure_future(self._peers.metrics()) if self._peers else None
         await asyncio.gather(self._status.refresh(), self._status.refresh_gpus())
         # Some milliseconds of pure Python: streams must not wait for it.
         text = await asyncio.to_thread(generate_latest, self._metrics)
+        own = await asyncio.to_thread(generate_latest, self._own_metrics)
+        if others is not None:
+            each = {**await others, self._peers.index: own.decode()}
+            own = (await asyncio.to_thread(joined, sorted(each.items()))).encode()
+        await respond(send, 200, text + own, CONTENT_TYPE_LATEST.encode())
+
+    async def own_metrics(self, send: Send) -> None:
+        """Prometheus text of this gateway alone, for the others."""
+        text = await asyncio.to_thread(generate_latest, self._own_metrics)
         await respond(send, 200, text, CONTENT_TYPE_LATEST.encode())

@@ -20,6 +20,7 @@ from muxserve.gateway import vllm_seam
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.listener import bind
+from muxserve.gateway.peers import bind_beside
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +61,12 @@ async def _serve(
         gc.collect()
         gc.freeze()
         server = Server(endpoint, on_up)
+        beside = [bind_beside(fleet, index)] if fleet.gateway.count > 1 else []
         drain = Drain(gateway, endpoint, server, fleet.gateway.drain_seconds)
         loop.add_signal_handler(signal.SIGTERM, drain.begin)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGINT, drain.begin)
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=[listener, *beside])
     finally:
         gateway.close()
 

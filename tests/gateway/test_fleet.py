@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from muxserve.deployment import Deployment, FleetDeployment, GatewayDeployment, ModelDeployment, UnitEntry
 from muxserve.replicas.priorities import Level
@@ -390,10 +391,21 @@ def test_two_gateways_at_one_address(rig: Rig, gateway: Running) -> None:
             assert about["count"] == 2
             seen.add(about["index"])
             assert said(complete(http, f"by {about['index']}")) == f"by {about['index']}"
+    # Whoever is asked tells the metrics of both.
+    with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=20) as http:
+        served = 'muxserve_requests_total{gateway="%d",model_name="alpha",outcome="completed"}'
+        assert [sample(http, served % index) > 0 for index in range(2)] == [True, True]
+        text = http.get("/metrics").text
+        assert text.count("# TYPE muxserve_requests_total ") == text.count("# TYPE muxserve_unit_up ") == 1
+        assert sample(http, 'muxserve_pages_quota{model_name="alpha",unit="y0"}') == 0  # they have not said
+        assert 'muxserve_unit_up{unit="y0"}' in text
+        assert 'process_open_fds{gateway="1"}' in text
+        list(text_string_to_metric_families(text))
     pair[0].terminate()
     assert pair[0].exit_status() == 0
     for _ in range(8):
         with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=20) as http:
             assert http.get("/fleet").json()["gateway"]["index"] == 1
+            assert 'gateway="0"' not in http.get("/metrics").text
     pair[1].terminate()
     assert pair[1].exit_status() == 0

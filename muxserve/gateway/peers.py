@@ -1,0 +1,87 @@
+"""The other gateways of the fleet: whoever scrapes reaches only one of them, and wants to know of all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Iterable
+from http import HTTPStatus
+from pathlib import Path
+
+import aiohttp
+
+from muxserve.deployment import FleetDeployment
+
+log = logging.getLogger(__name__)
+
+# Where a gateway tells the others its own metrics, on its Unix socket and nowhere else of use.
+OWN_METRICS = "/metrics/own"
+TIMEOUT_SECONDS = 1.0
+
+_SAMPLE = re.compile(r"^([^{ ]+)({)?", re.MULTILINE)
+
+
+def bind_beside(fleet: FleetDeployment, index: int) -> socket.socket:
+    """The Unix socket on which gateway `index` serves the other gateways, bound and not listening yet."""
+    path = Path(_socket(fleet, index))
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    return listener
+
+
+class Peers:
+    """Asks the other gateways for their metrics."""
+
+    def __init__(self, fleet: FleetDeployment, index: int) -> None:
+        self.index = index
+        self._others = {other: _socket(fleet, other) for other in range(fleet.gateway.count) if other != index}
+
+    def __bool__(self) -> bool:
+        return bool(self._others)
+
+    async def metrics(self) -> dict[int, str]:
+        """The Prometheus text of each other gateway that answers."""
+        texts = await asyncio.gather(*(self._ask(path) for path in self._others.values()))
+        return {index: text for index, text in zip(self._others, texts, strict=True) if text is not None}
+
+    async def _ask(self, path: str) -> str | None:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+        try:
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(path), timeout=timeout) as session,
+                session.get(f"http://gateway{OWN_METRICS}") as answer,
+            ):
+                return await answer.text() if answer.status == HTTPStatus.OK else None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.info("another gateway did not tell its metrics: %r", error)
+            return None
+
+
+def joined(texts: Iterable[tuple[int, str]]) -> str:
+    """Prometheus texts of several gateways as one: each sample says in a label `gateway` whose it is."""
+    families: dict[str, list[str]] = {}
+    for index, text in texts:
+        for block in re.split(r"^(?=# HELP )", text, flags=re.MULTILINE):
+            if not block:
+                continue
+            header, samples = _parts(block)
+            known = families.setdefault(header.split(" ", 3)[2], [header])
+            known.append(_SAMPLE.sub(lambda found: _labelled(found, index), samples))  # noqa: B023 (used at once)
+    return "".join(part for parts in families.values() for part in parts)
+
+
+def _parts(block: str) -> tuple[str, str]:
+    """A family's lines that begin with #, and its samples."""
+    lines = block.splitlines(keepends=True)
+    return "".join(line for line in lines if line[0] == "#"), "".join(line for line in lines if line[0] != "#")
+
+
+def _labelled(found: re.Match[str], index: int) -> str:
+    return f'{found[1]}{{gateway="{index}"' + ("," if found[2] else "}")
+
+
+def _socket(fleet: FleetDeployment, index: int) -> str:
+    return fleet.socket(f"http-{index}")
