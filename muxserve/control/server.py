@@ -75,8 +75,14 @@ class ControlServer:
                 await self._socket.send_multipart([peer, messages.encode(answer)], zmq.NOBLOCK)
 
     async def _serve(self, peer: bytes, command: messages.Command) -> None:
+        loop = asyncio.get_running_loop()
+
+        def answered(message: messages.ControlMessage) -> None:
+            # Some steps are told by other threads, and all that is told keeps its order.
+            loop.call_soon_threadsafe(self._answers.put_nowait, (peer, message))
+
         def tell(text: str) -> None:
-            self._answers.put_nowait((peer, messages.Told(text)))
+            answered(messages.Told(text))
 
         answer: messages.ControlMessage
         try:
@@ -89,7 +95,7 @@ class ControlServer:
             log.exception("a change of the fleet failed")
             text = f"failed: {type(error).__name__}: {error}; `muxserve status` says how the fleet stands"
             answer = messages.Refused(text, mistake=False)
-        self._answers.put_nowait((peer, answer))
+        answered(answer)
 
     async def _do(self, command: messages.Command, tell: Tell) -> messages.ControlMessage:
         if isinstance(command, messages.Who):

@@ -97,7 +97,7 @@ class FakeControl:
 
     async def add(self, declared: Fleet, tell: Tell) -> None:
         name = declared.models[0].name
-        tell("loading weights")
+        await asyncio.to_thread(tell, "loading weights")
         await self._called("add", name, declared.models[0].path)
         self.fleet = msgspec.structs.replace(self.fleet, models=[*self.fleet.models, model(name)])
         self._serve("u0", [*self.fleet.units[0].serves, name])
