@@ -20,9 +20,9 @@ class FleetControl(Protocol):
     """A running fleet that can be changed.
 
     Each method returns when the change is complete, calls `tell` (from any thread) with a few words at every step that
-    takes time, and leaves everything as it was if it raises `ChangeError`. The server has checked before what `muxserve.control.rules`
-    checks, and calls one method at a time; changes of the fleet's own (auto-scaling, restarts) may come in between, so
-    what is found to be different by then is refused, too.
+    takes time, and leaves everything as it was if it raises `ChangeError`. The server has checked before what
+    `muxserve.control.rules` checks, and calls one method at a time; changes of the fleet's own (auto-scaling, restarts)
+    may come in between, so what is found to be different by then is refused, too.
     """
 
     @property
