@@ -181,11 +181,6 @@ class Deployment(msgspec.Struct, frozen=True):
         return f"ipc://{self.socket('migrator')}"
 
     @property
-    def gateway_address(self) -> str:
-        """ZeroMQ PULL of the gateway, where engines push tokens."""
-        return f"ipc://{self.socket('gateway')}"
-
-    @property
     def log_dir(self) -> Path:
         """One log file per process."""
         return Path(self.run_dir) / "logs"

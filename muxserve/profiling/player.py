@@ -86,6 +86,8 @@ class Player:
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
+        # Where the engines push tokens.
+        self._reply_to = f"ipc://{deployment.socket('gateway')}"
         self.lines = {
             (model.name, phase): Line(self, model.name, phase)
             for model in deployment.models
@@ -102,7 +104,7 @@ class Player:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
         self._engines.bind(self.deployment.unit_address)
-        self._tokens.bind(self.deployment.gateway_address)
+        self._tokens.bind(self._reply_to)
         self._readers = [asyncio.create_task(self._listen()), asyncio.create_task(self._take_tokens())]
         return self
 
@@ -125,13 +127,13 @@ class Player:
         """Take a request in: a new one, or one that a prefill engine has handed over."""
         if hand_over is None:
             number = self.number()
-            return wire.Admit(f"{max_new}{number}", number, 1, _EPOCH, self.deployment.gateway_address, body)
+            return wire.Admit(f"{max_new}{number}", number, 1, _EPOCH, self._reply_to, body)
         return wire.Admit(
             hand_over.request_id,
             self.number(),
             1,
             _EPOCH,
-            self.deployment.gateway_address,
+            self._reply_to,
             body,
             hand_over.output_tokens,
             hand_over.key,
