@@ -56,6 +56,7 @@ class UnitActor:
         self._finished = False
         self._node = ""
         self._problem = ""
+        self._note = ""
         # Tells this life of the actor from the one before a restart.
         self._life = f"{os.getpid()}-{time.time_ns()}"
         wanted = msgspec.json.decode(deployment, type=Deployment)
@@ -76,13 +77,14 @@ class UnitActor:
     # ------------------------------------------------------------ called by the controller
 
     def place(self) -> dict[str, Any]:
-        """Where the unit is: this life of the actor, Ray's name of the node, the deployment as it is here, or a problem
-        in words."""
+        """Where the unit is: this life of the actor, Ray's name of the node, the deployment as it is here; a problem in
+        words if there is no unit, and a note if it is not as it should be."""
         return {
             "life": self._life,
             "node": self._node,
             "deployment": msgspec.json.encode(self._deployment).decode(),
             "problem": self._problem,
+            "note": self._note,
         }
 
     def hear(self, after: int, seconds: float) -> dict[str, Any]:
@@ -134,6 +136,7 @@ class UnitActor:
                 start_new_session=True,
             )
         os.close(lock)
+        self._note = _usual_priority(self._process.pid)
         threading.Thread(target=self._read, args=(self._process,), name="host", daemon=True).start()
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
@@ -230,6 +233,20 @@ def _check(deployment: Deployment, host: str) -> None:
                 f"{model.name}: {model.path} is no directory on node {socket.gethostname()} ({host}); checkpoints have "
                 "to lie under the same path on every node that units may run on"
             )
+
+
+def _usual_priority(pid: int) -> str:
+    """Give the host the priority of the node's raylet: Ray lets its workers, and so what they start, give way to
+    everything else on the machine. Returns what to do if that is not allowed."""
+    wanted = os.getpriority(os.PRIO_PROCESS, os.getppid())
+    try:
+        if os.getpriority(os.PRIO_PROCESS, pid) > wanted:
+            os.setpriority(os.PRIO_PROCESS, pid, wanted)
+    except PermissionError:
+        return "on this node units give way to every other program; start Ray there with RAY_worker_niceness=0"
+    except ProcessLookupError:
+        pass  # it has ended, and says why itself
+    return ""
 
 
 def _environment() -> dict[str, str]:

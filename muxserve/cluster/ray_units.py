@@ -105,6 +105,8 @@ class RayUnits:
             place = await answer(actor.place.remote(), ANSWER_SECONDS)
             if place["problem"]:
                 raise GaveUp(HOST, place["problem"])
+            if place["note"]:
+                emit(Progress(HOST, place["note"]))
         except ray.exceptions.RayError as error:
             await release(ray, actor, group)
             raise GaveUp(HOST, why(error)) from None

@@ -133,7 +133,7 @@ def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         cwd=path.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(":")])},
     )
     fleet = Fleet(process, port)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -38,7 +39,8 @@ def main() -> int:
         reply: dict[str, object] = {"reply": command["id"]}
         match command["do"]:
             case "state":
-                reply["state"] = {"unit": deployment.unit, "arguments": sys.argv[1:]}
+                nice = os.getpriority(os.PRIO_PROCESS, 0)
+                reply["state"] = {"unit": deployment.unit, "arguments": sys.argv[1:], "nice": nice}
             case "start_model" if command["model"] == "broken":
                 reply |= {"error": "no room", "part": {"kind": "engine", "model": "broken", "phase": "decode"}}
             case "tell":
