@@ -125,7 +125,7 @@ class Incoming:
         self._store = store
         self._actions = actions
         self._ending: dict[tuple[bytes, str], Arrival] = {}
-        self._shown: dict[str, int] = {}
+        self._shown: dict[str, int] | None = None
 
     # ------------------------------------------------------------ the other migrator
 
@@ -265,7 +265,7 @@ class Incoming:
         """The unit scheduler is gone, or new."""
         for arrival in list(self.arrivals.values()):
             self._give_up(arrival, "its unit scheduler has started anew")
-        self._shown = {}
+        self._shown = None
 
     def memory_lost(self) -> None:
         """The memory manager died, and nothing is held any more. What was given to the unit scheduler is its affair."""

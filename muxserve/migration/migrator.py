@@ -22,7 +22,7 @@ from muxserve.migration.neighbours import Neighbours
 from muxserve.migration.outgoing import Outgoing
 from muxserve.migration.pages import MakePages
 from muxserve.migration.shapes import shapes_of
-from muxserve.migration.tasks import Outcome, Task, Tidy, Write
+from muxserve.migration.tasks import CopyOver, Outcome, Task, Tidy, Write
 from muxserve.migration.worker import Worker
 from muxserve.network import machine_id
 from muxserve.process import Signals
@@ -191,7 +191,8 @@ class _Actions:
         return self._migrator.door.send(peer, message)
 
     def start(self, task: Task) -> None:
-        self._migrator.worker.start(task)
+        # A stage of one chunk is as a rule a last one, and somebody waits for it.
+        self._migrator.worker.start(task, at_once=isinstance(task, CopyOver) and task.whole)
 
 
 def _guarded(message: Message, handle: Callable[..., None], *arguments: object) -> None:

@@ -297,7 +297,8 @@ class Outgoing:
                 move.window += 1
                 self._actions.start(Gather(move.move, move.model, first, blocks))
             else:
-                self._actions.start(CopyOver(move.move, move.model, first, blocks, tuple(move.held[first:last])))
+                theirs, whole = tuple(move.held[first:last]), len(blocks) == len(move.stage.blocks)
+                self._actions.start(CopyOver(move.move, move.model, first, blocks, theirs, whole))
             self._bandwidth.take(len(blocks) * per_block, now)
             self._running += 1
             move.next = last

@@ -29,13 +29,14 @@ class Join:
 @dataclass(frozen=True, slots=True)
 class CopyOver:
     """Copy blocks of this unit's pools into blocks that were joined. `first` is the number of the first block in the
-    request. Outcome: none."""
+    request; `whole` tells that they are all of their stage. Outcome: none."""
 
     move: str
     model: str
     first: int
     source: tuple[int, ...]
     destination: tuple[int, ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from muxserve.migration.tasks import Outcome, Task
 class Worker:
     """Does tasks in order. `done_fd` becomes readable when outcomes can be taken with `done`.
 
+    A task may be done at once by the caller's thread, if the other one has nothing to do: handing it over and back can
+    take longer than a short task.
+
     Args:
         nice: how much the thread gives way to others: engines are to be slowed as little as can be.
     """
@@ -24,12 +27,18 @@ class Worker:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Task, Outcome]] = queue.SimpleQueue()
         self.done_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiting = 0
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
         self._thread.start()
 
-    def start(self, task: Task) -> None:
-        """Do this after all that was started before."""
-        self._tasks.put(task)
+    def start(self, task: Task, at_once: bool = False) -> None:
+        """Do this after all that was started before; here and now, if that is possible and wanted."""
+        self._waiting += 1
+        if at_once and self._waiting == 1:
+            self._done.put((task, self._do(task)))
+            os.eventfd_write(self.done_fd, 1)
+        else:
+            self._tasks.put(task)
 
     def done(self) -> list[tuple[Task, Outcome]]:
         """What was done since the last call, in order."""
@@ -38,6 +47,7 @@ class Worker:
         found = []
         while not self._done.empty():
             found.append(self._done.get())
+        self._waiting -= len(found)
         return found
 
     def close(self) -> None:

@@ -242,6 +242,7 @@ class TakenOver(Message):
 
 
 class MovingIn(Message):
-    """How many moves to this unit are under way, by model; sent by its migrator whenever that changes."""
+    """How many moves to this unit are under way, by model; sent by its migrator when it has been greeted, and whenever
+    that changes."""
 
     moves: dict[str, int]

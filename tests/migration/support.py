@@ -178,8 +178,9 @@ class Unit:
             pass
 
     def up(self) -> None:
-        """Wait for the migrator."""
+        """Wait for the migrator, and until it has taken in the answer."""
         self.next(MigratorHello)
+        self.until_moving_in({})
 
     # ------------------------------------------------------------ pages
 
