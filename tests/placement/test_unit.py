@@ -173,6 +173,24 @@ def test_an_auto_pool_stays_within_a_tenth_of_the_memory_and_the_shared_memory()
     models = [demand("a", 1000.0, layers=32, kv_heads=4)]
     assert plan_unit(models, Machine(2, 40 * GIB)).pool_bytes <= 4 * GIB
     assert plan_unit(models, Machine(2, 40 * GIB, GIB)).pool_bytes <= 0.8 * GIB + MIB
+    # One of four units takes its part.
+    assert GIB - MIB <= plan_unit(models, Machine(2, 40 * GIB), units=4).pool_bytes <= GIB + MIB
+
+
+@given(fleets(), st.data())
+def test_a_part_of_a_fleet_can_have_the_blocks_of_the_whole(models: list[ModelDemand], data: st.DataObject) -> None:
+    """Replicas in other units exchange pages only if blocks are equal."""
+    machine = Machine(8, 512 * GIB, 256 * GIB)
+    whole = {model.name: model for model in plan_unit(models, machine).models}
+    pages = {pool.name: pool.page_bytes for pool in plan_unit(models, machine).pools}
+    some = data.draw(st.lists(st.sampled_from(models), min_size=1, unique_by=lambda model: model.name))
+    part = [dataclasses.replace(model, block_tokens=whole[model.name].block_tokens) for model in some]
+    plan = plan_unit(part, machine)
+    check(plan, part)
+    of = {pool.name: pool.page_bytes for pool in plan.pools}
+    for model in plan.models:
+        assert model.block_tokens == whole[model.name].block_tokens
+        assert of[model.pool] == pages[whole[model.name].pool]
 
 
 @pytest.mark.parametrize(("cores", "models", "threads"), [(1, 1, 1), (2, 3, 1), (8, 1, 4), (8, 3, 2), (32, 3, 8)])
