@@ -8,28 +8,31 @@ import errno
 import importlib.util
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import msgspec
 
 from muxserve.cli import ready
 from muxserve.cli.doctor import vllm_without_cuda
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
+from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
-from muxserve.cluster.launcher import commands_for
+from muxserve.cluster.launcher import WarmParents, commands_for
+from muxserve.cluster.leftovers import Leftovers
 from muxserve.cluster.machine import this_machine, this_machines_gpus
-from muxserve.cluster.plan import FleetPlan, deployment_of, fetch
+from muxserve.cluster.plan import FleetPlan, fetch
+from muxserve.cluster.ray_units import RayUnits
 from muxserve.cluster.run_dir import RunDir, RunDirError
-from muxserve.cluster.sizing import PoolSizer
-from muxserve.cluster.units import DEPLOYMENT_FILE, LocalUnits, PlannedUnit
+from muxserve.cluster.supervision import GaveUp
+from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
-from muxserve.deployment import FleetDeployment, fleet_of
+from muxserve.deployment import FleetDeployment
 from muxserve.gpu import mps
-from muxserve.planning.serving import plan_to_serve
+from muxserve.network import new_keys
+from muxserve.planning.later import LaterUnits
+from muxserve.planning.serving import FleetPlanner, notes_of
 
 
 class Refused(Exception):  # noqa: N818
@@ -44,12 +47,13 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
     """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended."""
     try:
         fleet = load_fleet(file)
-        plan = plan_to_serve(fleet, this_machine(), this_machines_gpus, plan_file)
-        fleet, gateway = plan.fleet, fleet.gateway
+        planner = FleetPlanner(fleet, this_machine(), this_machines_gpus)
+        plans = planner.at_start(plan_file)
+        gateway = fleet.gateway
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
-        _check_installation(plan.gpu is not None)
-        fleet = fetch(fleet, lambda text: console.print(escape(text)))
+        _check_installation(plans[0].gpu is not None)
+        planner.fleet = fetch(fleet, lambda text: console.print(escape(text)))
     except FleetError as error:
         print_problems(error, "nothing was started")
         return EXIT_BAD_INPUT
@@ -62,51 +66,57 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
         print_error(str(error))
         return EXIT_START
     try:
-        plan = _with_sharing(plan, run_dir)
+        plans = [_with_sharing(plan.with_paths(planner.fleet), run_dir) for plan in plans]
     except Refused as error:
         run_dir.remove()
         print_error(str(error))
         return error.code
-    return _run(plan.with_fleet(fleet), run_dir, host, port, demo)
+    return _run(planner, plans, run_dir, host, port, demo)
 
 
-def _run(plan: FleetPlan, run_dir: RunDir, host: str, port: int, demo: bool) -> int:
+def _run(planner: FleetPlanner, plans: Sequence[FleetPlan], run_dir: RunDir, host: str, port: int, demo: bool) -> int:
     from muxserve.memory import server
 
-    deployment = deployment_of(plan, str(run_dir.path / "u0"), host, port)
-    deployment = msgspec.structs.replace(deployment, unit="u0")
-    fleet = msgspec.structs.replace(fleet_of(deployment, deployment.gateway), run_dir=str(run_dir.path))
-    for note in plan.notes:
+    path = str(run_dir.path)
+    units = [planned_unit(plan, path, host, port) for plan in plans]
+    fleet = fleet_deployment(planner.fleet, units, path, host, port)
+    for note in notes_of(plans):
         console.print(f"- {escape(note)}")
-    sizer = None
-    if plan.gpu is not None:
-        sizer = PoolSizer(plan, deployment, Path(deployment.run_dir) / DEPLOYMENT_FILE)
-    units = [PlannedUnit(deployment, tuple(fleet.units[0].serves), sizer)]
     code = EXIT_START
     try:
-        code = asyncio.run(_serve(plan.fleet, fleet, units, demo))
+        code = asyncio.run(_serve(planner, fleet, units, demo))
     finally:
-        # Only if the memory manager had to be killed is there something left to remove.
+        # Units remove what is theirs; this is for an end that did not come to that.
         for unit in units:
             server.remove_segments(unit.deployment)
         if code in (EXIT_OK, EXIT_FORCED):
             run_dir.remove()
         else:
-            errors.print(f"logs are kept below {escape(str(run_dir.path))} until the next start")
+            errors.print(f"logs are kept below {escape(path)} until the next start")
             run_dir.release()
     return code
 
 
-async def _serve(declared: Fleet, fleet: FleetDeployment, units: Sequence[PlannedUnit], demo: bool) -> int:
+async def _serve(planner: FleetPlanner, fleet: FleetDeployment, units: Sequence[PlannedUnit], demo: bool) -> int:
+    unit_launcher: Callable[[WarmParents, Leftovers], UnitLauncher]
+    cluster = planner.fleet.cluster
+    if cluster.launcher == "ray":
+        on_ray = RayUnits(cluster.ray.address, new_keys(), placement=cluster.ray.placement)
+        try:
+            fleet = await on_ray.reachable(fleet)
+        except GaveUp as error:
+            print_error(str(error))
+            return EXIT_START
+        unit_launcher = lambda *_: on_ray  # noqa: E731
+    else:
+        unit_launcher = lambda warm, leftovers: LocalUnits(commands_for, warm, leftovers)  # noqa: E731
     show = renderer(console)
     launcher = LocalFleetLauncher(fleet_commands_for(fleet), fleet.log_dir)
-    controller = Controller(
-        fleet, units, launcher, lambda warm, leftovers: LocalUnits(commands_for, warm, leftovers), show
-    )
+    controller = Controller(fleet, units, launcher, unit_launcher, show, LaterUnits(planner))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, controller.stop)
-    announcing = asyncio.create_task(_announce(controller, declared, demo))
+    announcing = asyncio.create_task(_announce(controller, planner.fleet, demo))
     try:
         return await controller.run()
     finally:

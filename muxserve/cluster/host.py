@@ -144,6 +144,11 @@ class UnitHost:
         warm = self.parts[WARM].process
         await self._leftovers.end({*self._groups, *([warm.pid] if warm else [])}, STOP_SECONDS)
         await self._starts.close()
+        if self.deployment.gpu is None:
+            # Needs the native module. Only if the memory manager had to be killed is there something left to remove.
+            from muxserve.memory import server
+
+            server.remove_segments(self.deployment)
 
     async def _stop_parts(self, parts: Iterable[PartId], grace: float) -> None:
         processes = [self.parts[part].process for part in parts if part in self.parts]

@@ -166,13 +166,7 @@ async def serve(deployment: Deployment, file: Path, serves: list[str], migrates:
     process = HostProcess(host)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stop)
-    try:
-        return await process.run(commands)
-    finally:
-        from muxserve.memory import server
-
-        # Only if the memory manager had to be killed is there something left to remove.
-        server.remove_segments(deployment)
+    return await process.run(commands)
 
 
 def main(arguments: list[str] | None = None) -> int:

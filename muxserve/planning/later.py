@@ -1,0 +1,64 @@
+"""Units that a running fleet gets later, as the controller's changes want them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from muxserve.cluster.changes import Addition
+from muxserve.cluster.fleet_plan import planned_unit
+from muxserve.cluster.plan import fetch
+from muxserve.cluster.rules import scaling_of
+from muxserve.cluster.units import PlannedUnit
+from muxserve.config import Fleet, FleetError
+from muxserve.control.changes import ChangeError, Tell
+from muxserve.deployment import FleetDeployment, UnitEntry
+from muxserve.planning.serving import FleetPlanner, NoRoomError
+
+
+class LaterUnits:
+    """A `muxserve.cluster.changes.Planner` for the fleet that `planner` has planned."""
+
+    def __init__(self, planner: FleetPlanner) -> None:
+        self._planner = planner
+
+    def unit(self, model: str, name: str, fleet: FleetDeployment) -> PlannedUnit:
+        """See `Planner.unit`."""
+        gateway = fleet.gateway
+        try:
+            plan = self._planner.unit(name, [model], fleet)
+        except NoRoomError as error:
+            raise ChangeError(str(error)) from None
+        return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys)
+
+    def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetDeployment, tell: Tell) -> Addition:
+        """See `Planner.addition`."""
+        (model,) = declared.models
+        try:
+            declared = fetch(declared, tell)
+        except FleetError as error:
+            raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
+        self._planner.declare(declared)
+        units: list[PlannedUnit] = []
+        try:
+            # One at least: without it nobody knows the model's layout, which the front end is built from.
+            for _ in range(max(1, model.replicas.at_start)):
+                units.append(self.unit(model.name, names(), _with(fleet, units)))
+        except ChangeError:
+            self._planner.forget(model.name)
+            raise
+        return Addition(units[0].deployment.models[0], tuple(units), scaling_of(declared).get(model.name))
+
+    def forget(self, model: str) -> None:
+        """See `Planner.forget`."""
+        self._planner.forget(model)
+
+
+def _with(fleet: FleetDeployment, units: list[PlannedUnit]) -> FleetDeployment:
+    """The fleet with units that are about to be started."""
+    entries = [
+        UnitEntry(unit.deployment, unit.deployment.unit_address, unit.deployment.migrator_address, list(unit.serves))
+        for unit in units
+    ]
+    return msgspec.structs.replace(fleet, units=[*fleet.units, *entries])
