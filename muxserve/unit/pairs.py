@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from muxserve.deployment import Deployment
 from muxserve.replicas.migration import choose_request
@@ -27,11 +27,14 @@ RETRY_SECONDS = 0.1
 LONGEST_RETRY_SECONDS = 2.0
 # A request that could not be moved is left alone for a while.
 SKIP_SECONDS = 1.0
+# For how long the other replica's report may still count a move that has ended: it goes by way of the global scheduler.
+STALE_SECONDS = 0.3
 
 
 @dataclass(slots=True)
 class Pair:
-    """Where a replica's requests go. `load` is the other one's last report, and what was sent there since."""
+    """Where a replica's requests go. `load` is the other one's last report, and what was sent there since; `flying`
+    requests are on their way there from here, and others ended at the times in `ended`."""
 
     destination: str
     address: str
@@ -39,6 +42,14 @@ class Pair:
     heard_at: float
     try_at: float = 0.0
     retry: float = RETRY_SECONDS
+    flying: int = 0
+    ended: list[float] = field(default_factory=list)
+
+    def end(self, now: float) -> None:
+        """A move there has ended, one way or the other."""
+        self.flying = max(0, self.flying - 1)
+        self.load.moving_in = max(0, self.load.moving_in - 1)
+        self.ended.append(now)
 
 
 class Pairs:
@@ -74,7 +85,9 @@ class Pairs:
         pair = Pair(message.destination, message.address, instance_of(message.destination, message.load), now)
         known = self._pairs.get(message.model)
         if known is not None and known.destination == pair.destination:
-            pair.try_at, pair.retry = known.try_at, known.retry
+            pair.try_at, pair.retry, pair.flying = known.try_at, known.retry, known.flying
+            pair.ended = [at for at in known.ended if now - at < STALE_SECONDS]
+            pair.load.moving_in = max(pair.flying, pair.load.moving_in - len(pair.ended))
         else:
             log.info("requests of %s may move to %s", message.model, message.destination)
         self._pairs[message.model] = pair
@@ -113,7 +126,7 @@ class Pairs:
         request = choose_request(view, score(pair.load, levels), rules, levels, self._growth * model.block_tokens)
         if request is None:
             return None
-        # Until the next report says so.
+        pair.flying += 1
         pair.load.moving_in += 1
         return self._ledger.requests[request.request_id], pair, request.usage
 
@@ -122,8 +135,8 @@ class Pairs:
         pair = self._pairs.get(model)
         if pair is not None and pair.destination == destination:
             pair.retry, pair.try_at = RETRY_SECONDS, now
+            pair.end(now)
             load = pair.load
-            load.moving_in = max(0, load.moving_in - 1)
             # Until the next report says so.
             load.used += usage
             load.running += 1
@@ -134,7 +147,7 @@ class Pairs:
         self._skipped[request_id] = now + SKIP_SECONDS
         pair = self._pairs.get(model)
         if pair is not None and pair.destination == destination:
-            pair.load.moving_in = max(0, pair.load.moving_in - 1)
+            pair.end(now)
             pair.try_at = now + pair.retry
             pair.retry = min(2 * pair.retry, LONGEST_RETRY_SECONDS)
 

@@ -215,6 +215,20 @@ def test_the_next_one_moves_as_soon_as_one_has_arrived() -> None:
     assert show.request_id == "s"
 
 
+def test_a_report_that_still_counts_a_move_that_has_ended_holds_nothing_up() -> None:
+    b = bench("r", "s", "t")
+    course = Course(b).to("committing")
+    stale = paired(Load("a", 100_000_000, moving_in=1))
+    assert to(DECODE, ShowBlocks, b.say(SCHEDULER, stale)) == [], "it is on its way"
+    sent = b.say(b"migrator", MoveCommitted(course.stage.move))
+    (show,) = to(DECODE, ShowBlocks, sent)
+    b.say(DECODE.encode(), Blocks(show.request_id, show.incarnation, 0, [], 0))
+    # Two have ended a moment ago; a third one is somebody else's.
+    assert to(DECODE, ShowBlocks, b.say(SCHEDULER, paired(Load("a", 100_000_000, moving_in=3)), after=0.15)) == []
+    (show,) = to(DECODE, ShowBlocks, b.say(SCHEDULER, paired(Load("a", 100_000_000, moving_in=2)), after=0.03))
+    assert show.request_id == "t"
+
+
 @pytest.mark.parametrize("why", ["unpaired", "silence", "no migrator", "not a source", "no room", "unknown model"])
 def test_nothing_moves_without_a_reason(why: str) -> None:
     b = bench(migrator=why != "no migrator")
