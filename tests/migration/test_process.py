@@ -115,15 +115,17 @@ def until_point(a: Unit, b: Unit, point: str) -> tuple[list[int], str]:
     return blocks, b.next(TakeOver).key
 
 
-def limited(make: MakeUnits) -> tuple[Unit, Unit]:
-    # A block is 384 KiB and a chunk of two blocks takes a fifth of a second, so that a stage of 20 takes two.
-    return make(page_bytes=1 << 16, bandwidth=4 << 20)
+def limited(make: MakeUnits, other_machine: bool = False) -> tuple[Unit, Unit]:
+    # A block is 384 KiB, so that a stage of 20 takes two seconds.
+    return make(page_bytes=1 << 16, bandwidth=4 << 20, b={"machine": "another/0"} if other_machine else {})
 
 
-@pytest.mark.parametrize("point", [OPENED, COPYING, COMMITTING])
+@pytest.mark.parametrize(
+    ("point", "other_machine"), [(OPENED, False), (COPYING, False), (COPYING, True), (COMMITTING, False)]
+)
 @pytest.mark.parametrize("victim", ["a.migrator", "b.migrator", "a.memory", "b.memory", "a.scheduler", "b.scheduler"])
-def test_whatever_dies_nothing_is_left(units: MakeUnits, victim: str, point: str) -> None:
-    a, b = limited(units)
+def test_whatever_dies_nothing_is_left(units: MakeUnits, victim: str, point: str, other_machine: bool) -> None:
+    a, b = limited(units, other_machine)
     free_a, free_b = a.free_pages(), b.free_pages()
     blocks, key = until_point(a, b, point)
     unit, what = {"a": a, "b": b}[victim[0]], victim.split(".")[1]

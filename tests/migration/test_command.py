@@ -1,0 +1,63 @@
+"""The command line of the migrator, and what it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from muxserve import deployment as deployments
+from muxserve.deployment import Deployment
+from muxserve.migration.process import main
+from tests.memory.support import deployment
+
+
+def test_it_loads_neither_torch_nor_vllm() -> None:
+    code = "import muxserve.migration.process, sys; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def small() -> Iterator[Deployment]:
+    with tempfile.TemporaryDirectory(prefix="mx") as run_dir:
+        yield deployment(Path(run_dir))
+
+
+def test_a_file_that_is_no_deployment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing, wrong = tmp_path / "missing.json", tmp_path / "wrong.json"
+    wrong.write_text("{}")
+    for path in (missing, wrong):
+        assert main(["--deployment", str(path)]) == 2
+        assert f"{path}: not a deployment" in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_listened_on(small: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = msgspec.structs.replace(small, run_dir=f"{small.run_dir}/missing")
+    file = Path(small.run_dir) / "deployment.json"
+    deployments.save(elsewhere, file)
+    assert main(["--deployment", str(file)]) == 3
+    assert f"cannot listen on {elsewhere.migrator_address}" in capsys.readouterr().err
+
+
+def test_it_ends_in_order(small: Deployment) -> None:
+    """Without memory manager and without unit scheduler: it waits for both, and SIGTERM ends it."""
+    file = Path(small.run_dir) / "deployment.json"
+    deployments.save(small, file)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "muxserve.migration.process", "--deployment", str(file)], stderr=subprocess.PIPE
+    )
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(small.unit_address)
+        assert router.poll(20_000), "it greets as soon as there is somebody"
+    process.terminate()
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 0, said
+    assert b"Traceback" not in said
