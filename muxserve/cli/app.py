@@ -27,7 +27,6 @@ app.add_typer(offline_app)
 app.add_typer(workload_app)
 
 FleetFile = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet file (YAML).", show_default=False)]
-Url = Annotated[str, typer.Option("--url", envvar="MUXSERVE_URL", help="The endpoint of a running fleet.")]
 
 
 def _version(value: bool) -> None:
@@ -90,7 +89,15 @@ def validate(
 
 @app.command()
 def status(
-    url: Url = "http://127.0.0.1:8000",
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            envvar="MUXSERVE_URL",
+            help="The endpoint; else that of the fleet which runs on this machine, or http://127.0.0.1:8000.",
+            show_default=False,
+        ),
+    ] = None,
     key: Annotated[
         str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if the fleet wants one.")
     ] = None,

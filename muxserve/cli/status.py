@@ -10,13 +10,23 @@ from rich.table import Table
 
 from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.output import console, escape, print_error
+from muxserve.cli.ready import endpoint
+from muxserve.control.client import running_fleets
 from placement.words import format_size
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 EXIT_OK, EXIT_NOT_SERVING, EXIT_NOBODY = 0, 1, 2
 
 
-def status(url: str, key: str | None, as_json: bool) -> int:
-    """Print the state of the fleet at `url`; returns the exit code."""
+def status(url: str | None, key: str | None, as_json: bool) -> int:
+    """Print the state of the fleet at `url`, or of the one that runs here; returns the exit code."""
+    if url is None:
+        found = _running_here()
+        if len(found) > 1:
+            fleets = ", ".join(f"{place} ({', '.join(models)})" for place, models in found.items())
+            print_error(f"several fleets run here; say which with --url: {fleets}")
+            return EXIT_NOBODY
+        url = next(iter(found), DEFAULT_URL)
     url = url.rstrip("/")
     try:
         code, health = get_json(url, "/health")
@@ -34,6 +44,12 @@ def status(url: str, key: str | None, as_json: bool) -> int:
         if fleet_code == 401:
             print_error("queues and pages need an API key: give --api-key or set MUXSERVE_API_KEY")
     return EXIT_OK if code == 200 else EXIT_NOT_SERVING
+
+
+def _running_here() -> dict[str, list[str]]:
+    """The endpoints of this user's fleets on this machine, and their models."""
+    deployed = [fleet.deployment() for fleet in running_fleets()]
+    return {endpoint(fleet.gateway): [model.name for model in fleet.models] for fleet in deployed if fleet is not None}
 
 
 # What the units say of a model: the column, and the key in a unit's state.

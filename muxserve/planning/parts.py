@@ -73,13 +73,15 @@ def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[P
     for model in fleet.models:
         bounds = model.replicas
         count = sum(model.name == each.model for unit in units for each in unit.models)
+        replicas = f"{count} replica{'' if count == 1 else 's'}"
         if bounds.scales and not bounds.min <= count <= bounds.max:
-            message = f"the plan has {count} replicas of {model.name}, the fleet file {bounds.min} to {bounds.max}"
+            message = f"the plan has {replicas} of {model.name}, the fleet file {bounds.min} to {bounds.max}"
         elif not bounds.scales and bounds.max not in (1, count):
-            message = f"the plan has {count} replicas of {model.name}, the fleet file {bounds.max}"
+            message = f"the plan has {replicas} of {model.name}, the fleet file {bounds.max}"
         else:
             continue
-        raise wrong(path, f"{message}; make it anew, or change `replicas`")
+        # Planning anew would not help: the planner finds the number by itself.
+        raise wrong(path, f"{message}; change `replicas`, or deploy without the plan")
 
 
 def check_together(fleet: Fleet, plans: Sequence[FleetPlan], machine: Machine) -> None:

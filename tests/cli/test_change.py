@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from muxserve.cli.app import app
+from tests.cli.conftest import Endpoint
 from tests.control.fakes import Controller, broken, running
 
 UNITS = {"u0": ["chat", "code"], "u1": ["chat"]}
@@ -100,12 +101,26 @@ def test_what_could_not_be_done(controller: Controller) -> None:
     }
 
 
+def test_status_asks_the_fleet_that_runs_here(controller: Controller, endpoint: Endpoint) -> None:
+    result = run("status")
+    assert result.exit_code == 2
+    assert "no answer from http://127.0.0.1:8123" in result.stderr
+    endpoint.answers = {"/health": (503, {"status": "starting", "models": {}}), "/fleet": (200, {})}
+    assert run("status", "--url", endpoint.url).exit_code == 1
+    with running(controller.run_dir.base, {"u0": ["other"]}, port=8124):
+        result = run("status")
+    assert result.exit_code == 2
+    assert "http://127.0.0.1:8123 (chat, code)" in result.stderr
+    assert "several fleets run here; say which with --url: " in result.stderr
+
+
 def test_without_a_fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     result = run("drain", "u0")
     assert result.exit_code == 2
     assert "no fleet runs here" in result.stderr
     assert "muxserve deploy" in result.stderr
+    assert "http://127.0.0.1:8000" in run("status").stderr
 
 
 def test_ctrl_c_leaves_the_change_to_the_fleet(controller: Controller) -> None:

@@ -45,9 +45,9 @@ def model(name: str) -> ModelDeployment:
 
 
 def fleet_of(
-    run_dir: str, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None
+    run_dir: str, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 8123
 ) -> FleetDeployment:
-    gateway = GatewayDeployment("127.0.0.1", 8123)
+    gateway = GatewayDeployment("127.0.0.1", port)
     names = list(dict.fromkeys(name for served in units.values() for name in served))
     entries = []
     for unit, served in units.items():
@@ -111,9 +111,11 @@ class FakeControl:
 class Controller:
     """A server with a fake fleet, in a thread with a loop of its own."""
 
-    def __init__(self, base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None) -> None:
+    def __init__(
+        self, base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 8123
+    ) -> None:
         self.run_dir = RunDir(base)
-        self.control = FakeControl(fleet_of(str(self.run_dir.path), units, scaling))
+        self.control = FakeControl(fleet_of(str(self.run_dir.path), units, scaling, port))
         self._up = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
@@ -147,9 +149,9 @@ class Controller:
 
 @contextlib.contextmanager
 def running(
-    base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None
+    base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 8123
 ) -> Iterator[Controller]:
-    controller = Controller(base, units, scaling)
+    controller = Controller(base, units, scaling, port)
     controller.start()
     try:
         yield controller

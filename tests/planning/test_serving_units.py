@@ -204,8 +204,11 @@ def test_a_plan_and_a_file_that_contradict_each_other(tmp_path: Path) -> None:
     file = saved(tmp_path / "p.yaml", units, (Node("CPU", 2),))
     assert len(plan(fleet("2"), file)) == 2
     assert len(plan(fleet("{min: 1, max: 2}"), file)) == 2
-    assert "the plan has 2 replicas of arithmetic, the fleet file 3; make it anew" in refused(fleet("3"), file)
-    assert "the plan has 1 replicas of atlas, the fleet file 2 to 4" in refused(fleet("2", "{min: 2, max: 4}"), file)
+    assert (
+        "the plan has 2 replicas of arithmetic, the fleet file 3; change `replicas`, or deploy without the plan"
+        in refused(fleet("3"), file)
+    )
+    assert "the plan has 1 replica of atlas, the fleet file 2 to 4" in refused(fleet("2", "{min: 2, max: 4}"), file)
 
 
 # ------------------------------------------------------------ on GPUs
