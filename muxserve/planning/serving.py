@@ -271,24 +271,6 @@ class FleetPlanner:
         self.fleet = self.fleet.with_models([each for each in self.fleet.models if each.name != model])
 
 
-def plan_to_serve(
-    fleet: Fleet,
-    machine: Machine,
-    gpus: Callable[[], GpuMachine],
-    plan_file: str | os.PathLike[str] | None = None,
-    hub: Hub | None = None,
-) -> FleetPlan:
-    """The plan of a fleet that is one unit.
-
-    Raises:
-        FleetError: see `FleetPlanner.at_start`; or there are several units.
-    """
-    plans = FleetPlanner(fleet, machine, gpus, hub).at_start(plan_file)
-    if len(plans) > 1:
-        raise FleetError([fleet.problem(("models",), f"makes {len(plans)} units; this version serves one")])
-    return plans[0]
-
-
 def notes_of(plans: Sequence[FleetPlan]) -> list[str]:
     """What was decided for the user, in words."""
     if len(plans) == 1:
