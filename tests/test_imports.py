@@ -37,6 +37,7 @@ def within(module: str, packages: set[str]) -> bool:
         "muxserve/costs",
         "muxserve/simulator",
         "muxserve/replicas",
+        "muxserve/rolling",
     ],
 )
 def test_pure_packages_import_nothing_live(package: str) -> None:

@@ -1,0 +1,464 @@
+"""EcoServe's evaluation in simulation (arXiv:2504.18154): 32 L20 with 10 GbE and 16 A800 with 25 GbE.
+
+    python benchmarks/paper/ecoserve.py [--only PART,PART] [--seconds FACTOR] [--out FILE]
+
+Parts: goodput, static, dynamic, handles, ablation.
+
+Every part prints a table and is written to the result file as soon as it is there. docs/phases.md discusses them beside
+the paper's claims. Step times come from the roofline of the two GPUs: nothing here ran on one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from inputs import llama
+from report import machine, percentiles, write_report
+
+from muxserve.costs import EngineShape, ModelArchitecture
+from muxserve.costs.calibration import GPU
+from muxserve.costs.devices import device
+from muxserve.costs.roofline import Roofline
+from muxserve.metrics import percentile
+from muxserve.metrics.definitions import Objectives
+from muxserve.rolling.handle import pack, unpack
+from muxserve.rolling.member import Member
+from muxserve.rolling.member import Objectives as RollingObjectives
+from muxserve.rolling.mitosis import Bounds
+from muxserve.rolling.scaling import ScalingRules
+from muxserve.simulator.instances.setup import InstanceSpec
+from muxserve.simulator.pipeline.setup import Link
+from muxserve.simulator.rolling import (
+    Arrangement,
+    Independent,
+    Rolling,
+    RollingOptions,
+    Split,
+    SplitOptions,
+    division,
+    largest_budget,
+    times,
+)
+from muxserve.workload import LogNormalLengths, ModelLoad, TraceRequest, generate
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COSTS = Roofline()
+DTYPE = "float16"
+UTILISATION = 0.9
+MODELS = {
+    # layers, heads, KV heads, head size, hidden, MLP, vocabulary: config.json of the Hugging Face checkpoints.
+    "Llama-30B": llama("30b"),
+    "CodeLlama2-34B": ModelArchitecture("CodeLlama2-34B", 48, 64, 8, 128, 8192, 22016, 32000, 16384, 16384, DTYPE),
+    "Qwen2-72B": ModelArchitecture("Qwen2-72B", 80, 64, 8, 128, 8192, 29568, 152064, 32768, 32768, DTYPE),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` of eight GPUs, joined by `network` bytes per second; GPUs per instance by model."""
+
+    device: str
+    nodes: int
+    network: float
+    tp: dict[str, int]
+
+    def instances(self, model: str) -> int:
+        """All of them."""
+        return self.nodes * 8 // self.tp[model]
+
+
+CLUSTERS = {
+    "L20": Cluster("L20-48GB", 4, 1.25e9, {"Llama-30B": 4, "CodeLlama2-34B": 4, "Qwen2-72B": 4}),
+    "A800": Cluster("A800-80GB", 2, 3.125e9, {"Llama-30B": 2, "CodeLlama2-34B": 2, "Qwen2-72B": 4}),
+}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Lengths, the paper's objective for the first token, and for how long requests come: several times the objective,
+    or queues would not have the time to show."""
+
+    prompt: LogNormalLengths
+    output: LogNormalLengths
+    ttft: float
+    seconds: float
+
+    def means(self) -> tuple[int, int]:
+        """Of prompts and answers, tokens, of 4,000 draws."""
+        requests = list(generate({"m": ModelLoad(40.0, self.prompt, self.output)}, 100.0, 7))
+        return (
+            round(statistics.mean(r.prompt_tokens for r in requests)),
+            round(statistics.mean(r.output_tokens for r in requests)),
+        )
+
+
+# Log-normals: the data sets are not at hand. Medians and spreads are chosen for the means that are known of them, about
+# 20 and 160 tokens (Alpaca-GPT4), 340 and 240 (ShareGPT), 2,700 and 100 (LongBench); docs/phases.md says so.
+DATASETS = {
+    "Alpaca": Dataset(LogNormalLengths(17, 0.55, 4, 200), LogNormalLengths(120, 0.85, 2, 1024), 1.0, 60.0),
+    "ShareGPT": Dataset(LogNormalLengths(150, 1.3, 4, 2048), LogNormalLengths(155, 1.05, 2, 1024), 5.0, 100.0),
+    "LongBench": Dataset(LogNormalLengths(2400, 0.5, 256, 8192), LogNormalLengths(45, 1.2, 2, 512), 15.0, 200.0),
+}
+TPOT = 0.1
+# Batches in which Sarathi's budget is looked for.
+BUDGETS = (128, 256, 512, 1024, 2048)
+SHARES = {"P50": 0.5, "P90": 0.9, "P99": 0.99}
+ROLLING, VLLM, SARATHI, DISTSERVE, MOONCAKE = "EcoServe", "vLLM", "Sarathi", "DistServe", "MoonCake"
+# The paper's averages over all its settings, at P90.
+PAPER = {VLLM: 0.82, SARATHI: 0.86, DISTSERVE: 1.23, MOONCAKE: 1.27}
+Row = dict[str, Any]
+
+
+def spec_of(cluster: Cluster, model: str) -> InstanceSpec:
+    """One instance: its KV cache is what nine tenths of its GPUs' memory have beside the weights."""
+    architecture, tp = MODELS[model], cluster.tp[model]
+    room = device(cluster.device).memory_bytes * UTILISATION * tp - architecture.weight_bytes(DTYPE)
+    blocks = int(room // (16 * architecture.kv_bytes_per_token(DTYPE)))
+    shape = EngineShape(cluster.device, tp, 1.0, DTYPE)
+    # 5 ms of the host per step, a good figure of the engines of 2024.
+    return InstanceSpec(
+        architecture, shape, blocks, 16, max_num_seqs=256, max_num_batched_tokens=2048, step_seconds=5e-3
+    )
+
+
+def objectives(dataset: str) -> Objectives:
+    """The paper's."""
+    return Objectives(ttft=DATASETS[dataset].ttft, tpot=TPOT)
+
+
+def rolling(cluster: Cluster, model: str, dataset: str, instances: int | None = None, **more: Any) -> Rolling:
+    """EcoServe: one macro instance."""
+    options = RollingOptions(
+        instances or cluster.instances(model),
+        RollingObjectives(DATASETS[dataset].ttft, TPOT),
+        expected_output=DATASETS[dataset].means()[1],
+        **more,
+    )
+    return Rolling(spec_of(cluster, model), COSTS, options)
+
+
+def split(cluster: Cluster, model: str, dataset: str, within_node: bool) -> Split:
+    """DistServe or MoonCake, divided as `division` says."""
+    spec = spec_of(cluster, model)
+    prompt, output = DATASETS[dataset].means()
+    costs = COSTS.engine(spec.architecture, spec.shape)
+    each = 8 // spec.shape.tp
+    peer = device(cluster.device).link_bandwidth * GPU.link_efficiency * spec.shape.tp
+    inside, outside = Link(peer, 1e-3), Link(cluster.network * 0.9, 1e-3)
+    if within_node:
+        p, d = division(costs, spec, each, prompt, output, TPOT)
+        return Split(
+            spec,
+            COSTS,
+            SplitOptions((p,) * cluster.nodes, (d,) * cluster.nodes, inside, outside, within_node=True, streamed=False),
+        )
+    p, _ = division(costs, spec, cluster.nodes * each, prompt, output, TPOT)
+    # Prefill instances are spread over the nodes, so that all network cards are used for sending and for receiving.
+    counts = [p // cluster.nodes + (n < p % cluster.nodes) for n in range(cluster.nodes)]
+    decode = tuple(each - count for count in counts)
+    return Split(spec, COSTS, SplitOptions(tuple(counts), decode, inside, outside, within_node=False, streamed=True))
+
+
+def sarathi(cluster: Cluster, model: str, dataset: str) -> Independent:
+    """With the largest budget that keeps the objective beside 32 decodes."""
+    spec = spec_of(cluster, model)
+    budget = largest_budget(
+        spec, COSTS.engine(spec.architecture, spec.shape), TPOT, DATASETS[dataset].means()[0], 32, BUDGETS
+    )
+    return Independent(spec, COSTS, cluster.instances(model), budget)
+
+
+def systems(cluster: Cluster, model: str, dataset: str) -> dict[str, Callable[[], Arrangement]]:
+    """What is compared."""
+    return {
+        ROLLING: lambda: rolling(cluster, model, dataset),
+        VLLM: lambda: Independent(spec_of(cluster, model), COSTS, cluster.instances(model)),
+        SARATHI: lambda: sarathi(cluster, model, dataset),
+        DISTSERVE: lambda: split(cluster, model, dataset, within_node=True),
+        MOONCAKE: lambda: split(cluster, model, dataset, within_node=False),
+    }
+
+
+def workload(dataset: str, rate: float, seconds: float, seed: int = 1) -> list[TraceRequest]:
+    """Poisson arrivals."""
+    data = DATASETS[dataset]
+    return list(generate({"m": ModelLoad(rate, data.prompt, data.output)}, seconds, seed))
+
+
+class Search:
+    """Goodput of one system in one setting: the largest rate at which so many requests meet both objectives. Rates are
+    tried once for all percentiles, on a geometric grid."""
+
+    def __init__(
+        self, make: Callable[[], Arrangement], dataset: str, seconds: float, switch: bool, step: float
+    ) -> None:
+        self.make, self.dataset, self.seconds, self.switch, self.step = make, dataset, seconds, switch, step
+        self.found: dict[int, dict[bool, float]] = {}
+
+    def attained(self, place: int, switch: bool) -> float:
+        """At the rate step**place."""
+        if place not in self.found:
+            arrangement = self.make()
+            result = arrangement.run(workload(self.dataset, self.step**place, self.seconds))
+            self.found[place] = {
+                with_wait: result.attained(objectives(self.dataset), with_wait, after=self.seconds / 4)
+                for with_wait in (True, False)
+            }
+        return self.found[place][switch]
+
+    def goodput(self, share: float, switch: bool, start: int) -> int:
+        """The place of the largest rate that attains `share`, looked for from `start` on; the attainment falls with the
+        rate, so one crossing is looked for."""
+        place, stride = start, 4
+        good = self.attained(place, switch) >= share
+        while True:
+            following = place + (stride if good else -stride)
+            if self.step**following < 0.02:
+                return following
+            if (self.attained(following, switch) >= share) != good:
+                low, high = min(place, following), max(place, following)
+                break
+            place = following
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.attained(middle, switch) >= share else (low, middle)
+        return low
+
+
+def goodput_of(make: Callable[[], Arrangement], dataset: str, seconds: float, start: float, step: float = 1.06) -> Row:
+    """Rates, requests per second, by percentile, with and without the wait for the phase switch."""
+    search = Search(make, dataset, seconds, step)
+    row: Row = {"with": {}, "without": {}}
+    place = round(math.log(start, step))
+    for switch, kind in ((True, "with"), (False, "without")):
+        for name in ("P90", "P50", "P99"):
+            if kind == "without" and name != "P90":
+                continue
+            place = search.goodput(SHARES[name], switch, place)
+            row[kind][name] = round(step**place, 3) if step**place >= 0.02 else 0.0
+    row["simulations"] = len(search.found)
+    return row
+
+
+def look(arrangement: Arrangement, dataset: str, rate: float, seconds: float) -> Row:
+    """Times at one rate, seconds."""
+    result = arrangement.run(workload(dataset, rate, seconds))
+    within = result.within(seconds / 4)
+    row: Row = {"attained": round(result.attained(objectives(dataset), True, seconds / 4), 4)}
+    for kind, switch in (("with", True), ("without", False)):
+        found = [t for r in within if (t := times(r, switch)) is not None]
+        ttft, tpot = [t[0] for t in found], [t[1] for t in found if t[1] is not None]
+        row[kind] = {
+            "ttft": {"p50": round(percentile(ttft, 0.5), 4), "p99": round(percentile(ttft, 0.99), 4)},
+            "tpot": {"p50": round(percentile(tpot, 0.5), 5), "p99": round(percentile(tpot, 0.99), 5)},
+        }
+    return row | {"preemptions": result.preemptions, "transfers": result.transfers}
+
+
+def part_goodput(factor: float, keep: Callable[[Row], None]) -> Row:
+    """P50, P90 and P99 of five systems, three models, three data sets, two clusters; and times at one rate."""
+    found: Row = {"settings": [], "improvement": {}}
+    for name, cluster in CLUSTERS.items():
+        for model in MODELS:
+            for dataset, data in DATASETS.items():
+                seconds = data.seconds * factor
+                row: Row = {"cluster": name, "model": model, "dataset": dataset, "systems": {}}
+                start = 4.0 if dataset == "LongBench" else 20.0
+                for system, make in systems(cluster, model, dataset).items():
+                    began = time.perf_counter()
+                    figures = goodput_of(make, dataset, seconds, start)
+                    start = max(0.5, figures["with"]["P90"])
+                    row["systems"][system] = figures | {"seconds": round(time.perf_counter() - began, 1)}
+                rate = row["systems"][ROLLING]["with"]["P90"]
+                row["at"] = rate
+                row["times"] = {
+                    s: look(make(), dataset, rate, seconds) for s, make in systems(cluster, model, dataset).items()
+                }
+                found["settings"].append(row)
+                found["improvement"] = improvements(found["settings"])
+                keep(found)
+                cells = "  ".join(
+                    f"{s} {'/'.join(f'{v:.2f}' for v in r['with'].values())}" for s, r in row["systems"].items()
+                )
+                print(f"{name:4} {model:15} {dataset:9} P90/P50/P99  {cells}", flush=True)
+    return found
+
+
+def improvements(settings: list[Row]) -> Row:
+    """How much more rolling prefill does, on average over the settings: of ratios (arithmetic, and geometric)."""
+    found: Row = {}
+    for kind, shares in (("with", SHARES), ("without", {"P90": 0.9})):
+        for share in shares:
+            for other in (VLLM, SARATHI, DISTSERVE, MOONCAKE):
+                ratios = [
+                    row["systems"][ROLLING][kind][share] / row["systems"][other][kind][share]
+                    for row in settings
+                    if row["systems"][other][kind][share] > 0 and row["systems"][ROLLING][kind][share] > 0
+                ]
+                if ratios:
+                    found.setdefault(f"{share} {kind} wait", {})[other] = {
+                        "settings": len(ratios),
+                        "mean": round(statistics.mean(ratios) - 1, 3),
+                        "geometric": round(statistics.geometric_mean(ratios) - 1, 3),
+                        "least": round(min(ratios) - 1, 3),
+                        "most": round(max(ratios) - 1, 3),
+                    }
+    found["paper, P90"] = PAPER
+    return found
+
+
+def part_static(factor: float, keep: Callable[[Row], None]) -> Row:
+    """Goodput of 1 to 4 instances in one macro instance, against as many times that of one."""
+    found: Row = {}
+    for model, dataset in (("CodeLlama2-34B", "ShareGPT"), ("CodeLlama2-34B", "LongBench")):
+        rows = []
+        for count in (1, 2, 3, 4):
+            figures = goodput_of(
+                partial(rolling, CLUSTERS["L20"], model, dataset, count),
+                dataset,
+                DATASETS[dataset].seconds * factor,
+                2.0 * count if dataset == "ShareGPT" else 0.5 * count,
+                step=1.03,
+            )
+            rate = figures["with"]["P90"]
+            alone = rows[0]["P90"] if rows else rate
+            rows.append(
+                {"instances": count, "P90": rate, "of_linear": round(rate / (alone * count), 3) if alone else None}
+            )
+            print(f"static {model} {dataset} {rows[-1]}", flush=True)
+            found[f"{model} {dataset}"] = rows
+            keep(found)
+    return found
+
+
+def part_dynamic(factor: float, keep: Callable[[Row], None]) -> Row:
+    """From 20 to 50 requests per second in steps of 5; instances are added while too few requests meet objectives."""
+    cluster, model, dataset = CLUSTERS["L20"], "CodeLlama2-34B", "ShareGPT"
+    each = 40.0 * factor
+    requests: list[TraceRequest] = []
+    for number, rate in enumerate(range(20, 55, 5)):
+        for request in workload(dataset, rate, each, seed=number + 1):
+            requests.append(
+                request.__class__(
+                    request.model, request.arrival + number * each, request.prompt_tokens, request.output_tokens
+                )
+            )
+    rules = ScalingRules(target=0.9, window=10.0, patience=8.0, least=6, most=48)
+    found: Row = {}
+    for name, more in (
+        ("scaled", {"scaling": rules, "start_seconds": 5.0, "bounds": Bounds(4, 16)}),
+        ("not scaled", {"bounds": Bounds(4, 16)}),
+    ):
+        arrangement = rolling(cluster, model, dataset, 8, **more)
+        result = arrangement.run(requests)
+        spans = []
+        for number, rate in enumerate(range(20, 55, 5)):
+            after, before = number * each, (number + 1) * each
+            replicas = [count for when, count in result.replicas if when < before]
+            spans.append(
+                {
+                    "rate": rate,
+                    "attained": round(result.attained(objectives(dataset), True, after, before), 4),
+                    "instances_at_end": replicas[-1],
+                }
+            )
+        macros = {macro: len(m) for macro, m in arrangement.scheduler.macros.items()}
+        found[name] = {"spans": spans, "moves": result.moves, "macro_instances": macros, "replicas": result.replicas}
+        print(f"dynamic {name}: {spans} moves {result.moves} macros {macros}", flush=True)
+        keep(found)
+    return found
+
+
+def part_ablation(factor: float, keep: Callable[[Row], None]) -> Row:
+    """What each constraint of Algorithm 2 is worth, in one setting: goodput without it."""
+    cluster, model, dataset = CLUSTERS["L20"], "CodeLlama2-34B", "ShareGPT"
+    seconds = DATASETS[dataset].seconds * factor
+    found: Row = {}
+    variants: dict[str, RollingObjectives] = {
+        "all": RollingObjectives(DATASETS[dataset].ttft, TPOT),
+        "no TTFT constraint": RollingObjectives(1e9, TPOT),
+        "no TPOT constraint": RollingObjectives(DATASETS[dataset].ttft, 1e9),
+        "window of half the objective": RollingObjectives(DATASETS[dataset].ttft / 2, TPOT),
+    }
+    for name, limits in variants.items():
+
+        def make(limits: RollingObjectives = limits) -> Rolling:
+            options = RollingOptions(cluster.instances(model), limits, expected_output=DATASETS[dataset].means()[1])
+            return Rolling(spec_of(cluster, model), COSTS, options)
+
+        found[name] = goodput_of(make, dataset, seconds, 20.0)
+        print(f"ablation {name}: {found[name]}", flush=True)
+        keep(found)
+    return found
+
+
+def part_handles(factor: float, keep: Callable[[Row], None]) -> Row:
+    """What it takes to hand a replica with 256 requests to another macro instance: to bytes, and back."""
+    member = Member("u0", 100_000)
+    for number in range(256):
+        member.admitted(f"request-{number:08d}-{'x' * 24}", 500, 0.05, float(number))
+        member.prefilled(f"request-{number:08d}-{'x' * 24}", float(number) + 0.05)
+    taken = []
+    size = 0
+    for _ in range(2000):
+        began = time.perf_counter()
+        data = pack(member, "ipc:///run/muxserve/u0/scheduler.sock")
+        handle = unpack(data)
+        taken.append((time.perf_counter() - began) * 1e3)
+        size = len(data)
+        assert handle.member == member
+    found: Row = {"requests": 256, "bytes": size, "milliseconds": percentiles(taken), "target_milliseconds": 100}
+    print(f"handles {found}")
+    keep(found)
+    return found
+
+
+PARTS = {
+    "handles": part_handles,
+    "static": part_static,
+    "dynamic": part_dynamic,
+    "ablation": part_ablation,
+    "goodput": part_goodput,
+}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
+    parser.add_argument("--seconds", type=float, default=1.0, help="factor on how long requests come")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_ecoserve.json")
+    given = parser.parse_args()
+    report: Row = json.loads(given.out.read_text()) if given.out.exists() else {}
+    report |= {"machine": machine(), "factor_on_seconds": given.seconds}
+    for name in given.only.split(","):
+
+        def keep(found: Row, name: str = name) -> None:
+            report[name] = found
+            write_report_quietly(given.out, report)
+
+        began = time.perf_counter()
+        PARTS[name](given.seconds, keep)
+        print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    write_report(given.out, report)
+
+
+def write_report_quietly(path: Path, report: Row) -> None:
+    """So that what was found is there, whatever happens to the rest."""
+    path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""When there should be a replica more or less: by the objectives that were met lately."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRules:
+    """A replica more when less than `target` of the requests of the last `window` seconds met their objectives; one
+    less when at least `target` did and replicas spent less than `idle` of their time prefilling or waiting for it.
+    Between two changes there are `patience` seconds. `most` replicas at most.
+
+    EcoServe (section 3.5) scales up when attainment falls below what is asked for; scaling down by the share of time is
+    this project's.
+    """
+
+    target: float = 0.9
+    window: float = 10.0
+    patience: float = 5.0
+    idle: float = 0.0
+    least: int = 1
+    most: int = 64
+    enough: int = 10
+
+    def __post_init__(self) -> None:
+        if not (0 < self.target <= 1 and self.window > 0 and self.patience >= 0 and 0 <= self.idle <= 1):
+            raise ValueError("target must be in (0, 1], window above zero, patience not negative, idle in [0, 1]")
+        if not 1 <= self.least <= self.most or self.enough < 1:
+            raise ValueError("give 1 <= least <= most, and enough >= 1")
+
+
+class Attainment:
+    """Tells how many replicas more (1), less (-1) or neither (0)."""
+
+    def __init__(self, rules: ScalingRules) -> None:
+        self.rules = rules
+        self._seen: deque[tuple[float, bool]] = deque()
+        self._met = 0
+        self._changed = float("-inf")
+
+    def told(self, met: bool, now: float) -> None:
+        """A request has met its objectives, or can meet them no more."""
+        self._seen.append((now, met))
+        self._met += met
+
+    def share(self, now: float) -> float | None:
+        """The part that has met them lately; None while there are too few to tell."""
+        seen = self._seen
+        while seen and seen[0][0] < now - self.rules.window:
+            self._met -= seen.popleft()[1]
+        return self._met / len(seen) if len(seen) >= self.rules.enough else None
+
+    def wanted(self, replicas: int, busy: float, now: float) -> int:
+        """The answer, which counts as carried out. `busy`: part of their time that replicas spent prefilling lately."""
+        rules, share = self.rules, self.share(now)
+        if share is None or now - self._changed < rules.patience:
+            return 0
+        if share < rules.target and replicas < rules.most:
+            step = 1
+        elif share >= rules.target and busy < rules.idle and replicas > rules.least:
+            step = -1
+        else:
+            return 0
+        self._changed = now
+        return step
