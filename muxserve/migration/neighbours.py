@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from muxserve.memory import MemoryManagerError, MemoryManagerGone
+from muxserve.memory import MemoryManagerError, MemoryManagerGone, _native
 from muxserve.memory.client import MemoryClient
 from muxserve.migration.pages import MakePages, Pages, of_all_ranks
 from muxserve.migration.tasks import Join
@@ -30,12 +30,18 @@ KEEP_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Neighbour:
-    """One connection. `moves` are those under way, with model and blocks."""
+    """One connection. `moves` are those under way, with model and blocks; `counters` tell whether the manager lives."""
 
     client: MemoryClient
+    counters: _native.CountersView
     used_at: float
     pages: dict[str, list[Pages]] = field(default_factory=dict)
     moves: defaultdict[str, list[tuple[str, list[int]]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def lives(self) -> bool:
+        """Whether the manager is the one that was connected to."""
+        return self.counters.generation == self.client.generation
 
 
 class Neighbours:
@@ -94,10 +100,10 @@ class Neighbours:
                 neighbour.client.step(model, release=np.array(blocks, dtype=np.int32))
 
     def tidy(self) -> None:
-        """Close connections that have not been used for a while."""
+        """Close connections that have not been used for a while, and let go of the memory of managers that are gone."""
         now = time.monotonic()
         for socket, neighbour in list(self._by_socket.items()):
-            if not neighbour.moves and now - neighbour.used_at > KEEP_SECONDS:
+            if not neighbour.moves and (not neighbour.lives or now - neighbour.used_at > KEEP_SECONDS):
                 neighbour.client.close()
                 del self._by_socket[socket]
 
@@ -110,13 +116,14 @@ class Neighbours:
 
     def _reach(self, task: Join) -> Neighbour:
         known = self._by_socket.get(task.memory_socket)
-        if known is not None and known.client.generation != task.generation:
-            # A later life of that manager has granted the blocks; what was held in this one is gone.
+        if known is not None and not known.lives:
+            # What was held in that life of the manager is gone.
             known.client.close()
             known = None
         if known is None:
             client = MemoryClient(task.memory_socket, self._name, TIMEOUT_SECONDS)
-            known = self._by_socket[task.memory_socket] = Neighbour(client, 0.0)
+            counters = client.map(task.model).counters
+            known = self._by_socket[task.memory_socket] = Neighbour(client, counters, 0.0)
         if task.model not in known.pages:
             known.pages[task.model] = of_all_ranks(known.client, task.model, self._ranks, self._make_pages)
         known.used_at = time.monotonic()
