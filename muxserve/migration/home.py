@@ -29,6 +29,7 @@ class Home:
         self._deployment = deployment
         self._make_pages = make_pages
         self._client: MemoryClient | None = None
+        self._said = ""
         self._pages: dict[str, list[Pages]] = {}
 
     # ------------------------------------------------------------ the thread of the loop
@@ -44,8 +45,14 @@ class Home:
                 for model in self._deployment.models
             }
             self._counters = client.map(self._deployment.models[0].name).counters
-        except (OSError, MemoryManagerError) as error:
+        except OSError as error:
             log.debug("no memory manager yet: %s", error)
+            return False
+        except (MemoryManagerError, RuntimeError, ValueError) as error:
+            # A GPU, as a rule; tried again, but said once.
+            if str(error) != self._said:
+                self._said = str(error)
+                log.error("the memory manager's pools cannot be used, so nothing moves here: %s", error)
             return False
         self._client, self._pages, self.life = client, pages, client.generation
         log.info("bound to the memory manager, life %x", self.life)
