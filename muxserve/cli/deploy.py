@@ -28,6 +28,7 @@ from muxserve.cluster.run_dir import RunDir, RunDirError
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
+from muxserve.control.server import ControlServer
 from muxserve.deployment import FleetDeployment
 from muxserve.gpu import mps
 from muxserve.network import new_keys
@@ -112,7 +113,16 @@ async def _serve(planner: FleetPlanner, fleet: FleetDeployment, units: Sequence[
         unit_launcher = lambda warm, leftovers: LocalUnits(commands_for, warm, leftovers)  # noqa: E731
     show = renderer(console)
     launcher = LocalFleetLauncher(fleet_commands_for(fleet), fleet.log_dir)
-    controller = Controller(fleet, units, launcher, unit_launcher, show, LaterUnits(planner))
+    url = ready.endpoint(fleet.gateway)
+    controller = Controller(
+        fleet,
+        units,
+        launcher,
+        unit_launcher,
+        show,
+        LaterUnits(planner),
+        lambda changes: ControlServer(changes, lambda: url),
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, controller.stop)

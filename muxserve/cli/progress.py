@@ -81,7 +81,7 @@ class LiveTable:
         match event:
             case Expected(parts):
                 # Rows are drawn by another thread, and must not become more meanwhile.
-                self._rows = {**self._rows, **dict.fromkeys(parts, ("waiting", ""))}
+                self._rows = {part: self._rows.get(part, ("waiting", "")) for part in parts}
             case Starting(part):
                 self._rows[part] = ("starting", "")
                 self._began[part] = time.monotonic()

@@ -21,7 +21,8 @@ from muxserve.cluster.scheduler_link import SchedulerLink
 from muxserve.cluster.supervision import GaveUp, Part, Supervisor
 from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
-from muxserve.deployment import FleetDeployment
+from muxserve.control.server import ControlServer
+from muxserve.deployment import FleetDeployment, save_fleet
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Controller:
             leftovers of this machine.
         emit: told what happens.
         planner: makes units that come later; None: there are none.
+        control: makes what takes users' commands, to be started when the fleet serves and closed before it ends.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Controller:
         unit_launcher: Callable[[WarmParents, Leftovers], UnitLauncher],
         emit: Callable[[Event], None],
         planner: Planner | None = None,
+        control: Callable[[Changes], ControlServer] | None = None,
     ) -> None:
         self.ready = asyncio.Event()
         self.leftovers = Leftovers()
@@ -77,6 +80,7 @@ class Controller:
         self.changes = Changes(
             self.units, planner, self._tell_scheduler, lambda text: self._emit(Progress(SCHEDULER, text))
         )
+        self._control = control(self.changes) if control is not None else None
         self._link: SchedulerLink | None = None
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()
@@ -137,6 +141,8 @@ class Controller:
             if self._forced.is_set() and code == EXIT_OK:
                 code = EXIT_FORCED
         finally:
+            if self._control is not None:
+                await self._control.close()
             others = [*self._others, *self._tasks.values(), stopping]
             for task in others:
                 task.cancel()
@@ -148,17 +154,24 @@ class Controller:
         return code
 
     async def _begin(self, began: float) -> None:
+        # Whoever is started reads it; units may have to wait for a place before they are as it says.
+        save_fleet(self.fleet)
+        self._emit(Expected((VLLM,)))
+        self._keep(self._starts.vllm)
         for unit in await self._start_units():
             self.units.keep(unit)
         self._emit(Expected(tuple(self.parts)))
         self.units.publish()
         for part in self._own_parts():
-            self._keep(part)
+            if part.id not in self._tasks:
+                self._keep(part)
         for unit in list(self.units.units.values()):
             await unit.handle.ready.wait()
         for part in self._own_parts():
             await part.up.wait()
         self.units.served = True
+        if self._control is not None:
+            self._control.start()
         self.ready.set()
         self._emit(Ready(time.monotonic() - began))
 
@@ -202,7 +215,7 @@ class Controller:
 
     def _on_change(self) -> None:
         """The fleet's file is another one."""
-        if self._needs_scheduler() and SCHEDULER not in self._tasks and VLLM in self._tasks:
+        if self.units.served and self._needs_scheduler() and SCHEDULER not in self._tasks:
             self._keep(self._starts.scheduler)
         self._starts.changed()
 
