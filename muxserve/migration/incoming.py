@@ -71,6 +71,9 @@ class Actions(Protocol):
     def tell_unit(self, message: Message) -> bool:
         """Send to this unit's scheduler; false if it is not there."""
 
+    def unit_there(self) -> bool:
+        """Whether a unit scheduler has answered our greeting."""
+
     def answer(self, peer: bytes, message: Message) -> bool:
         """Send to another migrator; false if it is not there any more."""
 
@@ -169,6 +172,8 @@ class Incoming:
                 reason = f"{message.model!r} has its KV as {shape.layout} here, and as {message.layout} there"
             elif (peer, message.move) in self._ending:
                 reason = "the move is over"
+            elif not self._actions.unit_there():
+                reason = "the unit scheduler is not there"
             if reason:
                 self._actions.answer(peer, PeerRefused(message.move, reason))
                 return

@@ -184,6 +184,9 @@ class _Actions:
     def tell_unit(self, message: Message) -> bool:
         return self._migrator.unit.send(message)
 
+    def unit_there(self) -> bool:
+        return self._migrator.unit.greeted
+
     def tell_peer(self, address: str, message: Message, pages: object = None) -> None:
         self._migrator.peers.send(address, message, pages)
 

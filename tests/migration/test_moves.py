@@ -185,6 +185,14 @@ def test_a_unit_that_refuses_is_certain(world: World) -> None:
     nothing_left(world)
 
 
+def test_nothing_comes_to_a_unit_without_a_scheduler(world: World) -> None:
+    world.unit_b_there = False
+    staged(world, 0, 4, reserve=4)
+    world.settle()
+    assert world.ends(MOVE) == [MoveFailed(MOVE, "the unit scheduler is not there")]
+    nothing_left(world)
+
+
 def test_a_unit_that_is_not_there_is_certain(world: World) -> None:
     staged(world, 0, 4, reserve=4)
     world.settle()

@@ -279,6 +279,9 @@ class _ActionsOfB:
             self.world.unit_b.append(message)
         return self.world.unit_b_there
 
+    def unit_there(self) -> bool:
+        return self.world.unit_b_there
+
     def answer(self, peer: bytes, message: Message) -> bool:
         assert peer == PEER
         if self.world.connected:
