@@ -184,7 +184,7 @@ class UnitExecutor:
             pids,
             len(self.desk.gateways),
             self.replicas.terminating,
-            self.moving.downtimes,
+            self.moving,
         )
 
     def _migrator_hello(self, peer: bytes, hello: MigratorHello, now: float) -> None:

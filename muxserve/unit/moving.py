@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -142,6 +142,10 @@ class Departures:
     def moving_out(self, model: str) -> int:
         """How many of the model's requests are on their way."""
         return sum(move.live.model.name == model for move in self.moves.values()) if self.moves else 0
+
+    def under_way(self, model: str) -> dict[str, int]:
+        """How many of the model's moves wait for what."""
+        return dict(Counter(move.step.name.lower() for move in self.moves.values() if move.live.model.name == model))
 
     # ------------------------------------------------------------ what is heard
 

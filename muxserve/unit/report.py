@@ -10,7 +10,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import EngineState, ModelState
 from muxserve.scheduling.types import WHOLE, Phase
-from muxserve.unit.moving import Downtime
+from muxserve.unit.moving import Departures, Downtime
 
 
 def unit_state(
@@ -23,7 +23,7 @@ def unit_state(
     pids: Mapping[tuple[str, Phase], int],
     gateways: int,
     terminating: Collection[str] = (),
-    downtimes: Mapping[str, Downtime] | None = None,
+    moving: Departures | None = None,
 ) -> dict[str, object]:
     """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool."""
     return {
@@ -36,8 +36,7 @@ def unit_state(
         "memory_connected": ledger.memory_up,
         "gateways": gateways,
         "models": {
-            model.name: _model(model, policy, now)
-            | _moves(model, model.name in terminating, (downtimes or {}).get(model.name))
+            model.name: _model(model, policy, now) | _moves(model, model.name in terminating, moving)
             for model in ledger.models
         },
         "pools": {
@@ -86,13 +85,16 @@ def _model(model: ModelState, policy: Policy, now: float) -> dict[str, object]:
     }
 
 
-def _moves(model: ModelState, terminating: bool, downtime: Downtime | None) -> dict[str, object]:
-    """How the model stands as a replica. `downtime_seconds` is for how long requests that moved away stood still."""
-    tally, downtime = model.tally, downtime or Downtime()
+def _moves(model: ModelState, terminating: bool, moving: Departures | None) -> dict[str, object]:
+    """How the model stands as a replica. `downtime_seconds` is for how long requests that moved away stood still;
+    `moves` counts those under way by what they wait for."""
+    tally = model.tally
+    downtime = moving.downtimes.get(model.name, Downtime()) if moving is not None else Downtime()
     return {
         "terminating": terminating,
         "retired": model.retired,
         "moving": len(model.moving),
+        "moves": moving.under_way(model.name) if moving is not None else {},
         "given_back": tally.given_back,
         "moved_in": tally.moved_in,
         "moved_out": tally.moved_out,

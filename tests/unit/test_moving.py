@@ -135,6 +135,7 @@ def test_the_course_of_a_move() -> None:
     sent = course.last()
     assert (course.stage.since, course.stage.blocks, course.stage.reserve) == (2, [7], 0)
     assert b.state()["models"]["a"]["moving"] == 1
+    assert b.state()["models"]["a"]["moves"] == {"last": 1}
     assert b.state()["engines"]["a/decode"]["lease"] is None, "its engine has nothing left"
     assert to(DECODE, Lease, sent) == []
     course.committing()
