@@ -40,6 +40,7 @@ class RayUnits:
         keys: the fleet's.
         placement: units on as many nodes as there are, or on as few as hold them.
         place_seconds: for how long a unit waits for a node with room.
+        away_seconds: for how long it is left to Ray to start one again.
         command: what starts a unit's host, if not the real one.
     """
 
@@ -50,12 +51,14 @@ class RayUnits:
         *,
         placement: Literal["spread", "pack"] = "spread",
         place_seconds: float = PLACE_SECONDS,
+        away_seconds: float = PLACE_SECONDS,
         command: list[str] | None = None,
     ) -> None:
         self._address = address
         self._keys = keys
         self._placement = placement
         self._place_seconds = place_seconds
+        self._away_seconds = away_seconds
         self._command = command
         self._ray: Any = None
         self._connecting = asyncio.Lock()
@@ -113,7 +116,7 @@ class RayUnits:
         except BaseException:
             await release(ray, actor, group)
             raise
-        started = RayUnit(ray, unit, migrates, actor, group, place, emit, self._place_seconds)
+        started = RayUnit(ray, unit, migrates, actor, group, place, emit, self._away_seconds)
         self._units[unit.name] = started
         return started
 

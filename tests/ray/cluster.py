@@ -22,8 +22,12 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self._cluster: Any = Cluster()
-        # A dead node is found out in seconds, not in a quarter of a minute.
-        health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4, "health_check_timeout_ms": 2000}
+        # A dead node, which refuses connections, is found out in seconds; one that is slow is not taken for dead.
+        health = {
+            "health_check_period_ms": 1000,
+            "health_check_failure_threshold": 5,
+            "health_check_timeout_ms": 10_000,
+        }
         self._cluster.add_node(
             num_cpus=0,
             object_store_memory=MEMORY,
