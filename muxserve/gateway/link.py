@@ -157,16 +157,23 @@ class UnitLink(Link):
         self.unit = unit
         self._hello = GatewayHello(epoch, reply_to, gateway)
         self._on_up = on_up
+        self._greeted = False
 
     def _greet(self) -> None:
+        self._greeted = True
         self._send(self._hello)
 
     def _heard(self, message: Message) -> None:
-        if isinstance(message, UnitHello):
+        if not isinstance(message, UnitHello):
+            self._on_message(message)
+        elif self._greeted:
+            self._greeted = False
             self.up = True
             self._on_up(message.epoch)
         else:
-            self._on_message(message)
+            # ZeroMQ has connected to a new unit scheduler before we heard that the old one is gone. It was sent
+            # something by us and does not know whom to answer; what it was sent is sent again when it has answered.
+            self._greet()
 
 
 class SchedulerLink(Link):

@@ -62,7 +62,7 @@ class Reports:
             return "up"
         if self._status.asleep(name):
             return "asleep"
-        return "restarting" if self._status.was_ready else "starting"
+        return "restarting" if self._status.was_up(name) else "starting"
 
     def fleet(self) -> dict[str, object]:
         """Everything that is known: the units' own states, and the models' limits and queues at the gateway."""

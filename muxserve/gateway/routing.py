@@ -125,7 +125,7 @@ class Router:
             case Refused():
                 known = self.table.get(message.request_id)
                 if known is not None and known.attempt == message.attempt and known.unit == unit:
-                    self.placing.fail(known, message.message, Failure.NEVER)
+                    self._refused(known, message.message, now)
             case _:
                 return False
         return True
@@ -163,6 +163,14 @@ class Router:
         """Those of `request_ids` that are at `unit`: what it says of others is stale."""
         known = (self.table.get(request_id) for request_id in dict.fromkeys(request_ids))
         return [request for request in known if request is not None and request.unit == unit]
+
+    def _refused(self, request: Tracked, reason: str, now: float) -> None:
+        """Its unit can never serve it; one that has more room may."""
+        request.refused_by = (*request.refused_by, request.unit)
+        if self.placing.others(request):
+            self._leave([request], now, "refused", died=False)
+        else:
+            self.placing.fail(request, reason, Failure.NEVER)
 
     def _took_over(self, unit: str, message: TookOver) -> None:
         request = self.table.get(message.request_id)

@@ -106,6 +106,10 @@ class FleetStatus:
         """Whether one replica serves."""
         return any(unit.model_up(model) for unit in self.replicas(model))
 
+    def was_up(self, model: str) -> bool:
+        """Whether one of the replicas that there are has served before."""
+        return any((unit.name, model) in self._were_up for unit in self.replicas(model))
+
     def asleep(self, model: str) -> bool:
         """Whether there is no replica, and none is missing: the next request starts one."""
         rules = self.fleet.scaling.get(model)

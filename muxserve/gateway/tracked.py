@@ -29,8 +29,8 @@ class Tracked:
 
     `unit` is where it is served or was sent to; "" while it has no unit. (`request_id`, `attempt`) is in one unit at a
     time: within an attempt it goes to another unit by migration only, which `moves` counts. `refused_by` are units that
-    gave it back because they are drained; `repeated_at` are units that were sent this attempt twice. Times are seconds
-    of the monotonic clock. `context` belongs to the caller.
+    gave it back because they are drained or too small; `repeated_at` are units that were sent this attempt twice.
+    Times are seconds of the monotonic clock. `context` belongs to the caller.
     """
 
     request_id: str

@@ -12,9 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from muxserve.gateway.link import UnitLink
+from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.tokens import TokensSocket
-from muxserve.wire import Cancel, GatewayHello, Lost, Message, TokensHeader, UnitHello, decode, encode
+from muxserve.wire import Cancel, GatewayHello, Lost, Message, Placed, TokensHeader, UnitHello, Unplace, decode, encode
 
 
 @pytest.fixture
@@ -151,6 +151,48 @@ async def test_what_was_meant_for_a_dead_unit_never_reaches_the_next(linked: Lin
         assert (await unit.receive())[1] == Cancel(["but this"])
     finally:
         unit.die()
+
+
+async def test_a_unit_that_does_not_know_us_is_greeted_again(linked: Linked) -> None:
+    unit = Unit(linked.address)
+    try:
+        peer = await unit.greet("first")
+        assert await linked.next() == ("up", "first")
+        # As a new one does that is sent something by a gateway which has not noticed yet.
+        await unit.send(peer, encode(UnitHello("second")))
+        await unit.greet("second")
+        assert await linked.next() == ("up", "second")
+    finally:
+        unit.die()
+
+
+async def test_the_global_scheduler_comes_and_goes(directory: Path) -> None:
+    told: asyncio.Queue[str] = asyncio.Queue()
+    address = f"ipc://{directory}/scheduler"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = SchedulerLink(
+        context,
+        "me",
+        address,
+        on_up=lambda: told.put_nowait("up"),
+        on_down=lambda: told.put_nowait("down"),
+        on_message=lambda message: told.put_nowait(type(message).__name__),
+    )
+    link.start()
+    try:
+        for _ in range(3):
+            scheduler = Unit(address)
+            assert await asyncio.wait_for(told.get(), 10) == "up"
+            link.send(Unplace(["r"]))
+            peer, message = await scheduler.receive()
+            assert (peer, message) == (b"gateway/me", Unplace(["r"]))
+            await scheduler.send(peer, encode(Placed("r", "u0")))
+            assert await asyncio.wait_for(told.get(), 10) == "Placed"
+            scheduler.die()
+            assert await asyncio.wait_for(told.get(), 10) == "down"
+    finally:
+        link.close()
+        context.term()
 
 
 async def test_many_deaths(linked: Linked) -> None:

@@ -164,7 +164,16 @@ def test_refusal_counts_for_the_present_attempt_at_its_unit_only() -> None:
     assert (request.unit, request.attempt) == ("b", 1)
     told.take("b", Refused(request.request_id, 0, "no"))
     told.take("a", Refused(request.request_id, 1, "no"))
-    assert told.failed() == []
+    assert (told.failed(), request.unit, request.attempt) == ([], "b", 1)
+
+
+def test_what_is_too_large_for_one_unit_may_fit_into_another() -> None:
+    told = Told("ab")
+    request = told.submit()
+    told.sent()
+    told.take("a", Refused(request.request_id, 0, "no"))
+    assert told.sent() == [("a", "cancel", 1), ("b", "submit", 1)]
+    assert request.tries == 1
     told.take("b", Refused(request.request_id, 1, "no"))
     assert told.failed() == [Failure.NEVER]
 
