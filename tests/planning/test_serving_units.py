@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
 from muxserve.cluster.plan import FleetPlan
@@ -78,6 +80,34 @@ def test_replicas_can_exchange_what_they_hold() -> None:
     units = deployed(fleet("3"), plan(fleet("3"))).units
     assert [unit.deployment.model("arithmetic").block_tokens for unit in units] == [64, 64, 64]
     assert len({unit.deployment.layout("arithmetic") for unit in units}) == 1
+
+
+BOUNDS = st.one_of(
+    st.integers(1, 4).map(str),
+    st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)).map(
+        lambda drawn: f"{{min: {min(drawn)}, max: {max(drawn)}, start: {sorted(drawn)[1]}}}"
+    ),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(BOUNDS, BOUNDS, BOUNDS)
+def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: str, three: str) -> None:
+    declared = fleet(one, two, three)
+    planner = FleetPlanner(declared, MACHINE, lambda: NONE)
+    plans = planner.at_start()
+    told = deployed(declared, plans)
+    assert [each.name for each in plans] == [f"u{number}" for number in range(len(plans))]
+    assert 1 <= len(plans) <= possible_units(declared)
+    assert [model.name for model in told.models] == [model.name for model in declared.models]
+    for model in declared.models:
+        assert len(told.replicas(model.name)) == model.replicas.at_start
+        units = [u.deployment for u in told.units if model.name in [m.name for m in u.deployment.models]]
+        more = planned_unit(planner.unit("late", [model.name], told), "/run").deployment
+        assert len({unit.layout(model.name) for unit in (*units, more)}) == 1
+        offered = next(each for each in told.models if each.name == model.name)
+        assert offered.max_len == min(unit.model(model.name).max_len for unit in (*units, more))
+        assert (model.name in told.scaling) == model.replicas.scales
 
 
 def test_the_fleet_that_the_processes_are_told() -> None:
