@@ -136,6 +136,21 @@ async def test_a_unit_that_keeps_dying_is_started_again_as_a_whole(pair: Fleet) 
     assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
 
 
+async def test_a_unit_that_is_not_up_can_be_taken_out(pair: Fleet) -> None:
+    await pair.serving()
+    (pair.run_dir.path / "u1" / "die-unit").write_text("")
+    host = PartId("host", unit="u1")
+    os.kill(pair.pid(PartId("unit", unit="u1")), signal.SIGKILL)
+    await pair.until(lambda: any(isinstance(event, Down) and event.part == host for event in pair.events))
+    await pair.changes.drain("u1", said([]))
+    assert pair.serves == {"u0": ["one", "two"]}
+    started = [event for event in pair.events if isinstance(event, Starting) and event.part.unit == "u1"]
+    pair.controller.stop()
+    assert await pair.task == EXIT_OK
+    assert not any(alive(pid) for pid in pair.pids())
+    assert started == [event for event in pair.events if isinstance(event, Starting) and event.part.unit == "u1"]
+
+
 async def test_without_another_unit_the_fleet_ends(pair: Fleet) -> None:
     await pair.serving()
     pair.tell("die-unit")
