@@ -92,7 +92,7 @@ def main() -> None:
             for host in (ONE, OTHER):
                 cluster.add(host, 1)
             say("two nodes")
-            with running(fleet_file(Path(directory), cluster.address), seconds=120) as fleet:
+            with running(fleet_file(Path(directory), cluster.address), seconds=240) as fleet:
                 say("a fleet of two units")
                 fleet.wait(lambda: all(unit["status"] == "up" for unit in units(fleet)), 60, "up in both units")
                 assert all(unit["remote"] for unit in units(fleet)), units(fleet)
