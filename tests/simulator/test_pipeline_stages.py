@@ -41,7 +41,7 @@ def test_all_layers_are_somewhere(layers: int, stages: int) -> None:
 
 
 def test_the_parts_add_up_to_the_model() -> None:
-    parts = stage_architectures(MODEL, 4)
+    parts = stage_architectures(MODEL, split_layers(48, 4))
     assert [part.layers for part in parts] == [12] * 4
     # Of the two matrices of the vocabulary, embeddings are looked up and cost nothing.
     assert sum(part.parameters for part in parts) == MODEL.parameters
@@ -63,6 +63,26 @@ def test_each_stage_has_its_own_room_for_kv() -> None:
     assert kv_blocks(tied, "bfloat16", 1, [4 * gib])[0] > alone
 
 
+def test_layers_may_be_assigned() -> None:
+    # The LM head weighs as much as two or three layers: the last stage has fewer.
+    split = (13, 13, 12, 10)
+    gib = 40 * 2**30
+    blocks = kv_blocks(MODEL, "bfloat16", 4, [gib] * 4, split=split)
+    assert blocks[3] > blocks[2] > blocks[1] > blocks[0]
+    even, assigned = (
+        [
+            stage.seconds(Work(64, 1, 2080, 64, 20_000))
+            for stage in make_stages(replace(SPEC, layers=layers), Roofline())
+        ]
+        for layers in (None, split)
+    )
+    assert max(assigned) - min(assigned) < 0.6 * (max(even) - min(even))
+    with pytest.raises(ValueError, match="48 layers over 4 stages are not 12, 12, 12, 13"):
+        replace(SPEC, layers=(12, 12, 12, 13))
+    with pytest.raises(ValueError, match="over 4 stages are not 24, 24"):
+        kv_blocks(MODEL, "bfloat16", 4, [gib] * 4, split=(24, 24))
+
+
 def test_memory_that_does_not_hold_the_weights_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stage 0 has 6\.0 GiB, of which its weights take 7\.\d: no room"):
         kv_blocks(MODEL, "bfloat16", 4, [6 * 2**30] * 4)
@@ -74,14 +94,14 @@ def test_memory_that_does_not_hold_the_weights_is_refused() -> None:
 
 
 def test_steps_of_one_kind_cost_what_the_latency_model_says() -> None:
-    costs = Roofline().engine(stage_architectures(MODEL, 4)[0], SPEC.shape)
+    costs = Roofline().engine(stage_architectures(MODEL, split_layers(48, 4))[0], SPEC.shape)
     stage = make_stages(SPEC, Roofline())[0]
     assert stage.seconds(Work(512, 2, 70_000, 0, 0)) == costs.prefill(512, 70_000, 2)
     assert stage.seconds(Work(0, 0, 0, 64, 20_000)) == costs.decode(64, 20_000).seconds(20_000)
 
 
 def test_a_mixed_step_reads_weights_once_and_adds_both_attentions() -> None:
-    costs = Roofline().engine(stage_architectures(MODEL, 4)[0], SPEC.shape)
+    costs = Roofline().engine(stage_architectures(MODEL, split_layers(48, 4))[0], SPEC.shape)
     stage = make_stages(SPEC, Roofline())[0]
     reading = costs.decode(64, 1 << 30).per_token * 40_000
     mixed = stage.seconds(Work(512, 2, 70_000, 64, 40_000))

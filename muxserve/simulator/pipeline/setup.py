@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from muxserve.costs import EngineShape, ModelArchitecture
@@ -24,11 +25,21 @@ class Link:
             raise ValueError("a link needs a bandwidth above zero and a latency that is not negative")
 
 
+def check_split(split: Sequence[int], layers: int, stages: int) -> None:
+    """
+    Raises:
+        ValueError: these are not the model's layers, at least one for each stage.
+    """
+    if len(split) != stages or min(split) < 1 or sum(split) != layers:
+        raise ValueError(f"{layers} layers over {stages} stages are not {', '.join(map(str, split))}")
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """One engine. `shape` is where each stage runs, on devices of its own. `blocks` counts, for each stage, the blocks
     of `block_tokens` tokens that its KV cache has for its own layers: its length is the number of stages. A sequence
-    takes equally many of each, so that the smallest decides what the engine can hold.
+    takes equally many of each, so that the smallest decides what the engine can hold. `layers` says how many each stage
+    has (None: `stages.split_layers`).
 
     `depth` micro-batches may be in flight (None: as many as stages). A micro-batch is made when the first stage can
     take it, or, with `ahead`, as soon as fewer than `depth` are in flight, as vLLM's batch queue does; then it knows
@@ -46,6 +57,7 @@ class PipelineSpec:
     block_tokens: int = 16
     max_num_seqs: int = 1024
     link: Link = field(default_factory=Link)
+    layers: tuple[int, ...] | None = None
     depth: int | None = None
     ahead: bool = False
     chunk_ahead: bool = True
@@ -57,6 +69,8 @@ class PipelineSpec:
             raise ValueError("each stage needs at least one block")
         if self.stages > self.architecture.layers:
             raise ValueError(f"{self.architecture.layers} layers cannot be spread over {self.stages} stages")
+        if self.layers is not None:
+            check_split(self.layers, self.architecture.layers, self.stages)
         if self.block_tokens < 1 or self.max_num_seqs < 1 or (self.depth is not None and self.depth < 1):
             raise ValueError("block_tokens, max_num_seqs and depth must be at least 1")
         if self.step_seconds < 0 or self.return_seconds < 0:

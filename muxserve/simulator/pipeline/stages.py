@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from muxserve.costs import EngineCosts, LatencyModel, ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES
-from muxserve.simulator.pipeline.setup import PipelineSpec
+from muxserve.simulator.pipeline.setup import PipelineSpec, check_split
 
 # Where attention takes nearly all of a prefill step, whatever the model.
 _MANY_PAIRS = 1 << 40
@@ -42,11 +42,10 @@ def split_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(split)
 
 
-def stage_architectures(architecture: ModelArchitecture, stages: int) -> list[ModelArchitecture]:
+def stage_architectures(architecture: ModelArchitecture, split: Sequence[int]) -> list[ModelArchitecture]:
     """The model's parts as models of their own. Only the last computes logits; looking up embeddings costs nothing."""
-    split = split_layers(architecture.layers, stages)
     return [
-        replace(architecture, layers=layers, vocab=architecture.vocab if number == stages - 1 else 0)
+        replace(architecture, layers=layers, vocab=architecture.vocab if number == len(split) - 1 else 0)
         for number, layers in enumerate(split)
     ]
 
@@ -57,17 +56,21 @@ def kv_blocks(
     stages: int,
     memory: Sequence[float],
     block_tokens: int = 16,
+    split: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Blocks that each stage's KV cache can have. `memory` is what each stage has for weights and KV, bytes, of all its
-    devices together.
+    devices together; `split` says how many layers each has (None: `split_layers`).
 
     Raises:
         ValueError: the weights leave no room, or the lengths do not fit.
     """
+    if split is None:
+        split = split_layers(architecture.layers, stages)
+    check_split(split, architecture.layers, stages)
     if len(memory) != stages:
         raise ValueError(f"{stages} stages have {len(memory)} memories")
     found = []
-    for number, layers in enumerate(split_layers(architecture.layers, stages)):
+    for number, layers in enumerate(split):
         part = replace(architecture, layers=layers, tied_embeddings=True)
         # Embeddings lie on the first stage and the LM head on the last; on a single one both, unless they are tied.
         ends = (number == 0) + (number == stages - 1)
@@ -121,7 +124,8 @@ def make_stages(spec: PipelineSpec, latency: LatencyModel) -> list[Stage]:
     Raises:
         CostError: the latency model does not know a part of the model on that device.
     """
+    split = spec.layers or split_layers(spec.architecture.layers, spec.stages)
     return [
         Stage(latency.engine(part, spec.shape), blocks, part.layers)
-        for part, blocks in zip(stage_architectures(spec.architecture, spec.stages), spec.blocks, strict=True)
+        for part, blocks in zip(stage_architectures(spec.architecture, split), spec.blocks, strict=True)
     ]
