@@ -21,8 +21,8 @@ from placement.words import enumerate_words
 
 _LOCK = "lock"
 _POLL_MS = 500
-# A controller answers at once that it is there, whatever else it does.
-_THERE_SECONDS = 5.0
+# A controller answers at once that it is there, whatever else it does; a busy machine may take its time.
+_THERE_SECONDS = 10.0
 
 
 class NoFleetError(Exception):

@@ -212,7 +212,7 @@ class FleetPlanner:
         try:
             gpu = None
             machine = self._machine
-            if self._wants_gpus or any(each.gpu is not None for each in units):
+            if self._chosen:
                 gpu = self._free_gpus(fleet, units)
             elif not self._on_ray:
                 machine = self._left(units)

@@ -273,6 +273,16 @@ def test_gpus_wait_for_units_that_may_come() -> None:
         planner.unit("u3", ["arithmetic"], deployed(declared, [*plans, more, last]))
 
 
+def test_a_planned_fleet_without_a_unit_left_still_serves_on_gpus(tmp_path: Path) -> None:
+    declared = halves("{min: 0, max: 1}", "auto")
+    declared = declared.with_models([declared.model("arithmetic")])
+    file = saved(tmp_path / "p.yaml", [("H200-141GB", (0,), ["arithmetic"])], (Node("H200-141GB", 1),))
+    planner = FleetPlanner(declared, MACHINE, lambda: H200)
+    told = deployed(declared, planner.at_start(file))
+    woken = planner.unit("u1", ["arithmetic"], msgspec.structs.replace(told, units=[]))
+    assert gpus_of([woken]) == [[0]]
+
+
 def test_gpus_that_do_not_suffice() -> None:
     said = refused(halves("3", "{gpus: 2}"), None, MACHINE, H200)
     assert "fleet.yaml:1: cluster.gpus: 2 are too few for 3 units, one for each replica (arithmetic: 3)" in said
