@@ -293,6 +293,13 @@ def test_units_of_other_machines_are_reached_with_keys(running: Running) -> None
     assert gateway.asks("r") == "u0"
 
 
+def test_it_loads_nothing_heavy() -> None:
+    heavy = "{'torch', 'vllm', 'transformers', 'numpy', 'asyncio'}"
+    code = f"import muxserve.global_scheduler.process, sys; print({heavy} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() in ("set()", "{'asyncio'}")
+
+
 @pytest.mark.parametrize(("content", "words"), [(None, "No such file"), ("{}", "not a fleet")])
 def test_a_file_that_is_no_fleet_is_told_without_a_traceback(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "fleet.json"

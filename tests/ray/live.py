@@ -1,10 +1,16 @@
 """What `test_fleet.py` runs, with Ray importable: `muxserve deploy` with two units of one model on two nodes, of which
-one is killed while it serves."""
+one is killed while it serves. With `--come-back` a node is added afterwards, on which Ray starts the unit again; that
+takes another minute and is not part of the tests. Then a unit is drained while it serves: its requests move over TCP.
+
+    PYTHONPATH=.:build/ray python -m tests.ray.live --come-back
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,7 +23,7 @@ import yaml
 from tests.e2e.fleet import QUICKSTART, Fleet, running
 from tests.ray.cluster import Nodes, nodes
 
-ONE, OTHER = "127.0.0.3", "127.0.0.4"
+ONE, OTHER, THIRD = "127.0.0.3", "127.0.0.4", "127.0.0.5"
 MODEL = "arithmetic"
 STREAMS, TOKENS = 8, 200
 
@@ -39,6 +45,23 @@ def fleet_file(directory: Path, address: str) -> Path:
 def units(fleet: Fleet) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = fleet.get("/fleet").json()["units"]
     return found
+
+
+def drain() -> None:
+    command = [sys.executable, "-m", "muxserve.cli.app", "drain", "u0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def in_flight(fleet: Fleet) -> list[int]:
+    """Requests in each unit."""
+    return [unit["requests_in_flight"] for unit in units(fleet)]
+
+
+def engines_up(fleet: Fleet) -> list[str]:
+    """What `/metrics` says of engines."""
+    lines = fleet.get("/metrics").text.splitlines()
+    return [line for line in lines if line.startswith("muxserve_engine_up{") and line.endswith(" 1.0")]
 
 
 def whole(process: psutil.Process) -> list[psutil.Process]:
@@ -101,13 +124,25 @@ def main() -> None:
                 say("streams served over TCP")
 
                 def kill() -> None:
-                    busy = [unit["name"] for unit in units(fleet) if unit["requests_in_flight"]]
-                    assert len(busy) == 2, f"only {busy} serve"
+                    assert all(in_flight(fleet)), f"not both serve: {in_flight(fleet)}"
                     kill_machine(cluster, ONE)
 
                 got = asyncio.run(streams(fleet, kill))
                 assert got == wanted, "tokens are others after the death of a node"
                 say("a node killed, every stream complete and as before")
+                if "--come-back" in sys.argv:
+                    before = fleet.get("/fleet").json()["gateway"]["generation"]
+                    cluster.add(THIRD, 1)
+                    fleet.wait(lambda: all(unit["status"] == "up" for unit in units(fleet)), 240, "up again")
+                    assert fleet.get("/fleet").json()["gateway"]["generation"] > before
+                    say("the unit is up on another node")
+                    fleet.wait(lambda: len(engines_up(fleet)) == 4, 240, "serving again in both units")
+                    assert asyncio.run(streams(fleet, lambda: say(f"in flight: {in_flight(fleet)}"))) == wanted
+                    say("served by both again")
+                    assert asyncio.run(streams(fleet, drain)) == wanted
+                    moved = [line for line in fleet.get("/metrics").text.splitlines() if "migrations_total{" in line]
+                    assert [unit["name"] for unit in units(fleet)] == ["u1"]
+                    say(f"u0 drained while it served: {moved}")
 
 
 if __name__ == "__main__":
