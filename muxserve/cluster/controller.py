@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from muxserve import wire
-from muxserve.cluster.changes import Changes, Planner
+from muxserve.cluster.changes import Changes
 from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Progress, Ready, Stopping, Up
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
 from muxserve.cluster.last_words import LastWords, Said
@@ -18,6 +18,7 @@ from muxserve.cluster.launcher import WarmParents
 from muxserve.cluster.leftovers import Leftovers
 from muxserve.cluster.processes import adopt_orphans
 from muxserve.cluster.scheduler_link import SchedulerLink
+from muxserve.cluster.steps import Planner
 from muxserve.cluster.supervision import GaveUp, Part, Supervisor
 from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from muxserve.cluster.changes import Addition
 from muxserve.cluster.fleet_plan import planned_unit
 from muxserve.cluster.plan import fetch
 from muxserve.cluster.rules import scaling_of
+from muxserve.cluster.steps import Addition
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, FleetError
 from muxserve.control.changes import ChangeError, Tell

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from muxserve.cluster import fleet_starts, starts, supervision, unit_set
-from muxserve.cluster.changes import Changes, Planner
+from muxserve.cluster.changes import Changes
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.events import Event, PartId, Up
 from muxserve.cluster.fleet_starts import FleetCommands, LocalFleetLauncher
@@ -20,6 +20,7 @@ from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.sizing import SizingError
+from muxserve.cluster.steps import Planner
 from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
 from muxserve.deployment import (
     Deployment,

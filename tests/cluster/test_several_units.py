@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from muxserve.cluster.changes import Addition
 from muxserve.cluster.controller import EXIT_KEPT_DYING, EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.run_dir import RunDir
+from muxserve.cluster.steps import Addition
 from muxserve.cluster.units import PlannedUnit
 from muxserve.control.changes import ChangeError
 from muxserve.deployment import FleetDeployment

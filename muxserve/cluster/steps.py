@@ -1,0 +1,222 @@
+"""The steps that changes of a running fleet are made of: replicas and units up, and down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from muxserve import wire
+from muxserve.cluster.live import live_requests
+from muxserve.cluster.supervision import GaveUp
+from muxserve.cluster.unit_set import Unit, UnitSet
+from muxserve.cluster.units import PlannedUnit
+from muxserve.config import Fleet
+from muxserve.control.changes import ChangeError, Tell
+from muxserve.deployment import FleetDeployment, ModelDeployment
+from muxserve.replicas.scaling import ScalingRules
+
+# Replicas that were asked to drain get so much longer than what the gateways allow their requests at the end.
+_DRAIN_MARGIN = 30.0
+
+
+@dataclass(frozen=True)
+class Addition:
+    """A model that is new in the fleet, and the units that serve it at first. `key_levels` etc. stay as they are."""
+
+    model: ModelDeployment
+    units: tuple[PlannedUnit, ...]
+    scaling: ScalingRules | None = None
+
+
+class Planner(Protocol):
+    """Makes units that fit into what is left. Called in a thread, since it may read files and download."""
+
+    def unit(self, model: str, name: str, fleet: FleetDeployment) -> PlannedUnit:
+        """A unit `name` with a replica of that model alone.
+
+        Raises:
+            ChangeError: there is no room, in words.
+        """
+
+    def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetDeployment, tell: Tell) -> Addition:
+        """What it takes to serve the only model of `declared`, too; from `names` come names for its units.
+
+        Raises:
+            ChangeError: there is no room, or the model cannot be served, in words.
+        """
+
+    def forget(self, model: str) -> None:
+        """The model is not served any more."""
+
+
+class Steps:
+    """One step after the other; whoever calls sees to it that only one change is made of them at a time.
+
+    Args:
+        planner: makes new units; None: there is nothing but the units that were started.
+        send: tells the global scheduler, if there is one.
+    """
+
+    def __init__(
+        self, units: UnitSet, planner: Planner | None, send: Callable[[wire.Message], Awaitable[None]]
+    ) -> None:
+        self._units = units
+        self._planner = planner
+        self._send = send
+        # Replicas that somebody waits for to be drained: (model, unit).
+        self._draining: dict[tuple[str, str], asyncio.Future[None]] = {}
+
+    @property
+    def planner(self) -> Planner:
+        """What makes new units.
+
+        Raises:
+            ChangeError: there is none.
+        """
+        if self._planner is None:
+            raise ChangeError("this fleet has no place for more units")
+        return self._planner
+
+    def replicas(self, model: str) -> list[Unit]:
+        """The units that serve it."""
+        return [unit for unit in self._units.units.values() if unit.announced and model in unit.serves]
+
+    async def live(self, unit: Unit, model: str) -> int:
+        """The requests of a model that a unit has."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                return live_requests(await unit.handle.state(), model)
+        return 0  # nobody is there to have any
+
+    def drained(self, model: str, unit: str) -> bool:
+        """The global scheduler says that a replica has nothing left; whether somebody has waited for that."""
+        waiting = self._draining.get((model, unit))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+        return waiting is not None
+
+    async def resend(self) -> None:
+        """Tell a new global scheduler what is to be drained."""
+        for model, unit in list(self._draining):
+            await self._send(wire.DrainReplicas(unit, [model]))
+
+    # ------------------------------------------------------------ steps: up
+
+    async def start_several(self, model: str, count: int, tell: Tell) -> None:
+        """Start replicas, all or none."""
+        started: list[Unit] = []
+        try:
+            for _ in range(count):
+                started.append(await self._start_one(model, tell))
+        except BaseException:
+            for unit in started:
+                await self.end_replicas([model], unit, tell)
+            raise
+
+    async def _start_one(self, model: str, tell: Tell) -> Unit:
+        idle = [
+            unit
+            for unit in self._units.units.values()
+            if unit.announced
+            and model not in unit.serves
+            and unit.handle.ready.is_set()
+            and any(each.name == model for each in unit.planned.deployment.models)
+        ]
+        if idle:
+            unit = idle[0]
+            tell(f"starting {model} in {unit.name}")
+            try:
+                await unit.handle.start_model(model)
+            except GaveUp as failure:
+                raise ChangeError(f"{failure.part} cannot start: {failure}") from None
+        else:
+            planned = await asyncio.to_thread(self.planner.unit, model, self._units.next_name(), self._units.fleet)
+            offered = next(each for each in self._units.fleet.models if each.name == model)
+            longest = planned.deployment.model(model).max_len
+            if longest < offered.max_len:
+                raise ChangeError(f"a replica more would hold {longest} tokens of a request, not {offered.max_len}")
+            tell(f"starting {planned.name} with {model}")
+            unit = await self.bring_up(planned)
+            self._units.announce(unit)
+        unit.serves.add(model)
+        self._units.publish()
+        tell(f"{model} is served by {unit.name}")
+        return unit
+
+    async def bring_up(self, planned: PlannedUnit) -> Unit:
+        """Start a unit; nobody is told of it yet.
+
+        Raises:
+            ChangeError: it cannot start; nothing of it is left.
+        """
+        name = planned.name
+        try:
+            unit = await self._units.start(planned, announced=False)
+        except GaveUp as failure:
+            raise ChangeError(f"{name} cannot start: {failure}") from None
+        up = asyncio.create_task(unit.handle.ready.wait())
+        end = asyncio.create_task(unit.handle.wait())
+        ends: set[asyncio.Future[Any]] = {up, end}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                end.result()
+        except GaveUp as failure:
+            await self._units.end(name)
+            raise ChangeError(f"{failure.part.within(name)} cannot start: {failure}") from None
+        except BaseException:
+            await self._units.end(name)
+            raise
+        finally:
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+        self._units.keep(unit)
+        return unit
+
+    # ------------------------------------------------------------ steps: down
+
+    async def least_loaded(self, model: str, units: Sequence[Unit], count: int) -> list[Unit]:
+        """Those that are missed least: with the fewest requests, among these with the fewest other models."""
+        live = [await self.live(unit, model) for unit in units]
+        order = sorted(range(len(units)), key=lambda i: (live[i], len(units[i].serves), -i))
+        return [units[i] for i in order[:count]]
+
+    async def drain_and_end(self, models: Sequence[str], unit: Unit, tell: Tell) -> None:
+        """Have replicas of a unit emptied, and end them. What is left when the time is over is computed again in other
+        units, so nothing is lost by that."""
+        waiting = {
+            (model, unit.name): asyncio.get_running_loop().create_future()
+            for model in models
+            if self._units.fleet.placed_by_scheduler(model)
+        }
+        if waiting:
+            tell(f"draining {', '.join(model for model, _ in waiting)} in {unit.name}")
+            self._draining.update(waiting)
+            seconds = self._units.fleet.gateway.drain_seconds + _DRAIN_MARGIN
+            try:
+                await self._send(wire.DrainReplicas(unit.name, [model for model, _ in waiting]))
+                _, late = await asyncio.wait(waiting.values(), timeout=seconds)
+                if late:
+                    tell(f"{unit.name} is not empty after {seconds:g} s; what is left is computed again elsewhere")
+            finally:
+                for key in waiting:
+                    self._draining.pop(key, None)
+        await self.end_replicas(models, unit, tell)
+
+    async def end_replicas(self, models: Sequence[str], unit: Unit, tell: Tell) -> None:
+        """Have nobody sent there any more, and end the engines; and the unit, if there is nothing left in it."""
+        unit.serves.difference_update(models)
+        if unit.serves:
+            self._units.publish()
+            for model in models:
+                await unit.handle.stop_model(model)
+            tell(f"{', '.join(models)} is not served by {unit.name} any more")
+        else:
+            unit.announced = False
+            self._units.publish()
+            await self._units.end(unit.name)
+            tell(f"{unit.name} has ended")
