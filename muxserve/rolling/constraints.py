@@ -28,18 +28,18 @@ class Demand:
 
 
 def check(member: Member, demand: Demand, objectives: Objectives, now: float) -> Verdict:
-    """Algorithm 2.
+    """Algorithm 2. Predicted prefills are corrected by the member's bias.
 
-    TTFT: the predicted prefills admitted since the switch, and this one, `t_total`, must not exceed the objective.
-    TPOT: running decodes must have saved at least `t_total` on average, since they wait for so long.
+    TTFT: those that the member was given since its prefill window opened, and this one, must not exceed the objective.
+    Who came first waits for all of them before it decodes.
+    TPOT: running decodes must have saved at least what they wait for: the prefills that are pending, and this one.
     Memory: what is promised to requests, and this one, must fit.
     """
-    total = demand.prefill_seconds * member.bias
-    if member.window is Window.PREFILL:
-        total += member.admitted_seconds
-    if total > objectives.ttft:
+    seconds = demand.prefill_seconds * member.bias
+    window = member.window_seconds if member.window is Window.PREFILL else 0.0
+    if window + seconds > objectives.ttft:
         return Verdict.TTFT
-    if member.saved(now, objectives.tpot) < total:
+    if member.saved(now, objectives.spared) < member.pending_seconds + seconds:
         return Verdict.TPOT
     if member.promised + demand.tokens > member.capacity:
         return Verdict.MEMORY

@@ -1,10 +1,8 @@
-"""What the scheduler of a macro instance knows of a member, and how it changes with what happens there.
-
-Everything is sums, so that an event costs the same whatever number of requests a member has.
-"""
+"""What the scheduler of a macro instance knows of a member, and how it changes with what happens there."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -20,65 +18,91 @@ class Window(StrEnum):
 class Objectives:
     """The latencies to be met, seconds: time to first token, and time per output token after it.
 
+    `spared` says whose saved time decides whether decodes can be kept waiting: None, the mean of all (EcoServe); a
+    number in [0, 1), the one that this part of them has less than (0: the least of all), which is this project's.
+
     Raises:
-        ValueError: one of them is not above zero.
+        ValueError: an objective is not above zero, or `spared` is outside.
     """
 
     ttft: float
     tpot: float
+    spared: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.ttft > 0 and self.tpot > 0):
             raise ValueError(f"latency objectives must be above zero seconds, not {self.ttft} and {self.tpot}")
+        if self.spared is not None and not 0 <= self.spared < 1:
+            raise ValueError(f"spared must be at least 0 and below 1, or None, not {self.spared}")
 
 
 @dataclass(slots=True)
-class Arrived:
-    """A request that was admitted to a member: tokens of KV it holds in the end at most, and its predicted prefill."""
+class Admitted:
+    """A request of a member: tokens of KV it holds in the end at most, its predicted prefill (seconds), whether that is
+    done, and once it decodes its place among the decodes (see `Member.places`)."""
 
     tokens: int
     prefill_seconds: float
-    first_token_at: float | None = None
-    generated: int = 0
+    prefilled: bool = False
+    place: float | None = None
 
 
 @dataclass(slots=True)
 class Member:
     """One replica in a macro instance: plain data, so that it can be sent to another scheduler as it is.
 
-    `capacity` and `promised` are tokens of KV: all there is, and what admitted requests may come to hold. `window` and
-    `switched_at` say what it does, and since when. `admitted_seconds` sums the predicted prefills that were admitted
-    since the prefill window opened (all of them, done or not: the length that the window will have had).
-    `decoding` counts requests with a first token, `generated` their output tokens, `first_tokens` the sum of the times
-    of their first tokens. `bias` corrects predicted prefills by what was observed.
+    `capacity` and `promised` are tokens of KV: all there is, and what admitted requests may come to hold. `tpot` is the
+    objective that decodes are held against, seconds. `window` and `switched_at` say what it does, and since when.
+    `window_seconds` sums the predicted prefills that it was given since the prefill window opened, done or not: the
+    length that the window will have had. `pending` and `pending_seconds` are those that are not done.
+
+    A sequence that decodes gets a token with each of the member's `steps`, so what it has saved,
+    `L * SLO_TPOT - (now - since)`, is the same number for all, `steps * SLO_TPOT - now`, plus a constant of its own,
+    its place: `since - steps_at_since * SLO_TPOT`. `places` are those, sorted: no event touches more than one.
+
+    `bias` corrects predicted prefills by what was observed. A member that is `leaving` gets nothing more.
     """
 
     name: str
     capacity: int
+    tpot: float
     window: Window = Window.DECODE
     switched_at: float = 0.0
-    admitted_seconds: float = 0.0
+    window_seconds: float = 0.0
     pending_seconds: float = 0.0
     pending: int = 0
     promised: int = 0
-    decoding: int = 0
-    generated: int = 0
-    first_tokens: float = 0.0
+    steps: int = 0
+    places: list[float] = field(default_factory=list)
+    sum_of_places: float = 0.0
     bias: float = 1.0
     leaving: bool = False
-    requests: dict[str, Arrived] = field(default_factory=dict)
+    requests: dict[str, Admitted] = field(default_factory=dict)
+    # Prefilled in this window: they decode once it is over.
+    fresh: list[str] = field(default_factory=list)
 
     @property
     def idle(self) -> bool:
         """Nothing is there."""
         return not self.requests
 
-    def saved(self, now: float, tpot: float) -> float:
-        """Mean saved time of the running decodes, seconds: `L * SLO_TPOT - (now - first_token_time)` (EcoServe,
-        section 3.4). Infinite without any: nobody is kept waiting."""
-        if not self.decoding:
+    @property
+    def decoding(self) -> int:
+        """Sequences that decode."""
+        return len(self.places)
+
+    def saved(self, now: float, spared: float | None = None) -> float:
+        """Saved time of the running decodes, seconds: `L * SLO_TPOT - (now - first_token_time)` (EcoServe, section
+        3.4), the mean of all, or the one that a part `spared` of them has less than. Infinite without any: nobody is
+        kept waiting.
+
+        Time counts from the phase switch after the prefill, since the wait for it counts as time to first token. A
+        sequence of the window that is open has not begun.
+        """
+        if not self.places:
             return float("inf")
-        return (self.generated * tpot - (self.decoding * now - self.first_tokens)) / self.decoding
+        place = self.sum_of_places / len(self.places) if spared is None else self.places[int(spared * len(self.places))]
+        return self.steps * self.tpot - now + place
 
     # ------------------------------------------------------------ events
 
@@ -91,60 +115,57 @@ class Member:
         """
         seconds = prefill_seconds * self.bias
         if self.window is Window.DECODE:
-            self.window, self.switched_at, self.admitted_seconds = Window.PREFILL, now, 0.0
-        self.requests[request_id] = Arrived(tokens, seconds)
-        self.admitted_seconds += seconds
+            self.window, self.switched_at, self.window_seconds = Window.PREFILL, now, 0.0
+        self.requests[request_id] = Admitted(tokens, seconds)
+        self.window_seconds += seconds
         self.pending_seconds += seconds
         self.pending += 1
         self.promised += tokens
 
     def prefilled(self, request_id: str, now: float) -> None:
         """Its first token is out. When it was the last one pending, the member goes back to decoding."""
-        request = self.requests[request_id]
-        self.pending -= 1
-        self.pending_seconds = max(0.0, self.pending_seconds - request.prefill_seconds) if self.pending else 0.0
-        request.first_token_at = now
-        request.generated = 1
-        self.decoding += 1
-        self.generated += 1
-        self.first_tokens += now
-        if not self.pending:
-            self.window, self.switched_at = Window.DECODE, now
+        request = self.requests.get(request_id)
+        if request is None or request.prefilled:
+            return
+        request.prefilled = True
+        self.fresh.append(request_id)
+        self._done(request, now)
 
-    def stepped(self, counts: dict[str, int]) -> None:
-        """Output tokens that requests have got since the last report."""
-        for request_id, tokens in counts.items():
-            request = self.requests.get(request_id)
-            if request is not None and request.first_token_at is not None:
-                request.generated += tokens
-                self.generated += tokens
+    def stepped(self, steps: int = 1) -> None:
+        """Each running decode has got so many tokens."""
+        self.steps += steps
 
-    def decoded(self, tokens: int) -> None:
-        """All running decodes together have got `tokens` output tokens: for those who only count sums. Not to be mixed
-        with `stepped`."""
-        self.generated += tokens
-
-    def left(self, request_id: str, now: float, generated: int | None = None) -> None:
-        """A request has ended, was cancelled or went elsewhere. `generated`: its output tokens, if only sums were
-        counted."""
+    def left(self, request_id: str, now: float) -> None:
+        """A request has ended, was cancelled, lost its KV or went elsewhere."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return
         self.promised -= request.tokens
-        if request.first_token_at is None:
-            self.pending -= 1
-            self.pending_seconds = max(0.0, self.pending_seconds - request.prefill_seconds) if self.pending else 0.0
-            if not self.pending and self.window is Window.PREFILL:
-                self.window, self.switched_at = Window.DECODE, now
-            return
-        self.decoding -= 1
-        self.generated -= request.generated if generated is None else generated
-        self.first_tokens -= request.first_token_at
-        if not self.decoding:
-            # What sums of floats leave over.
-            self.generated, self.first_tokens = 0, 0.0
+        if not request.prefilled:
+            self._done(request, now)
+        elif request.place is None:
+            self.fresh.remove(request_id)
+        else:
+            del self.places[bisect_left(self.places, request.place)]
+            # Sums of floats leave something over.
+            self.sum_of_places = self.sum_of_places - request.place if self.places else 0.0
 
     def observed(self, predicted: float, measured: float, weight: float = 0.1) -> None:
         """A prefill that was predicted, uncorrected, to take `predicted` seconds has taken `measured`."""
         if predicted > 0 and measured > 0:
             self.bias += weight * (measured / predicted - self.bias)
+
+    def _done(self, request: Admitted, now: float) -> None:
+        """A prefill is not pending any more."""
+        self.pending -= 1
+        self.pending_seconds -= request.prefill_seconds
+        if self.pending:
+            return
+        self.pending_seconds = 0.0
+        self.window, self.switched_at = Window.DECODE, now
+        for request_id in self.fresh:
+            place = now - self.steps * self.tpot
+            self.requests[request_id].place = place
+            insort(self.places, place)
+            self.sum_of_places += place
+        self.fresh.clear()

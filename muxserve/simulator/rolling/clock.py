@@ -51,7 +51,7 @@ class Arrangement:
     def prefilled(self, engine: Engine, requests: Sequence[PhasedRequest], now: float, seconds: float) -> None:
         """See `engine.Told`."""
 
-    def decoded(self, engine: Engine, tokens: int) -> None:
+    def decoded(self, engine: Engine) -> None:
         """See `engine.Told`."""
 
     def finished(self, engine: Engine, request: PhasedRequest, now: float) -> None:

@@ -27,8 +27,8 @@ class Told(Protocol):
         engine does that, otherwise they hold their blocks until they are released."""
         ...
 
-    def decoded(self, engine: Engine, tokens: int) -> None:
-        """A decode step has made so many tokens."""
+    def decoded(self, engine: Engine) -> None:
+        """A decode step has ended."""
         ...
 
     def finished(self, engine: Engine, request: PhasedRequest, now: float) -> None:
@@ -211,7 +211,7 @@ class Engine:
 
     def _end_decode(self, now: float) -> None:
         batch = self.batch
-        self._told.decoded(self, len(batch.running))
+        self._told.decoded(self)
         batch.advance(batch.counter + 1)
         if batch.next_end() <= batch.counter:
             for request in batch.ended():

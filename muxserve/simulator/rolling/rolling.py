@@ -93,17 +93,16 @@ class Rolling(Arrangement):
         member = self.scheduler.member(engine.name)
         member.observed(sum(request.predicted for request in requests), seconds)
         for request in requests:
-            request.counted = request.made - 1
             member.prefilled(request.request_id, now)
 
-    def decoded(self, engine: Engine, tokens: int) -> None:
+    def decoded(self, engine: Engine) -> None:
         """See `engine.Told`."""
-        self.scheduler.member(engine.name).decoded(tokens)
+        self.scheduler.member(engine.name).stepped()
 
     def finished(self, engine: Engine, request: PhasedRequest, now: float) -> None:
         """See `engine.Told`."""
         super().finished(engine, request, now)
-        self.scheduler.member(engine.name).left(request.request_id, now, request.made - request.counted)
+        self.scheduler.member(engine.name).left(request.request_id, now)
         del self._by_id[request.request_id]
         if self._attainment:
             objectives = self.options.objectives
@@ -113,7 +112,7 @@ class Rolling(Arrangement):
         """It is prefilled again where it was, which opens a prefill window there."""
         member = self.scheduler.member(engine.name)
         promised = member.requests[request.request_id].tokens
-        member.left(request.request_id, now, request.made - request.counted)
+        member.left(request.request_id, now)
         tokens = request.tokens
         request.predicted = self.costs.prefill(tokens, tokens * (tokens + 1) // 2, 1) + self.spec.step_seconds
         member.admitted(request.request_id, max(promised, tokens), request.predicted, now)
@@ -133,7 +132,9 @@ class Rolling(Arrangement):
         self._names += 1
         engine = Engine(f"i{self._names}", self._names, self.spec, self.costs, self)
         self.add(engine)
-        sent = self.scheduler.grow(Member(engine.name, self.spec.capacity, switched_at=now), now)
+        sent = self.scheduler.grow(
+            Member(engine.name, self.spec.capacity, self.options.objectives.tpot, switched_at=now), now
+        )
         self.result.replicas.append((now, len(self.scheduler.members)))
         self.result.moves = self.scheduler.moved
         self._deliver(sent, now)
