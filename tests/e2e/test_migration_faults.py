@@ -1,0 +1,251 @@
+"""Every process of two units, killed in every step of a migration: the client gets the same tokens, and no page leaks.
+
+The units are real; gateway and global scheduler are played (`benchmarks/two_units.py`). A step lasts because the
+process that it waits for is stopped, or copying is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.two_units import MODEL, TwoUnits, bodies, unit_deployment
+from muxserve.memory.client import MemoryClient
+from muxserve.wire import (
+    Cancel,
+    GatewayHello,
+    Lost,
+    Message,
+    SchedulerHello,
+    StateRequest,
+    Submit,
+    TokensHeader,
+    TookOver,
+    UnitHello,
+    UnitState,
+    decode,
+)
+from tests.support.tiny_checkpoint import tiny_checkpoint
+
+PROMPT, OUTPUT = 300, 500
+# Bytes per second; a token has 2 KiB.
+BANDWIDTH = 3e6
+STEPS = ("showing", "copying", "last", "committing")
+PARTS = ("decode", "prefill", "migrator", "memory", "scheduler")
+# Whoever is stopped for a step not to end. The last stage has to wait for the bandwidth of the first.
+HELD_BY = {"showing": ("a", "decode"), "copying": ("b", "migrator"), "committing": ("b", "scheduler")}
+TRIES = 5
+ASK_SECONDS = 0.004
+GREET_SECONDS = 0.2
+
+
+class Gateway(TwoUnits):
+    """Plays a gateway in full: what is lost, or was with a unit scheduler that died, is submitted again."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.attempts: dict[str, int] = {}
+        self.bodies: dict[str, bytes] = {}
+        self.again: list[str] = []
+        self.states: dict[str, Any] = {}
+        self._epochs: dict[str, str] = {}
+        self._asked_at = self._greeted_at = 0.0
+        super().__init__(*arguments)
+
+    def begin(self, unit: str, body: bytes) -> str:
+        name = self.submit(unit, body, PROMPT, OUTPUT)
+        self.bodies[name], self.attempts[name] = body, 0
+        return name
+
+    def until(self, wanted: Any, seconds: float = 60.0) -> None:
+        """Pump until it is so, asking both units for their state, and greeting them as after a lost connection."""
+
+        def there() -> bool:
+            now = time.monotonic()
+            if now - self._greeted_at > GREET_SECONDS:
+                self._greeted_at = now
+                for unit in self.units:
+                    self.send(unit, "gateway", GatewayHello(self.epoch, self.tokens_address))
+                    self.send(unit, "scheduler", SchedulerHello(self.epoch))
+            if now - self._asked_at > ASK_SECONDS:
+                self._asked_at = now
+                for unit in self.units:
+                    self.send(unit, "scheduler", StateRequest())
+            return bool(wanted())
+
+        # `pump` waits for messages for longer than a step may last.
+        end = time.monotonic() + seconds
+        while not there():
+            assert time.monotonic() < end, (self.states, self.requests)
+            with contextlib.suppress(TimeoutError):
+                self.pump(lambda: bool(wanted()), ASK_SECONDS)
+
+    @property
+    def tokens_address(self) -> str:
+        return f"ipc://{next(iter(self.units.values())).deployment.run_dir}/tokens.sock"
+
+    def _take(self, unit: str, role: str, frames: list[bytes], now: float) -> None:
+        message = decode(frames[0])
+        match message:
+            case UnitState():
+                self.states[unit] = message.state
+            case UnitHello():
+                self._unit_hello(unit, message)
+                super()._take(unit, role, frames, now)
+            case Lost():
+                self._again([r for r in message.request_ids if self._is_at(r, unit)])
+            case TookOver():
+                seen = self.requests.get(message.request_id)
+                if seen is not None and self.attempts[message.request_id] == message.attempt and not seen.finished:
+                    super()._take(unit, role, frames, now)
+                elif seen is None or seen.unit != unit:
+                    self.send(unit, "gateway", Cancel([message.request_id]))
+            case TokensHeader():
+                attempts = {request_id: attempt for request_id, attempt, _ in message.entries}
+                if all(self.attempts.get(r) == attempt for r, attempt in attempts.items()):
+                    super()._take(unit, role, frames, now)
+            case _:
+                super()._take(unit, role, frames, now)
+
+    def _unit_hello(self, unit: str, message: UnitHello) -> None:
+        known, self._epochs[unit] = self._epochs.get(unit), message.epoch
+        if known not in (None, message.epoch):
+            self._again([r for r in self.requests if self._is_at(r, unit)])
+
+    def _is_at(self, request_id: str, unit: str) -> bool:
+        seen = self.requests.get(request_id)
+        return seen is not None and seen.unit == unit and not seen.finished
+
+    def _again(self, request_ids: list[str]) -> None:
+        for name in request_ids:
+            seen = self.requests[name]
+            seen.early.clear()
+            self.attempts[name] += 1
+            self.again.append(name)
+            message: Message = Submit(
+                name, MODEL, self.attempts[name], PROMPT, OUTPUT, time.monotonic(), self.bodies[name], seen.tokens
+            )
+            self.send(seen.unit, "gateway", message)
+
+
+@pytest.fixture(scope="module")
+def units() -> Iterator[Gateway]:
+    checkpoint = tiny_checkpoint("llama", 2, 4, 2, 64)
+    with (
+        tempfile.TemporaryDirectory(prefix="mx") as root,
+        Gateway(
+            lambda name: unit_deployment(
+                Path(root) / name, name, checkpoint, max_len=1024, blocks=240, migration_bandwidth=BANDWIDTH
+            )
+        ) as started,
+    ):
+        yield started
+
+
+@pytest.fixture(scope="module")
+def body() -> bytes:
+    ((made,),) = bodies([(1, PROMPT, OUTPUT)], 256)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(units: Gateway, body: bytes) -> list[int]:
+    """What the request answers when nothing happens to it."""
+    name = units.begin("b", body)
+    units.until(lambda: units.requests[name].finished)
+    assert len(units.requests[name].tokens) == OUTPUT
+    return units.requests[name].tokens
+
+
+def process(units: Gateway, unit: str, part: str) -> psutil.Process:
+    """The unit's process of that part."""
+    marks = {
+        "decode": f"muxserve engine {MODEL}/decode",
+        "prefill": f"muxserve engine {MODEL}/prefill",
+        "migrator": "muxserve.migration.process",
+        "memory": "muxserve-memory-manager",
+        "scheduler": "muxserve.unit.scheduler",
+    }
+    for each in psutil.Process(units.units[unit].process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if each.status() != psutil.STATUS_ZOMBIE and marks[part] in " ".join(each.cmdline()):
+                return each
+    raise AssertionError(f"unit {unit} has no {part}")
+
+
+def healthy(units: Gateway) -> bool:
+    for unit in units.units:
+        state = units.states.get(unit)
+        if state is None or not state["memory_connected"]:
+            return False
+        if not all(engine["up"] for engine in state["engines"].values()):
+            return False
+        with contextlib.suppress(AssertionError):
+            process(units, unit, "migrator")
+            continue
+        return False
+    return True
+
+
+def moves(units: Gateway) -> dict[str, int]:
+    """What moves from the first unit wait for, as far as it has said."""
+    found: dict[str, int] = units.states["a"]["models"][MODEL]["moves"]
+    return found
+
+
+def used(units: Gateway) -> int:
+    pages = 0
+    for unit in units.units.values():
+        with MemoryClient(unit.deployment.memory_socket, "test") as client:
+            pages += int(client.map(MODEL).counters.used_pages)
+    return pages
+
+
+@pytest.mark.parametrize("victim", [f"{unit}-{part}" for part in PARTS for unit in "ab"])
+@pytest.mark.parametrize("step", STEPS)
+def test_any_process_killed_in_any_step(
+    units: Gateway, body: bytes, expected: list[int], step: str, victim: str
+) -> None:
+    units.states.clear()
+    units.until(lambda: healthy(units))
+    before = units.states["a"]["models"][MODEL]
+    for _ in range(TRIES):
+        name = units.begin("a", body)
+        seen = units.requests[name]
+        units.until(lambda seen=seen: len(seen.tokens) > 10)
+        held = process(units, *HELD_BY[step]) if step in HELD_BY else None
+        if held is not None:
+            held.suspend()
+        units.begin_moving("a")
+        units.until(lambda seen=seen: step in moves(units) or seen.unit == "b")
+        if step in moves(units):
+            break
+        # It was over before it was seen.
+        units.end_moving("a")
+        units.until(lambda seen=seen: seen.finished)
+    else:
+        pytest.fail(f"no move was met {step}")
+    unit, part = victim.split("-")
+    process(units, unit, part).send_signal(signal.SIGKILL)
+    units.end_moving("a")
+    if held is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            held.resume()
+    units.until(lambda: seen.finished)
+    assert seen.tokens == expected
+    assert units.again.count(name) <= 3
+    units.again.clear()
+    units.until(lambda: healthy(units))
+    units.until(lambda: used(units) == 0, 30.0)
+    assert before["queued"] == 0
+    for state in units.states.values():
+        (model,) = state["models"].values()
+        assert not model["moves"]
+        assert not model["moving"]
