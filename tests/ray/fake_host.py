@@ -40,7 +40,7 @@ def main() -> int:
         match command["do"]:
             case "state":
                 nice = os.getpriority(os.PRIO_PROCESS, 0)
-                reply["state"] = {"unit": deployment.unit, "arguments": sys.argv[1:], "nice": nice}
+                reply["state"] = {"unit": deployment.unit, "arguments": sys.argv[1:], "nice": nice, "pid": os.getpid()}
             case "start_model" if command["model"] == "broken":
                 reply |= {"error": "no room", "part": {"kind": "engine", "model": "broken", "phase": "decode"}}
             case "tell":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from muxserve import network
 from muxserve.cluster.events import Down, Event, PartId, Ready, Up
@@ -150,16 +152,40 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     print("stopped, started again, killed")
 
 
+async def dies(address: str) -> None:
+    """A controller that ends without a word."""
+    units = RayUnits(address, network.new_keys(), command=FAKE)
+    unit = await units.start(planned("u9", tempfile.gettempdir()), False, lambda _: None)
+    await unit.ready.wait()
+    print((await unit.state())["pid"], flush=True)
+    os._exit(1)
+
+
+def orphaned(address: str) -> None:
+    """Units end with their controller, however that ends."""
+    command = [sys.executable, "-m", "tests.ray.scenario", "--die", address]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout
+    host = int(said.split()[-1])
+    end = time.monotonic() + 40
+    while psutil.pid_exists(host):
+        assert time.monotonic() < end, "the host of a controller that has died lives on"
+        time.sleep(0.1)
+    print("a controller that dies takes its units along")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mux-ray-") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory
         with nodes() as cluster:
             for host in (ONE, OTHER):
                 cluster.add(host, 2)
+            orphaned(cluster.address)
             asyncio.run(scenario(cluster.address, cluster.kill))
 
 
 if __name__ == "__main__":
     began = time.monotonic()
+    if "--die" in sys.argv:
+        asyncio.run(dies(sys.argv[-1]))
     main()
     print(f"done in {time.monotonic() - began:.0f} s")

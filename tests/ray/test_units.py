@@ -38,6 +38,7 @@ def run(module: str, timeout: float = 150) -> str:
 def test_units_on_two_nodes_are_started_moved_and_ended() -> None:
     said = run("tests.ray.scenario")
     for step in (
+        "a controller that dies takes its units along",
         "two units on two nodes",
         "commands and replies",
         "refusals in words",
