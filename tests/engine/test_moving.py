@@ -92,6 +92,15 @@ def over(family: Engines, lease: int) -> bool:
 
 
 def test_requests_detached_again_and_again_end_with_the_same_tokens(family: Engines) -> None:
+    detach_again_and_again(family)
+
+
+def test_engines_of_several_ranks_let_go_of_requests_in_the_same_way() -> None:
+    with engines([deployed_model(MODEL, PATH, ranks=2, max_num_batched_tokens=256)], ranks=2) as running:
+        detach_again_and_again(running)
+
+
+def detach_again_and_again(family: Engines) -> None:
     plain = {f"plain-{case}": body(family, f"plain-{case}", case) for case in MOVED}
     family.serve(MODEL, plain)
     bodies = {f"moved-{case}": body(family, f"moved-{case}", case) for case in MOVED}
