@@ -219,7 +219,7 @@ def _join(ray: Any, address: str) -> None:
 
 def _keep_quiet(ray: Any) -> None:
     """Ray prints what its raylets complain of on our standard output, in between the progress of the fleet."""
-    logging.getLogger("ray").addHandler(logging.NullHandler())
+    logging.getLogger("ray").setLevel(logging.ERROR)
     worker: Any = getattr(ray._private, "worker", None)
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda said, **_: log.info("Ray: %s", " ".join(said.get("lines", ())))
