@@ -29,8 +29,8 @@ def preload(device: str) -> None:
     """Import what gateways and engines on `device` (cpu or cuda) need. Touches no GPU."""
     from muxserve.gateway import main as gateway
 
-    warm_parent.preload(device)
     gateway.preload()
+    warm_parent.preload(device)
 
 
 class MachineParent:
