@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,8 +16,6 @@ from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit, UnitHandle, UnitLauncher, served
 from muxserve.deployment import FleetDeployment, UnitEntry, save_fleet
-
-log = logging.getLogger(__name__)
 
 # A unit that could not be kept alive while others serve: its processes have been started again several times already.
 _RESTARTS = (1.0, 5.0, 15.0, 60.0)
@@ -182,18 +179,26 @@ class UnitSet:
                 reason = GaveUp(failure.part.within(self._label(name)), str(failure))
             if not self._can_do_without(unit):
                 raise reason
+            await self._start_again(unit, f"{reason.part.within('')}: {reason}")
+
+    async def _start_again(self, unit: Unit, reason: str) -> None:
+        """Stop what is left, and start it as it was, for as long as it takes to find a place."""
+        stopped = False
+        while True:
             delay = unit.policy.died(time.monotonic())
             assert delay is not None, "the policy never gives up"
-            self._emit(Down(PartId("host", unit=name), f"{reason.part.within('')}: {reason}", delay))
-            await unit.handle.stop()
+            self._emit(Down(PartId("host", unit=unit.name), reason, delay))
+            if not stopped:
+                await unit.handle.stop()
+                stopped = True
             await asyncio.sleep(delay)
-            planned = replace(unit.planned, serves=tuple(unit.serves))
             try:
-                unit.handle = await self._start(planned)
-            except GaveUp:
-                log.warning("no place for unit %s at present", name)
+                unit.handle = await self._start(replace(unit.planned, serves=tuple(unit.serves)))
+            except GaveUp as failure:
+                reason = str(failure)
                 continue
             self.publish()
+            return
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

@@ -22,6 +22,7 @@ from muxserve.cluster.last_words import Said
 from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
 from muxserve.cluster.leftovers import Leftovers
 from muxserve.cluster.sizing import PoolSizer
+from muxserve.cluster.supervision import GaveUp
 from muxserve.deployment import Deployment, UnitEntry, save
 
 DEPLOYMENT_FILE = "deployment.json"
@@ -130,7 +131,10 @@ class LocalUnits:
     async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> LocalUnit:
         """See `UnitLauncher.start`."""
         deployment = unit.deployment
-        file = write_deployment(deployment)
+        try:
+            file = write_deployment(deployment)
+        except OSError as error:
+            raise GaveUp(PartId("host"), f"cannot write to {deployment.run_dir}: {error.strerror}") from None
         launcher = LocalLauncher(deployment, self._commands(deployment, file), self._warm_parents)
         serves = set(unit.serves)
         if deployment.gpu is not None:

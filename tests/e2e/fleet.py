@@ -104,19 +104,26 @@ class Fleet:
             assert self.process.poll() is None, f"muxserve deploy ended with {self.process.returncode}"
             time.sleep(0.05)
 
-    def memory(self) -> dict[str, Any]:
-        """The memory manager's own statistics."""
-        manager = self.part("muxserve-memory-manager")
-        assert manager is not None
-        line = manager.cmdline()
-        client = MemoryClient(line[line.index("--socket") + 1], "test")
-        try:
-            return client.stats()
-        finally:
-            client.close()
+    def memory(self) -> list[dict[str, Any]]:
+        """The memory managers' own statistics."""
+        stats = []
+        for manager in self.processes():
+            try:
+                line = manager.cmdline()
+            except psutil.Error:
+                continue
+            if "muxserve-memory-manager" not in " ".join(line) or "--socket" not in line:
+                continue
+            client = MemoryClient(line[line.index("--socket") + 1], "test")
+            try:
+                stats.append(client.stats())
+            finally:
+                client.close()
+        assert stats, "no memory manager"
+        return stats
 
     def pages_in_use(self) -> int:
-        return sum(m["owned_pages"] + m["handed_pages"] for m in self.memory()["models"])
+        return sum(m["owned_pages"] + m["handed_pages"] for stats in self.memory() for m in stats["models"])
 
     def wait_pages_free(self) -> None:
         self.wait(lambda: self.pages_in_use() == 0, 15, "free of owned pages")
