@@ -1,8 +1,8 @@
 """How the unit's replicas stand, in the terms of `muxserve.replicas`: tokens of KV.
 
 The capacity of a replica is the most that its model can ever be given. What others of the unit hold of that counts as
-used, so that a replica is as free as it really is. All sums are at hand: a report costs the same however many requests
-there are.
+used, so that a replica is as free as it really is; where all seats are taken, everything is. All sums are at hand: a
+report costs the same however many requests there are.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def load_of(
     block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
     capacity = policy.capacity(model)
     left = min(capacity - model.used - model.promised, pool.available - pool.promised)
+    if model.in_engines >= model.max_seqs:
+        left = 0  # room for KV is no use to a request without a seat
     most = capacity // per_block
     return Load(
         model=model.name,

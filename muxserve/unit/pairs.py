@@ -21,8 +21,10 @@ log = logging.getLogger(__name__)
 
 # A pair that was not repeated for so long is over.
 PAIR_SECONDS = 2.0
-# How often a paired replica looks for a request to give away, and after a move that failed: doubled up to the latter.
+# How often a paired replica looks whether it should give a request away; if it should and none fits the other one,
+# which says anew how it stands ten times a second; and after a move that failed: doubled up to the latter.
 CHOOSE_SECONDS = 0.02
+NONE_FITS_SECONDS = 0.1
 RETRY_SECONDS = 0.1
 LONGEST_RETRY_SECONDS = 2.0
 # A request that could not be moved is left alone for a while.
@@ -125,6 +127,7 @@ class Pairs:
         view = view_of(self._unit, model, load, levels, staying | self._skipped.keys())
         request = choose_request(view, score(pair.load, levels), rules, levels, self._growth * model.block_tokens)
         if request is None:
+            pair.try_at = now + NONE_FITS_SECONDS
             return None
         pair.flying += 1
         pair.load.moving_in += 1

@@ -589,6 +589,16 @@ def test_what_waits_is_reported_as_demand() -> None:
     assert (report.waiting, report.head_demand, report.queued_demand) == (2, 48, 48 + 112)
 
 
+def test_a_replica_without_a_seat_has_no_room() -> None:
+    b = bench(models=[model("a", max_num_seqs=2), model("b")])
+    b.decoding("r")
+    report = loads(b.say(SCHEDULER, SchedulerHello("s1")))["a"]
+    assert report.used < report.capacity
+    b.decoding("s")
+    report = loads(b.turn(after=0.03))["a"]
+    assert report.used == report.capacity
+
+
 def test_only_what_is_up_is_reported_and_moves_in_are_counted() -> None:
     b = bench()
     b.say(b"migrator", MovingIn({"a": 2}))
