@@ -18,6 +18,7 @@ from muxserve.deployment import FleetDeployment, UnitEntry
 from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.measure import Measures, Outcome
 from muxserve.gateway.outbox import Failure
+from muxserve.gateway.questions import Questions
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
@@ -66,7 +67,7 @@ class Broker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tokens = TokensSocket(self._context, epoch, fleet.tokens_address(index), self._take_tokens)
         self._front_ends: dict[str, FrontEnd] = {}
-        self._asked_states: dict[str, list[asyncio.Future[dict[str, object] | None]]] = {}
+        self._states = Questions()
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -171,18 +172,7 @@ class Broker:
         link = self.links.get(unit)
         if link is None or not link.up:
             return None
-        waiter: asyncio.Future[dict[str, object] | None] = asyncio.get_running_loop().create_future()
-        waiters = self._asked_states.setdefault(unit, [])
-        waiters.append(waiter)
-        if len(waiters) == 1:
-            link.send(StateRequest())
-        try:
-            return await asyncio.wait_for(waiter, timeout)
-        except TimeoutError:
-            return None
-        finally:
-            if waiter in waiters:
-                waiters.remove(waiter)
+        return await self._states.ask(unit, lambda: link.send(StateRequest()), timeout)
 
     # ------------------------------------------------------------ from the links
 
@@ -226,13 +216,13 @@ class Broker:
         self._flush()
 
     def _unit_down(self, unit: str) -> None:
-        self._answer(unit, None)
+        self._states.answer(unit, None)
         self.router.unit_down(unit, time.monotonic())
         self._flush()
 
     def _take(self, unit: str, message: Message) -> None:
         if isinstance(message, UnitState):
-            self._answer(unit, message.state)
+            self._states.answer(unit, message.state)
         elif self.router.take(unit, message, time.monotonic()):
             self._flush()
         else:
@@ -255,11 +245,6 @@ class Broker:
             case _:
                 log.warning("unexpected %s from the global scheduler", type(message).__name__)
         self._flush()
-
-    def _answer(self, unit: str, state: dict[str, object] | None) -> None:
-        for waiter in self._asked_states.pop(unit, []):
-            if not waiter.done():
-                waiter.set_result(state)
 
     # ------------------------------------------------------------ from the engines
 
