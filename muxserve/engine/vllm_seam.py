@@ -47,6 +47,8 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.serial_utils", "MsgpackEncoder.encode", ("obj",)),
     ("vllm.v1.serial_utils", "MsgpackDecoder.decode", ("bufs",)),
     ("vllm.config.vllm", "VllmConfig", ("additional_config",)),
+    ("vllm.config.scheduler", "SchedulerConfig", ("policy",)),
+    ("vllm.v1.engine", "EngineCoreRequest", ("priority",)),
     ("vllm.v1.executor.multiproc_executor", "WorkerWrapperBase", ("rpc_rank", "global_rank")),
     ("vllm.v1.executor.multiproc_executor", "MultiprocExecutor.start_worker_monitor", ("inline",)),
     ("vllm.v1.executor.multiproc_executor", "MultiprocExecutor.collective_rpc", ("method",)),
