@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from inputs import llama
+from msgspec import structs
 from report import machine, percentiles, write_report
 
 from muxserve.costs import EngineShape, ModelArchitecture
@@ -365,11 +366,7 @@ def part_dynamic(factor: float, keep: Callable[[Row], None]) -> Row:
     requests: list[TraceRequest] = []
     for number, rate in enumerate(range(20, 55, 5)):
         for request in workload(dataset, rate, each, seed=number + 1):
-            requests.append(
-                request.__class__(
-                    request.model, request.arrival + number * each, request.prompt_tokens, request.output_tokens
-                )
-            )
+            requests.append(structs.replace(request, arrival=request.arrival + number * each))
     rules = ScalingRules(target=0.9, window=10.0, patience=8.0, least=6, most=48)
     found: Row = {}
     for name, more in (

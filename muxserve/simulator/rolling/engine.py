@@ -77,6 +77,8 @@ class Engine:
         self._prefilling: list[PhasedRequest] = []
         self._decoding = False
         self._began = 0.0
+        # Join at the end of the step under way.
+        self._arrived: list[PhasedRequest] = []
         # Joined, and have not been in a decode step yet.
         self._fresh: list[PhasedRequest] = []
 
@@ -95,6 +97,13 @@ class Engine:
         self.batch.add(request)
         if request.decoding_since is None:
             self._fresh.append(request)
+
+    def arrive(self, request: PhasedRequest) -> None:
+        """The same at any time: a sequence cannot join a step that is under way."""
+        if self.stepping:
+            self._arrived.append(request)
+        else:
+            self.join(request)
 
     def blocks_of(self, tokens: int) -> int:
         """Blocks of so many tokens."""
@@ -121,6 +130,9 @@ class Engine:
 
     def begin(self, now: float) -> float | None:
         """Begin the next step if there is anything to do; returns when it ends."""
+        for request in self._arrived:
+            self.join(request)
+        self._arrived.clear()
         seconds = self._step(now)
         self.stepping = bool(seconds)
         if not seconds:

@@ -151,7 +151,7 @@ class Split(Arrangement):
     def _arrived(self, source: PrefillEngine, request: PhasedRequest, now: float) -> None:
         target = self._going.pop(request)
         source.let_go(request)
-        target.join(request)
+        target.arrive(request)
         self.kick(target, now)
         self.kick(source, now)
 

@@ -1,0 +1,107 @@
+"""What is known of a member adds up, whatever happens in whatever order."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.rolling.member import Member, Objectives, Window
+
+
+def test_windows_open_with_the_first_prefill_and_close_after_the_last() -> None:
+    member = Member("u0", 1000, 0.1)
+    assert member.window is Window.DECODE
+    member.admitted("a", 10, 0.5, now=1.0)
+    member.admitted("b", 10, 0.25, now=1.1)
+    assert (member.window, member.switched_at, member.window_seconds) == (Window.PREFILL, 1.0, 0.75)
+    member.prefilled("a", now=1.5)
+    assert member.window is Window.PREFILL
+    assert member.window_seconds == 0.75, "the window is as long as all that it was given"
+    assert member.decoding == 0, "nobody decodes before the window is over"
+    member.prefilled("b", now=1.75)
+    assert (member.window, member.switched_at, member.decoding) == (Window.DECODE, 1.75, 2)
+    member.admitted("c", 10, 0.125, now=2.0)
+    assert member.window_seconds == 0.125
+
+
+def test_saved_time_is_that_of_the_paper() -> None:
+    member = Member("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.5, now=0.0)
+    member.prefilled("a", now=1.0)
+    member.stepped(10)
+    member.admitted("b", 10, 0.5, now=1.4)
+    member.prefilled("b", now=1.5)
+    member.stepped(2)
+    now = 1.6
+    a, b = 12 * 0.1 - (now - 1.0), 2 * 0.1 - (now - 1.5)
+    assert member.saved(now) == pytest.approx((a + b) / 2)
+    assert member.saved(now, spared=0.0) == pytest.approx(min(a, b))
+    assert member.saved(now, spared=0.5) == pytest.approx(max(a, b))
+
+
+def test_without_decodes_there_is_all_the_time_in_the_world() -> None:
+    assert Member("u0", 1000, 0.1).saved(5.0) == math.inf
+
+
+def test_predictions_follow_what_is_observed() -> None:
+    member = Member("u0", 1000, 0.1)
+    for _ in range(100):
+        member.observed(predicted=0.1, measured=0.2)
+    assert member.bias == pytest.approx(2.0, rel=1e-3)
+    member.admitted("a", 10, 0.1, now=0.0)
+    assert member.pending_seconds == pytest.approx(0.2, rel=1e-3)
+    member.observed(predicted=0.0, measured=1.0)
+    assert member.bias == pytest.approx(2.0, rel=1e-3)
+
+
+def test_a_request_may_leave_at_any_time() -> None:
+    member = Member("u0", 1000, 0.1)
+    for name in "abc":
+        member.admitted(name, 10, 0.1, now=0.0)
+    member.left("b", now=0.05)
+    assert (member.pending, member.promised) == (2, 20)
+    member.prefilled("a", now=0.1)
+    member.left("a", now=0.15)
+    assert (member.pending, member.promised, member.fresh) == (1, 10, [])
+    member.left("c", now=0.2)
+    assert member.idle
+    assert (member.window, member.pending_seconds, member.promised) == (Window.DECODE, 0.0, 0)
+    member.left("c", now=0.3)
+    member.prefilled("c", now=0.3)
+    assert member.idle, "late news of what has left changes nothing"
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["admit", "prefill", "step", "leave"]), st.integers(0, 7)), max_size=60)
+
+
+@given(EVENTS)
+def test_sums_are_those_of_the_requests(events: list[tuple[str, int]]) -> None:
+    member = Member("u0", 10_000, 0.05)
+    now = 0.0
+    for what, number in events:
+        now += 0.01
+        name = f"r{number}"
+        if what == "admit" and name not in member.requests:
+            member.admitted(name, number + 1, 0.01 * (number + 1), now)
+        elif what == "prefill":
+            member.prefilled(name, now)
+        elif what == "step" and member.window is Window.DECODE:
+            member.stepped()
+        elif what == "leave":
+            member.left(name, now)
+        requests = member.requests.values()
+        pending = [each for each in requests if not each.prefilled]
+        assert member.pending == len(pending)
+        assert member.pending_seconds == pytest.approx(sum(each.prefill_seconds for each in pending), abs=1e-9)
+        assert member.promised == sum(each.tokens for each in requests)
+        assert member.places == sorted(each.place for each in requests if each.place is not None)
+        assert member.sum_of_places == pytest.approx(sum(member.places), abs=1e-9)
+        assert (member.window is Window.PREFILL) == bool(pending)
+        assert len(member.fresh) + len(member.places) + len(pending) == len(member.requests)
+
+
+@pytest.mark.parametrize(("ttft", "tpot", "spared"), [(0, 1, None), (1, -1, None), (1, 1, 1.0), (1, 1, -0.1)])
+def test_objectives_must_make_sense(ttft: float, tpot: float, spared: float | None) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Objectives(ttft, tpot, spared)

@@ -1,0 +1,133 @@
+"""Several macro instances: requests, replicas that come and go, handles that move."""
+
+import pytest
+
+from muxserve.rolling.constraints import Demand
+from muxserve.rolling.handle import HandleError, pack, unpack
+from muxserve.rolling.member import Member, Objectives
+from muxserve.rolling.mitosis import Bounds
+from muxserve.rolling.scaling import Attainment, ScalingRules
+from muxserve.rolling.scheduler import RollingScheduler
+
+SLO = Objectives(ttft=1.0, tpot=0.1)
+
+
+def scheduler(count: int, bounds: Bounds) -> RollingScheduler:
+    made = RollingScheduler(SLO, bounds)
+    for number in range(count):
+        made.grow(Member(f"u{number}", 1000, SLO.tpot), 0.0)
+    return made
+
+
+def test_a_handle_survives_the_wire_with_all_that_goes_on() -> None:
+    member = Member("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.3, 1.0)
+    member.prefilled("a", 1.3)
+    member.stepped(4)
+    member.admitted("b", 20, 0.2, 2.0)
+    member.observed(0.3, 0.4)
+    handle = unpack(pack(member, "ipc:///u0"))
+    assert handle.member == member
+    assert handle.address == "ipc:///u0"
+    # Both copies go on alike.
+    for each in (member, handle.member):
+        each.prefilled("b", 2.3)
+        each.stepped()
+        each.left("a", 2.4)
+    assert handle.member == member
+    assert handle.member.saved(2.5) == member.saved(2.5)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"nonsense", b"\x80"])
+def test_what_is_no_handle_is_refused(data: bytes) -> None:
+    with pytest.raises(HandleError, match="not a handle"):
+        unpack(data)
+
+
+def test_a_handle_of_another_version_is_refused() -> None:
+    data = pack(Member("u0", 1, 0.1), "x").replace(b"version\x01", b"version\x07")
+    with pytest.raises(HandleError, match="version 7"):
+        unpack(data)
+
+
+def test_a_split_moves_members_with_their_requests() -> None:
+    rolling = scheduler(4, Bounds(2, 4))
+    sent = [member.name for n in range(6) for _, member in rolling.arrive(Demand(f"r{n}", 0.3, 10), 0.0)]
+    assert sent == ["u0"] * 3 + ["u1"] * 3
+    rolling.grow(Member("u4", 1000, SLO.tpot), 0.0)
+    assert {name: [m.name for m in macro.ring] for name, macro in rolling.macros.items()} == {
+        "m1": ["u2", "u3", "u4"],
+        "m2": ["u0", "u1"],
+    }
+    assert rolling.moved == 2
+    # News of requests finds the member where it is now.
+    for n in range(3):
+        rolling.member("u0").prefilled(f"r{n}", 0.9)
+    assert rolling.macros["m2"].member("u0").decoding == 3
+
+
+def test_requests_go_to_the_macro_instance_with_most_room() -> None:
+    rolling = scheduler(5, Bounds(2, 4))
+    first = {member.name for n in range(2) for _, member in rolling.arrive(Demand(f"r{n}", 0.1, 500), 0.0)}
+    assert len({next(name for name, m in rolling.macros.items() if each in m) for each in first}) == 2
+
+
+def test_a_replica_that_leaves_finishes_what_it_has() -> None:
+    rolling = scheduler(2, Bounds(1, 4))
+    rolling.arrive(Demand("a", 0.3, 10), 0.0)
+    rolling.member("u1").admitted("x", 5, 0.1, 0.0)
+    name, _ = rolling.shrink(0.1)
+    assert name == "u1", "it has promised least"
+    assert rolling.drained() == []
+    assert [m.name for _, m in rolling.arrive(Demand("b", 0.3, 10), 0.1)] == ["u0"]
+    rolling.member("u1").prefilled("x", 0.2)
+    rolling.member("u1").left("x", 0.3)
+    assert rolling.drained() == ["u1"]
+    with pytest.raises(KeyError):
+        rolling.member("u1")
+
+
+def test_what_waits_survives_the_end_of_its_macro_instance() -> None:
+    rolling = scheduler(1, Bounds(1, 4))
+    rolling.arrive(Demand("a", 0.9, 10), 0.0)
+    rolling.arrive(Demand("b", 0.9, 10), 0.0)
+    assert rolling.gone("u0", 0.1) == []
+    assert rolling.waiting == 1
+    assert rolling.arrive(Demand("c", 0.9, 10), 0.1) == []
+    assert rolling.cancel("c")
+    assert [d.request_id for d, _ in rolling.grow(Member("u1", 1000, 0.1), 0.2)] == ["b"]
+    assert rolling.waiting == 0
+
+
+def test_there_is_a_time_to_look_again() -> None:
+    rolling = scheduler(1, Bounds(1, 4))
+    assert rolling.due(0.0) is None
+    rolling.arrive(Demand("a", 0.9, 10), 0.0)
+    rolling.arrive(Demand("b", 0.4, 10, arrival=0.0), 0.0)
+    due = rolling.due(0.0)
+    assert due == pytest.approx(0.6)
+    assert rolling.retry(due - 0.01) == []
+    assert len(rolling.retry(due + 0.01)) == 1
+
+
+def test_replicas_are_added_when_too_few_meet_their_objectives() -> None:
+    attainment = Attainment(ScalingRules(target=0.9, window=10, patience=5, enough=10, idle=0.2, most=3))
+    for number in range(9):
+        attainment.told(False, float(number) / 10)
+    assert attainment.wanted(2, 1.0, 1.0) == 0, "too few to tell"
+    attainment.told(True, 1.0)
+    assert attainment.share(1.0) == pytest.approx(0.1)
+    assert attainment.wanted(3, 1.0, 1.0) == 0, "there may be no more"
+    assert attainment.wanted(2, 1.0, 1.0) == 1
+    assert attainment.wanted(3, 1.0, 2.0) == 0, "patience"
+    for number in range(20):
+        attainment.told(True, 12.0 + number / 10)
+    assert attainment.wanted(3, 0.5, 14.0) == 0, "they are busy"
+    assert attainment.wanted(3, 0.1, 14.0) == -1
+    assert attainment.wanted(1, 0.1, 30.0) == 0, "what was seen is too long ago"
+
+
+@pytest.mark.parametrize("wrong", [{"target": 0.0}, {"window": 0.0}, {"least": 3, "most": 2}, {"enough": 0}])
+def test_scaling_rules_must_make_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"target|least"):
+        ScalingRules(**wrong)  # type: ignore[arg-type]
