@@ -7,6 +7,10 @@ ends another one arrives, so that the number of live requests stays the same. Ti
 apart from it, each event told to the ledger. Decisions are timed on two clocks: the wall's, which on a shared machine
 includes being off the core, and the thread's own processor time. The garbage collector is left as the unit scheduler
 runs it: frozen once at the start.
+
+Timed as well, on the processor's clock: one report of all replicas to the global scheduler, and the choice of a request
+to move away from the model that runs most of them, with no request that the other replica has room for, so that all are
+looked at.
 """
 
 from __future__ import annotations
@@ -23,9 +27,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from muxserve.replicas.migration import MigrationRules, choose_request
+from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
+from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES, make_policy
 from muxserve.scheduling.types import ModelProfile, Phase, PoolProfile, QueuedRequest
+from muxserve.unit.loads import load_of, view_of
 
 TARGET_P99_US = 100.0
 
@@ -191,6 +199,29 @@ class Run:
             self.step()
 
 
+def replicas(run: Run, times: int = 500) -> dict[str, Any]:
+    """What the unit does beside scheduling when it has a global scheduler and a pair."""
+    levels, rules = Levels(DEFAULT_LEVELS), MigrationRules(1e9, 1e9)
+    most = max(run.ledger.models, key=lambda model: len(model.decoding))
+    full = InstanceLoad("other", 1)
+    reports, choices = [], []
+    for _ in range(times):
+        began = time.thread_time_ns()
+        for model in run.ledger.models:
+            load = load_of(model, run.policy, "layout")
+        reports.append(time.thread_time_ns() - began)
+        began = time.thread_time_ns()
+        load = load_of(most, run.policy, "layout")
+        chosen = choose_request(view_of("unit", most, load, levels, ()), full, rules, levels)
+        choices.append(time.thread_time_ns() - began)
+        assert chosen is None
+    return {
+        "report_us": percentiles(reports),
+        "choose_us": percentiles(choices),
+        "choose_among": len(most.decoding),
+    }
+
+
 def percentiles(nanoseconds: list[int]) -> dict[str, float]:
     """Microseconds at p50, p90, p99, p99.9 and the largest."""
     ordered = sorted(nanoseconds)
@@ -225,6 +256,7 @@ def main() -> None:
             "decide_cpu_us": percentiles(run.decisions_cpu),
             "event_us": percentiles(run.events),
             "rebalance_us": percentiles(run.rebalances) if run.rebalances else None,
+            **replicas(run),
             "decisions": len(run.decisions),
             "grants": run.grants,
             "requests_finished": run.finished,
@@ -235,7 +267,14 @@ def main() -> None:
                 "cpu": percentiles(run.decisions_cpu)["p99"] < TARGET_P99_US,
             },
         }
-        for label, key in (("decide", "decide_us"), ("  on CPU", "decide_cpu_us"), ("event", "event_us")):
+        shown_as = {
+            "decide": "decide_us",
+            "  on CPU": "decide_cpu_us",
+            "event": "event_us",
+            "report": "report_us",
+            "choose": "choose_us",
+        }
+        for label, key in shown_as.items():
             shown = "  ".join(f"{k} {v:7.1f}" for k, v in results[name][key].items())
             print(f"{name:12s} {label:9s} {shown}   us")
     if args.out:
