@@ -52,7 +52,7 @@ class UnitSocket:
         self.socket.send(encode(SchedulerHello(self._epoch)), zmq.NOBLOCK)
 
     def ended(self) -> bool:
-        """Whether the connection has ended; it is opened again then."""
+        """Whether the connection has ended."""
         while self.monitor.poll(0):
             if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_DISCONNECTED:
                 return True

@@ -7,14 +7,11 @@ message that is there, decides once, and sends. SIGHUP: the fleet file is anothe
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import math
-import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from typing import Any
@@ -26,36 +23,13 @@ from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.links import UnitSockets
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
+from muxserve.process import Signals, die_with_parent, log_to_stderr
 from muxserve.wire import decode, encode
 
 log = logging.getLogger("muxserve.global_scheduler")
 
 # Messages taken in from one socket before others get their turn.
 BATCH = 64
-_PR_SET_PDEATHSIG = 1
-
-
-class Signals:
-    """Turns signals into something that a poller can wait for."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-
-    def fileno(self) -> int:
-        """What becomes readable."""
-        return self._reader.fileno()
-
-    def take(self) -> set[int]:
-        """The signals since the last call."""
-        try:
-            return set(self._reader.recv(256))
-        except BlockingIOError:
-            return set()
 
 
 class Server:
@@ -170,18 +144,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the process that started this ends")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     options = parser.parse_args(arguments)
-    if options.die_with_parent:
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before the kernel was told
-            return 0
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    if options.die_with_parent and not die_with_parent():
+        return 0
+    log_to_stderr(options.log_level)
     # From the first moment on: SIGHUP would end a process that does not expect it.
-    signals = Signals()
+    signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     try:
         fleet = load_fleet_deployment(options.fleet)
     except (OSError, msgspec.DecodeError) as error:
