@@ -1,0 +1,151 @@
+"""A fleet that is changed while it serves, by its user's commands and by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.fleet import ROOT, Fleet, running
+
+MODELS = ROOT / "configs/models"
+FLEET = {
+    "kv_pool": {"size": "32MiB"},
+    "models": [
+        {"name": "arithmetic", "path": str(MODELS / "arithmetic"), "dtype": "float32"},
+        {
+            "name": "atlas",
+            "path": str(MODELS / "atlas"),
+            "dtype": "float32",
+            "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "hold": "1s", "wake": "60s"},
+        },
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    path = tmp_path_factory.mktemp("changes") / "fleet.yaml"
+    path.write_text(yaml.safe_dump(FLEET))
+    # A place of its own for run directories: commands find the only fleet there.
+    with tempfile.TemporaryDirectory(prefix="mx") as runtime, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", runtime)
+        with running(path) as deployed:
+            yield deployed
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command as the fleet's user gives it."""
+    line = [sys.executable, "-m", "muxserve.cli.app", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ.copy())
+
+
+def model(fleet: Fleet, name: str) -> dict[str, Any]:
+    health: dict[str, Any] = fleet.get("/health").json()["models"][name]
+    return health
+
+
+def units(fleet: Fleet) -> dict[str, list[str]]:
+    return {unit["name"]: unit["serves"] for unit in fleet.get("/fleet").json()["units"]}
+
+
+def ask(fleet: Fleet, name: str, question: str) -> str:
+    messages: Any = [{"role": "user", "content": question}]
+    answer = fleet.client.chat.completions.create(model=name, messages=messages, max_tokens=16, temperature=0)
+    return answer.choices[0].message.content or ""
+
+
+def processes(fleet: Fleet) -> set[int]:
+    return {process.pid for process in fleet.processes() if process.status() != psutil.STATUS_ZOMBIE}
+
+
+async def keep_asking(fleet: Fleet, stop: asyncio.Event) -> list[str]:
+    """Answers to the same question, one after the other, until `stop`; any failure is raised."""
+    client, answers = fleet.async_client(), []
+    while not stop.is_set():
+        messages: Any = [{"role": "user", "content": "What is 14 plus 29?"}]
+        stream = await client.chat.completions.create(
+            model="arithmetic",
+            messages=messages,
+            max_tokens=48,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        answers.append("".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]))
+    return answers
+
+
+async def test_replicas_come_and_go_under_load(fleet: Fleet) -> None:
+    stop = asyncio.Event()
+    asking = [asyncio.create_task(keep_asking(fleet, stop)) for _ in range(8)]
+    up = await asyncio.to_thread(command, "scale", "arithmetic=2")
+    assert up.returncode == 0, up.stderr
+    assert up.stdout.splitlines()[-1] == "done: arithmetic has 2 replicas (u0 and u1)"
+    assert await asyncio.to_thread(units, fleet) == {"u0": ["arithmetic"], "u1": ["arithmetic"]}
+    down = await asyncio.to_thread(command, "scale", "arithmetic=1", "--json")
+    assert down.returncode == 0, down.stdout
+    stop.set()
+    answers = [answer for each in await asyncio.gather(*asking) for answer in each]
+    assert len(answers) >= 8
+    assert len(set(answers)) == 1
+    assert [served for served in units(fleet).values() if served] == [["arithmetic"]]
+
+
+def test_a_model_sleeps_until_somebody_asks(fleet: Fleet) -> None:
+    fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", 30, "asleep")
+    assert fleet.get("/health").json()["status"] == "ok"
+    assert "Paris" in ask(fleet, "atlas", "What is the capital of France?")
+    assert model(fleet, "atlas")["status"] == "up"
+    fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", 30, "asleep again")
+
+
+def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
+    file = tmp_path / "more.yaml"
+    file.write_text(f"models: [{{name: frontdesk, path: {MODELS / 'frontdesk'}, dtype: float32}}]")
+    added = command("add", str(file))
+    assert added.returncode == 0, added.stderr
+    assert "done: frontdesk is served (u" in added.stdout
+    assert ask(fleet, "frontdesk", "When does the library open on Tuesday?")
+    assert [each.id for each in fleet.client.models.list()] == ["arithmetic", "atlas", "frontdesk"]
+    again = command("add", str(file))
+    assert again.returncode == 2
+    assert f"{file}:1: models[0].name: the fleet has a model 'frontdesk' already" in again.stderr
+    removed = command("remove", "frontdesk")
+    assert removed.returncode == 0, removed.stderr
+    with pytest.raises(openai.NotFoundError):
+        ask(fleet, "frontdesk", "When does the library open on Tuesday?")
+    assert "frontdesk" not in {name for served in units(fleet).values() for name in served}
+
+
+def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", 30, "asleep")
+    broken = tmp_path / "broken"
+    shutil.copytree(MODELS / "atlas", broken)
+    (broken / "model.safetensors").write_bytes(b"these are no weights")
+    file = tmp_path / "broken.yaml"
+    file.write_text("models: [{name: broken, path: broken, dtype: float32}]")
+    before, running_before = units(fleet), processes(fleet)
+    failed = command("add", str(file))
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "cannot start" in failed.stderr
+    assert "nothing was changed" in failed.stderr
+    for wrong in (["scale", "arithmetic=0"], ["scale", "atlas=3"], ["drain", "u0"], ["remove", "broken"]):
+        refused = command(*wrong)
+        assert refused.returncode == 2, wrong
+        assert refused.stderr.startswith("error: "), wrong
+    assert units(fleet) == before
+    fleet.wait(lambda: processes(fleet) == running_before, 10, "without the processes that failed")
+    assert "broken" not in fleet.get("/health").json()["models"]
+    assert ask(fleet, "arithmetic", "What is 14 plus 29?")
