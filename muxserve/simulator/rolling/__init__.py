@@ -5,8 +5,8 @@
 instances within a node, MoonCake's over a network) are arrangements of engines; `run` plays a workload on one.
 """
 
+from muxserve.simulator.rolling.chunked import largest_budget
 from muxserve.simulator.rolling.clock import Arrangement, StuckError
-from muxserve.simulator.rolling.engine import largest_budget
 from muxserve.simulator.rolling.independent import Independent
 from muxserve.simulator.rolling.result import PhasedResult, met, times
 from muxserve.simulator.rolling.rolling import Rolling, RollingOptions

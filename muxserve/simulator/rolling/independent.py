@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from muxserve.costs import LatencyModel
 from muxserve.simulator.instances.setup import InstanceSpec
+from muxserve.simulator.rolling.chunked import ChunkedEngine
 from muxserve.simulator.rolling.clock import Arrangement
-from muxserve.simulator.rolling.engine import ChunkedEngine, Engine
+from muxserve.simulator.rolling.engine import Engine
 from muxserve.simulator.rolling.requests import PhasedRequest
 
 
