@@ -10,6 +10,8 @@ import socket
 import sys
 from collections.abc import Iterable
 
+# Who started a process: by the time it asks for its parent, that may have ended and another be its parent.
+PARENT_VARIABLE = "MUXSERVE_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -37,8 +39,11 @@ class Signals:
 
 
 def die_with_parent() -> bool:
-    """Be sent SIGTERM when the process that started this ends; false if it has ended already."""
-    parent = os.getppid()
+    """Be sent SIGTERM when the process that started this ends; false if it has ended already.
+
+    A parent that ended before this is called is noticed if it has left its pid in `PARENT_VARIABLE`.
+    """
+    parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     return os.getppid() == parent
 

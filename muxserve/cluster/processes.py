@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from muxserve.process import PARENT_VARIABLE
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -107,7 +109,7 @@ def spawn(
             stderr=output,
             pass_fds=tuple(pass_fds),
             process_group=0,
-            env={**os.environ, **environment} if environment else None,
+            env={**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())},
         )
     return Process(popen.pid, popen)
 

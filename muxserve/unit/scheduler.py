@@ -7,14 +7,10 @@ arrival to an idle unit is granted in the same turn.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import math
-import os
 import secrets
-import signal
-import socket
 import sys
 import time
 
@@ -24,6 +20,7 @@ import zmq
 from muxserve import deployment as deployments
 from muxserve.deployment import Deployment
 from muxserve.network import NetworkError, bind_tcp, tcp_address
+from muxserve.process import Signals, die_with_parent, log_to_stderr
 from muxserve.scheduling.policies import make_policy
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import Memory, MemoryLink
@@ -34,19 +31,6 @@ log = logging.getLogger("muxserve.unit")
 # Messages taken in before a decision is made: enough to decide on a burst as a whole, few enough to be quick.
 BATCH = 64
 LONGEST_WAIT_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
-
-
-class Stopped:
-    """Turns SIGTERM and SIGINT into something that a poller can wait for."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = socket.socketpair()
-        self.reader.setblocking(False)
-        self._writer.setblocking(False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
 
 def serve(deployment: Deployment, memory: Memory) -> None:
@@ -57,7 +41,7 @@ def serve(deployment: Deployment, memory: Memory) -> None:
         NetworkError: it is to be reached from other machines, and cannot be.
         ValueError: the deployment contradicts itself.
     """
-    stopped = Stopped()
+    signals = Signals()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
@@ -73,7 +57,7 @@ def serve(deployment: Deployment, memory: Memory) -> None:
         log.info("other machines reach it at %s", tcp_address(deployment.listen.host, port))
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)
-    poller.register(stopped.reader.fileno(), zmq.POLLIN)
+    poller.register(signals.fileno(), zmq.POLLIN)
     log.info("unit %s, policy %s, epoch %s", deployment.unit, deployment.policy, epoch)
     # What exists now stays; looking at it again and again would only lengthen the pauses.
     gc.collect()
@@ -84,7 +68,7 @@ def serve(deployment: Deployment, memory: Memory) -> None:
             wait = min(max(executor.wakeup(now) - now, 0.0), LONGEST_WAIT_SECONDS)
             # Rounded up: waking a little early would only mean to wait again.
             ready = dict(poller.poll(math.ceil(wait * 1000)))
-            if stopped.reader.fileno() in ready:
+            if signals.fileno() in ready:
                 log.info("stopped")
                 return
             # One moment for the whole turn: what is granted in the turn in which it became possible has not waited.
@@ -126,16 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the process that started this ends")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     options = parser.parse_args(arguments)
-    if options.die_with_parent:
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before the kernel was told
-            return 0
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    if options.die_with_parent and not die_with_parent():
+        return 0
+    log_to_stderr(options.log_level)
     try:
         deployment = deployments.load(options.deployment)
     except (OSError, msgspec.DecodeError) as error:
