@@ -51,6 +51,8 @@ MIGRATOR = b"migrator"
 
 # An engine or a migrator that says nothing for so long (beyond the time that copying takes) does not answer any more.
 SILENCE_SECONDS = 10.0
+# While the request stands still a client waits; nothing is lost by giving up.
+LAST_SECONDS = 3.0
 # Copying is at least as fast as this (bytes/s), or something is wrong.
 SLOWEST_COPY = 20e6
 # The last stage is what the request waits for. It comes when at most so many whole blocks were filled during the stage
@@ -252,7 +254,8 @@ class Departures:
         limit = self.deployment.migration_bandwidth
         slowest = min(limit, SLOWEST_COPY) if limit > 0.0 else SLOWEST_COPY
         # Moves of other models may be before it.
-        move.step, move.deadline = step, now + SILENCE_SECONDS + len(self.moves) * copied / slowest
+        patience = LAST_SECONDS if step is Step.LAST else SILENCE_SECONDS
+        move.step, move.deadline = step, now + patience + len(self.moves) * copied / slowest
         stage = MoveStage(move.name, model.name, move.address, move.until, blocks, reserve)
         self.out.send(MIGRATOR, stage)
 

@@ -388,6 +388,14 @@ def test_the_memory_manager_dies_under_a_detached_request(step: str) -> None:
         assert [m.request_ids for m in to(GATEWAY, Lost, sent)] == [["r"]]
 
 
+def test_a_request_does_not_stand_still_for_long_because_of_a_silent_migrator() -> None:
+    b = bench("r")
+    Course(b).to("last")
+    b.say(SCHEDULER, Unpaired("a"))
+    (lease,) = to(DECODE, Lease, b.turn(after=3.1))
+    assert [admit.request_id for admit in lease.admit] == ["r"]
+
+
 def test_an_engine_that_does_not_have_it_running_is_left_alone() -> None:
     b = bench("r")
     course = Course(b)
