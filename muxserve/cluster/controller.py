@@ -224,6 +224,7 @@ class Controller:
         self._spawn(self._carry_out(message))
 
     async def _carry_out(self, message: wire.Message) -> None:
+        await self.ready.wait()  # what is still being started is not stopped in the middle
         try:
             await self.changes.handle(message)
         except Exception:
