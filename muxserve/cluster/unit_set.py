@@ -11,6 +11,7 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up, of_unit
+from muxserve.cluster.fleet_plan import offered
 from muxserve.cluster.last_words import Said
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.supervision import GaveUp
@@ -95,6 +96,9 @@ class UnitSet:
         if not self.served:
             for unit in list(self.units.values()):
                 await unit.handle.sized.wait()
+            # Pools that were measured may hold shorter sequences than those that were planned.
+            sized = (unit.handle.entry.deployment.models for unit in self.units.values())
+            self.change(models=offered(sized, [model.name for model in self.fleet.models]))
         self.publish()
 
     async def tell(self, message: wire.Message) -> None:

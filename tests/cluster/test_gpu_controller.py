@@ -38,6 +38,7 @@ async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> N
     assert {(needs.weights_bytes, needs.measured) for needs in asked} == {(100, True)}
     (entry,) = gpu_fleet.controller.fleet.units
     assert entry.deployment.pools[0].num_pages == 1000
+    assert gpu_fleet.controller.fleet.models == entry.deployment.models
     assert load(gpu_fleet.run_dir.path / "u0" / "deployment.json") == entry.deployment
     assert load_fleet_deployment(gpu_fleet.controller.fleet.file) == gpu_fleet.controller.fleet
     assert "memory has 1000 pages" in gpu_fleet.journal()
