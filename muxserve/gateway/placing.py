@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 PLACE_SECONDS = 0.25
 # Who has no unit although nobody is asked for one tries again this often.
 RETRY_SECONDS = 1.0
+# A question that is not answered because there is no replica is repeated this often: it may have been lost.
+REPEAT_SECONDS = 2.0
 
 
 class Placing:
@@ -45,6 +47,7 @@ class Placing:
         self._asked: dict[Tracked, float] = {}
         self._patient: dict[Tracked, float] = {}
         self._homeless: dict[Tracked, float] = {}
+        self._repeated_at = 0.0
 
     @property
     def waiting(self) -> Counter[str]:
@@ -137,13 +140,17 @@ class Placing:
                 self._place_alone(request, now)
 
     def retry(self, now: float) -> None:
-        """Look again for those who have been without a unit, and without anyone to ask, for some time."""
+        """Look again for those who have been without a unit for some time."""
         for request, since in list(self._homeless.items()):
             if now - since >= RETRY_SECONDS:
                 # Whoever was drained when it gave the request back may be staying after all.
                 request.refused_by = ()
                 self._forget(request)
                 self.place(request, now)
+        if now - self._repeated_at >= REPEAT_SECONDS:
+            self._repeated_at = now
+            for request, since in self._patient.items():
+                self._out.scheduler += [Unplace([request.request_id]), request.place(since)]
 
     # ------------------------------------------------------------ the global scheduler
 

@@ -75,11 +75,11 @@ class Tracked:
             execution=self.execution,
         )
 
-    def place(self, now: float) -> Place:
-        """The message that asks the global scheduler for a unit."""
-        # Not when the request came: what it has been through since must not count as waiting for a replica.
+    def place(self, since: float) -> Place:
+        """The message that asks the global scheduler for a unit, which the request has been without for so long."""
+        # Not since it came: what it has been through must not count as waiting for a replica.
         demand = self.prompt_tokens + len(self.emitted) + 1
-        return Place(self.request_id, self.model, demand, now, self.scheduling, self.execution)
+        return Place(self.request_id, self.model, demand, since, self.scheduling, self.execution)
 
 
 def cut(output: Output, seen: int) -> None:

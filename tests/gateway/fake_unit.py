@@ -341,6 +341,8 @@ def run(control: socket.socket) -> None:
                 case "state":
                     units[command["unit"]].state = command["state"]
                     units[command["unit"]].tell("state_set")
+                case "sync":
+                    units[command["unit"]].tell("synced")
                 case "down":
                     units[command["unit"]].stop()
                     units[command["unit"]].tell("down")

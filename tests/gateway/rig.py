@@ -188,7 +188,10 @@ class Running:
         return self.rig.unit.wait(event, mark, lambda e: e["unit"] == self.deployment.unit and when(e))
 
     def events(self, mark: int, event: str) -> list[Event]:
-        """Events so far of this gateway's unit."""
+        """Events so far of this gateway's unit, all that it has told by now."""
+        before = self.mark()
+        self.tell_unit("sync")
+        self.wait("synced", before)
         return [e for e in self.rig.unit.since(mark, event) if e["unit"] == self.deployment.unit]
 
     def tell_unit(self, op: str, **fields: Any) -> None:

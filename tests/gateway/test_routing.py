@@ -361,6 +361,23 @@ def test_without_any_replica_a_request_waits_for_its_answer() -> None:
     assert told.sent() == [("a", "submit", 0)]
 
 
+def test_a_question_may_be_lost() -> None:
+    told = Told("", scheduler=True)
+    told.submit()
+    told.asked()
+    told.placing.expire(0.3)
+    told.placing.retry(1.0)
+    assert told.asked() == []
+    told.placing.retry(2.0)
+    first, second = told.router.out.scheduler
+    assert isinstance(first, Unplace)  # or it would count twice
+    assert isinstance(second, Place)
+    assert second.arrival == 0.0
+    told.asked()
+    told.placing.retry(3.0)
+    assert told.asked() == []
+
+
 def test_a_request_that_goes_away_is_not_placed() -> None:
     told = Told("", scheduler=True)
     request = told.submit()
@@ -421,13 +438,6 @@ def test_of_a_new_unit_the_gateway_may_hear_last() -> None:
     told.router.unit_up("n", "n1", 0.2)
     told.placing.placed(Placed(request.request_id, "n"), 0.3)
     assert told.sent() == [("n", "submit", 0)]
-
-
-def test_the_global_scheduler_is_still_asked_when_a_unit_has_left() -> None:
-    told = Told("ab", scheduler=True)
-    told.router.learn({"a": [MODEL]}, iter([MODEL]), iter([MODEL]), 0.1)
-    told.submit()
-    assert told.asked() == ["Place"]
 
 
 # ------------------------------------------------------------ everything
