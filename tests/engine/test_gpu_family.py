@@ -48,6 +48,7 @@ def of(tmp_path: Path) -> Deployment:
 
 @pytest.fixture
 def control(of: Deployment) -> Iterator[socket.socket]:
+    HEARD.clear()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(30)
     file = str(Path(of.run_dir) / "deployment.json")
@@ -62,12 +63,17 @@ def control(of: Deployment) -> Iterator[socket.socket]:
         assert process.wait(10) == 0
 
 
+HEARD: list[dict[str, Any]] = []
+
+
 def told(control: socket.socket, event: str) -> dict[str, Any]:
-    """The next event of that name."""
+    """The next event of that name. Others are kept: a child may be quicker than its parent."""
     while True:
-        message: dict[str, Any] = json.loads(control.recv(family.MAX_MESSAGE))
-        if message["event"] == event:
-            return message
+        for message in HEARD:
+            if message["event"] == event:
+                HEARD.remove(message)
+                return message
+        HEARD.append(json.loads(control.recv(family.MAX_MESSAGE)))
 
 
 def fork(control: socket.socket, kind: str, **more: str) -> dict[str, Any]:
