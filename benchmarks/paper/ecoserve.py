@@ -367,7 +367,7 @@ def part_dynamic(factor: float, keep: Callable[[Row], None]) -> Row:
     for number, rate in enumerate(range(20, 55, 5)):
         for request in workload(dataset, rate, each, seed=number + 1):
             requests.append(structs.replace(request, arrival=request.arrival + number * each))
-    rules = ScalingRules(target=0.9, window=10.0, patience=8.0, least=6, most=48)
+    rules = ScalingRules(target=0.9, window=10.0, patience=4.0, least=6, most=48)
     found: Row = {}
     for name, more in (
         ("scaled", {"scaling": rules, "start_seconds": 5.0, "bounds": Bounds(4, 16)}),

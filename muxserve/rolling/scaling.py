@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScalingRules:
-    """A replica more when less than `target` of the requests of the last `window` seconds met their objectives; one
-    less when at least `target` did and replicas spent less than `idle` of their time prefilling or waiting for it.
-    Between two changes there are `patience` seconds. `most` replicas at most.
+    """More replicas when less than `target` of the requests of the last `window` seconds met their objectives (once
+    there are `enough` of them), or when more than `backlog` requests per replica wait for one: a part `growth` of those
+    there are, at least one. One less when at least `target` did and replicas spent less than `idle` of their time
+    prefilling. Between two changes there are `patience` seconds, and always `least` to `most` replicas.
 
-    EcoServe (section 3.5) scales up when attainment falls below what is asked for; scaling down by the share of time is
-    this project's.
+    EcoServe (section 3.5) scales up when attainment falls below what is asked for. That is known late, after an
+    objective's time; the backlog, the size of the step and scaling down are this project's.
     """
 
     target: float = 0.9
@@ -23,16 +24,18 @@ class ScalingRules:
     least: int = 1
     most: int = 64
     enough: int = 10
+    backlog: float = 1.0
+    growth: float = 0.125
 
     def __post_init__(self) -> None:
         if not (0 < self.target <= 1 and self.window > 0 and self.patience >= 0 and 0 <= self.idle <= 1):
             raise ValueError("target must be in (0, 1], window above zero, patience not negative, idle in [0, 1]")
-        if not 1 <= self.least <= self.most or self.enough < 1:
-            raise ValueError("give 1 <= least <= most, and enough >= 1")
+        if not 1 <= self.least <= self.most or self.enough < 1 or self.backlog < 0 or self.growth < 0:
+            raise ValueError("give 1 <= least <= most, enough >= 1, and neither backlog nor growth below zero")
 
 
 class Attainment:
-    """Tells how many replicas more (1), less (-1) or neither (0)."""
+    """Tells how many replicas there should be more (above zero) or less (below)."""
 
     def __init__(self, rules: ScalingRules) -> None:
         self.rules = rules
@@ -52,16 +55,24 @@ class Attainment:
             self._met -= seen.popleft()[1]
         return self._met / len(seen) if len(seen) >= self.rules.enough else None
 
-    def wanted(self, replicas: int, busy: float, now: float) -> int:
-        """The answer, which counts as carried out. `busy`: part of their time that replicas spent prefilling lately."""
+    def wanted(self, replicas: int, busy: float, now: float, waiting: int = 0) -> int:
+        """The answer, which counts as carried out.
+
+        Args:
+            replicas: those that are there and those that come.
+            busy: part of their time that replicas spent prefilling lately.
+            waiting: requests that no replica has got yet.
+        """
         rules, share = self.rules, self.share(now)
-        if share is None or now - self._changed < rules.patience:
+        if now - self._changed < rules.patience:
             return 0
-        if share < rules.target and replicas < rules.most:
-            step = 1
-        elif share >= rules.target and busy < rules.idle and replicas > rules.least:
+        missed = share is not None and share < rules.target
+        if missed or waiting > rules.backlog * replicas:
+            step = min(max(1, round(rules.growth * replicas)), rules.most - replicas)
+        elif share is not None and busy < rules.idle and replicas > rules.least:
             step = -1
         else:
-            return 0
-        self._changed = now
+            step = 0
+        if step:
+            self._changed = now
         return step

@@ -127,6 +127,15 @@ def test_replicas_are_added_when_too_few_meet_their_objectives() -> None:
     assert attainment.wanted(1, 0.1, 30.0) == 0, "what was seen is too long ago"
 
 
+def test_a_backlog_calls_for_more_before_anybody_has_missed_anything() -> None:
+    attainment = Attainment(ScalingRules(patience=5, backlog=2.0, growth=0.25, most=17))
+    assert attainment.wanted(8, 1.0, 0.0, waiting=16) == 0
+    assert attainment.wanted(8, 1.0, 1.0, waiting=17) == 2
+    assert attainment.wanted(10, 1.0, 2.0, waiting=100) == 0
+    assert attainment.wanted(16, 1.0, 10.0, waiting=100) == 1, "there may be 17"
+    assert attainment.wanted(17, 1.0, 20.0, waiting=100) == 0
+
+
 @pytest.mark.parametrize("wrong", [{"target": 0.0}, {"window": 0.0}, {"least": 3, "most": 2}, {"enough": 0}])
 def test_scaling_rules_must_make_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"target|least"):

@@ -149,11 +149,11 @@ class Rolling(Arrangement):
         before, at = self._busy_before
         busy = max(0.0, prefill - before) / ((now - at) * len(members)) if members and now > at else 1.0
         self._busy_before = (prefill, now)
-        wanted = attainment.wanted(len(members) + self._coming, busy, now)
-        if wanted > 0:
+        wanted = attainment.wanted(len(members) + self._coming, busy, now, self.scheduler.waiting)
+        for _ in range(wanted):
             self._coming += 1
             self.at(now + self.options.start_seconds, self._started)
-        elif wanted < 0:
+        if wanted < 0:
             _, sent = self.scheduler.shrink(now)
             self.result.replicas.append((now, len(members)))
             self.result.moves = self.scheduler.moved
