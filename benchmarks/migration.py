@@ -1,6 +1,6 @@
 """What live migration costs: the pause of a request that moves, and what it does to those that run beside it.
 
-    python benchmarks/migration.py [--quick]
+    python benchmarks/migration.py [--quick] [--rounds 4] [--moves 5] [--beside 30]
 
 Two real units of one model on this machine. A request with a prompt of 256 to 8,192 tokens is decoded in one of them
 and moves to the other and back, in turns
@@ -195,6 +195,8 @@ def summary(found: Any) -> dict[str, Any]:
         for length, ones in lengths.items():
             row = {key: _ms([one[key] for one in ones]) for key in ones[0]}
             if "downtime" in row:
+                # What others do on the machine makes it longer, never shorter.
+                row["lower_quartile"] = round(statistics.quantiles([one["downtime"] * 1e3 for one in ones])[0], 3)
                 row["downtimes"] = sorted(round(one["downtime"] * 1e3, 2) for one in ones)
             result.setdefault(way, {})[length] = row
     return result
@@ -213,9 +215,12 @@ def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="256 and 1,024 tokens, three moves; to no file")
+    parser.add_argument("--rounds", type=int, default=4, help="over all lengths")
+    parser.add_argument("--moves", type=int, default=5, help="of each kind, length and round")
+    parser.add_argument("--beside", type=int, default=30, help="moves beside other requests")
     options = parser.parse_args()
     lengths = LENGTHS[:2] if options.quick else LENGTHS
-    rounds, times, beside_times = (1, 2, 4) if options.quick else (4, 5, 30)
+    rounds, times, beside_times = (1, 2, 4) if options.quick else (options.rounds, options.moves, options.beside)
     most = 1600
     checkpoint = tiny_checkpoint("llama", LAYERS, HEADS, KV_HEADS, HEAD_DIM, max_len=MAX_LEN)
     wanted = [(rounds, length, most) for length in lengths]
@@ -246,8 +251,12 @@ def main() -> None:
     bandwidth = copied / max(1e-6, (stopped[longest]["downtime"] - stopped[shortest]["downtime"]) / 1e3)
     report["bandwidth"] = round(bandwidth)
     report["predicted"] = {n: predicted(n, live[n]["step"] / 1e3, bandwidth) for n in lengths}
+    report["load_average_after"] = [round(value, 2) for value in os.getloadavg()]
     report["ratios"] = {
         "longest_to_shortest": round(live[longest]["downtime"] / live[shortest]["downtime"], 3),
+        "longest_to_shortest_lower_quartile": round(
+            live[longest]["lower_quartile"] / live[shortest]["lower_quartile"], 3
+        ),
         "recompute_to_live": round(report["recompute"][longest]["recompute"] / live[longest]["downtime"], 1),
         "stop_and_copy_to_live": round(stopped[longest]["downtime"] / live[longest]["downtime"], 2),
     }
