@@ -459,6 +459,8 @@ def main() -> None:
     given = parser.parse_args()
     report: Row = json.loads(given.out.read_text()) if given.out.exists() else {}
     report["machine"] = machine()
+    report.pop("command", None)
+    commands: Row = report.setdefault("commands", {})
     factors: Row = report.setdefault("factor_on_seconds", {})
     for name in given.only.split(","):
 
@@ -468,6 +470,7 @@ def main() -> None:
 
         began = time.perf_counter()
         factors[name] = given.seconds
+        commands[name] = f"python benchmarks/paper/ecoserve.py --only {name} --seconds {given.seconds:g}"
         PARTS[name](given.seconds, keep)
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
     write_report(given.out, report)
