@@ -19,8 +19,8 @@ class UnitLedger:
     """Queues, engines, leases, pages and compute of one unit.
 
     Requests are counted exactly once: they arrive or are taken over from another unit, change places, and leave by
-    `finished`, `cancelled`, `given_back`, `moved` or one of the events that lose them, which return what was lost so that the caller
-    can tell the gateway.
+    `finished`, `cancelled`, `given_back`, `moved` or one of the events that lose them, which return what was lost so
+    that the caller can tell the gateway.
 
     Raises:
         ValueError: two models share a name, or a model names an unknown pool.
