@@ -212,7 +212,7 @@ class TwoUnits:
         while not until():
             left = end - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"after {seconds:g} s: {self.requests}, lost {self.lost}")
+                raise TimeoutError(f"after {seconds:g} s: lost {sorted(self.lost)}")
             ready = dict(self._poller.poll(min(left, 0.05) * 1000))
             now = time.monotonic()
             if self._moving and now - self._paired_at > PAIR_SECONDS:
