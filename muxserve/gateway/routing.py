@@ -50,6 +50,7 @@ class Router:
             models: the models that are offered. Requests of others end as they can, or with an error when they have
                 no unit any more.
         """
+        asks, models = frozenset(asks), frozenset(models)  # both are needed twice, and may be iterators
         gone = [unit for unit in self._epochs if unit not in units]
         for unit in gone:
             del self._epochs[unit]

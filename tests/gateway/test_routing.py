@@ -440,6 +440,13 @@ def test_of_a_new_unit_the_gateway_may_hear_last() -> None:
     assert told.sent() == [("n", "submit", 0)]
 
 
+def test_the_global_scheduler_is_still_asked_when_a_unit_has_left() -> None:
+    told = Told("ab", scheduler=True)
+    told.router.learn({"a": [MODEL]}, iter([MODEL]), iter([MODEL]), 0.1)
+    told.submit()
+    assert told.asked() == ["Place"]
+
+
 # ------------------------------------------------------------ everything
 
 
