@@ -260,6 +260,8 @@ class Departures:
         self.out.send(MIGRATOR, stage)
 
     def _staged(self, move: Move, message: MoveStaged, now: float) -> None:
+        if not self._as_expected(move):
+            return  # cancelled in the same turn, perhaps submitted anew
         if move.step is Step.LAST and message.until >= move.total:
             self._commit(move, now)
         elif move.step is Step.COPYING:

@@ -359,6 +359,15 @@ def test_a_request_that_goes_another_way_meanwhile_ends_the_move(step: str, end:
     assert counted(b) == (0, 0, 1)
 
 
+def test_what_was_cancelled_in_the_same_turn_is_not_handed_over() -> None:
+    b = bench("r")
+    course = Course(b).to("last")
+    b.unit.handle(GATEWAY, Cancel(["r"]), 0.0)
+    sent = b.say(b"migrator", MoveStaged(course.stage.move, 3, 0.001, 50))
+    assert to(MIGRATOR, MoveCommit, sent) == []
+    assert len(to(MIGRATOR, MoveAbort, sent)) == 1
+
+
 def test_an_engine_that_dies_after_it_let_go_leaves_its_key_behind() -> None:
     b = bench("r")
     course = Course(b).to("detaching")
