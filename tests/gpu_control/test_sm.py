@@ -37,7 +37,7 @@ class TestEnvironment:
         environ: dict[str, str] = {}
         prepare(deployment(), model, phase, environ)
         assert environ[PERCENTAGE] == expected
-        assert environ[PIPE] == "/run/x/mps/pipe"
+        assert environ[PIPE] == f"{deployment().run_dir}/mps/pipe"
 
     def test_a_weight_holder_has_no_limit(self) -> None:
         environ = {PERCENTAGE: "3"}

@@ -117,7 +117,8 @@ def main() -> None:
             say("two nodes")
             with running(fleet_file(Path(directory), cluster.address), seconds=240) as fleet:
                 say("a fleet of two units")
-                fleet.wait(lambda: all(unit["status"] == "up" for unit in units(fleet)), 60, "up in both units")
+                # A unit answers before its engines are up.
+                fleet.wait(lambda: len(engines_up(fleet)) == 4, 120, "up in both units")
                 assert all(unit["remote"] for unit in units(fleet)), units(fleet)
                 wanted = asyncio.run(streams(fleet))
                 assert all(wanted)
