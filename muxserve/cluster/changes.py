@@ -116,10 +116,12 @@ class Changes:
                 async with asyncio.timeout(fleet.gateway.drain_seconds):
                     while sum([await self._steps.live(unit, model) for unit in replicas]):
                         await asyncio.sleep(_LOOK_SECONDS)
-            for unit in replicas:
-                await self._steps.end_replicas([model], unit, tell)
-            with contextlib.suppress(ChangeError):
-                self._steps.planner.forget(model)
+            try:
+                for unit in replicas:
+                    await self._steps.end_replicas([model], unit, tell)
+            finally:
+                with contextlib.suppress(ChangeError):
+                    self._steps.planner.forget(model)
 
     # ------------------------------------------------------------ asked for by the global scheduler
 
@@ -153,9 +155,12 @@ class Changes:
                         raise ChangeError(f"{model} has {rules.maximum} replicas already")
                     self._check(model)
                     await self._steps.start_several(model, 1, self._say)
-                except ChangeError as error:
+                except Exception as error:
+                    # Whatever it was: a start of which the global scheduler hears nothing is counted on for good.
+                    if not isinstance(error, ChangeError):
+                        log.exception("a replica of %s could not be started", model)
                     self._say(f"no replica of {model} more: {error}")
-                    await self._send(wire.StartFailed(model, str(error)))
+                    await self._send(wire.StartFailed(model, str(error) or type(error).__name__))
 
     async def _stop_wanted(self, model: str, name: str) -> None:
         async with self._lock:

@@ -139,7 +139,7 @@ class ControlServer:
                 continue
             try:
                 await control.scale(model, replicas[model], tell)
-            except ChangeError:
+            except Exception:
                 for done in reversed(changed):
                     tell(f"{done}: back to {_replicas(before[done])}")
                     try:

@@ -36,11 +36,12 @@ class FakePlanner:
 
     def __init__(self, run_dir: RunDir, room: int = 10) -> None:
         self.run_dir, self.room = run_dir, room
+        self.full: Exception = ChangeError("the machine is full")
         self.forgotten: list[str] = []
 
     def unit(self, model: str, name: str, fleet: FleetDeployment) -> PlannedUnit:
         if not self.room:
-            raise ChangeError("the machine is full")
+            raise self.full
         self.room -= 1
         return PlannedUnit(fake_deployment(self.run_dir.path, unit=name, names=[model]), (model,))
 
@@ -330,11 +331,14 @@ async def test_the_global_scheduler_starts_and_stops_replicas(pair: Fleet) -> No
     assert pair.serves == {"u0": ["one", "two"], "u2": ["two"]}
 
 
-async def test_the_global_scheduler_hears_of_a_start_that_fails(pair: Fleet, planner: FakePlanner) -> None:
-    planner.room = 0
+@pytest.mark.parametrize("error", [ChangeError("no place"), OSError("no disk"), RuntimeError("no place, nobody knows")])
+async def test_the_global_scheduler_hears_of_a_start_that_fails(
+    pair: Fleet, planner: FakePlanner, error: Exception
+) -> None:
+    planner.room, planner.full = 0, error
     await pair.serving()
     pair.tell("orders", "start two 1")
-    await pair.until(lambda: "start of two failed: the machine is full" in pair.journal())
+    await pair.until(lambda: f"start of two failed: {error}" in pair.journal())
     assert not pair.task.done()
 
 
