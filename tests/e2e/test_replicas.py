@@ -68,10 +68,12 @@ def free_tokens(fleet: Fleet) -> dict[str, int]:
 
 async def until(condition: Any, seconds: float, what: str) -> None:
     """Until `condition`, asked in a thread of its own, holds."""
-    async with asyncio.timeout(seconds):
-        while not await asyncio.to_thread(condition):
-            await asyncio.sleep(0.02)
-    assert True, what
+    try:
+        async with asyncio.timeout(seconds):
+            while not await asyncio.to_thread(condition):
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"not {what} within {seconds:.0f} s")
 
 
 async def generate(fleet: Fleet, tokens: int, output: int, first: int, on_first: Any = None) -> list[str]:
@@ -184,13 +186,21 @@ def command(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 async def test_a_unit_drained_under_load_fails_no_request(fleet: Fleet, reference: dict[str, Any]) -> None:
-    streams = asyncio.create_task(load(fleet, reference))
+    drained = asyncio.Event()
+    rounds: list[dict[int, Any]] = []
+
+    async def load_until_drained() -> None:
+        while not drained.is_set():
+            rounds.append(await load(fleet, reference))
+
+    streams = asyncio.create_task(load_until_drained())
     await until(lambda: of_model(fleet, "decoding").get("u2", 0) >= 2, 60, "busy")
-    drained = await asyncio.to_thread(command, fleet, "drain", "u2")
-    assert drained.returncode == 0, drained.stdout + drained.stderr
-    assert not streams.done(), "the load was over before the unit was empty"
+    done = await asyncio.to_thread(command, fleet, "drain", "u2")
+    drained.set()
+    await streams
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "u2" not in units(fleet)
-    assert not await streams
+    assert not any(rounds), rounds
     # And back again.
     scaled = await asyncio.to_thread(command, fleet, "scale", f"{MODEL}=4")
     assert scaled.returncode == 0, scaled.stdout + scaled.stderr
