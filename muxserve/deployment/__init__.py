@@ -13,7 +13,9 @@ from muxserve.deployment.fleet import (
 )
 from muxserve.deployment.network import Keys, Listen
 from muxserve.deployment.unit import (
+    Batching,
     Deployment,
+    EnginePhase,
     GatewayDeployment,
     GpuDeployment,
     ModelDeployment,
@@ -26,7 +28,9 @@ from muxserve.deployment.unit import (
 )
 
 __all__ = [
+    "Batching",
     "Deployment",
+    "EnginePhase",
     "FleetDeployment",
     "GatewayDeployment",
     "GpuDeployment",

@@ -17,6 +17,7 @@ from muxserve.deployment.unit import Deployment, GatewayDeployment, ModelDeploym
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.rolling.rules import RollingRules
 
 FILE = "fleet.json"
 
@@ -62,6 +63,8 @@ class FleetDeployment(msgspec.Struct, frozen=True):
     keys: Keys | None = None
     tokens_host: str = ""
     generation: int = 0
+    # The models whose prefill rolls over their replicas.
+    rolling: dict[str, RollingRules] = {}
 
     def unit(self, name: str) -> UnitEntry:
         """The unit of that name.
@@ -81,7 +84,7 @@ class FleetDeployment(msgspec.Struct, frozen=True):
     def placed_by_scheduler(self, model: str) -> bool:
         """Whether the global scheduler says where requests of `model` go. With one replica for good there is nothing to
         choose, and gateways do not ask."""
-        return model in self.scaling or len(self.replicas(model)) != 1
+        return model in self.scaling or model in self.rolling or len(self.replicas(model)) != 1
 
     def priority_levels(self) -> Levels:
         """The levels as the policies want them."""

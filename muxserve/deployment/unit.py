@@ -12,7 +12,10 @@ from muxserve.deployment.network import Keys, Listen
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 
-PolicyName = Literal["adbs", "fcfs", "round_robin"]
+PolicyName = Literal["adbs", "fcfs", "round_robin", "rolling", "pipelined"]
+PhasesName = Literal["multiplexed", "rolling", "pipelined"]
+EnginePhase = Literal["prefill", "decode", "both"]
+BatchingName = Literal["vllm", "fixed", "throttled"]
 SmSharing = Literal["mps", "green_contexts", "off"]
 PoolIpc = Literal["auto", "vmm", "legacy"]
 
@@ -39,9 +42,27 @@ class PoolDeployment(msgspec.Struct, frozen=True):
     num_pages: int
 
 
+class Batching(msgspec.Struct, frozen=True):
+    """What one step of a `both` engine may hold (`scheduling.token_throttling`). `vllm` leaves it to vLLM, `fixed` lets
+    all sequences decode and fills up with prompts, `throttled` budgets both apart, with the symbols of gLLM's Eq. 3:
+    `iterations` #T, `max_prefill` #MaxP and `min_prefill` #MinP tokens, `kv_threshold` KV_thresh in 0..1."""
+
+    policy: BatchingName = "vllm"
+    iterations: int = 8
+    max_prefill: int = 2048
+    min_prefill: int = 32
+    kv_threshold: float = 0.05
+
+
 class ModelDeployment(msgspec.Struct, frozen=True):
     """One model of the unit. Page counts are of its pool; `num_blocks` is the size of its page table in blocks,
-    block 0 included, which is never handed out. `kv_heads` are those of one tensor-parallel rank."""
+    block 0 included, which is never handed out. `kv_heads` are those of one tensor-parallel rank, `layers` those of one
+    stage of a pipeline (of the stage with the most).
+
+    `phases` says how prefill and decode are arranged. `multiplexed`: an engine for each, on shares of the same device.
+    `rolling`: one engine that does the one or the other for a while. `pipelined`: one engine whose steps hold both, as
+    `batching` has it. The latter two have a unit to themselves.
+    """
 
     name: str
     path: str
@@ -67,6 +88,13 @@ class ModelDeployment(msgspec.Struct, frozen=True):
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     engine_args: dict[str, object] = {}
+    phases: PhasesName = "multiplexed"
+    batching: Batching = Batching()
+
+    @property
+    def engines(self) -> tuple[EnginePhase, ...]:
+        """The phases of its engines, one process each (and its ranks')."""
+        return ("prefill", "decode") if self.phases == "multiplexed" else ("both",)
 
     @property
     def pages_per_block(self) -> int:
@@ -96,8 +124,10 @@ class Deployment(msgspec.Struct, frozen=True):
     pools: list[PoolDeployment]
     models: list[ModelDeployment]
     gateway: GatewayDeployment
-    # Tensor-parallel degree of every model of the unit: as many pools, one on each device of the mesh.
+    # Devices of the mesh that every model of the unit is split over: as many pools, one on each.
     ranks: int = 1
+    # Stages of a pipeline that the layers are split over, each on `ranks` / `stages` ranks, which split the tensors.
+    stages: int = 1
     gpu: GpuDeployment | None = None
     # Where it is reached from other machines, and with what keys; without, over Unix sockets only.
     listen: Listen | None = None
@@ -138,7 +168,8 @@ class Deployment(msgspec.Struct, frozen=True):
         model = self.model(name)
         page_bytes = self.pool(model.pool).page_bytes
         shape = f"{model.block_tokens}t.{model.layers}l.{model.kv_heads}h.{model.head_dim}d"
-        return f"{shape}.{model.dtype}.{page_bytes}b.{self.ranks}r"
+        stages = f".{self.stages}s" if self.stages > 1 else ""
+        return f"{shape}.{model.dtype}.{page_bytes}b.{self.ranks}r{stages}"
 
     def pool(self, name: str) -> PoolDeployment:
         """The pool of that name.

@@ -47,6 +47,8 @@ from muxserve.wire.replicas import (
     Paired,
     Place,
     Placed,
+    RollingReport,
+    RollingRequest,
     SchedulerHello,
     StartFailed,
     StartReplicas,
@@ -55,6 +57,7 @@ from muxserve.wire.replicas import (
     TookOver,
     Unpaired,
     Unplace,
+    Waits,
 )
 from muxserve.wire.unit import (
     Abort,
@@ -68,6 +71,7 @@ from muxserve.wire.unit import (
     HandOver,
     Lease,
     Lost,
+    Prefilled,
     Refused,
     Reset,
     Retire,
@@ -126,11 +130,14 @@ __all__ = [
     "PeerThere",
     "Place",
     "Placed",
+    "Prefilled",
     "Refused",
     "Reset",
     "Retire",
     "Returned",
     "Revive",
+    "RollingReport",
+    "RollingRequest",
     "SchedulerHello",
     "ShowBlocks",
     "StartFailed",
@@ -149,6 +156,7 @@ __all__ = [
     "UnitState",
     "Unpaired",
     "Unplace",
+    "Waits",
     "decode",
     "encode",
 ]
@@ -160,6 +168,7 @@ AnyMessage = Union[
     StopReplica, StartFailed, DrainReplicas, ShowBlocks, Blocks, Detach, Detached, MigratorHello, MoveStage,
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive,
+    RollingReport, Waits,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -51,6 +51,38 @@ class Loads(Message):
     loads: list[Load]
 
 
+class RollingRequest(msgspec.Struct, omit_defaults=True, gc=False):
+    """A request that a replica of a rolling model has. `tokens` are those of its prompt and what it had generated when
+    it came, `max_tokens` the most that it may generate. Once it decodes, that was `decoding_seconds` ago."""
+
+    request_id: str
+    tokens: int
+    max_tokens: int
+    prefilled: bool = False
+    decoding_seconds: float | None = None
+
+
+class RollingReport(Message):
+    """What happened in the replica of a rolling model since its last report; the unit sends one whenever something has,
+    beside its `Loads` and before them.
+
+    `whole`: a first report, or one after something was lost: `requests` are then all that the replica has, otherwise
+    those that came. `prefilled` have their first token; `left` ended, for whatever reason. `steps` counts the decode
+    steps since the engine is up; `prefill_tokens` took `prefill_seconds` since the last report.
+    """
+
+    unit: str
+    epoch: str
+    model: str
+    whole: bool = False
+    requests: list[RollingRequest] = []
+    prefilled: list[str] = []
+    left: list[str] = []
+    steps: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+
+
 class Paired(Message):
     """The replica of `model` is to give requests to the one in unit `destination`, whose migrator listens at `address`
     and whose last report was `load`. Repeated with every round for as long as it holds: a unit that has not heard it
@@ -105,7 +137,7 @@ class TookOver(Message):
 
 class Place(Message):
     """Where to send a request? `demand` is the tokens of KV that it needs to start. `arrival` is seconds of the
-    machine's monotonic clock."""
+    machine's monotonic clock. `tokens` are those to be prefilled, `max_tokens` the most that it may generate."""
 
     request_id: str
     model: str
@@ -113,6 +145,8 @@ class Place(Message):
     arrival: float
     scheduling: str
     execution: str
+    tokens: int = 0
+    max_tokens: int = 0
 
 
 class Unplace(Message):
@@ -126,6 +160,13 @@ class Placed(Message):
 
     request_id: str
     unit: str
+
+
+class Waits(Message):
+    """Answer to `Place`: the request waits with the global scheduler until it can be placed, and `Placed` or
+    `NotPlaced` will come. The gateway need not choose by itself as long as the global scheduler is there."""
+
+    request_id: str
 
 
 class NotPlaced(Message):

@@ -108,6 +108,8 @@ class Lease(Message):
 
     A lease replaces what was left of the one before. `tokens` bounds the tokens of one step (0: the engine's own
     bound). An engine reports after every step; the unit scheduler renews while it wants the engine to go on.
+    `phase` is for engines of both phases: the one they do under this lease (prompts wait for `prefill`, sequences that
+    have their first token for `decode`), or `both` in every step.
     """
 
     lease_id: int
@@ -159,6 +161,16 @@ class HandOver(Message):
     output_tokens: list[int]
 
 
+class Prefilled(Message):
+    """An engine of both phases has the first token of a request, which stays in it and decodes from here on.
+
+    `output_tokens` is what the request has generated so far (at least the first token)."""
+
+    request_id: str
+    incarnation: int
+    output_tokens: list[int]
+
+
 class Returned(Message):
     """A decode engine preempted the request (no page was left for it): it must be prefilled again, before others."""
 
@@ -179,7 +191,10 @@ class StepReport(Message):
 
     Without a step (requests that were cancelled or could not be run) all three are 0. `running` and `waiting` count the
     requests left in the engine; `lease_left` the steps left of lease `lease_id`. `finished` lists (request id) of those
-    that ended here, for whatever reason.
+    that ended here, for whatever reason. An engine of both phases says in `prefill_tokens` and `prefill_seconds` how
+    much of this was prefill: with a lease of one phase all or nothing, else tokens only. `bubbles` are seconds of each
+    stage of a pipeline, since the last report, in which it did not compute although a micro-batch was in flight; empty
+    with one stage.
     """
 
     lease_id: int
@@ -192,6 +207,10 @@ class StepReport(Message):
     handed: list[HandOver] = []
     returned: list[Returned] = []
     steps: int = 1
+    prefilled: list[Prefilled] = []
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    bubbles: list[float] = []
 
 
 # ---------------------------------------------------------------- controller or gateway <-> unit scheduler
@@ -244,7 +263,8 @@ class TokensHeader(Message):
 
     `entries` has one `(request_id, attempt, offset)` per output in order; `offset` is the number of output tokens of
     the request before the first one in the message, so the gateway can put messages from a prefill and a decode engine
-    in order and drop what it has seen. `engine` is 0 for the prefill engine, 1 for the decode engine.
+    in order and drop what it has seen. `engine` is 0 for the prefill engine, 1 for the decode engine, also that of both
+    phases.
     """
 
     gateway_epoch: str
