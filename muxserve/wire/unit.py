@@ -117,6 +117,7 @@ class Lease(Message):
     seconds: float
     admit: list[Admit] = []
     tokens: int = 0
+    phase: str = "both"
 
 
 class Abort(Message):
