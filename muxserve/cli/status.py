@@ -69,23 +69,28 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
     several = len(health.get("units") or units) > 1
     console.print(_headline(url, health, units))
     counts = {**_COUNTS, **(_MOVES if several else {})}
+    phases = _phases(fleet)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("model", "state", "running", "waiting", *counts):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("model", "state") else "right")
+    words_of = ("model", *(["phases"] if phases else []), "state")
+    for column in (*words_of, "running", "waiting", *counts):
+        table.add_column(column, no_wrap=True, justify="left" if column in words_of else "right")
     for name, model in health["models"].items():
         replicas = {u.get("name", "?"): u for u in units if name in u.get("serves", ())}
         said = {unit: _of(each, name) for unit, each in replicas.items()}
         down = [phase for phase, engine in (model.get("engines") or {}).items() if engine != "up"]
         words = str(model.get("status", "?"))
         if down and words != "asleep":
-            words += f" ({', '.join(down)} down)"
+            # One engine of both phases has nothing to be told apart from.
+            words += " (engine down)" if down == ["both"] else f" ({', '.join(down)} down)"
         sums = [_sum(said.values(), key) for key in counts.values()]
-        _row(table, [name, words, model.get("running", "-"), model.get("waiting", "-"), *sums])
+        how = [phases.get(name, "-")] if phases else []
+        _row(table, [name, *how, words, model.get("running", "-"), model.get("waiting", "-"), *sums])
         if several:
             states = model.get("replicas") or {}
             for unit, each in said.items():
                 word = "draining" if each.get("terminating") else states.get(unit, "?")
-                _row(table, [f"  {unit}", word, "", "", *(each.get(key, "-") for key in counts.values())])
+                blank = [""] if phases else []
+                _row(table, [f"  {unit}", *blank, word, "", "", *(each.get(key, "-") for key in counts.values())])
     console.print(table)
     for unit in units:
         whose = f"{unit.get('name')} " if several else ""
@@ -95,6 +100,12 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
         if several and not unit.get("serves"):
             console.print(f"{escape(whose)}serves nothing at present")
     _print_gpus(fleet.get("gpus") or [])
+
+
+def _phases(fleet: dict[str, Any]) -> dict[str, str]:
+    """How the models' phases are arranged; nothing if all have an engine for each, as is usual."""
+    phases = {str(model.get("name")): str(model.get("phases") or "multiplexed") for model in fleet.get("models") or []}
+    return phases if set(phases.values()) - {"multiplexed"} else {}
 
 
 def _headline(url: str, health: dict[str, Any], units: list[dict[str, Any]]) -> str:
@@ -108,8 +119,8 @@ def _headline(url: str, health: dict[str, Any], units: list[dict[str, Any]]) -> 
         parts = [f"{len(states)} units" + (f" ({', '.join(down)} down)" if down else "")]
     if health.get("scheduler") in ("up", "down"):
         parts.append(f"global scheduler {health['scheduler']}")
-    policy = next((str(_state(unit)["policy"]) for unit in units if "policy" in _state(unit)), None)
-    parts += [policy] if policy else []
+    # Each once: units of rolling and of pipelined models have policies of their own.
+    parts += dict.fromkeys(str(_state(unit)["policy"]) for unit in units if "policy" in _state(unit))
     return f"{escape(url)}: [{colour}]{escape(word)}[/], {escape(', '.join(parts))}"
 
 

@@ -95,7 +95,8 @@ class RayUnit:
     @property
     def parts(self) -> Collection[PartId]:
         """See `UnitHandle.parts`."""
-        engines = [PartId("engine", model, phase) for model in self._serves for phase in ("prefill", "decode")]
+        models = [model for model in self._deployment.models if model.name in self._serves]
+        engines = [PartId("engine", model.name, phase) for model in models for phase in model.engines]
         return [MEMORY, WARM, UNIT, *([MIGRATOR] if self._migrates else []), *engines]
 
     async def wait(self) -> None:

@@ -112,7 +112,7 @@ class Starts:
     def parts_of(self, model: str) -> list[Part]:
         """What serves one model: new parts, not yet among `parts`."""
         holders = [self._part(PartId("weights", model), self._start_forked, self._until_mps)]
-        engines = [PartId("engine", model, phase) for phase in ("prefill", "decode")]
+        engines = [PartId("engine", model, phase) for phase in self.deployment.model(model).engines]
         return [
             *(holders if self.deployment.gpu else []),
             *(self._part(who, self._start_forked, self.sized.wait) for who in engines),

@@ -193,6 +193,26 @@ def test_status_of_several_units(endpoint: Endpoint) -> None:
     assert lines[-1] == "u2 serves nothing at present"
 
 
+def test_status_of_phases_in_time(endpoint: Endpoint) -> None:
+    rolling = {"name": "u1", "status": "up", "serves": ["turn"], "state": {"policy": "rolling", "models": {}}}
+    again = {**rolling, "name": "u2"}
+    turn = {"status": "restarting", "engines": {"both": "down"}, "running": 1, "waiting": 0}
+    health = {**HEALTH, "units": dict.fromkeys(("u0", "u1", "u2"), "up"), "models": {"one": ONE, "turn": turn}}
+    models = [{"name": "one", "phases": "multiplexed"}, {"name": "turn", "phases": "rolling"}]
+    fleet = {"units": [FLEET["units"][0], rolling, again], "models": models}
+    endpoint.answers = {"/health": (200, health), "/fleet": (200, fleet)}
+    result = runner.invoke(app, ["status", "--url", endpoint.url])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{endpoint.url}: ok, 3 units, adbs, rolling"
+    assert lines[1].split()[:3] == ["model", "phases", "state"]
+    rows = {line.split()[0]: line for line in lines[2:]}
+    assert rows["one"].split()[1:4] == ["multiplexed", "up", "3"]
+    assert rows["turn"].split()[1:6] == ["rolling", "restarting", "(engine", "down)", "1"]
+    # The replicas' states stand below those of the models.
+    assert rows["u1"].index("?") == lines[1].index("state")
+
+
 def test_status_as_json(endpoint: Endpoint) -> None:
     endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, FLEET)}
     result = runner.invoke(app, ["status", "--url", endpoint.url + "/", "--json"])

@@ -28,6 +28,7 @@ from muxserve.deployment import (
     GatewayDeployment,
     GpuDeployment,
     ModelDeployment,
+    PhasesName,
     PoolDeployment,
     UnitEntry,
     load_fleet_deployment,
@@ -40,7 +41,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def fake_deployment(
-    run_dir: Path, drain_seconds: float = 5.0, unit: str = "u0", names: Sequence[str] = ("one", "two")
+    run_dir: Path,
+    drain_seconds: float = 5.0,
+    unit: str = "u0",
+    names: Sequence[str] = ("one", "two"),
+    phases: PhasesName = "multiplexed",
 ) -> Deployment:
     """A unit's, in its directory below the fleet's."""
     models = [
@@ -48,14 +53,14 @@ def fake_deployment(
             name=name, path="", pool="pool0", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=64,
             num_blocks=10, quota_pages=20, floor_pages=4, max_len=64, rate=1.0, max_num_seqs=8,
             max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
-            max_concurrency=8, max_queue=8,
+            max_concurrency=8, max_queue=8, phases=phases,
         )
         for name in names
     ]  # fmt: skip
     return Deployment(
         run_dir=str(run_dir / unit),
         unit=unit,
-        policy="adbs",
+        policy="adbs" if phases == "multiplexed" else phases,
         cores=2,
         pools=[PoolDeployment("pool0", 65536, 41)],
         models=models,

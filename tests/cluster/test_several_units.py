@@ -16,7 +16,7 @@ from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.steps import Addition
 from muxserve.cluster.units import PlannedUnit
 from muxserve.control.changes import ChangeError
-from muxserve.deployment import FleetDeployment
+from muxserve.deployment import FleetDeployment, PhasesName
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from tests.cluster.conftest import Fleet, alive, fake_deployment, running
@@ -38,12 +38,14 @@ class FakePlanner:
         self.run_dir, self.room = run_dir, room
         self.full: Exception = ChangeError("the machine is full")
         self.forgotten: list[str] = []
+        self.phases: PhasesName = "multiplexed"
 
     def unit(self, model: str, name: str, fleet: FleetDeployment) -> PlannedUnit:
         if not self.room:
             raise self.full
         self.room -= 1
-        return PlannedUnit(fake_deployment(self.run_dir.path, unit=name, names=[model]), (model,))
+        deployment = fake_deployment(self.run_dir.path, unit=name, names=[model], phases=self.phases)
+        return PlannedUnit(deployment, (model,))
 
     def addition(self, declared: Any, names: Callable[[], str], fleet: FleetDeployment, tell: Any) -> Addition:
         planned = self.unit(declared, names(), fleet)
@@ -69,6 +71,15 @@ async def pair(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
 @pytest.fixture
 async def single(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     units = [fake_deployment(run_dir.path)]
+    async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
+        yield each
+
+
+@pytest.fixture
+async def turns(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
+    """A model of which each unit has one engine, for both phases."""
+    planner.phases = "rolling"
+    units = [fake_deployment(run_dir.path, unit=name, names=["one"], phases="rolling") for name in ("u0", "u1")]
     async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
         yield each
 
@@ -110,6 +121,22 @@ async def test_an_engine_concerns_its_unit_only(pair: Fleet) -> None:
     await pair.until(lambda: pair.ups(victim) == 2)
     assert "u1 got EngineDown one" in pair.journal()
     assert "u0 got EngineDown one" not in pair.journal()
+
+
+async def test_where_phases_take_turns_a_unit_has_one_engine(turns: Fleet) -> None:
+    await turns.serving()
+    engines = [PartId("engine", "one", "both", unit) for unit in ("u0", "u1")]
+    assert [part for part in turns.controller.parts if part.kind == "engine"] == engines
+    os.kill(turns.pid(engines[1]), signal.SIGKILL)
+    await turns.until(lambda: turns.ups(engines[1]) == 2)
+    assert turns.ups(engines[0]) == 1
+    assert [line for line in turns.journal() if "EngineDown" in line] == ["u1 got EngineDown one"]
+    await turns.changes.scale("one", 3, said([]))
+    assert turns.serves == {"u0": ["one"], "u1": ["one"], "u2": ["one"]}
+    assert turns.ups(engines[0].within("u2")) == 1
+    await turns.changes.drain("u1", said([]))
+    assert not alive(turns.pid(engines[1]))
+    assert "stop one-both" in turns.journal()
 
 
 @pytest.mark.parametrize("victim", [SCHEDULER, PartId("migrator", unit="u0")], ids=str)
