@@ -42,7 +42,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelDemand:
-    """A model to be placed, split over `ranks` devices. None stands for auto; `rate` is in requests per second.
+    """A model to be placed, split over `ranks` devices: its layers over `stages` of a pipeline, and each stage over
+    `ranks / stages` that split its tensors. None stands for auto; `rate` is in requests per second.
 
     `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
     equally large in both.
@@ -57,16 +58,27 @@ class ModelDemand:
     threads: int | None = None
     ranks: int = 1
     block_tokens: int | None = None
+    stages: int = 1
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that the tensors of one stage are split over."""
+        return max(1, self.ranks // self.stages)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the stage with the most. vLLM gives the rest of an uneven division to as many stages, one each."""
+        return math.ceil(self.architecture.layers / self.stages)
 
     @property
     def kv_heads(self) -> int:
         """KV heads on each of the tensor-parallel ranks; those beyond the model's heads hold copies."""
-        return max(1, self.architecture.kv_heads // self.ranks)
+        return max(1, self.architecture.kv_heads // self.tensor_parallel)
 
     @property
     def pages_per_block(self) -> int:
         """Pages on each rank behind one token block."""
-        return self.architecture.layers * self.kv_heads
+        return self.layers * self.kv_heads
 
     @property
     def resolved_dtype(self) -> str:
@@ -76,7 +88,8 @@ class ModelDemand:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V per token on each rank."""
-        return self.architecture.kv_bytes_per_token(self.resolved_dtype) * self.kv_heads // self.architecture.kv_heads
+        whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
+        return whole * self.pages_per_block // self.architecture.pages_per_block
 
     @property
     def demand(self) -> float:
@@ -254,12 +267,15 @@ def _check(models: Sequence[ModelDemand], machine: Machine, cores: int, device: 
         if known:
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
             problems.append(PlanProblem(message, "path", model.name))
-        if not splits_evenly(architecture, model.ranks):
+        if not splits_evenly(architecture, model.tensor_parallel):
             message = (
                 f"its {architecture.heads} heads, {architecture.kv_heads} KV heads and MLP of "
-                f"{architecture.intermediate} columns cannot be split over {model.ranks} ranks"
+                f"{architecture.intermediate} columns cannot be split over {model.tensor_parallel} ranks"
             )
             problems.append(PlanProblem(message, "path", model.name))
+        if model.stages > architecture.layers:
+            message = f"{model.stages} stages are more than the model has layers ({architecture.layers})"
+            problems.append(PlanProblem(message, "stages", model.name))
         if model.max_len is not None and model.max_len > architecture.max_len:
             message = f"{model.max_len} tokens are more than the model was made for ({architecture.max_len})"
             problems.append(PlanProblem(message, "max_len", model.name))

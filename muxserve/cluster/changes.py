@@ -95,8 +95,12 @@ class Changes:
                 raise
             for unit in started:
                 self._units.announce(unit)
-            scaling = {} if addition.scaling is None else {name: addition.scaling}
-            self._units.change(models=[*self.fleet.models, addition.model], scaling={**self.fleet.scaling, **scaling})
+            fleet = self.fleet
+            self._units.change(
+                models=[*fleet.models, addition.model],
+                scaling={**fleet.scaling, **({} if addition.scaling is None else {name: addition.scaling})},
+                rolling={**fleet.rolling, **({} if addition.rolling is None else {name: addition.rolling})},
+            )
             self._units.publish()
             tell(f"{name} is served by {', '.join(unit.name for unit in started) or 'no unit yet'}")
 
@@ -108,6 +112,7 @@ class Changes:
             self._units.change(
                 models=[each for each in fleet.models if each.name != model],
                 scaling={name: rules for name, rules in fleet.scaling.items() if name != model},
+                rolling={name: rules for name, rules in fleet.rolling.items() if name != model},
             )
             self._units.publish()
             tell(f"no new requests for {model}; running ones have {fleet.gateway.drain_seconds:g} s to finish")

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from muxserve.cluster.plan import FleetPlan, deployment_of, gateway_of
+from muxserve.cluster.rolling_rules import rolling_of
 from muxserve.cluster.rules import levels_of, migration_of, scaling_of
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.units import DEPLOYMENT_FILE, PlannedUnit
@@ -31,7 +32,7 @@ def planned_unit(
     sizer = None
     if plan.gpu is not None:
         sizer = PoolSizer(plan, deployment, Path(deployment.run_dir) / DEPLOYMENT_FILE)
-    return PlannedUnit(deployment, plan.served, sizer)
+    return PlannedUnit(deployment, plan.served, sizer, rolling_of(plan))
 
 
 def fleet_deployment(
@@ -62,6 +63,8 @@ def fleet_deployment(
         key_levels=fleet.gateway.key_priorities,
         keys=keys,
         tokens_host=tokens_host,
+        # Replicas of a model are alike, so that any of them says how long prefills take.
+        rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.deployment.models},
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from muxserve.cluster.arrangement import alone, batching_of, phases_of, policy_of, stages_of
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
 from muxserve.cluster.gpu_unit import GpuUnit
 from muxserve.cluster.rules import levels_of, migration_of
@@ -92,21 +93,27 @@ def plan_fleet(
 
     Raises:
         FleetError: a model cannot be served or the fleet does not fit; all reasons, with file and line.
+        ValueError: a model that has a unit to itself is not the only one.
     """
-    demands = demands_of(fleet, machine, hub, gpu, block_tokens or {})
+    if len(fleet.models) > 1 and any(map(alone, fleet.models)):
+        raise ValueError("rolling and pipelined models have units to themselves")
+    demands = demands_of(fleet, machine, hub, gpu, block_tokens or {}, units)
     return FleetPlan(fleet, _unit(fleet, demands, machine, gpu, units), demands, machine, gpu, units=units)
 
 
 def demands_of(
-    fleet: Fleet, machine: Machine, hub: Hub | None, gpu: GpuUnit | None, block_tokens: Mapping[str, int]
+    fleet: Fleet,
+    machine: Machine,
+    hub: Hub | None,
+    gpu: GpuUnit | None,
+    block_tokens: Mapping[str, int],
+    units: int = 1,
 ) -> tuple[ModelDemand, ...]:
     """What the models need of a unit; arguments and errors are those of `plan_fleet`."""
     hub = hub or HuggingFaceHub()
     problems: list[Problem] = []
     demands: list[ModelDemand] = []
-    ranks = fleet.cluster.ranks if gpu is None else gpu.ranks
-    # With temporal multiplexing an engine has the whole machine while it runs.
-    threads = max(1, (_known(fleet.cluster.cores) or machine.cores) // ranks) if fleet.policy == "fcfs" else None
+    cores = _known(fleet.cluster.cores) or machine.cores
     for key in ("gpus", "nodes"):
         if getattr(fleet.cluster, key) and gpu is None:
             message = f"this works on the CPU of this machine only; leave {key} out here"
@@ -117,7 +124,11 @@ def demands_of(
         except CheckpointError as error:
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", str(error)))
             continue
-        demand = replace(_demand(model, architecture, threads, ranks), block_tokens=block_tokens.get(model.name))
+        stages, problem = stages_of(fleet, model, architecture.layers, gpu.ranks if gpu else 0)
+        problems += [problem] if problem else []
+        ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
+        threads = _threads(fleet.policy, model, cores, ranks, units)
+        demand = _demand(model, architecture, threads, ranks, stages, block_tokens.get(model.name))
         demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
         if gpu is not None and demands[-1].dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
@@ -125,6 +136,15 @@ def demands_of(
     if problems:
         raise FleetError(problems)
     return tuple(demands)
+
+
+def _threads(policy: str, model: Model, cores: int, ranks: int, units: int) -> int | None:
+    """Threads of each rank of a model's engines where they do not follow from the number of models; see docs."""
+    if alone(model):
+        # The only engine of its unit. Those of other units compute at the same time.
+        return max(1, cores // units // ranks)
+    # With temporal multiplexing an engine has the whole machine while it runs.
+    return max(1, cores // ranks) if policy == "fcfs" else None
 
 
 def gpu_dtype(model: Model, architecture: ModelArchitecture) -> str:
@@ -180,12 +200,13 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
     return Deployment(
         run_dir=run_dir,
         unit=plan.name,
-        policy=plan.fleet.policy,
+        policy=policy_of(plan.fleet),
         cores=plan.unit.cores,
         pools=pools,
         models=models,
         gateway=gateway_of(plan.fleet, host, port),
         ranks=plan.demands[0].ranks,
+        stages=plan.demands[0].stages,
         gpu=plan.gpu.deployed if plan.gpu else None,
         migration_bandwidth=float((plan.fleet.migration and plan.fleet.migration.bandwidth) or 0),
         migration=migration_of(plan.fleet) or MigrationRules(),
@@ -207,7 +228,14 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
     )
 
 
-def _demand(model: Model, architecture: ModelArchitecture, threads: int | None, ranks: int) -> ModelDemand:
+def _demand(
+    model: Model,
+    architecture: ModelArchitecture,
+    threads: int | None,
+    ranks: int,
+    stages: int,
+    block_tokens: int | None,
+) -> ModelDemand:
     return ModelDemand(
         name=model.name,
         architecture=architecture,
@@ -217,6 +245,8 @@ def _demand(model: Model, architecture: ModelArchitecture, threads: int | None, 
         max_num_seqs=model.max_num_seqs,
         threads=_known(model.threads) or threads,
         ranks=ranks,
+        block_tokens=block_tokens,
+        stages=stages,
     )
 
 
@@ -227,7 +257,7 @@ def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelDeploymen
         path=model.path,
         pool=plan.pool,
         dtype=plan.dtype,
-        layers=demand.architecture.layers,
+        layers=demand.layers,
         kv_heads=demand.kv_heads,
         head_dim=demand.architecture.head_dim,
         block_tokens=plan.block_tokens,
@@ -247,6 +277,8 @@ def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelDeploymen
         slo_ttft_ms=model.slo.ttft_ms,
         slo_tpot_ms=model.slo.tpot_ms,
         engine_args=dict(model.engine_args),
+        phases=phases_of(model),
+        batching=batching_of(model),
     )
 
 

@@ -17,6 +17,7 @@ from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.deployment import FleetDeployment, ModelDeployment
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.rolling.rules import RollingRules
 
 # Replicas that were asked to drain get so much longer than what the gateways allow their requests at the end.
 _DRAIN_MARGIN = 30.0
@@ -29,6 +30,11 @@ class Addition:
     model: ModelDeployment
     units: tuple[PlannedUnit, ...]
     scaling: ScalingRules | None = None
+
+    @property
+    def rolling(self) -> RollingRules | None:
+        """By what its prefill rolls over its replicas, if it does."""
+        return next((unit.rolling for unit in self.units), None)
 
 
 class Planner(Protocol):

@@ -24,6 +24,7 @@ from muxserve.cluster.leftovers import Leftovers
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
 from muxserve.deployment import Deployment, UnitEntry, save
+from muxserve.rolling.rules import RollingRules
 
 DEPLOYMENT_FILE = "deployment.json"
 
@@ -31,11 +32,13 @@ DEPLOYMENT_FILE = "deployment.json"
 @dataclass(frozen=True)
 class PlannedUnit:
     """A unit that fits its machine. `serves`: the models of the deployment that have engines from the beginning.
-    `sizer`: on GPUs, what makes pools of what the models are measured to need."""
+    `sizer`: on GPUs, what makes pools of what the models are measured to need. `rolling`: the rules of its only model,
+    if prefill rolls over that one's replicas."""
 
     deployment: Deployment
     serves: tuple[str, ...]
     sizer: PoolSizer | None = None
+    rolling: RollingRules | None = None
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ Importing this package loads pydantic; the command line does so only in the comm
 """
 
 from muxserve.config.loader import load_fleet, parse_fleet
+from muxserve.config.phase_schema import Batching, Rolling
 from muxserve.config.problems import FleetError, Problem
 from muxserve.config.replica_schema import ApiKey, Migration, Priority, Replicas
 from muxserve.config.schema import Cluster, Fleet, Gateway, KVPool, Limits, Model, Nodes, Ray, Slo, Sm, Workload
@@ -14,6 +15,7 @@ from muxserve.config.values import AUTO
 __all__ = [
     "AUTO",
     "ApiKey",
+    "Batching",
     "Cluster",
     "Fleet",
     "FleetError",
@@ -27,6 +29,7 @@ __all__ = [
     "Problem",
     "Ray",
     "Replicas",
+    "Rolling",
     "Slo",
     "Sm",
     "Workload",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from muxserve.config import replicas
+from muxserve.config import phases, replicas
 from muxserve.config.problems import Problem, closest
 from muxserve.config.replica_schema import ApiKey
 from muxserve.config.schema import Fleet
@@ -37,6 +37,7 @@ _OWN_NAMES = {
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
     "enable_prefix_caching": "prefix_caching",
+    "pipeline_parallel_size": "stages",
 }
 
 
@@ -46,6 +47,7 @@ def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool 
         *_cluster(source, serving),
         *_models(source, base, serving),
         *replicas.check(source),
+        *phases.check(source),
         *(_api_keys(source, environ) if serving else ()),
     ]
 

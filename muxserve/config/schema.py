@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema
 
+from muxserve.config.phase_schema import Batching, PhasesChoice, Rolling
 from muxserve.config.problems import KeyPath, Problem
 from muxserve.config.replica_schema import (
     DEFAULT_PRIORITIES,
@@ -158,6 +159,16 @@ class Model(Section):
         default=Replicas(min=1, max=1),
         description="How many units serve it: a number, or bounds for scaling",
     )
+    phases: PhasesChoice = Field(
+        default="multiplexed",
+        description="How prefill and decode are arranged: engines for each on shares of the same devices, one engine "
+        "whose prefill rolls over the replicas, one engine over the stages of a pipeline; auto: what simulates best",
+    )
+    rolling: Rolling = Field(default=Rolling(), description="For phases: rolling")
+    stages: CountOrAuto = Field(
+        default=AUTO, description="For phases: pipelined; auto: 2 on CPU, on GPUs as many as the unit has"
+    )
+    batching: Batching = Field(default=Batching(), description="For phases: pipelined; what a step may hold")
     workload: Workload = Field(default=Workload(), description="Lengths of its requests, for planning")
     slo: Slo = Field(default=Slo(), description="Latency objectives")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -236,6 +247,10 @@ class Fleet(Section):
     def with_models(self, models: Sequence[Model]) -> Fleet:
         """The same fleet with these models only; mistakes are told at the places that they have in the file."""
         return self.model_copy(update={"models": list(models)})
+
+    def multiplexed(self) -> Fleet:
+        """The same fleet with an engine for each phase of every model, however they are to be arranged."""
+        return self.with_models([model.model_copy(update={"phases": "multiplexed"}) for model in self.models])
 
     def model(self, name: str) -> Model:
         """The model of that name.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from muxserve.cluster.arrangement import alone
 from muxserve.cluster.plan import FleetPlan
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.deployment import ModelDeployment
@@ -16,26 +18,46 @@ from placement.cluster import PlacedUnit
 from placement.words import enumerate_words, format_size
 
 
+class Part(NamedTuple):
+    """The models of one unit, and which of them have engines from the beginning."""
+
+    fleet: Fleet
+    serves: tuple[str, ...]
+
+
+def together(fleet: Fleet) -> Fleet:
+    """The models that share units; perhaps none."""
+    return fleet.with_models([model for model in fleet.models if not alone(model)])
+
+
 def units_at_start(fleet: Fleet) -> int:
-    """How many units a fleet begins with, without a plan."""
-    return max(1, *(model.replicas.at_start for model in fleet.models))
+    """How many units a fleet begins with, without a plan: as many as the most replicas of a model that shares, and one
+    for each replica of a model that does not."""
+    shared = max((_prepared(model) for model in together(fleet).models), default=0)
+    return shared + sum(_prepared(model) for model in fleet.models if alone(model))
 
 
 def possible_units(fleet: Fleet) -> int:
     """How many units there can be when every model has as many replicas as it may."""
-    more = (r.max - max(r.at_start, 1) for r in (model.replicas for model in fleet.models))
-    return units_at_start(fleet) + sum(more)
+    return units_at_start(fleet) + sum(model.replicas.max - _prepared(model) for model in fleet.models)
 
 
-def part_of(fleet: Fleet, number: int) -> Fleet:
-    """The models of unit `number`, each with its part of the rate. Those with no replica at the start are in the first
-    one, where they can be woken soonest."""
-    models = [
-        model.model_copy(update={"rate": model.rate / max(1, model.replicas.at_start)})
-        for model in fleet.models
-        if max(1, model.replicas.at_start) > number
-    ]
-    return fleet.with_models(models)
+def _prepared(model: Model) -> int:
+    """Units that a model has at the start. One that sleeps has one, where it can be woken soonest."""
+    return max(1, model.replicas.at_start)
+
+
+def parts_of(fleet: Fleet) -> Iterator[Part]:
+    """What the units have at the start: those that are shared, then those of one model, each with its part of the
+    rate."""
+    shared = together(fleet)
+    most = max((_prepared(model) for model in shared.models), default=0)
+    groups = [(number, [m for m in shared.models if _prepared(m) > number]) for number in range(most)]
+    groups += [(number, [m]) for m in fleet.models if alone(m) for number in range(_prepared(m))]
+    for number, models in groups:
+        parts = [model.model_copy(update={"rate": model.rate / _prepared(model)}) for model in models]
+        serves = tuple(model.name for model in models if model.replicas.at_start > number)
+        yield Part(fleet.with_models(parts), serves)
 
 
 def like(model: Model, offered: ModelDeployment | None) -> Model:

@@ -1,8 +1,9 @@
 """What `muxserve deploy` serves: units of this machine, on its CPU or its GPUs, planned here or by a plan file.
 
-Without a plan file unit `u0` has all models, `u1` those with at least two replicas at the start, and so on; a unit that
-is started later has one model alone. With a plan file the units are the plan's. All replicas of a model have blocks of
-the same size, so that requests can move between them.
+Without a plan file unit `u0` has all models that share units, `u1` those with at least two replicas at the start, and
+so on; then each replica of a rolling or pipelined model has one to itself. A unit that is started later has one model
+alone. With a plan file the units are the plan's. All replicas of a model have blocks of the same size, so that requests
+can move between them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from muxserve.planning.parts import (
     check_together,
     like,
     on_gpus,
-    part_of,
+    parts_of,
     possible_units,
-    units_at_start,
+    together,
     who_replicates,
     wrong,
 )
@@ -93,18 +94,22 @@ class FleetPlanner:
 
     def _planned(self) -> list[FleetPlan]:
         fleet = self.fleet
-        gpus: list[GpuUnit | None] = [None] * units_at_start(fleet)
-        parts = [part_of(fleet, number) for number in range(len(gpus))]
+        parts = list(parts_of(fleet))
+        gpus: list[GpuUnit | None] = [None] * len(parts)
         if self._wants_gpus:
-            gpus = [gpu_unit(part, self._gpus(), self._hub) for part in self._with_gpus(parts)]
-        blocks = self._block_tokens(gpus[0]) if possible_units(fleet) > 1 else {}
+            on = self._with_gpus([part.fleet for part in parts])
+            gpus = [gpu_unit(each, self._gpus(), self._hub) for each in on]
+            parts = [part._replace(fleet=each) for part, each in zip(parts, on, strict=True)]
+        blocks = self._block_tokens(gpus[0])
         units = self._sharing()
-        plans = []
-        for number, (part, gpu) in enumerate(zip(parts, gpus, strict=True)):
-            plan = plan_fleet(part, self._machine, self._hub, gpu, units=units, block_tokens=blocks)
-            serves = tuple(model.name for model in part.models if model.replicas.at_start > number)
-            plans.append(replace(plan, name=f"u{number}", serves=serves))
-        return plans
+        return [
+            replace(
+                plan_fleet(part.fleet, self._machine, self._hub, gpu, units=units, block_tokens=blocks),
+                name=f"u{number}",
+                serves=part.serves,
+            )
+            for number, (part, gpu) in enumerate(zip(parts, gpus, strict=True))
+        ]
 
     def _with_gpus(self, parts: Sequence[Fleet]) -> list[Fleet]:
         """The parts with GPUs of their own. Those of units that may be started later stay free."""
@@ -133,9 +138,13 @@ class FleetPlanner:
         except GpuChoiceError as error:
             raise FleetError([self.fleet.problem(("cluster", error.key), str(error))]) from None
 
-    def _block_tokens(self, gpu: GpuUnit | None) -> dict[str, int]:
-        """Tokens of a block, as if all models were in one unit."""
-        groups = pool_groups(demands_of(self.fleet, self._machine, self._hub, gpu, {}))
+    def _block_tokens(self, gpu: GpuUnit | None, several: bool = False) -> dict[str, int]:
+        """Tokens of a block of the models that share units, as if they were all in one; nothing if one is all there can
+        be."""
+        shared = together(self.fleet)
+        if not shared.models or (possible_units(shared) == 1 and not several):
+            return {}
+        groups = pool_groups(demands_of(shared, self._machine, self._hub, gpu, {}))
         return {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
 
     def _sharing(self) -> int:
@@ -164,8 +173,7 @@ class FleetPlanner:
             found = self._gpus()
             parts = self._on_planned_gpus(plan_file, units, parts)
             gpus = [gpu_unit(part, found, self._hub, unit) for part, unit in zip(parts, units, strict=True)]
-        several = len(units) > 1 or possible_units(fleet) > 1
-        blocks = self._block_tokens(gpus[0]) if several else {}
+        blocks = self._block_tokens(gpus[0], several=len(units) > 1)
         return [
             replace(
                 plan_fleet(part, self._machine, self._hub, gpu, units=len(units), block_tokens=blocks),
