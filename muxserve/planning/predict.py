@@ -69,8 +69,8 @@ def predict(
     loads = {
         d.name: ModelLoad(
             d.rate,
-            _lengths(d.prompt_tokens, longest[d.name] // 2),
-            _lengths(d.output_tokens, longest[d.name] - longest[d.name] // 2),
+            lengths(d.prompt_tokens, longest[d.name] // 2),
+            lengths(d.output_tokens, longest[d.name] - longest[d.name] // 2),
         )
         for d in demands
     }
@@ -92,7 +92,8 @@ def predict(
     return Prediction(summary, seconds, {d.name: finished[d.name] / (seconds / 2) for d in demands})
 
 
-def _lengths(mean: int, longest: int) -> Lengths:
+def lengths(mean: int, longest: int) -> Lengths:
+    """Log-normal lengths of that mean with a long tail, of at most `longest` tokens."""
     high = min(_TAIL * mean, max(1, longest))
     median = mean / math.exp(SIGMA * SIGMA / 2)
     if median < 1 or median > high:

@@ -32,6 +32,9 @@ class Pipeline:
         self.result = PipelineResult(spec.stages)
         # vLLM sends two tensors from stage to stage: the hidden states and the residual.
         self._token_bytes = 2.0 * spec.architecture.hidden * ITEM_BYTES[spec.shape.dtype]
+        # What is behind each stage; behind the last one there is none.
+        links = spec.links if spec.links is not None else (spec.link,) * (spec.stages - 1)
+        self._links = [(link.latency, self._token_bytes / link.bandwidth) for link in links] + [(0.0, 0.0)]
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = 0
         self._in_flight = 0
@@ -86,14 +89,13 @@ class Pipeline:
             self._active_since = now
         self._in_flight += 1
         arrives = now + spec.step_seconds
-        sending = spec.link.latency + work.tokens * self._token_bytes / spec.link.bandwidth
         self.result.made(batch, now)
-        for number, stage in enumerate(self.stages):
+        for number, (stage, (latency, per_token)) in enumerate(zip(self.stages, self._links, strict=True)):
             seconds = stage.seconds(work)
             begins = max(arrives, stage.free_at)
             self.result.works(number, begins, seconds)
             stage.free_at = begins + seconds
-            arrives = stage.free_at + sending
+            arrives = stage.free_at + latency + work.tokens * per_token
             if number == 0 and not spec.ahead:
                 self._at(stage.free_at, self._fill)
         self._at(self.stages[-1].free_at + spec.return_seconds, lambda now: self._done(batch, now))

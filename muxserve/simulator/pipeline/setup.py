@@ -39,7 +39,8 @@ class PipelineSpec:
     """One engine. `shape` is where each stage runs, on devices of its own. `blocks` counts, for each stage, the blocks
     of `block_tokens` tokens that its KV cache has for its own layers: its length is the number of stages. A sequence
     takes equally many of each, so that the smallest decides what the engine can hold. `layers` says how many each stage
-    has (None: `stages.split_layers`).
+    has (None: `stages.split_layers`). `links` lie between the stages where they differ, one less than those; without,
+    each is `link`.
 
     `depth` micro-batches may be in flight (None: as many as stages). A micro-batch is made when the first stage can
     take it, or, with `ahead`, as soon as fewer than `depth` are in flight, as vLLM's batch queue does; then it knows
@@ -57,6 +58,7 @@ class PipelineSpec:
     block_tokens: int = 16
     max_num_seqs: int = 1024
     link: Link = field(default_factory=Link)
+    links: tuple[Link, ...] | None = None
     layers: tuple[int, ...] | None = None
     depth: int | None = None
     ahead: bool = False
@@ -71,6 +73,8 @@ class PipelineSpec:
             raise ValueError(f"{self.architecture.layers} layers cannot be spread over {self.stages} stages")
         if self.layers is not None:
             check_split(self.layers, self.architecture.layers, self.stages)
+        if self.links is not None and len(self.links) != self.stages - 1:
+            raise ValueError(f"{self.stages} stages have {self.stages - 1} links between them, not {len(self.links)}")
         if self.block_tokens < 1 or self.max_num_seqs < 1 or (self.depth is not None and self.depth < 1):
             raise ValueError("block_tokens, max_num_seqs and depth must be at least 1")
         if self.step_seconds < 0 or self.return_seconds < 0:

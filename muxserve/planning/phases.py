@@ -1,0 +1,355 @@
+"""Which arrangement of prefill and decode suits a model: each is simulated on the same devices under the same load.
+
+`compare` does it for one model, `choose_phases` for all of a fleet that say `phases: auto`. It is EcoServe's Table 5
+(arXiv:2504.18154) made computable: what a table of words says of strategies in general is worked out for one model, its
+load, its objectives and its devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from muxserve.config import Fleet
+from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.metrics.definitions import percentile
+from muxserve.planning.phases_ground import (
+    ARRANGEMENTS,
+    Ground,
+    Layout,
+    NoPlaceError,
+    PhasesName,
+    Place,
+    Wanted,
+    largest_first,
+    wanted_of,
+)
+from muxserve.planning.phases_play import Outcome
+from muxserve.planning.phases_search import COARSE, QUEUED, WARM, Load, Search, point_of
+from placement.demand import Demand
+from placement.words import enumerate_words
+
+# Told how far it is: a part in 0..1, and what is being simulated.
+Tell = Callable[[float, str], None]
+SHARE = 0.9
+# Goodputs that differ by less are equal: then the simpler arrangement is taken.
+EQUAL = 0.05
+# Layouts of one arrangement that are looked at; more of them only come up on dozens of devices.
+_LAYOUTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles of times, seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What an arrangement does, with the layout that has the highest goodput. Rates are requests per second.
+
+    `goodput` is the largest rate at which 90 % of the requests meet their objectives, on a grid of 5 %; the wait for
+    the phase switch counts as time to first token there, and as time per output token in `goodput_smooth`. What follows
+    is of the rate that the fleet asks for: the part of the requests within the objectives (`attainment`, and
+    `attainment_smooth` as above), the times (`ttft` without the wait, `ttft_with_wait`; `tpot` with it, as a client
+    sees it, `tpot_after_wait` without), the part of a pipeline's active time in which each stage does nothing
+    (`bubbles`), the busiest replica's or stage's work over the mean (`balance`). `link_bytes` go between devices for
+    each token, `network_bytes` of them between machines. `device_hours` are paid for 1,000 requests within the
+    objectives at the goodput (None: it is 0).
+    """
+
+    layout: Layout
+    devices: int
+    goodput: float
+    goodput_smooth: float
+    attainment: float
+    attainment_smooth: float
+    ttft: Spread | None
+    ttft_with_wait: Spread | None
+    tpot: Spread | None
+    tpot_after_wait: Spread | None
+    preemptions: int
+    balance: float
+    bubbles: tuple[float, ...]
+    link_bytes: float
+    network_bytes: float
+    device_hours: float | None
+    tokens_per_request: int
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second that all links between devices carry at the goodput."""
+        return self.goodput * self.tokens_per_request * self.link_bytes
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes per second that go between machines at the goodput."""
+        return self.goodput * self.tokens_per_request * self.network_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One arrangement: its figures, or why it is not possible."""
+
+    phases: PhasesName
+    figures: Figures | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All arrangements of one model on `devices` (in words), and which one is recommended and why. `notes` say what was
+    assumed."""
+
+    model: str
+    devices: str
+    rate: float
+    arrangements: tuple[Compared, ...]
+    recommended: PhasesName
+    reason: str
+    notes: tuple[str, ...] = ()
+    simulations: int = 0
+
+    def of(self, phases: PhasesName) -> Compared:
+        """What was found of one arrangement."""
+        return next(each for each in self.arrangements if each.phases == phases)
+
+    @property
+    def layout(self) -> Layout | None:
+        """That of the recommended arrangement; None if nothing is possible."""
+        figures = self.of(self.recommended).figures
+        return figures.layout if figures else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPhases:
+    """The arrangement for a model that says `phases: auto`: its replicas, stages (1: no pipeline) and tensor-parallel
+    degree, and the sentence for the user. `comparison` is what it rests on."""
+
+    phases: PhasesName
+    replicas: int
+    stages: int
+    tp: int
+    reason: str
+    comparison: Comparison
+
+
+def _silent(part: float, text: str) -> None:
+    """Nobody listens."""
+
+
+# ---------------------------------------------------------------- one model
+
+
+def compare(wanted: Wanted, ground: Ground, latency: LatencyModel, seed: int = 0, tell: Tell = _silent) -> Comparison:
+    """Simulate all arrangements of one model on the same devices, under the same seeded load. The same arguments give
+    the same figures."""
+    load = Load(wanted, seed)
+    found: list[Compared] = []
+    simulations = 0
+    for number, phases in enumerate(ARRANGEMENTS):
+
+        def told(part: float, text: str, number: int = number, phases: str = phases) -> None:
+            tell((number + part) / len(ARRANGEMENTS), f"{wanted.demand.name}: {phases}, {text}")
+
+        try:
+            figures, count = _arrangement(wanted, ground, latency, load, phases, told)
+            found.append(Compared(phases, figures))
+            simulations += count
+        except (NoPlaceError, CostError) as error:
+            found.append(Compared(phases, None, str(error)))
+    recommended, reason = recommend(found)
+    return Comparison(
+        wanted.demand.name, ground.words, wanted.demand.rate, tuple(found), recommended, reason, _notes(wanted, found),
+        simulations,
+    )  # fmt: skip
+
+
+def _arrangement(
+    wanted: Wanted, ground: Ground, latency: LatencyModel, load: Load, phases: PhasesName, tell: Tell
+) -> tuple[Figures, int]:
+    """The best layout of an arrangement, and how many simulations that took.
+
+    Raises:
+        NoPlaceError: none is possible.
+        CostError: nothing is known of the model on these devices.
+    """
+    places = _places(wanted, ground, phases)
+    rate = wanted.demand.rate
+    searches = [Search(wanted, ground, place, latency, load) for place in places]
+    best, coarse = searches[0], None
+    start = point_of(rate, COARSE)
+    if len(searches) > 1:
+        most = -1.0
+        for number, search in enumerate(searches):
+            tell(0.7 * number / len(searches), search.place.layout.words)
+            goodput = search.goodput(SHARE, start, COARSE)
+            if goodput > most:
+                best, most = search, goodput
+            # The next one begins where this one ended.
+            start = point_of(goodput, COARSE) if goodput else start
+        coarse = point_of(most) if most > 0 else None
+    tell(0.75, best.place.layout.words)
+    # If even the coarse search found nothing, neither will a finer one.
+    goodput = best.goodput(SHARE, coarse or start) if coarse is not None or len(searches) == 1 else 0.0
+    tell(0.9, best.place.layout.words)
+    smooth = goodput
+    if phases == "rolling" and goodput:
+        smooth = best.goodput(SHARE, point_of(goodput), switch=False)
+    figures = _figures(wanted, best, goodput, smooth, rate, load)
+    return figures, sum(search.simulations for search in searches) + 1
+
+
+def _places(wanted: Wanted, ground: Ground, phases: PhasesName) -> list[Place]:
+    """The layouts of an arrangement that are possible, of those that leave the fewest devices idle; on many devices the
+    ones whose parts are neither smallest nor largest are left out."""
+    demand = wanted.demand
+    if phases == "rolling" and (demand.slo_ttft is None or demand.slo_tpot is None):
+        raise NoPlaceError("needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next one would miss them")
+    places: dict[Layout, Place] = {}
+    first = ""
+    for layout in ground.layouts(wanted, phases):
+        if places and layout.devices < max(each.devices for each in places):
+            break
+        try:
+            places[layout] = ground.place(wanted, layout)
+        except NoPlaceError as error:
+            first = first or str(error)
+            # What is said of the largest part is the most that could be done.
+            if layout.devices == ground.devices:
+                first = str(error)
+    if not places:
+        raise NoPlaceError(first)
+    kept = largest_first(list(places))
+    if len(kept) > _LAYOUTS:
+        # Fewest devices per replica first: less goes over links. What is kept spans all of them.
+        kept.sort(key=lambda layout: (layout.tp * layout.stages, layout.tp))
+        kept = [kept[round(n * (len(kept) - 1) / (_LAYOUTS - 1))] for n in range(_LAYOUTS)]
+    return [places[layout] for layout in kept]
+
+
+def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate: float, load: Load) -> Figures:
+    played = search.at(rate)
+    place, demand = search.place, wanted.demand
+    counted = [each for each in played.outcomes if each.arrival >= WARM * load.seconds(rate)]
+    devices = place.layout.devices
+    return Figures(
+        layout=place.layout,
+        devices=devices,
+        goodput=goodput,
+        goodput_smooth=smooth,
+        attainment=search.part_met(played, rate, True),
+        attainment_smooth=search.part_met(played, rate, False),
+        ttft=_spread(counted, 0, False),
+        ttft_with_wait=_spread(counted, 0, True),
+        tpot=_spread(counted, 1, False),
+        tpot_after_wait=_spread(counted, 1, True),
+        preemptions=played.preemptions,
+        balance=played.balance,
+        bubbles=played.bubbles,
+        link_bytes=place.link_bytes,
+        network_bytes=place.network_bytes,
+        device_hours=devices * 1000 / (SHARE * goodput * 3600) if goodput else None,
+        tokens_per_request=demand.prompt_tokens + demand.output_tokens,
+    )
+
+
+def _spread(outcomes: Sequence[Outcome], which: int, switch: bool) -> Spread | None:
+    found = [times for each in outcomes if (times := each.times(switch)) is not None]
+    values = [value for times in found if (value := times[which]) is not None]
+    return Spread(*(percentile(values, share) for share in (0.5, 0.9, 0.99))) if values else None
+
+
+def _notes(wanted: Wanted, found: Sequence[Compared]) -> tuple[str, ...]:
+    demand, notes = wanted.demand, []
+    if demand.slo_ttft is None:
+        notes.append(
+            f"{demand.name} has no slo.ttft_ms: a first token after more than {QUEUED:g} s counts as missed, so that a "
+            "queue that grows is seen"
+        )
+    seats = {each.phases: demand.max_num_seqs * each.figures.layout.replicas for each in found if each.figures}
+    if len(set(seats.values())) > 1:
+        notes.append(
+            f"max_num_seqs ({demand.max_num_seqs}) is of each replica, so that "
+            f"{enumerate_words([f'{name} runs up to {count} requests at once' for name, count in seats.items()])}"
+        )
+    return tuple(notes)
+
+
+def recommend(found: Sequence[Compared]) -> tuple[PhasesName, str]:
+    """The arrangement with the highest goodput; of those within 5 % of it the simplest, in the order of
+    `ARRANGEMENTS`. And why, in a sentence."""
+    possible = [(each.phases, each.figures) for each in found if each.figures is not None]
+    if not possible:
+        return "multiplexed", "no arrangement is possible on these devices; see the reasons"
+    if len(possible) == 1:
+        return possible[0][0], f"{possible[0][0]} is the only arrangement that is possible"
+    most = max(figures.goodput for _, figures in possible)
+    if most <= 0.0:
+        name, figures = max(possible, key=lambda each: each[1].attainment)
+        return name, (
+            f"none serves any rate with {SHARE:.0%} of the requests within the objectives; at the rate asked for "
+            f"{name} has most of them within, {figures.attainment:.0%}"
+        )
+    equal = [(name, figures) for name, figures in possible if figures.goodput >= (1.0 - EQUAL) * most]
+    name, figures = equal[0]
+    reason = f"{name} serves {figures.goodput:.3g} requests/s with {SHARE:.0%} of them within the objectives"
+    behind = [f"{other} {each.goodput:.3g}" for other, each in possible if other not in {n for n, _ in equal}]
+    if len(equal) > 1:
+        others = " and ".join(other for other, _ in equal[1:])
+        reason += f", {others} within {EQUAL:.0%} of that, and {name} is simpler"
+    if behind:
+        reason += f" ({', '.join(behind)})"
+    if name == "rolling" and figures.goodput_smooth < (1.0 - EQUAL) * figures.goodput:
+        reason += (
+            f"; the wait for the phase switch counts as time to first token there, as time per output token it is "
+            f"{figures.goodput_smooth:.3g}"
+        )
+    return name, reason
+
+
+# ---------------------------------------------------------------- a fleet
+
+
+def choose_phases(
+    fleet: Fleet,
+    demands: Sequence[Demand],
+    ground_of: Callable[[str], Ground],
+    latency: LatencyModel,
+    *,
+    free: bool = False,
+    seed: int = 0,
+    tell: Tell = _silent,
+    compared: Mapping[str, Comparison] | None = None,
+) -> dict[str, ChosenPhases]:
+    """The arrangement of every model of the fleet that says `phases: auto`, by its name.
+
+    Args:
+        demands: of the fleet's models, in their order (`planning.fleets.demands_of`).
+        ground_of: the devices that the model of a name has (`planning.phases_ground`: `GpuGround`, `CpuGround`).
+        free: the number of replicas may be chosen where the file leaves it at one, as when a plan is made; otherwise it
+            is the file's.
+        compared: what has been compared already.
+    """
+    asked = [(model, demand) for model, demand in zip(fleet.models, demands, strict=True) if model.phases == "auto"]
+    chosen: dict[str, ChosenPhases] = {}
+    for number, (model, demand) in enumerate(asked):
+
+        def told(part: float, text: str, number: int = number) -> None:
+            tell((number + part) / len(asked), text)
+
+        known = (compared or {}).get(model.name)
+        comparison = known or compare(wanted_of(model, demand, free), ground_of(model.name), latency, seed, told)
+        chosen[model.name] = chosen_by(comparison)
+    return chosen
+
+
+def chosen_by(comparison: Comparison) -> ChosenPhases:
+    """What a comparison recommends."""
+    layout = comparison.layout or Layout("multiplexed", 1, 1, 1)
+    return ChosenPhases(
+        comparison.recommended, layout.replicas, layout.stages, layout.tp, comparison.reason, comparison
+    )

@@ -1,0 +1,235 @@
+"""One layout of a model under one load, simulated by what simulates that arrangement."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.metrics.definitions import Objectives, time_per_token
+from muxserve.metrics.records import RequestRecord
+from muxserve.planning.gpus import unit_shares
+from muxserve.planning.phases_ground import CPU, GpuGround, Ground, NoPlaceError, Place, Wanted
+from muxserve.rolling.member import Objectives as RollingObjectives
+from muxserve.simulator import FleetModel, Options
+from muxserve.simulator.instances.setup import InstanceSpec
+from muxserve.simulator.modes import sim_unit
+from muxserve.simulator.pipeline import Pipeline, PipelineSpec
+from muxserve.simulator.rolling import PhasedResult, Rolling, RollingOptions
+from muxserve.simulator.unit import LeasedUnit
+from muxserve.simulator.world import SimulationError
+from muxserve.workload.trace import TraceRequest
+from placement.cluster import PlacedModel, PlacedUnit
+
+# Seconds that an output token is taken to need where requests are dealt out to replicas without an objective for it.
+_TOKEN_SECONDS = 0.05
+
+
+class Outcome(NamedTuple):
+    """What became of a request, seconds. `ttft` is from its arrival to its first token, `wait` from there to its first
+    decode step, `rest` from its first token to its last, of `tokens` in all. Without a `ttft` it was refused."""
+
+    arrival: float
+    ttft: float | None
+    wait: float = 0.0
+    rest: float = 0.0
+    tokens: int = 0
+
+    def times(self, switch: bool) -> tuple[float, float | None] | None:
+        """TTFT and TPOT, the wait for the phase switch in the first or in the second; None if there are none."""
+        if self.ttft is None:
+            return None
+        wait = self.wait if switch else 0.0
+        return self.ttft + wait, time_per_token(wait, self.rest, self.tokens)
+
+    def met(self, objectives: Objectives, switch: bool) -> bool:
+        """Whether it was answered within all objectives."""
+        found = self.times(switch)
+        return found is not None and objectives.met(*found).get("all", True)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of all requests. `bubbles` is the part of a pipeline's active time in which each stage did nothing,
+    `balance` the busiest replica's, or stage's, seconds of work over their mean (1: all work equally long)."""
+
+    outcomes: list[Outcome]
+    balance: float = 1.0
+    bubbles: tuple[float, ...] = ()
+    preemptions: int = 0
+
+
+def play(
+    wanted: Wanted, ground: Ground, place: Place, latency: LatencyModel, requests: Sequence[TraceRequest], rate: float
+) -> Played:
+    """Simulate `requests` (of `wanted.demand.name`, in order of arrival), `rate` of which come per second.
+
+    Raises:
+        NoPlaceError: the planner finds no room for the unit.
+        CostError: the latency model does not know the model on these devices.
+    """
+    if place.layout.phases == "rolling":
+        return _rolling(wanted, place, latency, requests)
+    parts = dealt(requests, place.layout.replicas, wanted.demand.slo_tpot or _TOKEN_SECONDS)
+    if place.layout.phases == "pipelined":
+        return _pipelined(wanted, place, latency, parts)
+    return _multiplexed(wanted, ground, place, latency, parts, rate)
+
+
+def dealt(requests: Sequence[TraceRequest], replicas: int, token_seconds: float) -> list[list[TraceRequest]]:
+    """The requests of each replica. Each goes where the fewest tokens are, as if a request were there for as long as
+    its answer takes with `token_seconds` for each token: what dispatching by load would do, told beforehand."""
+    parts: list[list[TraceRequest]] = [[] for _ in range(replicas)]
+    there = [0] * replicas
+    leaving: list[tuple[float, int, int]] = []
+    for request in requests:
+        while leaving and leaving[0][0] <= request.arrival:
+            _, number, tokens = heappop(leaving)
+            there[number] -= tokens
+        number = min(range(replicas), key=lambda n: (there[n], len(parts[n])))
+        tokens = request.prompt_tokens + request.output_tokens
+        there[number] += tokens
+        heappush(leaving, (request.arrival + request.output_tokens * token_seconds, number, tokens))
+        parts[number].append(request)
+    return parts
+
+
+# ---------------------------------------------------------------- arrangements
+
+
+def _rolling(wanted: Wanted, place: Place, latency: LatencyModel, requests: Sequence[TraceRequest]) -> Played:
+    demand = wanted.demand
+    assert demand.slo_ttft is not None, "without objectives there is no such layout"
+    assert demand.slo_tpot is not None
+    spec = InstanceSpec(
+        demand.architecture,
+        place.shape,
+        place.blocks[0],
+        place.block_tokens,
+        demand.max_num_seqs,
+        demand.max_num_batched_tokens,
+    )
+    options = RollingOptions(
+        place.layout.replicas,
+        RollingObjectives(demand.slo_ttft, demand.slo_tpot, wanted.spared),
+        wanted.bounds,
+        demand.output_tokens,
+    )
+    result: PhasedResult = Rolling(spec, latency, options).run(requests)
+    outcomes = [
+        Outcome(r.arrival, None)
+        if r.first_token is None or r.finish is None
+        else Outcome(r.arrival, r.first_token - r.arrival, r.switch_wait, r.finish - r.first_token, r.made)
+        for r in result.requests
+    ]
+    return Played(outcomes, balance(list(result.busy.values())), preemptions=result.preemptions)
+
+
+def _pipelined(wanted: Wanted, place: Place, latency: LatencyModel, parts: Sequence[Sequence[TraceRequest]]) -> Played:
+    demand = wanted.demand
+    spec = PipelineSpec(
+        demand.architecture,
+        place.shape,
+        place.blocks,
+        place.block_tokens,
+        # The live engine's batches together hold no more.
+        demand.max_num_seqs,
+        links=place.links,
+    )
+    records: list[RequestRecord] = []
+    busy: list[list[float]] = []
+    active = preemptions = 0.0
+    for part in parts:
+        result = Pipeline(spec, latency, wanted.budget()).run(part)
+        records += result.records()
+        busy.append(result.busy())
+        active += result.active()
+        preemptions += result.preemptions
+    bubbles = tuple(
+        1.0 - sum(stages[number] for stages in busy) / active if active else 0.0 for number in range(spec.stages)
+    )
+    return Played(_outcomes(records), balance(list(itertools.chain(*busy))), bubbles, int(preemptions))
+
+
+def _multiplexed(
+    wanted: Wanted,
+    ground: Ground,
+    place: Place,
+    latency: LatencyModel,
+    parts: Sequence[Sequence[TraceRequest]],
+    rate: float,
+) -> Played:
+    demand = wanted.demand
+    each = rate / place.layout.replicas
+    prefill, decode = shares(wanted, ground, place, latency, each)
+    unit = PlacedUnit(
+        "unit",
+        place.shape.device,
+        tuple(range(place.layout.tp)),
+        (PlacedModel(demand.name, each, prefill, decode),),
+        place.kv_bytes,
+    )
+    model = FleetModel(
+        demand.name,
+        demand.architecture,
+        demand.dtype,
+        demand.max_num_seqs,
+        demand.max_num_batched_tokens,
+        wanted.max_len,
+    )
+    try:
+        simulated = sim_unit(unit, {demand.name: model})
+    except SimulationError as error:
+        raise NoPlaceError(str(error)) from None
+    if place.cost_share is not None:
+        simulated = replace(
+            simulated, models=tuple(replace(each, cost_share=place.cost_share) for each in simulated.models)
+        )
+    records: list[RequestRecord] = []
+    busy = []
+    for part in parts:
+        result = LeasedUnit(simulated, latency, Options(sample_seconds=0.0)).run(part)
+        records += result.records
+        busy.append(result.busy_seconds)
+    return Played(_outcomes(records), balance(busy), preemptions=sum(record.preemptions for record in records))
+
+
+def shares(wanted: Wanted, ground: Ground, place: Place, latency: LatencyModel, rate: float) -> tuple[float, float]:
+    """Shares of the compute for prefill and decode of a replica that gets `rate` requests per second: on GPUs those
+    that the planner would give it.
+
+    Raises:
+        NoPlaceError: the planner finds no room.
+    """
+    if place.prefill_share is not None and place.decode_share is not None:
+        return place.prefill_share, place.decode_share
+    assert isinstance(ground, GpuGround), f"shares on {CPU} are part of the place"
+    demand = replace(wanted.demand, rate=rate)
+    found = unit_shares([demand], ground.kind, place.layout.tp, ground.memory, ground.rules, latency)
+    if found is None:
+        raise NoPlaceError("the planner sees no room for it")
+    return found[demand.name].prefill, found[demand.name].decode
+
+
+def balance(busy: Sequence[float]) -> float:
+    """The largest over the mean; 1 if nothing was done."""
+    mean = sum(busy) / len(busy) if busy else 0.0
+    return max(busy) / mean if mean else 1.0
+
+
+def _outcomes(records: Sequence[RequestRecord]) -> list[Outcome]:
+    return list(_each(records))
+
+
+def _each(records: Sequence[RequestRecord]) -> Iterator[Outcome]:
+    for r in records:
+        if r.first_token is None or r.finish is None or r.error:
+            yield Outcome(r.arrival, None)
+        else:
+            yield Outcome(r.arrival, r.first_token - r.arrival, 0.0, r.finish - r.first_token, r.output_tokens)
+
+
+__all__ = ["CostError", "NoPlaceError", "Outcome", "Played", "balance", "dealt", "play", "shares"]
