@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from muxserve.gateway.status import PHASES, FleetStatus
+from muxserve.gateway.status import FleetStatus
 from muxserve.gateway.turnstile import Turnstile
 
 PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
@@ -22,11 +22,35 @@ MODEL_METRICS = (
     ("muxserve_requests_moved_in", "Requests that came from another unit by migration.", "moved_in", True),
     ("muxserve_requests_moved_out", "Requests that went to another unit by migration.", "moved_out", True),
     ("muxserve_moves_aborted", "Migrations that were begun and given up.", "moves_aborted", True),
+    (
+        "muxserve_phase_switches",
+        "Requests that waited, with their first token, for their engine of both phases to decode again.",
+        "phase_switches",
+        True,
+    ),
+    (
+        "muxserve_phase_switch_seconds",
+        "Seconds from a request's first token to its first decode step in an engine of both phases, summed up.",
+        "phase_switch_seconds",
+        True,
+    ),
 )
 PHASE_METRICS = (
     ("muxserve_jobs", "Batched steps run.", "jobs", True),
     ("muxserve_job_tokens", "Tokens computed in steps.", "tokens", True),
     ("muxserve_job_seconds", "Seconds spent in steps.", "busy_seconds", True),
+    (
+        "muxserve_prefill_job_tokens",
+        "Tokens of prompts, in whatever steps; of engines of both phases.",
+        "prefill_tokens",
+        True,
+    ),
+    (
+        "muxserve_prefill_job_seconds",
+        "Seconds spent in steps that did nothing but prefill; of engines of both phases.",
+        "prefill_busy_seconds",
+        True,
+    ),
     ("muxserve_lease_waits", "Times that an engine with work was without a lease.", "lease_waits", True),
     (
         "muxserve_lease_wait_seconds",
@@ -98,7 +122,7 @@ class FleetCollector(Collector):
                 (unit.name, model, phase): float(unit.engine_up(model, phase))
                 for unit in units
                 for model in unit.entry.serves
-                for phase in PHASES
+                for phase in unit.engines(model)
             },
         )
         yield _gauge(
@@ -121,6 +145,13 @@ class FleetCollector(Collector):
         )
         for name, text, key, counts in PHASE_METRICS:
             yield _family(counts, name, text, ["unit", "model_name", "phase"], self._per_phase(key))
+        yield _family(
+            True,
+            "muxserve_stage_bubble_seconds",
+            "Seconds in which the stage of a pipeline had nothing to compute although a micro-batch was in flight.",
+            ["unit", "model_name", "stage"],
+            self._bubbles(),
+        )
         for name, text, key in POOL_METRICS:
             yield _gauge(name, text, ["unit", "pool"], self._per_pool(key))
 
@@ -135,12 +166,21 @@ class FleetCollector(Collector):
 
     def _per_phase(self, key: str) -> Values:
         return {
-            (unit.name, name, phase): float(model["phases"][phase][key])
+            (unit.name, name, phase): float(engine[key])
             for unit in self._status.units.values()
             if unit.answered
             for name, model in unit.models().items()
-            for phase in PHASES
-            if key in model.get("phases", {}).get(phase, {})
+            for phase, engine in model.get("phases", {}).items()
+            if key in engine
+        }
+
+    def _bubbles(self) -> Values:
+        return {
+            (unit.name, name, str(stage)): float(seconds)
+            for unit in self._status.units.values()
+            if unit.answered
+            for name, model in unit.models().items()
+            for stage, seconds in enumerate(model.get("bubbles", ()))
         }
 
     def _per_pool(self, key: str) -> Values:

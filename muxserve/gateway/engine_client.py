@@ -15,6 +15,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from muxserve.deployment import ModelDeployment
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.measure import Outcome, current_http
 from muxserve.gateway.outbox import Failure
@@ -25,19 +26,20 @@ TASKS: tuple[SupportedTask, ...] = ("generate",)
 
 
 class UnitEngineClient(EngineCoreClient):
-    """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine."""
+    """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine or that
+    of both phases."""
 
-    def __init__(self, model: str, broker: Broker) -> None:
-        self.model = model
+    def __init__(self, model: ModelDeployment, broker: Broker) -> None:
+        self.model = model.name
         self.broker = broker
-        self.engine_ranks_managed = [0, 1]
+        self.engine_ranks_managed = [0, 1] if len(model.engines) > 1 else [1]
         # Engines die and come back underneath; the client never does.
         self.resources = SimpleNamespace(engine_dead=False)
         self._batches: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._processor: OutputProcessor | None = None
-        broker.attach(model, self)
+        broker.attach(model.name, self)
 
     def bind(self, processor: OutputProcessor) -> None:
         """Tell the client the output processor of its `AsyncLLM`, which keeps the state of each request."""

@@ -52,7 +52,7 @@ class Offered:
         seam.register_architectures(models)
         for model in models:
             await self._leaving.get(model.name, _nothing())
-            client = UnitEngineClient(model.name, self._broker)
+            client = UnitEngineClient(model, self._broker)
             try:
                 # Reads files and compiles templates: others' streams must not wait for it.
                 front_end = await asyncio.to_thread(seam.make_llm, model, client)
@@ -92,7 +92,7 @@ class Offered:
 
 def _front_end_part(model: ModelDeployment) -> tuple[object, ...]:
     """What a front end depends on; the rest is about engines, of which replicas may have different ones."""
-    return model.path, model.dtype, model.engine_args
+    return model.path, model.dtype, model.engine_args, model.engines
 
 
 async def _nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from muxserve.deployment import ModelDeployment
-from muxserve.gateway.status import PHASES, FleetStatus, UnitStatus
+from muxserve.gateway.status import FleetStatus, UnitStatus
 from muxserve.gateway.turnstile import Turnstile
 
 
@@ -49,9 +49,7 @@ class Reports:
         gate = self._turnstile.gates[name]
         return {
             "status": self._word(name),
-            "engines": {
-                phase: "up" if any(unit.engine_up(name, phase) for unit in replicas) else "down" for phase in PHASES
-            },
+            "engines": {phase: "up" if up else "down" for phase, up in status.engines(name).items()},
             "replicas": {unit.name: "up" if unit.model_up(name) else "down" for unit in replicas},
             "running": gate.inside,
             "waiting": gate.waiting,
@@ -101,6 +99,8 @@ class Reports:
             "status": "up" if unit.answered else "down",
             "remote": unit.entry.remote,
             "serves": unit.entry.serves,
+            "ranks": deployment.ranks,
+            "stages": deployment.stages,
             "models": [model.name for model in deployment.models],
             "answered": unit.answered,
             "age_seconds": round(unit.age, 3) if unit.state else None,
@@ -123,6 +123,7 @@ class Reports:
             "name": model.name,
             "status": "up" if status.model_up(model.name) else ("asleep" if status.asleep(model.name) else "down"),
             "replicas": [unit.name for unit in status.replicas(model.name)],
+            "phases": model.phases,
             "pool": model.pool,
             "layers": model.layers,
             "kv_heads": model.kv_heads,

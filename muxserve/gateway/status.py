@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from muxserve.deployment import FleetDeployment, UnitEntry
+from muxserve.deployment import EnginePhase, FleetDeployment, UnitEntry
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.gpus import GpuStatus
 
-PHASES = ("prefill", "decode")
 # A scrape and a dashboard that ask at the same time share one answer.
 MAX_AGE_SECONDS = 0.2
 # A unit scheduler that does not answer for this long is busy dying.
@@ -56,6 +55,14 @@ class UnitStatus:
         models = self.state.get("models")
         return models if isinstance(models, dict) else {}
 
+    def engines(self, model: str) -> tuple[EnginePhase, ...]:
+        """The phases of the engines that a model of the unit has.
+
+        Raises:
+            KeyError: no such model in this unit.
+        """
+        return self.entry.deployment.model(model).engines
+
     def engine_up(self, model: str, phase: str) -> bool:
         """Whether that engine serves now."""
         engines = self.state.get("engines")
@@ -63,8 +70,8 @@ class UnitStatus:
         return self.answered and isinstance(engine, dict) and bool(engine.get("up"))
 
     def model_up(self, model: str) -> bool:
-        """Whether both engines of the model serve now."""
-        return all(self.engine_up(model, phase) for phase in PHASES)
+        """Whether all engines of the model serve now."""
+        return all(self.engine_up(model, phase) for phase in self.engines(model))
 
 
 class FleetStatus:
@@ -101,6 +108,14 @@ class FleetStatus:
     def replicas(self, model: str) -> list[UnitStatus]:
         """The units that serve `model`."""
         return [self.units[entry.name] for entry in self.fleet.replicas(model)]
+
+    def engines(self, model: str) -> dict[EnginePhase, bool]:
+        """The phases of the model's engines, and whether one replica's engine of each serves."""
+        replicas = self.replicas(model)
+        # Without a replica, those that it would have.
+        planned = next((known.engines for known in self.fleet.models if known.name == model), ())
+        phases = dict.fromkeys(phase for unit in replicas for phase in unit.engines(model)) or planned
+        return {phase: any(unit.engine_up(model, phase) for unit in replicas) for phase in phases}
 
     def model_up(self, model: str) -> bool:
         """Whether one replica serves."""

@@ -248,7 +248,9 @@ class FakeUnit:
     def emit(self, play: Play, tokens: list[int], finish: FinishReason | None) -> None:
         """Send, or queue if they are to be sent in another order, these next tokens."""
         script, offset = play.script, play.at
-        engine = 0 if play.sent == 0 else 1
+        first = play.sent == 0
+        both = self.deployment.model(play.submit.model).engines == ("both",)
+        engine = 0 if first and not both else 1
         play.sent += 1
         play.at += len(tokens)
         if play.first_id and script.get("skip") == offset:
@@ -261,7 +263,7 @@ class FakeUnit:
         output = EngineCoreOutput(request_id=play.submit.request_id, new_token_ids=tokens, finish_reason=finish)
         if params.logprobs is not None and tokens:
             output.new_logprobs = logprobs_of(tokens, params.logprobs)
-        if engine == 0:
+        if first:
             prompt = play.request.prompt_token_ids or []
             output.prefill_stats = PrefillStats(
                 num_prompt_tokens=len(prompt), num_computed_tokens=len(prompt) - 1, num_cached_tokens=1,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from muxserve import deployment as deployments
-from muxserve.deployment import Deployment, FleetDeployment
+from muxserve.deployment import Deployment, FleetDeployment, ModelDeployment
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
@@ -254,7 +254,8 @@ def unit_state(deployment: Deployment, up: dict[str, bool]) -> dict[str, Any]:
                 "quota_pages": model.quota_pages,
                 "used_pages": 12,
                 "cached_pages": 4,
-                "phases": {"prefill": phase, "decode": phase},
+                "phases": dict.fromkeys(model.engines, phase),
+                **({"phase_switches": 5, "phase_switch_seconds": 0.75, "bubbles": [0.25, 1.5]} if both(model) else {}),
             }
             for model in deployment.models
         },
@@ -262,6 +263,11 @@ def unit_state(deployment: Deployment, up: dict[str, bool]) -> dict[str, Any]:
         "engines": {
             f"{model.name}/{name}": {"up": up.get(model.name, True), "pid": 1}
             for model in deployment.models
-            for name in ("prefill", "decode")
+            for name in model.engines
         },
     }
+
+
+def both(model: ModelDeployment) -> bool:
+    """Whether one engine does both phases."""
+    return model.engines == ("both",)

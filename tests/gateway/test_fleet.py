@@ -376,6 +376,42 @@ def test_metrics_by_unit(http: httpx.Client) -> None:
     assert sample(http, 'muxserve_replicas{model_name="beta"}') == 0
 
 
+def test_a_model_with_one_engine_of_both_phases(rig: Rig, fleet: Running, http: httpx.Client) -> None:
+    before = fleet.fleet
+    delta = model("delta", tiny_checkpoint(), phases="pipelined")
+    added = unit(Path(before.run_dir), "x5", [delta])
+    piped = msgspec.structs.replace(added.deployment, policy="pipelined", ranks=2, stages=2)
+    added = msgspec.structs.replace(added, deployment=piped)
+    fleet.change(
+        msgspec.structs.replace(before, models=[*before.models, delta], units=[*before.units, added], generation=30)
+    )
+    while complete(http, "one engine", model="delta").status_code == 404:
+        pass
+    assert http.get("/health").json()["models"]["delta"]["engines"] == {"both": "down"}
+    assert http.get("/health").json()["models"]["alpha"]["engines"] == {"prefill": "up", "decode": "up"}
+    report(rig, added.deployment)
+    while sample(http, 'muxserve_replicas{model_name="delta"}') != 1:
+        pass
+    assert said(complete(http, "one engine", model="delta")) == "one engine"
+    shown = http.get("/fleet").json()
+    assert [m["phases"] for m in shown["models"]] == ["multiplexed", "multiplexed", "pipelined"]
+    assert [(u["ranks"], u["stages"]) for u in shown["units"]] == [(1, 1), (1, 1), (2, 2)]
+    lines = http.get("/metrics").text.splitlines()
+    of_delta = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if 'model_name="delta"' in line}
+    assert of_delta['muxserve_engine_up{model_name="delta",phase="both",unit="x5"}'] == 1
+    assert of_delta['muxserve_jobs_total{model_name="delta",phase="both",unit="x5"}'] == 7
+    assert of_delta['muxserve_stage_bubble_seconds_total{model_name="delta",stage="0",unit="x5"}'] == 0.25
+    assert of_delta['muxserve_stage_bubble_seconds_total{model_name="delta",stage="1",unit="x5"}'] == 1.5
+    assert of_delta['muxserve_phase_switches_total{model_name="delta",unit="x5"}'] == 5
+    assert of_delta['muxserve_phase_switch_seconds_total{model_name="delta",unit="x5"}'] == 0.75
+    # vLLM's own metrics know one engine, too.
+    assert of_delta['vllm:prompt_tokens_total{engine="1",model_name="delta"}'] > 0
+    assert not [name for name in of_delta if 'engine="0"' in name or 'phase="prefill"' in name]
+    fleet.change(msgspec.structs.replace(before, generation=31))
+    while http.get("/fleet").json()["gateway"]["generation"] != 31:
+        pass
+
+
 # ------------------------------------------------------------ several gateways
 
 
