@@ -1,30 +1,33 @@
-"""Where a model would run if prefill and decode were arranged one way or another: the ways to lay it out over its
-devices, and what each leaves for the KV cache."""
+"""Devices that a model has for itself: GPUs, or the cores of a machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol
 
-from muxserve.config import AUTO, Model
-from muxserve.costs.architecture import ITEM_BYTES
-from muxserve.costs.calibration import calibration_of
+from muxserve.config import AUTO
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape
-from muxserve.rolling.mitosis import Bounds
-from muxserve.scheduling.token_throttling import FixedBudget, Throttle, TokenBudget, TokenThrottling
+from muxserve.planning.phases_layout import (
+    Layout,
+    NoPlaceError,
+    PhasesName,
+    Place,
+    Wanted,
+    alone,
+    block_tokens,
+    boundary_bytes,
+    link_bytes,
+    link_of,
+    no_layout,
+)
 from muxserve.simulator.pipeline import Link, kv_blocks, split_layers
 from placement import Machine, ModelDemand, PlanError, plan_unit
-from placement.demand import Demand, splits_evenly
+from placement.demand import splits_evenly
 from placement.memory import MemoryRules, activation_bytes, model_bytes
-from placement.pools import KVShape, group_pools
 from placement.words import format_size
 
-PhasesName = Literal["multiplexed", "pipelined", "rolling"]
-# Simple ones first: of equals the first is taken.
-ARRANGEMENTS: tuple[PhasesName, ...] = ("multiplexed", "pipelined", "rolling")
 CPU = "CPU"
 # Between machines, bytes per second, where nobody says how fast it is: 10 Gbit/s.
 NETWORK = 1.25e9
@@ -33,142 +36,10 @@ _NETWORK_SHARE, _NETWORK_LATENCY = 0.9, 50e-6
 _CPU_STAGES = 2
 
 
-class NoPlaceError(ValueError):
-    """The model cannot be laid out that way; the message says why."""
-
-
-class Layout(NamedTuple):
-    """`replicas` of a model, each of `stages` (1: no pipeline) that are split over `tp` devices each."""
-
-    phases: PhasesName
-    replicas: int
-    stages: int
-    tp: int
-
-    @property
-    def devices(self) -> int:
-        """All of them."""
-        return self.replicas * self.stages * self.tp
-
-    @property
-    def words(self) -> str:
-        """`4 replicas, tensor parallel over 2`."""
-        what = f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
-        if self.stages > 1:
-            what += f" of {self.stages} stages"
-        return what + (f", tensor parallel over {self.tp}" if self.tp > 1 else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One model as it is asked for. `replicas` and `stages` are None where they may be chosen; `max_len` is the longest
-    sequence in tokens. `spared` and `bounds` are for rolling prefill, `budget` makes what decides on a pipeline's
-    steps."""
-
-    demand: Demand
-    replicas: int | None = None
-    stages: int | None = None
-    max_len: int | None = None
-    spared: float | None = 0.25
-    bounds: Bounds = field(default_factory=Bounds)
-    throttle: Throttle | None = field(default_factory=Throttle)
-
-    def budget(self) -> TokenBudget:
-        """A new one, since they remember what they did."""
-        if self.throttle is None:
-            return FixedBudget(self.demand.max_num_batched_tokens)
-        return TokenThrottling(self.throttle)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.max_len or self.demand.architecture.default_max_len
-
-
-def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
-    """A model of the fleet file.
-
-    Args:
-        free: the number of replicas may be chosen where the file leaves it at one.
-    """
-    given, rolling, batching = model.replicas, model.rolling, model.batching
-    throttle = None
-    if batching.policy == "throttled":
-        throttle = Throttle(batching.iterations, batching.max_prefill, min(batching.min_prefill, batching.max_prefill))
-        throttle = replace(throttle, kv_threshold=batching.kv_threshold)
-    return Wanted(
-        demand=demand,
-        replicas=None if free and given.max == 1 else max(1, given.at_start),
-        stages=model.stages if isinstance(model.stages, int) else None,
-        max_len=model.max_len if isinstance(model.max_len, int) else None,
-        spared=rolling.quantile,
-        bounds=Bounds(rolling.lower, rolling.upper),
-        throttle=throttle,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One layout with all that its simulation needs. Every replica has `shape` for each of its stages, whose KV caches
-    have `blocks` of `block_tokens` tokens; multiplexed ones have `kv_bytes` for pages on each device instead.
-    `cost_share`: of each device's compute, what an engine of a replica runs on, if that is not its lease's.
-
-    `link_bytes` are sent between devices, `network_bytes` of these between machines, for each token of a prompt or an
-    answer.
-    """
-
-    layout: Layout
-    shape: EngineShape
-    block_tokens: int
-    blocks: tuple[int, ...] = ()
-    kv_bytes: int = 0
-    links: tuple[Link, ...] = ()
-    prefill_share: float | None = None
-    decode_share: float | None = None
-    cost_share: float | None = None
-    link_bytes: float = 0.0
-    network_bytes: float = 0.0
-
-
-class Ground(Protocol):
-    """Devices that a model has for itself."""
-
-    @property
-    def kind(self) -> str:
-        """Their type, a name of `muxserve.costs.devices`."""
-        ...
-
-    @property
-    def devices(self) -> int:
-        """Their number."""
-        ...
-
-    @property
-    def words(self) -> str:
-        """What they are, for people."""
-        ...
-
-    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[Layout]:
-        """Ways to lay the model out, those that use most devices first.
-
-        Raises:
-            NoPlaceError: there is none at all.
-        """
-        ...
-
-    def place(self, wanted: Wanted, layout: Layout) -> Place:
-        """That layout in detail.
-
-        Raises:
-            NoPlaceError: the model does not fit.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class GpuGround:
-    """GPUs of one type, `nodes[i]` of them on the i-th machine; `network` is bytes per second between machines, `memory`
-    that of one GPU, bytes. Some are left idle where no layout takes all."""
+    """GPUs of one type, `nodes[i]` of them on the i-th machine; `network` is bytes per second between machines,
+    `memory` that of one GPU, bytes. Some are left idle where no layout takes all."""
 
     kind: str
     nodes: tuple[int, ...]
@@ -191,7 +62,7 @@ class GpuGround:
         """See `Ground`."""
         architecture, found = wanted.demand.architecture, False
         if phases == "rolling" and (wanted.replicas or self.devices) < 2:
-            raise NoPlaceError(_alone(wanted, "one GPU"))
+            raise NoPlaceError(alone(wanted, "one GPU"))
         if phases == "pipelined" and self.devices < (wanted.stages or 2):
             raise NoPlaceError(f"a pipeline of {wanted.stages or 2} stages needs as many GPUs, and there is one")
         for devices in range(self.devices, 0, -1):
@@ -204,19 +75,19 @@ class GpuGround:
                         found = True
                         yield layout
         if not found:
-            raise NoPlaceError(_no_layout(wanted, phases, self.words))
+            raise NoPlaceError(no_layout(wanted, phases, self.words))
 
     def place(self, wanted: Wanted, layout: Layout) -> Place:
         """See `Ground`."""
         demand, tp, rules = wanted.demand, layout.tp, self.rules
         usable = int(self.memory * rules.utilisation) - rules.reserve_bytes
-        tokens = _block_tokens(demand)
+        tokens = block_tokens(demand)
         heads = demand.architecture.kv_heads
         # Devices beyond the KV heads hold copies.
         copies = max(1.0, tp / heads)
         token_bytes = demand.architecture.kv_bytes_per_token(demand.dtype) * copies / tp
         shape = EngineShape(self.kind, tp, 1.0, demand.dtype)
-        sent = _link_bytes(demand, layout)
+        sent = link_bytes(demand, layout)
         if layout.phases != "multiplexed":
             # One engine beside the holder of the weights.
             rules = replace(rules, engines=1, processes=2)
@@ -236,24 +107,30 @@ class GpuGround:
             self._check(wanted, min(blocks) * tokens, layout)
             crossing = self._crossing(layout)
             links = tuple(self._link(tp, crosses) for crosses in crossing)
-            over = sum(crossing) * _boundary_bytes(demand)
-            return Place(layout, shape, tokens, blocks, links=links, link_bytes=sent, network_bytes=over)
+            over = sum(crossing) * boundary_bytes(demand)
+            layers = max(split_layers(demand.architecture.layers, layout.stages))
+            kv_bytes = int(min(blocks) * tokens * token_bytes * layers / demand.architecture.layers)
+            return Place(layout, shape, tokens, blocks, kv_bytes, links, link_bytes=sent, network_bytes=over)
         own = model_bytes(demand, tp, rules)
         left = usable - own
         self._check(wanted, int(left / token_bytes), layout, own)
         if layout.phases == "multiplexed":
             return Place(layout, shape, tokens, kv_bytes=left, link_bytes=sent)
-        return Place(layout, shape, tokens, (int(left / token_bytes) // tokens,), link_bytes=sent)
+        return Place(layout, shape, tokens, (int(left / token_bytes) // tokens,), left, link_bytes=sent)
 
     def _check(self, wanted: Wanted, room: int, layout: Layout, own: int | None = None) -> None:
         demand = wanted.demand
         if room >= demand.sequence_tokens:
             return
-        usable = int(self.memory * self.rules.utilisation) - self.rules.reserve_bytes
-        need = "" if own is None else f"weights, activations and processes take {format_size(own)} of it, and "
+        usable = format_size(int(self.memory * self.rules.utilisation) - self.rules.reserve_bytes)
+        where = f"on each of {layout.tp * layout.stages} {self.kind}"
+        if own is not None and room < 0:
+            raise NoPlaceError(
+                f"its weights, activations and processes take {format_size(own)} {where}, of which {usable} may be used"
+            )
         raise NoPlaceError(
-            f"on each of {layout.tp * layout.stages} {self.kind} {format_size(usable)} may be used; {need}what is left "
-            f"holds {max(0, room)} tokens of KV cache, and a mean request has {demand.sequence_tokens}"
+            f"of the {usable} that may be used {where} its weights, activations and processes leave room for "
+            f"{max(0, room)} tokens of KV, and a mean request has {demand.sequence_tokens}"
         )
 
     def _crossing(self, layout: Layout) -> list[bool]:
@@ -264,10 +141,7 @@ class GpuGround:
         return [a != b for a, b in pairwise(firsts)]
 
     def _link(self, tp: int, crosses: bool) -> Link:
-        on = device(self.kind)
-        if crosses:
-            return Link(self.network * _NETWORK_SHARE, _NETWORK_LATENCY)
-        return Link(on.link_bandwidth * calibration_of(on.kind).link_efficiency * tp, on.link_latency)
+        return Link(self.network * _NETWORK_SHARE, _NETWORK_LATENCY) if crosses else link_of(device(self.kind), tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +166,7 @@ class CpuGround:
         """See `Ground`."""
         replicas = wanted.replicas or 1
         if phases == "rolling" and replicas < 2:
-            raise NoPlaceError(_alone(wanted, "one replica in the fleet file; give `replicas: 2` or more"))
+            raise NoPlaceError(alone(wanted, "one replica in the fleet file; give `replicas: 2` or more"))
         stages = (wanted.stages or _CPU_STAGES) if phases == "pipelined" else 1
         layers = wanted.demand.architecture.layers
         if stages > layers:
@@ -301,49 +175,49 @@ class CpuGround:
 
     def place(self, wanted: Wanted, layout: Layout) -> Place:
         """See `Ground`."""
-        demand, pools = wanted.demand, layout.replicas * layout.stages
-        architecture = demand.architecture
-        part = replace(architecture, layers=max(split_layers(architecture.layers, layout.stages)))
+        demand, replicas = wanted.demand, layout.replicas
+        ranks = layout.stages * self.ranks
         asked = ModelDemand(
-            demand.name, part, demand.dtype, demand.rate, wanted.max_len, demand.max_num_seqs, ranks=self.ranks
+            demand.name,
+            demand.architecture,
+            demand.dtype,
+            demand.rate,
+            wanted.max_len,
+            demand.max_num_seqs,
+            ranks=ranks,
+            stages=layout.stages,
         )
         try:
-            plan = plan_unit([asked], self.machine, self.cores, self.pool, units=pools)
+            plan = plan_unit([asked], self.machine, self.cores, self.pool, units=replicas)
         except PlanError as error:
             raise NoPlaceError(str(error)) from None
-        weights = layout.replicas * architecture.weight_bytes(demand.dtype)
-        if weights + pools * self.ranks * plan.pool_bytes > self.machine.memory_bytes:
+        weights = replicas * demand.architecture.weight_bytes(demand.dtype)
+        pools = replicas * ranks * plan.pool_bytes
+        if weights + pools > self.machine.memory_bytes:
             raise NoPlaceError(
-                f"{layout.words} need {format_size(weights)} for weights and {format_size(pools * plan.pool_bytes)} "
-                f"for KV, and the memory is {format_size(self.machine.memory_bytes)}"
+                f"{layout.words} need {format_size(weights)} for weights and {format_size(pools)} for KV, and the "
+                f"memory is {format_size(self.machine.memory_bytes)}"
             )
         (model,) = plan.models
-        sent = _link_bytes(demand, layout)
-        if layout.phases == "multiplexed":
-            shape = EngineShape(CPU, self.ranks, 1.0 / self.ranks, demand.dtype)
-            share = model.share / (self.ranks * layout.replicas)
-            # Leases add up to the unit; jobs run on the part of the cores that other replicas leave.
-            return Place(
-                layout,
-                shape,
-                model.block_tokens,
-                kv_bytes=plan.pool_bytes,
-                prefill_share=model.share,
-                decode_share=model.share,
-                cost_share=share,
-                link_bytes=sent,
-            )
-        shape = EngineShape(CPU, self.ranks, 1.0 / (self.ranks * pools), demand.dtype)
+        # Engines that compute at the same time divide the cores evenly.
+        each = 1.0 / (replicas * ranks)
         on = device(CPU)
-        link = Link(on.link_bandwidth * calibration_of(on.kind).link_efficiency, on.link_latency)
-        return Place(
+        place = Place(
             layout,
-            shape,
+            EngineShape(CPU, self.ranks, each, demand.dtype),
             model.block_tokens,
             (model.num_blocks - 1,) * layout.stages,
-            links=(link,) * (layout.stages - 1),
-            link_bytes=sent,
+            plan.pool_bytes,
+            links=(link_of(on, 1),) * (layout.stages - 1),
+            link_bytes=link_bytes(demand, layout),
         )
+        if layout.phases != "multiplexed":
+            return place
+        # Of its part of the cores a replica's engines take what their threads can use; where each could use all of it,
+        # they take turns.
+        lease = min(1.0, model.share * replicas)
+        share = min(model.share, 1.0 / replicas) / ranks
+        return replace(place, prefill_share=lease, decode_share=lease, cost_share=share)
 
 
 def ground_on_cpu(machine: Machine, cores: int | str, pool: int | str, ranks: int = 1) -> CpuGround:
@@ -354,23 +228,6 @@ def ground_on_cpu(machine: Machine, cores: int | str, pool: int | str, ranks: in
         None if pool == AUTO else int(pool),
         ranks,
     )
-
-
-def _alone(wanted: Wanted, what: str) -> str:
-    if wanted.replicas == 1:
-        return "prefill rolls over replicas, and the fleet file has one; give `replicas: 2` or more"
-    return f"prefill rolls over replicas, and there is {what}"
-
-
-def _no_layout(wanted: Wanted, phases: PhasesName, words: str) -> str:
-    architecture = wanted.demand.architecture
-    asked = "" if wanted.replicas is None else f"{wanted.replicas} replicas of "
-    if phases == "pipelined":
-        stages = wanted.stages or 2
-        if stages > architecture.layers:
-            return f"{architecture.layers} layers cannot be spread over {stages} stages"
-        return f"{words} cannot be divided into {asked}{stages} or more stages"
-    return f"{words} cannot be divided into {asked}equal groups that its {architecture.heads} heads can be split over"
 
 
 def _allowed(layout: Layout, wanted: Wanted) -> bool:
@@ -384,28 +241,3 @@ def _allowed(layout: Layout, wanted: Wanted) -> bool:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _block_tokens(demand: Demand) -> int:
-    """Tokens of a block, as the live planner chooses them for this model alone."""
-    (group,) = group_pools([KVShape(demand.name, demand.architecture.head_dim, demand.dtype)])
-    return group.block_tokens[0]
-
-
-def _boundary_bytes(demand: Demand) -> float:
-    """What a token brings from one stage to the next: vLLM sends hidden states and residual."""
-    return 2.0 * demand.architecture.hidden * ITEM_BYTES[demand.dtype]
-
-
-def _link_bytes(demand: Demand, layout: Layout) -> float:
-    """What all devices of a replica together send for one token: two all-reduces per layer, each of which has every
-    device send 2 (t-1)/t times the hidden state, and what goes from stage to stage."""
-    architecture = demand.architecture
-    reduced = 4.0 * (layout.tp - 1) * architecture.layers * architecture.hidden * ITEM_BYTES[demand.dtype]
-    return reduced + (layout.stages - 1) * _boundary_bytes(demand)
-
-
-def largest_first(layouts: Sequence[Layout]) -> list[Layout]:
-    """Those that leave the fewest devices idle, in their order."""
-    most = max((layout.devices for layout in layouts), default=0)
-    return [layout for layout in layouts if layout.devices == most]

@@ -12,7 +12,8 @@ from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.metrics.records import RequestRecord
 from muxserve.planning.gpus import unit_shares
-from muxserve.planning.phases_ground import CPU, GpuGround, Ground, NoPlaceError, Place, Wanted
+from muxserve.planning.phases_ground import CPU, GpuGround
+from muxserve.planning.phases_layout import Ground, NoPlaceError, Place, Wanted
 from muxserve.rolling.member import Objectives as RollingObjectives
 from muxserve.simulator import FleetModel, Options
 from muxserve.simulator.instances.setup import InstanceSpec

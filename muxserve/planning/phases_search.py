@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.definitions import Objectives
-from muxserve.planning.phases_ground import Ground, Place, Wanted
+from muxserve.planning.phases_layout import Ground, Place, Wanted
 from muxserve.planning.phases_play import Played, play
 from muxserve.planning.predict import lengths
 from muxserve.workload.trace import TraceRequest
