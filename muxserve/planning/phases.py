@@ -38,14 +38,14 @@ EQUAL = 0.05
 _LAYOUTS = 8
 
 
-def _silent(part: float, text: str) -> None:
+def silent(part: float, text: str) -> None:
     """Nobody listens."""
 
 
 # ---------------------------------------------------------------- one model
 
 
-def compare(wanted: Wanted, ground: Ground, latency: LatencyModel, seed: int = 0, tell: Tell = _silent) -> Comparison:
+def compare(wanted: Wanted, ground: Ground, latency: LatencyModel, seed: int = 0, tell: Tell = silent) -> Comparison:
     """Simulate all arrangements of one model on the same devices, under the same seeded load. The same arguments give
     the same figures."""
     load = Load(wanted, seed)
@@ -223,7 +223,7 @@ def choose_phases(
     *,
     free: bool = False,
     seed: int = 0,
-    tell: Tell = _silent,
+    tell: Tell = silent,
     compared: Mapping[str, Comparison] | None = None,
 ) -> dict[str, ChosenPhases]:
     """The arrangement of every model of the fleet that says `phases: auto`, by its name.
