@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# How prefill and decode of a unit's models are arranged. The latter two are of units with one model.
+Arrangement = Literal["multiplexed", "rolling", "pipelined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,19 @@ class PlacedModel:
 @dataclass(frozen=True, slots=True)
 class PlacedUnit:
     """Models colocated on one mesh, `devices` (numbers in the cluster) of one type; every model is split over all of
-    them (tensor parallel). `kv_bytes` is what each device has left for the page pool."""
+    them (tensor parallel). `kv_bytes` is what each device has left for the page pool.
+
+    `phases` is the arrangement of its models. A pipelined one has its layers in `stages`, each on as many devices,
+    which split its tensors; on a CPU, where a unit is one device, each is a process.
+    """
 
     name: str
     device: str
     devices: tuple[int, ...]
     models: tuple[PlacedModel, ...]
     kv_bytes: int
+    phases: Arrangement = "multiplexed"
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ on a GPU of this project's own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from muxserve.costs.architecture import ITEM_BYTES
@@ -32,10 +33,10 @@ class MemoryRules:
     reserve_bytes: int = 0
 
     @classmethod
-    def served(cls, utilisation: float = 0.92) -> MemoryRules:
-        """What `muxserve deploy` sets aside: the processes of a model are its weight holder and two engines, which keep
-        the memory of their largest step."""
-        return cls(utilisation, processes=3, engines=2, reserve_bytes=1024 * _MIB)
+    def served(cls, utilisation: float = 0.92, engines: int = 2) -> MemoryRules:
+        """What `muxserve deploy` sets aside: the processes of a model are its weight holder and its engines (two; one
+        where an engine has both phases), which keep the memory of their largest step."""
+        return cls(utilisation, processes=1 + engines, engines=engines, reserve_bytes=1024 * _MIB)
 
 
 def activation_bytes(demand: Demand, tp: int) -> int:
@@ -59,9 +60,15 @@ def model_bytes(demand: Demand, tp: int, rules: MemoryRules) -> int:
     return weight_bytes(demand, tp) + rules.engines * engine + rules.processes * rules.context_bytes
 
 
-def weight_bytes(demand: Demand, tp: int) -> int:
-    """Bytes of a model's weights on each device."""
-    return int(demand.architecture.weight_bytes(demand.dtype) / tp)
+def weight_bytes(demand: Demand, tp: int, stages: int = 1) -> int:
+    """Bytes of a model's weights on each device; with `stages` of a pipeline, on those of the stage with the most. The
+    first has the embeddings and the last the LM head, both perhaps as many layers as any other."""
+    a, whole = demand.architecture, demand.architecture.weight_bytes(demand.dtype)
+    if stages > 1:
+        end = a.vocab * a.hidden * ITEM_BYTES[demand.dtype]
+        layers = whole - end * (1 if a.tied_embeddings else 2)
+        whole = end + layers * math.ceil(a.layers / stages) // a.layers
+    return int(whole / tp)
 
 
 def sequence_bytes(demand: Demand, tp: int) -> float:

@@ -54,7 +54,7 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
         _check_installation(plans[0].gpu is not None)
-        planner.fleet = fetch(fleet, lambda text: console.print(escape(text)))
+        planner.fleet = fetch(planner.fleet, lambda text: console.print(escape(text)))
     except FleetError as error:
         print_problems(error, "nothing was started")
         return EXIT_BAD_INPUT

@@ -228,7 +228,7 @@ def _on_cpu(
             "the fleet has no GPUs to choose among; give --gpus and --gpu-type, or gpus in the fleet file"
         )
     resolved = load_fleet(arguments.fleet)
-    planned = plan_fleet(resolved, this_machine())
+    planned = plan_fleet(resolved.multiplexed(), this_machine())
     demands = demands_of(fleet, arguments.fleet.parent, gpu=False)
     demands = [replace(demand, dtype=model.dtype) for demand, model in zip(demands, planned.unit.models, strict=True)]
     try:

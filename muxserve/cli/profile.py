@@ -38,7 +38,8 @@ def profile(
 ) -> int:
     """Measure the fleet in `file` and write `out`; returns the exit code."""
     try:
-        plan = plan_fleet(load_fleet(file), this_machine())
+        # What is measured are prefills and decodes by themselves, however the fleet mixes them.
+        plan = plan_fleet(load_fleet(file).multiplexed(), this_machine())
         grid = _grid(tokens=tokens, sequences=sequences, batches=batches, contexts=contexts)
         counts = _threads(plan, threads)
         known = load_profile(out) if out.exists() else None

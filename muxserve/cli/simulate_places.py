@@ -108,7 +108,7 @@ def _machine(file: Path, given: Placement | None, latency: LatencyModel) -> Plac
     from muxserve.planning.cpu import plan_machine
 
     fleet = load_fleet(file)
-    planned = plan_fleet(fleet, this_machine())
+    planned = plan_fleet(fleet.multiplexed(), this_machine())
     demands = demands_of(fleet, file.parent, gpu=False)
     demands = [replace(demand, dtype=model.dtype) for demand, model in zip(demands, planned.unit.models, strict=True)]
     if given is None:

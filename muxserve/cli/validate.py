@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
+from muxserve.cluster.arrangement import policy_of
 from muxserve.cluster.machine import this_machine, this_machines_gpus
 from muxserve.cluster.plan import FleetPlan, deployment_of
 from muxserve.config import FleetError, load_fleet
@@ -25,12 +26,13 @@ def validate(file: Path, file_only: bool) -> int:
         if file_only:
             console.print(f"{escape(str(file))}: {len(fleet.models)} models, no problem found in the file")
             return EXIT_OK
-        plans = FleetPlanner(fleet, this_machine(), this_machines_gpus).at_start()
+        planner = FleetPlanner(fleet, this_machine(), this_machines_gpus)
+        plans = planner.at_start()
     except FleetError as error:
         print_problems(error, "this fleet cannot be deployed")
         return EXIT_BAD
     # Hub models have no local directory before they are deployed; their id stands for it here.
-    local = fleet.with_models([m.model_copy(update={"path": m.path or m.hub}) for m in fleet.models])
+    local = planner.fleet.with_models([m.model_copy(update={"path": m.path or m.hub}) for m in planner.fleet.models])
     alike: dict[bytes, list[Deployment]] = {}
     for plan in plans:
         deployment = deployment_of(plan.with_paths(local), run_dir="")
@@ -47,7 +49,8 @@ def validate(file: Path, file_only: bool) -> int:
     gpus = sum(plan.gpu.ranks for plan in plans if plan.gpu is not None)
     where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{plans[0].unit.cores} cores"
     how = f", in {len(plans)} units" if len(plans) > 1 else ""
-    console.print(f"{escape(str(file))} can be deployed here on {where} with {fleet.policy}{how}")
+    policies = enumerate_words(list(dict.fromkeys(policy_of(plan.fleet) for plan in plans)))
+    console.print(f"{escape(str(file))} can be deployed here on {where} with {policies}{how}")
     return EXIT_OK
 
 

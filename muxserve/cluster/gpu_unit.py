@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from muxserve.deployment import GpuDeployment, SmSharing
+from muxserve.deployment import GpuDeployment, PhasesName, SmSharing
 from muxserve.gpu.budget import Budget, Needs, budget, check, pool_bytes
 from muxserve.gpu.nvml import Gpu
 from placement import ModelDemand, least_pool_bytes, pool_groups
@@ -24,7 +24,7 @@ class SmShares:
 @dataclass(frozen=True)
 class GpuUnit:
     """One unit over `gpus`, in the order of the ranks. `needs` are estimates until they have been measured; `notes`
-    says in words what was decided."""
+    says in words what was decided. `phases` is how its models are arranged, `stages` the depth of its pipeline."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -32,10 +32,12 @@ class GpuUnit:
     needs: tuple[Needs, ...]
     rules: MemoryRules
     notes: tuple[str, ...] = ()
+    phases: PhasesName = "multiplexed"
+    stages: int = 1
 
     @property
     def ranks(self) -> int:
-        """Tensor-parallel degree: as many as GPUs."""
+        """Processes that a model is split over: as many as GPUs."""
         return len(self.gpus)
 
     @property
@@ -75,6 +77,10 @@ class GpuUnit:
     def describe(self) -> list[str]:
         """GPUs and shares in words."""
         gpus = ", ".join(f"{gpu.index} ({gpu.name}, {format_size(gpu.memory_bytes)})" for gpu in self.gpus)
+        if self.phases != "multiplexed":
+            each = self.ranks // self.stages
+            split = f"; its layers in {self.stages} stages of {each} GPU{'s' * (each > 1)}" if self.stages > 1 else ""
+            return [f"GPU {gpus}: one engine of both phases has all SMs ({self.phases}){split}", *self.notes]
         how = {
             "mps": "engines share the SMs by percentages of MPS",
             "green_contexts": "engines have SMs of their own (green contexts under MPS)",

@@ -61,14 +61,14 @@ class BudgetError(ValueError):
     """A GPU's memory is not enough; the message says what takes it and what to lower, and by how much."""
 
 
-def estimated(demands: Sequence[Demand], ranks: int, rules: MemoryRules) -> list[Needs]:
-    """The needs of models that have not been measured, on each of `ranks` GPUs."""
+def estimated(demands: Sequence[Demand], ranks: int, rules: MemoryRules, stages: int = 1) -> list[Needs]:
+    """The needs of models that have not been measured, on each of `ranks` GPUs, which are `stages` of a pipeline."""
     return [
         Needs(
             model=demand.name,
             rank=rank,
-            weights_bytes=weight_bytes(demand, ranks),
-            activation_bytes=activation_bytes(demand, ranks),
+            weights_bytes=weight_bytes(demand, ranks // stages, stages),
+            activation_bytes=activation_bytes(demand, ranks // stages),
             context_bytes=rules.context_bytes,
             graph_bytes=rules.graph_bytes,
         )
@@ -104,8 +104,8 @@ def budget(
         others_bytes: what was taken before anything of ours ran; if it is more than `rules` leave free, the rest is
             ours to lose.
         needs: of every model of the unit, on this GPU.
-        page_bytes: of the smallest page of the unit's pools; each page takes an entry of a page table in both engines
-            of a model, too.
+        page_bytes: of the smallest page of the unit's pools; each page takes an entry of a page table in every
+            engine of a model, too.
         rules: what may be used, and what is reserved.
     """
     usable = int(total_bytes * rules.utilisation)

@@ -1,6 +1,7 @@
 """How much of a GPU an engine may compute on: a percentage of the SMs, or a set of its own; both under MPS.
 
-Both are fixed for the life of an engine's process; what changes at run time is which engines hold a lease.
+Both are fixed for the life of an engine's process; what changes at run time is which engines hold a lease. An engine of
+both phases is the only one of its unit and has all SMs.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import logging
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Literal
 
 from muxserve.deployment import Deployment
 
 log = logging.getLogger(__name__)
 
-Phase = Literal["prefill", "decode"]
+# Phases of the engines that share SMs with others.
+SHARING = ("prefill", "decode")
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG = "CUDA_MPS_LOG_DIRECTORY"
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -35,12 +36,14 @@ def percentage(share: float) -> int:
 
 
 def share_of(deployment: Deployment, model: str, phase: str) -> float:
-    """The share of SMs of a model's engine.
+    """The share of SMs of a model's engine; all of them if it has both phases.
 
     Raises:
         KeyError: no such model.
     """
     of = deployment.model(model)
+    if phase not in SHARING:
+        return 1.0
     return of.prefill_share if phase == "prefill" else of.decode_share
 
 
@@ -57,7 +60,7 @@ def client_environment(deployment: Deployment) -> dict[str, str]:
 def prepare(deployment: Deployment, model: str, phase: str, environ: MutableMapping[str, str] | None = None) -> None:
     """Set this process's share in its environment. Before anything in it touches CUDA.
 
-    `phase` other than prefill and decode (a weight holder) gets no limit. Without MPS a percentage that came from
+    `phase` other than prefill and decode (both, a weight holder) gets no limit. Without MPS a percentage that came from
     outside is removed: it would act under somebody else's MPS server.
 
     Raises:
@@ -68,7 +71,7 @@ def prepare(deployment: Deployment, model: str, phase: str, environ: MutableMapp
         return
     environ.pop(PERCENTAGE, None)
     environ.update(client_environment(deployment))
-    if deployment.gpu.sm_sharing == "mps" and phase in ("prefill", "decode"):
+    if deployment.gpu.sm_sharing == "mps" and phase in SHARING:
         environ[PERCENTAGE] = str(percentage(share_of(deployment, model, phase)))
 
 
@@ -85,7 +88,7 @@ def enter(deployment: Deployment, model: str, phase: str, rank: int = 0) -> int 
     Raises:
         muxserve.gpu.green.GreenContextError: the driver has no green contexts, or refuses this one; with what to do.
     """
-    if deployment.gpu is None or deployment.gpu.sm_sharing != "green_contexts" or phase not in ("prefill", "decode"):
+    if deployment.gpu is None or deployment.gpu.sm_sharing != "green_contexts" or phase not in SHARING:
         return None
     from muxserve.gpu import green
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from muxserve.cluster.arrangement import alone, phases_of, stages_of
 from muxserve.cluster.checkpoints import Hub
 from muxserve.cluster.gpu_unit import GpuUnit, SmShares
 from muxserve.config import Fleet, FleetError
@@ -26,6 +27,8 @@ from placement.values import Values
 
 # Where nothing is known of a GPU's speed: a prefill beside decode, as in MuxServe's examples.
 UNPLANNED = SmShares(prefill=0.6, decode=0.4)
+# Of an engine of both phases, the only one of its unit.
+ALL_SMS = SmShares(prefill=1.0, decode=1.0)
 
 
 def gpu_unit(
@@ -49,7 +52,11 @@ def gpu_unit(
         raise FleetError([fleet.problem(("cluster", error.key), str(error))]) from None
     # Checkpoints have been found before, so that no directory is asked for here.
     demands = demands_of(fleet, Path(), hub)
-    rules = MemoryRules.served(fleet.cluster.gpu_memory)
+    one = alone(fleet.models[0])
+    rules = MemoryRules.served(fleet.cluster.gpu_memory, engines=1 if one else 2)
+    stages, problem = stages_of(fleet, fleet.models[0], demands[0].architecture.layers, len(gpus))
+    if problem:
+        raise FleetError([problem])
     kind = device_name(gpus[0])
     notes = [
         f"{demand.name} is served in bfloat16, since FlashAttention has no float32 (its checkpoint is in float32)"
@@ -62,7 +69,9 @@ def gpu_unit(
     if placed is not None and kind is not None and placed.device != kind:
         message = f"the plan is for {placed.device}, but this machine has {gpus[0].name}; make it anew"
         raise FleetError([fleet.problem(("cluster",), message)])
-    if placed is not None:
+    if one:
+        shares = {demand.name: ALL_SMS for demand in demands}
+    elif placed is not None:
         shares = {each.model: SmShares(each.prefill_share, each.decode_share) for each in placed.models}
     else:
         shares, note = _planned(fleet, demands, gpus, kind, rules)
@@ -71,9 +80,11 @@ def gpu_unit(
         gpus=gpus,
         sharing=sharing,
         shares=_with_overrides(fleet, shares),
-        needs=tuple(estimated(demands, len(gpus), rules)),
+        needs=tuple(estimated(demands, len(gpus), rules, stages)),
         rules=rules,
         notes=tuple(notes),
+        phases=phases_of(fleet.models[0]),
+        stages=stages,
     )
 
 

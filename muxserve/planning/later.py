@@ -45,7 +45,7 @@ class LaterUnits:
             # One at least: without it nobody knows the model's layout, which the front end is built from.
             for _ in range(max(1, model.replicas.at_start)):
                 units.append(self.unit(model.name, names(), _with(fleet, units)))
-        except ChangeError:
+        except BaseException:
             self._planner.forget(model.name)
             raise
         return Addition(units[0].deployment.models[0], tuple(units), scaling_of(declared).get(model.name))

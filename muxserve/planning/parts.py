@@ -74,13 +74,13 @@ def on_gpus(fleet: Fleet, gpus: Sequence[Gpu]) -> Fleet:
 
 
 def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
-    """The models of a planned unit with the plan's rates; on CPU also with its size of the pool and threads (a model's
-    prefill and decode engines run on the same number; the larger share counts). On GPUs the pool's size is left to what
-    is measured there."""
+    """The models of a planned unit with the plan's rates; on CPU also with its size of the pool and, where they are
+    multiplexed, threads (a model's prefill and decode engines run on the same number; the larger share counts). On GPUs
+    the pool's size is left to what is measured there."""
     models = []
     for each in unit.models:
         update: dict[str, object] = {"rate": each.rate}
-        if unit.device == CPU:
+        if unit.device == CPU and unit.phases == "multiplexed":
             share = max(each.prefill_share, each.decode_share)
             update["threads"] = max(1, min(cores, round(share * cores)))
         models.append(fleet.model(each.model).model_copy(update=update))
@@ -88,6 +88,30 @@ def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
     if unit.device != CPU:
         return part
     return part.model_copy(update={"kv_pool": fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})})
+
+
+def arranged(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> Fleet:
+    """The fleet with its models arranged as the plan has them.
+
+    Raises:
+        FleetError: the fleet file wants it otherwise, or the plan wants what it has no objectives for.
+    """
+    models = []
+    for model in fleet.models:
+        unit = next(unit for unit in units if any(each.model == model.name for each in unit.models))
+        given = model.model_fields_set
+        if "phases" in given and model.phases not in (AUTO, unit.phases):
+            message = f"the plan has {model.name} {unit.phases}, the fleet file {model.phases}"
+            raise wrong(path, f"{message}; make it anew, or change `phases` to auto")
+        if unit.phases == "pipelined" and model.stages not in (AUTO, unit.stages):
+            message = f"the plan has {model.name} over {unit.stages} stages, the fleet file over {model.stages}"
+            raise wrong(path, f"{message}; make it anew, or change `stages`")
+        if unit.phases == "rolling" and (model.slo.ttft_ms is None or model.slo.tpot_ms is None):
+            message = f"the plan has {model.name} rolling, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"
+            raise wrong(path, message)
+        stages = unit.stages if unit.phases == "pipelined" else AUTO
+        models.append(model.model_copy(update={"phases": unit.phases, "stages": stages}))
+    return fleet.with_models(models)
 
 
 def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:

@@ -15,7 +15,8 @@ from muxserve.config.loader import problems_of, read_text
 from muxserve.config.problems import KeyPath, did_you_mean
 from muxserve.config.source import Source, parse_yaml
 from muxserve.config.values import NAME_PATTERN, Section
-from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from muxserve.planning.cpu import CPU
+from placement.cluster import Arrangement, Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 VERSION = 1
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -38,12 +39,15 @@ class PlanModel(Section):
 
 
 class PlanUnit(Section):
-    """Models colocated on `devices`, numbered through the nodes. `kv_bytes` is the page pool of each device."""
+    """Models colocated on `devices`, numbered through the nodes. `kv_bytes` is the page pool of each device; `phases`
+    and `stages` are left out where they say nothing new."""
 
     name: str = Field(pattern=NAME_PATTERN)
     device: str = Field(min_length=1)
     devices: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     kv_bytes: int = Field(ge=1)
+    phases: Arrangement = "multiplexed"
+    stages: int = Field(default=1, ge=1)
     models: list[PlanModel] = Field(min_length=1)
 
 
@@ -65,6 +69,8 @@ class PlanFile(Section):
                 devices=tuple(unit.devices),
                 models=tuple(PlacedModel(m.model, m.rate, m.prefill_share, m.decode_share) for m in unit.models),
                 kv_bytes=unit.kv_bytes,
+                phases=unit.phases,
+                stages=unit.stages,
             )
             for unit in self.units
         )
@@ -84,6 +90,7 @@ def plan_text(placement: Placement, about: str = "") -> str:
                 "device": unit.device,
                 "devices": list(unit.devices),
                 "kv_bytes": unit.kv_bytes,
+                **_arrangement(unit),
                 "models": [
                     {
                         "model": m.model,
@@ -99,6 +106,12 @@ def plan_text(placement: Placement, about: str = "") -> str:
         "notes": list(placement.notes),
     }
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _arrangement(unit: PlacedUnit) -> dict[str, object]:
+    if unit.phases == "multiplexed":
+        return {}
+    return {"phases": unit.phases, **({"stages": unit.stages} if unit.phases == "pipelined" else {})}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -148,7 +161,7 @@ def load_plan(path: str | os.PathLike[str], fleet: Fleet | None = None) -> Place
         plan = PlanFile.model_validate(source.data)
     except ValidationError as error:
         raise FleetError(problems_of(source, error, PlanFile)) from None
-    problems = [*_devices(plan, source), *(_models(plan, fleet, source) if fleet else ())]
+    problems = [*_devices(plan, source), *_arrangements(plan, source), *(_models(plan, fleet, source) if fleet else ())]
     if problems:
         raise FleetError(problems)
     return plan.placement()
@@ -176,6 +189,30 @@ def _devices(plan: PlanFile, source: Source) -> Iterator[Problem]:
         models = [m.model for m in unit.models]
         for name in sorted({name for name in models if models.count(name) > 1}):
             yield source.problem((*at, "models"), f"{name} is in this unit more than once")
+
+
+def _arrangements(plan: PlanFile, source: Source) -> Iterator[Problem]:
+    seen: dict[str, PlanUnit] = {}
+    for index, unit in enumerate(plan.units):
+        at: KeyPath = ("units", index)
+        if unit.phases != "multiplexed" and len(unit.models) > 1:
+            message = f"a {unit.phases} model has a unit to itself, but {unit.name} has {len(unit.models)} models"
+            yield source.problem((*at, "models"), message)
+        if unit.phases != "pipelined" and unit.stages > 1:
+            yield source.problem((*at, "stages"), f"is for `phases: pipelined`, not for `phases: {unit.phases}`")
+        elif unit.device != CPU and len(unit.devices) % unit.stages:
+            message = f"{unit.stages} stages do not divide the unit's {len(unit.devices)} devices evenly"
+            yield source.problem((*at, "stages"), message)
+        for model in (each.model for each in unit.models):
+            first = seen.setdefault(model, unit)
+            if (first.phases, first.stages) != (unit.phases, unit.stages):
+                there, here = (_words(each) for each in (first, unit))
+                message = f"{model} is {here} here and {there} in {first.name}; replicas of a model must be alike"
+                yield source.problem((*at, "phases"), message)
+
+
+def _words(unit: PlanUnit) -> str:
+    return f"pipelined over {unit.stages} stages" if unit.phases == "pipelined" else unit.phases
 
 
 def _models(plan: PlanFile, fleet: Fleet, source: Source) -> Iterator[Problem]:

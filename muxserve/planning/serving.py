@@ -22,6 +22,7 @@ from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.cpu import CPU
 from muxserve.planning.gpus import gpu_unit
 from muxserve.planning.parts import (
+    arranged,
     as_placed,
     check_replicas,
     check_together,
@@ -155,9 +156,9 @@ class FleetPlanner:
     # ------------------------------------------------------------ as a plan has it
 
     def _placed(self, plan_file: str | os.PathLike[str]) -> list[FleetPlan]:
-        fleet = self.fleet
-        placement = load_plan(plan_file, fleet)
+        placement = load_plan(plan_file, self.fleet)
         units = placement.units
+        fleet = self.fleet = arranged(self.fleet, plan_file, units)
         on_gpus = {unit.device for unit in units} != {CPU}
         if on_gpus and len(placement.cluster.nodes) > 1:
             count = len(placement.cluster.nodes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from muxserve.deployment import Deployment, GpuDeployment, SmSharing
 from muxserve.gpu import green
 from muxserve.gpu.green import Driver, GreenContextError
-from muxserve.gpu.sm import SmRange, client_environment, enter, parts_of, percentage, prepare, sm_range
+from muxserve.gpu.sm import SmRange, client_environment, enter, parts_of, percentage, prepare, share_of, sm_range
 from tests.cluster.conftest import fake_deployment
 from tests.gpu_control.fake_driver import FakeDriver
 
@@ -44,6 +44,14 @@ class TestEnvironment:
         prepare(deployment(), "one", "weights", environ)
         assert PERCENTAGE not in environ
         assert PIPE in environ
+
+    @pytest.mark.parametrize("sharing", ["mps", "green_contexts"])
+    def test_an_engine_of_both_phases_has_all_sms(self, sharing: SmSharing) -> None:
+        environ = {PERCENTAGE: "3"}
+        prepare(deployment(sharing), "one", "both", environ)
+        assert environ == client_environment(deployment(sharing))
+        assert share_of(deployment(sharing), "one", "both") == 1.0
+        assert enter(deployment(sharing), "one", "both") is None
 
     def test_green_contexts_are_clients_without_a_percentage(self) -> None:
         environ = {PERCENTAGE: "3"}

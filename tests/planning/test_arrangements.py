@@ -1,0 +1,383 @@
+"""Units of rolling and pipelined models: on CPU and GPUs, at the start and later, with and without a plan file."""
+
+# ruff: noqa: E501 -- one case, one line
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
+from muxserve.cluster.plan import FleetPlan, plan_fleet
+from muxserve.cluster.rolling_rules import prefill_seconds
+from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
+from muxserve.costs.architecture import read_architecture
+from muxserve.costs.latency import EngineShape
+from muxserve.costs.roofline import Roofline
+from muxserve.deployment import Deployment, FleetDeployment
+from muxserve.gpu.nvml import Gpu
+from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.planning.architectures import BUILT_IN
+from muxserve.planning.parts import possible_units, units_at_start
+from muxserve.planning.planfile import load_plan, save_plan
+from muxserve.planning.serving import FleetPlanner, NoRoomError, notes_of
+from placement import Machine, ModelDemand, PlanError, plan_unit
+from placement.cluster import Arrangement, Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.demand import Demand
+from placement.memory import weight_bytes
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MACHINE = Machine(8, 16 << 30, 4 << 30)
+NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
+H200 = GpuMachine(
+    tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20, capability=(9, 0)) for i in range(8))
+)
+SLO = "slo: {ttft_ms: 1000, tpot_ms: 100}"
+# Configurations of the checkpoints: head sizes 64, 64 and 128; 4, 3 and 2 layers; 4, 2 and 2 KV heads.
+ROLLING = f"phases: rolling, {SLO}"
+
+
+def fleet(arithmetic: str = "", atlas: str = "", frontdesk: str = "", head: str = "kv_pool: {size: 64MiB}") -> Fleet:
+    text = f"{head}\nmodels:\n" + "".join(
+        f"  - {{name: {name}, path: models/{name}, rate: 6{', ' * bool(keys)}{keys}}}\n"
+        for name, keys in (("arithmetic", arithmetic), ("atlas", atlas), ("frontdesk", frontdesk))
+    )
+    return parse_fleet(text, "fleet.yaml", ROOT / "configs", {})
+
+
+def only(keys: str, name: str = "arithmetic", head: str = "kv_pool: {size: 64MiB}") -> Fleet:
+    text = f"{head}\nmodels:\n  - {{name: {name}, path: models/{name}, rate: 6, {keys}}}\n"
+    return parse_fleet(text, "fleet.yaml", ROOT / "configs", {})
+
+
+def plan(declared: Fleet, file: Path | None = None, gpus: GpuMachine = NONE) -> list[FleetPlan]:
+    return FleetPlanner(declared, MACHINE, lambda: gpus).at_start(file)
+
+
+def deployed(declared: Fleet, plans: list[FleetPlan]) -> FleetDeployment:
+    return fleet_deployment(declared, [planned_unit(each, "/run") for each in plans], "/run")
+
+
+def unit_of(plans: list[FleetPlan], number: int = 0) -> Deployment:
+    return planned_unit(plans[number], "/run").deployment
+
+
+def refused(declared: Fleet, *arguments: object) -> str:
+    with pytest.raises(FleetError) as caught:
+        plan(declared, *arguments)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+class TestUnits:
+    def test_shared_ones_come_first_then_one_for_each_replica(self) -> None:
+        declared = fleet(f"{ROLLING}, replicas: 3", "replicas: 2", "phases: pipelined")
+        assert (units_at_start(declared), possible_units(declared)) == (6, 6)
+        plans = plan(declared)
+        told = deployed(declared, plans)
+        assert [(unit.name, unit.serves, unit.deployment.policy) for unit in told.units] == [
+            ("u0", ["atlas"], "adbs"),
+            ("u1", ["atlas"], "adbs"),
+            ("u2", ["arithmetic"], "rolling"),
+            ("u3", ["arithmetic"], "rolling"),
+            ("u4", ["arithmetic"], "rolling"),
+            ("u5", ["frontdesk"], "pipelined"),
+        ]
+        assert [unit.deployment.models[0].engines for unit in told.units[1:3]] == [("prefill", "decode"), ("both",)]
+        assert [plan.fleet.models[0].rate for plan in plans] == [3.0, 3.0, 2.0, 2.0, 2.0, 6.0]
+        assert [model.name for model in told.models] == ["arithmetic", "atlas", "frontdesk"]
+
+    def test_models_that_share_keep_what_they_have_without_the_others(self) -> None:
+        """The head size of frontdesk (128) has no say in the blocks of the others when it has a unit to itself."""
+        declared = fleet("replicas: 2", "", ROLLING)
+        blocks = {model.name: model.block_tokens for each in plan(declared) for model in each.unit.models}
+        assert blocks == dict.fromkeys(blocks, 32)
+        assert {model.block_tokens for model in plan(fleet("replicas: 2"))[1].unit.models} == {64}
+
+    def test_a_model_that_sleeps_has_a_unit_that_serves_nothing(self) -> None:
+        declared = fleet(f"{ROLLING}, replicas: {{min: 0, max: 2, start: 0}}")
+        plans = plan(declared)
+        assert [(each.name, each.served) for each in plans] == [("u0", ("atlas", "frontdesk")), ("u1", ())]
+        assert possible_units(declared) == 3
+        told = deployed(declared, plans)
+        assert "arithmetic" in told.rolling
+        assert [model.name for model in told.models] == ["arithmetic", "atlas", "frontdesk"]
+
+    def test_the_only_engine_of_a_unit_has_the_cores_that_other_units_leave(self) -> None:
+        threads = {
+            keys: plan(only(keys))[0].unit.models[0].threads
+            for keys in (
+                f"{ROLLING}, replicas: 3",
+                ROLLING,
+                "phases: pipelined",
+                "phases: pipelined, stages: 4",
+                f"{ROLLING}, replicas: {{min: 1, max: 20}}",
+                f"{ROLLING}, replicas: 2, threads: 3",
+            )
+        }
+        assert list(threads.values()) == [2, 8, 4, 2, 1, 3]
+
+    def test_units_with_one_engine_have_no_other_model(self) -> None:
+        with pytest.raises(ValueError, match="units to themselves"):
+            plan_fleet(fleet(ROLLING), MACHINE)
+        assert len(plan_fleet(fleet(ROLLING).multiplexed(), MACHINE).unit.models) == 3
+
+
+REPLICAS = st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)).map(
+    lambda drawn: f"replicas: {{min: {min(drawn)}, max: {max(drawn)}, start: {sorted(drawn)[1]}}}"
+)
+KINDS = st.sampled_from(["phases: multiplexed", ROLLING, "phases: pipelined"])
+KEYS = st.tuples(REPLICAS, KINDS).map(", ".join)
+
+
+@settings(max_examples=15, deadline=None)
+@given(KEYS, KEYS, KEYS)
+def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: str, three: str) -> None:
+    declared = fleet(one, two, three)
+    planner = FleetPlanner(declared, MACHINE, lambda: NONE)
+    plans = planner.at_start()
+    told = deployed(declared, plans)
+    assert [each.name for each in plans] == [f"u{number}" for number in range(len(plans))]
+    assert len(plans) == units_at_start(declared) <= possible_units(declared)
+    for model in declared.models:
+        assert len(told.replicas(model.name)) == model.replicas.at_start
+        units = [u.deployment for u in told.units if model.name in [m.name for m in u.deployment.models]]
+        more = planned_unit(planner.unit("late", [model.name], told), "/run").deployment
+        assert len({unit.layout(model.name) for unit in (*units, more)}) == 1
+        assert {unit.model(model.name).phases for unit in (*units, more)} == {model.phases}
+        assert (model.name in told.rolling) == (model.phases == "rolling")
+        if model.phases != "multiplexed":
+            assert {len(unit.models) for unit in units} == {1}
+            assert {unit.policy for unit in (*units, more)} == {model.phases}
+
+
+class TestStages:
+    def test_of_two_processes_by_default(self) -> None:
+        unit = unit_of(plan(only("phases: pipelined, max_len: 256")))
+        (model,) = unit.models
+        assert (unit.ranks, unit.stages, model.layers, model.kv_heads) == (2, 2, 2, 4)
+        # Pages are of one stage: a block of 32 tokens has 2 layers x 4 heads of them, a sequence of 256 tokens 8 blocks.
+        assert (model.pages_per_block, model.floor_pages) == (8, 64)
+        assert (model.batching.policy, model.batching.iterations) == ("throttled", 8)
+        assert unit.layout("arithmetic").endswith(".2r.2s")
+
+    @pytest.mark.parametrize(("stages", "layers"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+    def test_layers_are_those_of_the_longest(self, stages: int, layers: int) -> None:
+        unit = unit_of(plan(only(f"phases: pipelined, stages: {stages}")))
+        assert (unit.ranks, unit.stages, unit.models[0].layers) == (stages, stages, layers)
+
+    def test_one_is_no_more_than_one_engine_with_mixed_steps(self) -> None:
+        unit = unit_of(plan(only("phases: pipelined, stages: 1, batching: {policy: vllm}")))
+        assert (unit.ranks, unit.policy, unit.models[0].batching.policy) == (1, "pipelined", "vllm")
+
+    def test_more_than_layers_are_refused(self) -> None:
+        said = refused(only("phases: pipelined, stages: 5"))
+        assert said == "fleet.yaml:3: models[0].stages: 5 stages are more than the model has layers (4)"
+
+    def test_either_stages_or_ranks_on_a_cpu(self) -> None:
+        head = "kv_pool: {size: 64MiB}\ncluster: {ranks: 2}"
+        said = refused(only("phases: pipelined, stages: 2", head=head))
+        assert said.startswith(
+            "fleet.yaml:2: cluster.ranks: on CPU either a pipeline or tensor parallelism is tried out"
+        )
+        assert unit_of(plan(only("phases: pipelined, stages: 1", head=head))).ranks == 2
+        assert unit_of(plan(only(ROLLING, head=head))).ranks == 2
+
+    @given(st.integers(1, 80), st.integers(1, 16))
+    def test_no_layer_is_lost(self, layers: int, stages: int) -> None:
+        architecture = read_architecture({"architectures": ["x"], **BUILT_IN["llama-7b"], "num_hidden_layers": layers})
+        demand = ModelDemand("x", architecture, ranks=2 * stages, stages=stages)
+        if stages > layers:
+            with pytest.raises(PlanError, match="stages are more"):
+                plan_unit([demand], MACHINE)
+        assert demand.tensor_parallel == 2
+        assert demand.layers * stages >= layers > (demand.layers - 1) * stages
+        assert demand.pages_per_block == demand.layers * architecture.kv_heads // 2
+        assert demand.bytes_per_token == 2 * demand.pages_per_block * architecture.head_dim * 2
+
+    @given(st.sampled_from(sorted(BUILT_IN)), st.integers(1, 16))
+    def test_weights_of_the_largest_stage(self, name: str, stages: int) -> None:
+        architecture = read_architecture({"architectures": [name], **BUILT_IN[name]})
+        demand = Demand(name, architecture, 1.0)
+        whole, held = architecture.weight_bytes("bfloat16"), weight_bytes(demand, 1, stages)
+        assert whole / stages <= held <= whole
+        assert weight_bytes(demand, 2, stages) == held // 2
+
+
+class TestRolling:
+    def test_rules_are_those_of_the_file_with_predicted_prefills(self) -> None:
+        declared = only(f"{ROLLING}, replicas: 3, max_len: 1024, rolling: {{lower: 2, upper: 8, spared: mean}}")
+        rules = deployed(declared, plan(declared)).rolling["arithmetic"]
+        assert (rules.ttft, rules.tpot, rules.spared, rules.lower, rules.upper) == (1.0, 0.1, None, 2, 8)
+        assert (rules.objectives.ttft, rules.bounds.upper) == (1.0, 8)
+        assert [tokens for tokens, _ in rules.prefill] == [1, 16, 64, 256, 1024]
+        seconds = [seconds for _, seconds in rules.prefill]
+        assert seconds == sorted(seconds)
+        assert 0 < rules.prefill_seconds(100) < rules.prefill_seconds(1000)
+
+    def test_others_have_none(self) -> None:
+        declared = fleet("phases: pipelined")
+        assert deployed(declared, plan(declared)).rolling == {}
+
+    def test_long_prompts_run_in_chunks(self) -> None:
+        """The pairs of attention are those of the whole prompt, however it is cut; each chunk costs a step."""
+        architecture = read_architecture({"architectures": ["x"], **BUILT_IN["llama-7b"]})
+        costs = Roofline().engine(architecture, EngineShape("A100-80GB", dtype="float16"))
+        assert prefill_seconds(costs, 1000, 1000) == costs.prefill(1000, 500500, 1)
+        assert prefill_seconds(costs, 1000, 999) == pytest.approx(
+            costs.prefill(999, 999 * 500, 1) + costs.prefill(1, 1000, 1)
+        )
+
+    def test_a_gpu_that_nobody_knows_does_not_stand_in_the_way(self) -> None:
+        unknown = GpuMachine((Gpu(0, "GPU-0", "NVIDIA Quux 9000", 80 << 30, 0, capability=(9, 0)),))
+        declared = only(f"{ROLLING}, max_len: 1024", head="cluster: {gpus: 1}")
+        assert deployed(declared, plan(declared, gpus=unknown)).rolling["arithmetic"].prefill[-1][1] > 0
+
+
+class TestGpus:
+    def test_each_replica_has_gpus_of_its_own(self) -> None:
+        declared = fleet(f"{ROLLING}, replicas: 2", "replicas: {min: 1, max: 2}", head="cluster: {gpus: 8}")
+        plans = plan(declared, gpus=H200)
+        told = deployed(declared, plans)
+        assert possible_units(declared) == 4
+        uuids = [tuple(unit.deployment.gpu.uuids) for unit in told.units if unit.deployment.gpu]
+        assert len({uuid for each in uuids for uuid in each}) == 6
+        assert [len(each) for each in uuids] == [2, 2, 2]
+        rolling = told.units[1].deployment
+        assert (rolling.policy, rolling.ranks, rolling.stages) == ("rolling", 2, 1)
+        assert (rolling.models[0].prefill_share, rolling.models[0].decode_share) == (1.0, 1.0)
+        assert rolling.models[0].kv_heads == 2
+        notes = notes_of(plans)
+        assert any("one engine of both phases has all SMs (rolling)" in note for note in notes)
+
+    def test_all_gpus_of_a_unit_are_stages(self) -> None:
+        plans = plan(only("phases: pipelined", head="cluster: {gpus: 4}"), gpus=H200)
+        unit = unit_of(plans)
+        assert (unit.ranks, unit.stages, unit.models[0].layers, unit.models[0].kv_heads) == (4, 4, 1, 4)
+        assert any("its layers in 4 stages of 1 GPU" in note for note in plans[0].notes)
+
+    def test_or_some_of_them_split_the_tensors(self) -> None:
+        unit = unit_of(plan(only("phases: pipelined, stages: 2", head="cluster: {gpus: 4}"), gpus=H200))
+        assert (unit.ranks, unit.stages, unit.models[0].layers, unit.models[0].kv_heads) == (4, 2, 2, 2)
+
+    def test_stages_that_do_not_divide_them(self) -> None:
+        said = refused(only("phases: pipelined, stages: 3", head="cluster: {gpus: 4}"), None, H200)
+        assert said.startswith("fleet.yaml:3: models[0].stages: 3 stages do not divide the 4 GPUs of a unit evenly")
+
+    def test_one_engine_leaves_more_to_the_pool_than_two(self) -> None:
+        one, two = (
+            plan(only(keys, head="cluster: {gpus: 1}"), gpus=H200)[0].gpu for keys in (ROLLING, "phases: multiplexed")
+        )
+        assert one is not None
+        assert two is not None
+        assert (one.rules.engines, one.rules.processes) == (1, 2)
+        assert (two.rules.engines, two.rules.processes) == (2, 3)
+
+    def test_too_few_for_all_units(self) -> None:
+        said = refused(only(f"{ROLLING}, replicas: 3", head="cluster: {gpus: 2}"), None, H200)
+        assert "2 are too few for 3 units, one for each replica (arithmetic: 3)" in said
+
+    def test_one_more_later(self) -> None:
+        declared = only(f"{ROLLING}, replicas: {{min: 1, max: 2}}", head="cluster: {gpus: 4}")
+        planner = FleetPlanner(declared, MACHINE, lambda: H200)
+        told = deployed(declared, planner.at_start())
+        more = planner.unit("u1", ["arithmetic"], told)
+        assert more.gpu is not None
+        assert len(more.gpu.gpus) == 2
+        assert {gpu.uuid for gpu in more.gpu.gpus}.isdisjoint(told.units[0].deployment.gpu.uuids)  # type: ignore[union-attr]
+        full = deployed(declared, [*planner.at_start(), more])
+        with pytest.raises(NoRoomError, match="0 are free"):
+            planner.unit("u2", ["arithmetic"], full)
+
+
+def saved(path: Path, *units: tuple[str, Arrangement, int], device: str = "CPU", each: int = 1) -> Path:
+    """A plan whose units have one model on `each` devices of their own."""
+    placed = tuple(
+        PlacedUnit(
+            f"unit{i}", device, tuple(range(i * each, (i + 1) * each)), (PlacedModel(name, 2.0, 1.0, 1.0),), 64 << 20,
+            phases, stages,
+        )
+        for i, (name, phases, stages) in enumerate(units)
+    )  # fmt: skip
+    save_plan(Placement(Cluster((Node(device, len(units) * each),)), placed), path)
+    return path
+
+
+class TestPlanFiles:
+    def test_say_how_models_are_arranged(self, tmp_path: Path) -> None:
+        file = saved(tmp_path / "plan.yaml", *[("arithmetic", "rolling", 1)] * 3)
+        declared = only(f"phases: auto, {SLO}")
+        planner = FleetPlanner(declared, MACHINE, lambda: NONE)
+        plans = planner.at_start(file)
+        told = deployed(planner.fleet, plans)
+        assert [unit.deployment.policy for unit in told.units] == ["rolling"] * 3
+        assert told.rolling.keys() == {"arithmetic"}
+        assert {each.unit.models[0].threads for each in plans} == {2}
+        more = planned_unit(planner.unit("u3", ["arithmetic"], told), "/run").deployment
+        assert (more.policy, more.layout("arithmetic")) == ("rolling", told.units[0].deployment.layout("arithmetic"))
+
+    def test_are_read_as_they_were_written(self, tmp_path: Path) -> None:
+        file = saved(
+            tmp_path / "plan.yaml", ("one", "rolling", 1), ("two", "pipelined", 2), ("three", "multiplexed", 1)
+        )
+        assert [(unit.phases, unit.stages) for unit in load_plan(file).units] == [
+            ("rolling", 1),
+            ("pipelined", 2),
+            ("multiplexed", 1),
+        ]
+        assert "multiplexed" not in file.read_text()
+        assert file.read_text().count("stages: 2") == 1
+
+    def test_with_pipelines_on_gpus(self, tmp_path: Path) -> None:
+        file = saved(tmp_path / "plan.yaml", ("arithmetic", "pipelined", 2), device="H200-141GB", each=4)
+        unit = unit_of(plan(only("phases: auto", head="cluster: {gpus: 4}"), file, H200))
+        assert (unit.policy, unit.ranks, unit.stages, unit.models[0].kv_heads) == ("pipelined", 4, 2, 2)
+        assert unit.models[0].batching.policy == "throttled"
+
+    def test_with_a_pipeline_on_a_cpu(self, tmp_path: Path) -> None:
+        unit = unit_of(plan(only("max_len: 256"), saved(tmp_path / "plan.yaml", ("arithmetic", "pipelined", 4))))
+        assert (unit.policy, unit.ranks, unit.stages, unit.models[0].threads) == ("pipelined", 4, 4, 2)
+
+    @pytest.mark.parametrize(
+        ("keys", "planned", "expected"),
+        [
+            (ROLLING, ("pipelined", 2), "the plan has arithmetic pipelined, the fleet file rolling; make it anew, or change `phases` to auto"),
+            ("phases: multiplexed", ("pipelined", 2), "the plan has arithmetic pipelined, the fleet file multiplexed"),
+            ("phases: pipelined, stages: 4", ("pipelined", 2), "the plan has arithmetic over 2 stages, the fleet file over 4"),
+            ("phases: auto", ("rolling", 1), "the plan has arithmetic rolling, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"),
+        ],
+    )  # fmt: skip
+    def test_must_agree_with_the_fleet_file(
+        self, tmp_path: Path, keys: str, planned: tuple[Arrangement, int], expected: str
+    ) -> None:
+        assert expected in refused(only(keys), saved(tmp_path / "plan.yaml", ("arithmetic", *planned)))
+
+    @pytest.mark.parametrize(
+        ("change", "expected"),
+        [
+            (("phases: rolling", "phases: rolled"), "units[0].phases: must be one of multiplexed, rolling, pipelined"),
+            (("phases: rolling", "phases: rolling\n  stages: 2"), "units[0].stages: is for `phases: pipelined`, not for `phases: rolling`"),
+            (("phases: rolling", "phases: pipelined\n  stages: 3"), "units[0].stages: 3 stages do not divide the unit's 2 devices evenly"),
+            (("phases: rolling", "phases: pipelined\n  stages: 2"), "units[1].phases: arithmetic is rolling here and pipelined over 2 stages in unit0; replicas of a model must be alike"),
+            (("  - {model: ", "  - {model: atlas, rate: 1, prefill_share: 1, decode_share: 1}\n  - {model: "), "units[0].models: a rolling model has a unit to itself, but unit0 has 2 models"),
+        ],
+    )  # fmt: skip
+    def test_mistakes(self, tmp_path: Path, change: tuple[str, str], expected: str) -> None:
+        file = saved(tmp_path / "plan.yaml", *[("arithmetic", "rolling", 1)] * 2, device="L20-48GB", each=2)  # type: ignore[arg-type]
+        text = file.read_text()
+        assert change[0] in text
+        file.write_text(text.replace(*change, 1))
+        with pytest.raises(FleetError) as caught:
+            load_plan(file)
+        assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "policy", "units"), [("rolling", "rolling", 3), ("pipeline", "pipelined", 1)])
+def test_the_examples_can_be_deployed(name: str, policy: str, units: int) -> None:
+    declared = load_fleet(ROOT / f"configs/{name}.yaml")
+    told = deployed(declared, plan(declared))
+    assert [unit.deployment.policy for unit in told.units] == [policy] * units
+    assert math.prod(unit.deployment.stages for unit in told.units) == (2 if name == "pipeline" else 1)
