@@ -97,9 +97,28 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
         for name, pool in (_state(unit).get("pools") or {}).items():
             free, total = pool.get("free_pages", "-"), pool.get("total_pages", "-")
             console.print(f"{escape(whose + str(name))}: {free} of {total} pages free")
+        for line in _in_time(unit):
+            console.print(escape(whose + line))
         if several and not unit.get("serves"):
             console.print(f"{escape(whose)}serves nothing at present")
     _print_gpus(fleet.get("gpus") or [])
+
+
+def _in_time(unit: dict[str, Any]) -> list[str]:
+    """What arranging phases in time costs each model of the unit: waits for a phase, and stages with nothing to do."""
+    lines = []
+    up = float(_state(unit).get("uptime_seconds") or 0.0)
+    for name, model in (_state(unit).get("models") or {}).items():
+        switches, bubbles = model.get("phase_switches"), model.get("bubbles")
+        if switches:
+            wait = 1000 * float(model.get("phase_switch_seconds", 0.0)) / switches
+            lines.append(
+                f"{name}: {switches} requests waited {wait:.1f} ms on average from their first token to decode"
+            )
+        if bubbles and up:
+            idle = ", ".join(f"{seconds / up:.1%}" for seconds in bubbles)
+            lines.append(f"{name}: stages in bubbles {idle} of the time")
+    return lines
 
 
 def _phases(fleet: dict[str, Any]) -> dict[str, str]:

@@ -195,7 +195,8 @@ def test_status_of_several_units(endpoint: Endpoint) -> None:
 
 def test_status_of_phases_in_time(endpoint: Endpoint) -> None:
     rolling = {"name": "u1", "status": "up", "serves": ["turn"], "state": {"policy": "rolling", "models": {}}}
-    again = {**rolling, "name": "u2"}
+    waits = {"phase_switches": 8, "phase_switch_seconds": 0.1, "bubbles": [0.5, 12.0]}
+    again = {**rolling, "name": "u2", "state": {"policy": "rolling", "uptime_seconds": 50.0, "models": {"turn": waits}}}
     turn = {"status": "restarting", "engines": {"both": "down"}, "running": 1, "waiting": 0}
     health = {**HEALTH, "units": dict.fromkeys(("u0", "u1", "u2"), "up"), "models": {"one": ONE, "turn": turn}}
     models = [{"name": "one", "phases": "multiplexed"}, {"name": "turn", "phases": "rolling"}]
@@ -209,6 +210,10 @@ def test_status_of_phases_in_time(endpoint: Endpoint) -> None:
     rows = {line.split()[0]: line for line in lines[2:]}
     assert rows["one"].split()[1:4] == ["multiplexed", "up", "3"]
     assert rows["turn"].split()[1:6] == ["rolling", "restarting", "(engine", "down)", "1"]
+    assert lines[-2:] == [
+        "u2 turn: 8 requests waited 12.5 ms on average from their first token to decode",
+        "u2 turn: stages in bubbles 1.0%, 24.0% of the time",
+    ]
     # The replicas' states stand below those of the models.
     assert rows["u1"].index("?") == lines[1].index("state")
 
