@@ -211,7 +211,7 @@ def test_status_of_phases_in_time(endpoint: Endpoint) -> None:
     assert rows["one"].split()[1:4] == ["multiplexed", "up", "3"]
     assert rows["turn"].split()[1:6] == ["rolling", "restarting", "(engine", "down)", "1"]
     assert lines[-2:] == [
-        "u2 turn: 8 requests waited 12.5 ms on average from first token to decoding",
+        "u2 turn: 8 requests waited 12.5 ms on average from their first token to decode",
         "u2 turn: stages in bubbles 1.0%, 24.0% of the time",
     ]
     # The replicas' states stand below those of the models.
