@@ -19,12 +19,19 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request that wants a place: its predicted prefill, seconds, and the tokens of KV that it holds at most."""
+    """A request that wants a place: its predicted prefill, seconds, and the tokens of KV that it holds at most. Who
+    waits goes by `rank` (higher first), then by `arrival`."""
 
     request_id: str
     prefill_seconds: float
     tokens: int
     arrival: float = 0.0
+    rank: int = 0
+
+    @property
+    def turn(self) -> tuple[int, float]:
+        """What waiting requests are sorted by."""
+        return -self.rank, self.arrival
 
 
 def check(member: Member, demand: Demand, objectives: Objectives, now: float) -> Verdict:

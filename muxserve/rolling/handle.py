@@ -6,7 +6,7 @@ import msgspec
 
 from muxserve.rolling.member import Member
 
-VERSION = 1
+VERSION = 2
 
 
 class Handle(msgspec.Struct, frozen=True):

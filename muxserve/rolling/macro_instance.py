@@ -16,9 +16,9 @@ class MacroInstance:
     next in the ring whose constraints hold. So one member's prefill window stays open until it is full, and then the
     next one's opens: rolling activation.
 
-    The algorithm does not say what becomes of a request that no member can take in time. Here it waits, first come
-    first served, and is tried again whenever something has changed (`retry`); once its first token is overdue anyway,
-    it goes to the member with the least pending prefill that has the memory.
+    The algorithm does not say what becomes of a request that no member can take in time. Here it waits, higher ranks
+    first, first come first served within one, and is tried again whenever something has changed (`retry`); once its
+    first token is overdue anyway, it goes to the member with the least pending prefill that has the memory.
     """
 
     def __init__(self, name: str, objectives: Objectives, members: Iterable[Member] = ()) -> None:
@@ -54,7 +54,10 @@ class MacroInstance:
 
     def arrive(self, demand: Demand, now: float) -> list[tuple[Demand, Member]]:
         """A request comes in; what is sent where now, which may be nothing yet."""
-        self.waiting.append(demand)
+        at = len(self.waiting)
+        while at and self.waiting[at - 1].turn > demand.turn:
+            at -= 1
+        self.waiting.insert(at, demand)
         return self.retry(now)
 
     def retry(self, now: float) -> list[tuple[Demand, Member]]:

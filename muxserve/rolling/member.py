@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -39,12 +40,15 @@ class Objectives:
 @dataclass(slots=True)
 class Admitted:
     """A request of a member: tokens of KV it holds in the end at most, its predicted prefill (seconds), whether that is
-    done, and once it decodes its place among the decodes (see `Member.places`)."""
+    done, and once it decodes its place among the decodes (see `Member.places`), and since when it does. `predicted` is
+    the prefill before it was corrected."""
 
     tokens: int
     prefill_seconds: float
     prefilled: bool = False
     place: float | None = None
+    since: float | None = None
+    predicted: float = 0.0
 
 
 @dataclass(slots=True)
@@ -60,7 +64,8 @@ class Member:
     `L * SLO_TPOT - (now - since)`, is the same number for all, `steps * SLO_TPOT - now`, plus a constant of its own,
     its place: `since - steps_at_since * SLO_TPOT`. `places` are those, sorted: no event touches more than one.
 
-    `bias` corrects predicted prefills by what was observed. A member that is `leaving` gets nothing more.
+    `bias` corrects predicted prefills by what was observed; `unattributed` are measured seconds of prefills of which
+    none is done yet. A member that is `leaving` gets nothing more.
     """
 
     name: str
@@ -76,6 +81,7 @@ class Member:
     places: list[float] = field(default_factory=list)
     sum_of_places: float = 0.0
     bias: float = 1.0
+    unattributed: float = 0.0
     leaving: bool = False
     requests: dict[str, Admitted] = field(default_factory=dict)
     # Prefilled in this window: they decode once it is over.
@@ -107,16 +113,19 @@ class Member:
     # ------------------------------------------------------------ events
 
     def admitted(self, request_id: str, tokens: int, prefill_seconds: float, now: float) -> None:
-        """A request was sent there. The first one after a decode phase opens the prefill window.
+        """A request was sent there. The first one after a decode phase opens the prefill window. What was there under
+        the same id is its former life, which is over.
 
         Args:
             tokens: KV that it holds in the end at most.
             prefill_seconds: as predicted, uncorrected.
         """
+        if request_id in self.requests:
+            self.left(request_id, now)
         seconds = prefill_seconds * self.bias
         if self.window is Window.DECODE:
             self.window, self.switched_at, self.window_seconds = Window.PREFILL, now, 0.0
-        self.requests[request_id] = Admitted(tokens, seconds)
+        self.requests[request_id] = Admitted(tokens, seconds, predicted=prefill_seconds)
         self.window_seconds += seconds
         self.pending_seconds += seconds
         self.pending += 1
@@ -135,11 +144,11 @@ class Member:
         """Each running decode has got so many tokens."""
         self.steps += steps
 
-    def left(self, request_id: str, now: float) -> None:
-        """A request has ended, was cancelled, lost its KV or went elsewhere."""
+    def left(self, request_id: str, now: float) -> Admitted | None:
+        """A request has ended, was cancelled, lost its KV or went elsewhere. Returns what it was; None: not here."""
         request = self.requests.pop(request_id, None)
         if request is None:
-            return
+            return None
         self.promised -= request.tokens
         if not request.prefilled:
             self._done(request, now)
@@ -149,11 +158,63 @@ class Member:
             del self.places[bisect_left(self.places, request.place)]
             # Sums of floats leave something over.
             self.sum_of_places = self.sum_of_places - request.place if self.places else 0.0
+        return request
+
+    def found(self, request_id: str, tokens: int, since: float, now: float, place: float | None = None) -> None:
+        """A request is there that has decoded since `since`; without its `place`, which only who has seen it decode
+        can know, it has saved nothing."""
+        if request_id in self.requests:
+            self.left(request_id, now)
+        if place is None:
+            place = now - self.steps * self.tpot
+        self.requests[request_id] = Admitted(tokens, 0.0, True, place, since)
+        self.promised += tokens
+        self._decodes(place)
+
+    def counted(self, steps: int) -> None:
+        """So many decode steps there were in all. Fewer than before: it counts anew."""
+        if steps >= self.steps:
+            self.steps = steps
+            return
+        shift = (self.steps - steps) * self.tpot
+        self.steps = steps
+        self.places = [place + shift for place in self.places]
+        self.sum_of_places = sum(self.places)
+        for request in self.requests.values():
+            if request.place is not None:
+                request.place += shift
+
+    def clear(self) -> None:
+        """Forget its requests; what was observed of it stays."""
+        self.requests.clear()
+        self.places.clear()
+        self.fresh.clear()
+        self.window = Window.DECODE
+        self.window_seconds = self.pending_seconds = self.sum_of_places = self.unattributed = 0.0
+        self.pending = self.promised = 0
+
+    def saved_by(self, request: Admitted, now: float) -> float:
+        """Saved time of one of its requests, seconds; nothing before it decodes."""
+        return 0.0 if request.place is None else self.steps * self.tpot - now + request.place
 
     def observed(self, predicted: float, measured: float, weight: float = 0.1) -> None:
         """A prefill that was predicted, uncorrected, to take `predicted` seconds has taken `measured`."""
         if predicted > 0 and measured > 0:
             self.bias += weight * (measured / predicted - self.bias)
+
+    def measured(self, seconds: float, done: Iterable[str]) -> None:
+        """Prefill has taken so many seconds since this was last said, and these have their first token now; to be said
+        before `prefilled`. What chunks of a prompt took counts with the last of them."""
+        self.unattributed += seconds
+        known = [self.requests[request_id] for request_id in done if request_id in self.requests]
+        predicted = sum(request.predicted for request in known if not request.prefilled)
+        if predicted > 0:
+            self.observed(predicted, self.unattributed)
+            self.unattributed = 0.0
+
+    def _decodes(self, place: float) -> None:
+        insort(self.places, place)
+        self.sum_of_places += place
 
     def _done(self, request: Admitted, now: float) -> None:
         """A prefill is not pending any more."""
@@ -164,8 +225,7 @@ class Member:
         self.pending_seconds = 0.0
         self.window, self.switched_at = Window.DECODE, now
         for request_id in self.fresh:
-            place = now - self.steps * self.tpot
-            self.requests[request_id].place = place
-            insort(self.places, place)
-            self.sum_of_places += place
+            decodes = self.requests[request_id]
+            decodes.since, decodes.place = now, now - self.steps * self.tpot
+            self._decodes(decodes.place)
         self.fresh.clear()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class ScalingRules:
     """More replicas when less than `target` of the requests of the last `window` seconds met their objectives (once
     there are `enough` of them), or when more than `backlog` requests per replica wait for one: a part `growth` of those
-    there are, at least one. One less when at least `target` did and replicas spent less than `idle` of their time
-    prefilling. Between two changes there are `patience` seconds, and always `least` to `most` replicas.
+    there are, at least one. One less when at least `target` did (of few, all) and replicas spent less than `idle` of
+    their time prefilling. Between two changes there are `patience` seconds, and always `least` to `most` replicas.
 
     EcoServe (section 3.5) scales up when attainment falls below what is asked for. That is known late, after an
     objective's time; the backlog, the size of the step and scaling down are this project's.
@@ -69,7 +69,7 @@ class Attainment:
         missed = share is not None and share < rules.target
         if missed or waiting > rules.backlog * replicas:
             step = min(max(1, round(rules.growth * replicas)), rules.most - replicas)
-        elif share is not None and busy < rules.idle and replicas > rules.least:
+        elif (share is not None or self._met == len(self._seen)) and busy < rules.idle and replicas > rules.least:
             step = -1
         else:
             step = 0

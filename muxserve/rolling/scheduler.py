@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from muxserve.rolling.constraints import Demand
 from muxserve.rolling.handle import pack, unpack
@@ -63,6 +63,12 @@ class RollingScheduler:
                 sent += macro.retry(now)
         return sent
 
+    def waiters(self) -> Iterator[Demand]:
+        """The requests that no member has got yet."""
+        yield from self._homeless
+        for macro in self.macros.values():
+            yield from macro.waiting
+
     def cancel(self, request_id: str) -> bool:
         """A waiting request is not wanted any more; False: it waits nowhere."""
         kept = [demand for demand in self._homeless if demand.request_id != request_id]
@@ -90,6 +96,25 @@ class RollingScheduler:
         changes = self.mitosis.shrink(loads)
         name = next((change.member for change in changes if isinstance(change, Leave)), None)
         return name, self._carry_out(changes, now)
+
+    def drain(self, name: str, now: float) -> Sent:
+        """That replica is to go; it is in `draining` from now on."""
+        return self._carry_out(self.mitosis.gone(name), now)
+
+    def resume(self, name: str, now: float) -> Sent:
+        """A replica that was to go stays; what can be sent because of it.
+
+        Raises:
+            KeyError: it is not draining.
+        """
+        member = self.draining.pop(name)
+        member.leaving = False
+        return self.grow(member, now)
+
+    def found_draining(self, member: Member) -> None:
+        """A replica is there that is being drained already."""
+        member.leaving = True
+        self.draining[member.name] = member
 
     def gone(self, name: str, now: float) -> Sent:
         """That replica has died, with all that it had."""
@@ -127,7 +152,7 @@ class RollingScheduler:
                     self._homeless += self.macros.pop(macro).waiting
         sent: Sent = []
         homeless, self._homeless = self._homeless, []
-        for demand in sorted(homeless, key=lambda each: each.arrival):
+        for demand in sorted(homeless, key=lambda each: each.turn):
             sent += self.arrive(demand, now)
         return sent + self.retry(now)
 
