@@ -90,8 +90,8 @@ class Run:
         self._names = [m.name for m in self.ledger.models]
         self._weights = [m.profile.rate for m in self.ledger.models]
         for model in self.ledger.models:
-            for phase in Phase:
-                self.ledger.engine_up(model.name, phase, 0.0)
+            for engine in model.engines:
+                self.ledger.engine_up(model.name, engine.phase, 0.0)
 
     def arrive(self) -> None:
         self._serial += 1
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {}
-    for name in POLICIES:
+    for name in (name for name, policy in POLICIES.items() if not policy.both):
         run = Run(name, args.models, args.live, args.seed)
         run.play(args.warm)
         for series in (run.decisions, run.decisions_cpu, run.events, run.rebalances, run.queued):

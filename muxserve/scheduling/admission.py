@@ -26,14 +26,16 @@ def admissible(
     limit: int | None = None,
     reserved: int = 0,
     ahead: bool = False,
+    waiting: int = 0,
 ) -> Admission | None:
     """What `model` may admit, up to `limit` pages if that is less than its quota; None when nothing.
 
-    Bounded by the tokens of one step (a longer prompt goes alone, in several steps), or `ahead` of a running job by
-    those of one more step, and by the seats of the decode engine. `reserved` pages of the pool are spoken for by
-    others in the same decision. A request is admitted whatever the headroom if its model holds nothing else.
+    Bounded by the tokens of one step (a longer prompt goes alone, in several steps), `ahead` of a running job by those
+    of one more step, or with `waiting` by as many prompt tokens in the engine; and by the seats of the engine that
+    decodes. `reserved` pages of the pool are spoken for by others in the same decision. A request is admitted whatever
+    the headroom if its model holds nothing else.
     """
-    tokens_left = model.batch_tokens * (2 if ahead else 1) - model.outstanding
+    tokens_left = (waiting or model.batch_tokens * (2 if ahead else 1)) - model.outstanding
     if tokens_left <= 0 or not head_fits(ledger, model, limit, reserved):
         return None
     seated = model.in_engines
@@ -54,7 +56,7 @@ def admissible(
 
 def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None, reserved: int = 0) -> bool:
     """Whether somebody waits for `model` whose oldest request could be admitted, tokens of a step apart."""
-    if not model.queue or not ledger.memory_up or not (model.prefill.up and model.decode.up):
+    if not model.queue or not ledger.memory_up or not model.up:
         return False
     seated = model.in_engines
     if seated >= model.max_seqs:
@@ -83,7 +85,8 @@ def _fits_alone(blocks: int, model: ModelState, reserved: int) -> bool:
 def wants_prefill(
     ledger: UnitLedger, model: ModelState, now: float, limit: int | None = None, reserved: int = 0
 ) -> bool:
-    """Whether `model` has a prefill job to run now: an unfinished one, or a request that may be admitted."""
+    """Whether `model` has a prefill job for its prefill engine to run now: an unfinished one, or a request that may be
+    admitted."""
     engine = model.prefill
     if engine.lease is not None or not engine.up:
         return False

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muxserve.scheduling.state import EngineState, LeaseState, LiveRequest, ModelState, PoolState
+from muxserve.scheduling.engines import EngineState, LeaseState
+from muxserve.scheduling.journal import Event, Note
+from muxserve.scheduling.state import LiveRequest, ModelState, PoolState
 from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, Place, PoolProfile, QueuedRequest
-
-_FIRST_RETRY_SECONDS = 0.001
-_LAST_RETRY_SECONDS = 0.02
 
 
 class UnitLedger:
@@ -58,12 +57,13 @@ class UnitLedger:
             ValueError: a live request has that id.
         """
         live = self._enter(request)
+        self._note(live, Event.CAME)
         live.model.queue.add(live)
         live.model.tally.arrived += 1
         return live
 
     def taken_over(self, request: QueuedRequest, now: float) -> LiveRequest:
-        """A request came from another unit with its KV, which waits to be adopted by the decode engine.
+        """A request came from another unit with its KV, which waits to be adopted by the engine that decodes.
 
         Raises:
             KeyError: no such model.
@@ -72,6 +72,7 @@ class UnitLedger:
         live = self._enter(request)
         model = live.model
         live.place = Place.HANDED
+        self._note(live, Event.CAME)
         model.handed[request.request_id] = live
         model.seat(live.execution, 1)
         model.tally.moved_in += 1
@@ -117,13 +118,34 @@ class UnitLedger:
             return False
         model = live.model
         del model.prefilling[request_id]
-        self._prefilled(model, live)
+        self._prefilled(live)
         live.place = Place.HANDED
         live.output_tokens = output_tokens
         live.lease_id = 0
         model.handed[request_id] = live
         self._settle(model.prefill, now)
         self._settle(model.decode, now)
+        return True
+
+    def prefilled(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
+        """An engine of both phases has the first token of a request that it got with lease `lease_id`, and keeps it.
+        False: it holds no such one."""
+        live = self.requests.get(request_id)
+        if live is None or live.place is not Place.PREFILLING or live.lease_id != lease_id or not live.model.both:
+            return False
+        model = live.model
+        del model.prefilling[request_id]
+        self._prefilled(live)
+        live.place = Place.DECODING
+        live.output_tokens = output_tokens
+        live.entered_at = model.rounds
+        model.decoding[request_id] = live
+        lease = model.decode.lease
+        if lease is not None and lease.phase is not Phase.PREFILL:
+            live.decoding_since = now
+        else:
+            model.fresh[request_id] = now
+        self._note(live, Event.PREFILLED)
         return True
 
     def finished(self, request_id: str, phase: Phase, lease_id: int, now: float) -> bool:
@@ -142,28 +164,34 @@ class UnitLedger:
             return False
         model = live.model
         engine = model.prefill if live.place is Place.PREFILLING else model.decode
-        del engine.inside[request_id]
         if live.place is Place.PREFILLING:
-            self._prefilled(model, live)
+            del model.prefilling[request_id]
+            self._prefilled(live)
+        else:
+            del model.decoding[request_id]
+        self._note(live, Event.LEFT)
+        self._decodes_no_more(live)
         model.seat(live.execution, -1)
         live.place = Place.QUEUED
         live.lease_id = 0
         live.output_tokens = output_tokens
         live.resumed = True
         live.blocks = model.blocks_of(live.tokens)
+        self._note(live, Event.CAME)
         model.queue.add(live)
         model.tally.returned += 1
         self._settle(engine, now)
         return True
 
     def detached(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
-        """A decode engine let go of a request that it got with lease `lease_id`: it is on its way to another unit.
-        False: this life of it is not in that engine; the engine may have nothing left for all that."""
+        """An engine let go of a request that decodes, which it got with lease `lease_id`: it is on its way to another
+        unit. False: this life of it is not in that engine; the engine may have nothing left for all that."""
         live = self.requests.get(request_id)
         if live is None or live.place is not Place.DECODING or live.lease_id != lease_id:
             return False
         model = live.model
         del model.decoding[request_id]
+        self._decodes_no_more(live)
         live.place = Place.MOVING
         live.output_tokens = output_tokens
         live.lease_id = 0
@@ -173,7 +201,7 @@ class UnitLedger:
         return True
 
     def stays(self, request_id: str, now: float) -> bool:
-        """A move has come to nothing: the request waits to be adopted by its decode engine again. False: it was not
+        """A move has come to nothing: the request waits to be adopted by its engine again. False: it was not
         moving."""
         live = self.requests.get(request_id)
         if live is None or live.place is not Place.MOVING:
@@ -209,6 +237,8 @@ class UnitLedger:
         """Forget a request; with `idle`, its engine runs no step, and has no use for a lease if that was the last."""
         model, request_id = live.model, live.request_id
         del self.requests[request_id]
+        self._note(live, Event.LEFT)
+        self._decodes_no_more(live)
         if live.place is not Place.QUEUED:
             model.seat(live.execution, -1)
         match live.place:
@@ -216,7 +246,7 @@ class UnitLedger:
                 model.queue.remove(live)
             case Place.PREFILLING:
                 del model.prefilling[request_id]
-                self._prefilled(model, live)
+                self._prefilled(live)
                 self._settle(model.prefill, now, idle)
             case Place.HANDED:
                 del model.handed[request_id]
@@ -230,8 +260,26 @@ class UnitLedger:
             model.work_since = None
 
     @staticmethod
-    def _prefilled(model: ModelState, live: LiveRequest) -> None:
+    def _decodes_no_more(live: LiveRequest) -> None:
+        live.decoding_since = None
+        if live.model.fresh:
+            live.model.fresh.pop(live.request_id, None)
+
+    @staticmethod
+    def _note(live: LiveRequest, event: Event) -> None:
+        journal = live.model.journal
+        if journal is None:
+            return
+        if event is Event.CAME:
+            left = max(1, live.max_tokens - live.output_tokens)
+            journal.append(Note(event, live.request_id, live.tokens, left, live.place is Place.HANDED))
+        else:
+            journal.append(Note(event, live.request_id))
+
+    @staticmethod
+    def _prefilled(live: LiveRequest) -> None:
         """`live` needs no prefill any more; what is still promised is at most what the others need."""
+        model = live.model
         model.prefill_tokens -= live.tokens
         model.promise(min(model.outstanding, model.prefill_tokens))
 
@@ -253,7 +301,8 @@ class UnitLedger:
         engine = self.by_name[name].engine(phase)
         engine.up = False
         self._end_lease(engine)
-        engine.retry_at = engine.retry_delay = 0.0
+        engine.fed()
+        engine.of(Phase.PREFILL).fed()
         engine.empty_reports = 0
         gone = self.lost([*engine.inside, *(engine.incoming if hand_offs else ())], now)
         self._settle(engine, now)
@@ -266,7 +315,7 @@ class UnitLedger:
         if engine.lease is not None:
             self.share_used -= engine.lease.share
         engine.lease = LeaseState(
-            lease_id, grant.steps, grant.steps, now, now + grant.seconds, grant.share, grant.renewable
+            lease_id, grant.steps, grant.steps, now, now + grant.seconds, grant.share, grant.renewable, grant.phase
         )
         self.share_used += grant.share
         if engine.wait_since is not None:
@@ -274,26 +323,40 @@ class UnitLedger:
                 engine.waits += 1
                 engine.wait_seconds += now - engine.wait_since
             engine.wait_since = None
+        if model.fresh and grant.phase is not Phase.PREFILL:
+            self._decode_begins(model, now)
         if not grant.admit:
             return
-        engine.retry_at = engine.retry_delay = 0.0
+        engine.of(grant.phase).fed()
         tokens = 0
         for request_id in grant.admit:
             live = self.requests[request_id]
             live.lease_id = lease_id
-            if grant.phase is Phase.PREFILL:
+            if live.place is Place.QUEUED:
                 model.queue.remove(live)
                 live.place = Place.PREFILLING
+                model.prefilling[request_id] = live
                 model.seat(live.execution, 1)
                 tokens += live.tokens
             else:
                 del model.handed[request_id]
                 live.place = Place.DECODING
-                live.entered_at = engine.jobs
-            engine.inside[request_id] = live
+                live.entered_at = model.rounds
+                live.decoding_since = now
+                model.decoding[request_id] = live
         if tokens:
             model.prefill_tokens += tokens
             model.promise(model.outstanding + tokens)
+
+    def _decode_begins(self, model: ModelState, now: float) -> None:
+        """An engine of both phases goes back to decoding: what was prefilled meanwhile has waited for it."""
+        for request_id, since in model.fresh.items():
+            live = self.requests[request_id]
+            live.decoding_since = now
+            live.entered_at = model.rounds
+            model.tally.phase_switches += 1
+            model.tally.phase_switch_seconds += now - since
+        model.fresh.clear()
 
     def stepped(
         self,
@@ -306,10 +369,13 @@ class UnitLedger:
         remaining: int,
         now: float,
         steps: int = 1,
+        prefill_tokens: int = 0,
+        prefill_seconds: float = 0.0,
     ) -> None:
         """An engine reports `steps` steps of `seconds` and `tokens` in all, `left` steps of lease `lease_id`, and
-        `remaining` requests in it. To be told after what the steps finished, handed over and returned. A report without
-        `seconds` says that no step was run.
+        `remaining` requests in it. To be told after what the steps finished, handed over, prefilled and returned. A
+        report without `seconds` says that no step was run. One of both phases says how many `prefill_tokens` of the
+        tokens were, and how many `prefill_seconds` went into steps that did nothing else.
 
         Whatever is left, a lease is over when the engine is empty or the time is up. A step that computed nothing with
         requests at hand means that they wait for pages (or a grammar): the engine is tried again after a short while,
@@ -318,32 +384,76 @@ class UnitLedger:
         model = self.by_name[name]
         engine = model.engine(phase)
         if seconds > 0.0:
-            engine.stepped(seconds, tokens, steps)
-            if phase is Phase.PREFILL and tokens:
-                model.promise(max(0, model.outstanding - tokens))
+            if engine.prefills is not None:
+                self._worked(model, seconds, tokens, steps, prefill_tokens, prefill_seconds)
+            else:
+                engine.stepped(seconds, tokens, steps)
+                prefill_tokens = tokens if phase is Phase.PREFILL else 0
+            if prefill_tokens:
+                model.promise(max(0, model.outstanding - prefill_tokens))
         lease = engine.lease
         if not remaining and not engine.inside:
             # Whatever lease the report is about, a later one brought nothing in.
             self._end_lease(engine)
         elif lease is not None and lease.lease_id == lease_id:
-            self._reported(engine, lease, left, seconds, tokens, remaining, now)
+            self._reported(model, engine, lease, left, seconds, tokens, remaining, now)
         self._settle(engine, now)
 
+    @staticmethod
+    def _worked(
+        model: ModelState, seconds: float, tokens: int, steps: int, prefill_tokens: int, prefill_seconds: float
+    ) -> None:
+        """An engine of both phases has run steps. Those of two leases may be told together: then the last one did
+        nothing but prefill, since these are told one by one."""
+        engine, prefills = model.decode, model.decode.prefills
+        assert prefills is not None
+        rest = seconds - prefill_seconds
+        if rest <= 1e-9:
+            prefills.stepped(seconds, tokens, steps)
+            return
+        if prefill_seconds > 0.0:
+            prefills.stepped(prefill_seconds, prefill_tokens)
+            steps = max(1, steps - 1)
+        else:
+            prefills.tokens += prefill_tokens
+        decoded = tokens - prefill_tokens
+        engine.stepped(rest, decoded, steps)
+        if decoded and model.decoding:
+            engine.rounds += min(float(steps), decoded / len(model.decoding))
+
     def _reported(
-        self, engine: EngineState, lease: LeaseState, left: int, seconds: float, tokens: int, remaining: int, now: float
+        self,
+        model: ModelState,
+        engine: EngineState,
+        lease: LeaseState,
+        left: int,
+        seconds: float,
+        tokens: int,
+        remaining: int,
+        now: float,
     ) -> None:
         lease.left = left
         # Without a step it may have been asked in the middle of taking requests in.
         emptied = seconds > 0.0 and not remaining
         if seconds > 0.0:
             engine.empty_reports = engine.empty_reports + 1 if emptied else 0
-        if left <= 0 or emptied or now >= lease.deadline:
+        in_vain = seconds > 0.0 and not tokens
+        if left <= 0 or emptied or now >= lease.deadline or self._useless(model, lease, in_vain):
             self._end_lease(engine)
             if tokens:
-                engine.retry_at = engine.retry_delay = 0.0
-            elif seconds > 0.0:
-                engine.retry_delay = min(max(engine.retry_delay * 2, _FIRST_RETRY_SECONDS), _LAST_RETRY_SECONDS)
-                engine.retry_at = now + engine.retry_delay
+                engine.of(lease.phase).fed()
+            elif in_vain:
+                engine.of(lease.phase).starved(now)
+
+    @staticmethod
+    def _useless(model: ModelState, lease: LeaseState, in_vain: bool) -> bool:
+        """A lease for one of both phases is over when there is nothing to do in that phase, and also when prompts wait
+        for pages: only the other phase frees any."""
+        if not model.both or lease.phase is Phase.BOTH:
+            return False
+        if lease.phase is Phase.PREFILL:
+            return in_vain or not model.prefilling
+        return not model.decoding
 
     def lease_void(self, name: str, phase: Phase, now: float) -> None:
         """The engine dropped its lease by itself."""
@@ -353,15 +463,22 @@ class UnitLedger:
 
     def next_retry(self) -> float:
         """When the next engine that waits for pages is to be tried again; infinity if there is none."""
-        return min(
-            (
-                engine.retry_at
-                for model in self.models
-                for engine in (model.prefill, model.decode)
-                if engine.retry_at and engine.lease is None and engine.up and (engine.inside or engine.incoming)
-            ),
-            default=float("inf"),
-        )
+        due = float("inf")
+        for model in self.models:
+            for engine in model.engines:
+                if not engine.up:
+                    continue
+                lease, prefills = engine.lease, engine.prefills
+                if prefills is None:
+                    work = bool(engine.inside or engine.incoming)
+                else:
+                    work = bool(model.decoding or model.handed)
+                    free = lease is None or lease.phase is Phase.DECODE
+                    if prefills.retry_at and model.prefilling and free:
+                        due = min(due, prefills.retry_at)
+                if lease is None and engine.retry_at and work:
+                    due = min(due, engine.retry_at)
+        return due
 
     def _end_lease(self, engine: EngineState) -> None:
         if engine.lease is not None:
@@ -385,7 +502,7 @@ class UnitLedger:
         model = self.by_name[name]
         if (used < model.used or quota > model.quota) and used < quota:
             # A page came free: whoever waits for one need not wait longer.
-            model.prefill.retry_at = model.decode.retry_at = 0.0
+            model.prefill.retry_at = model.decode.retry_at = model.decode.of(Phase.PREFILL).retry_at = 0.0
         model.used = used
         model.cached = cached
         model.quota = quota

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.fcfs import Fcfs
+from muxserve.scheduling.pipelined import Pipelined
 from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.rolling import Rolling
 from muxserve.scheduling.round_robin import RoundRobin
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Adbs, Fcfs, RoundRobin)}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Adbs, Fcfs, RoundRobin, Rolling, Pipelined)}
 
 
 def make_policy(name: str) -> Policy:

@@ -23,9 +23,25 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
+    # Whether it is for a model with one engine of both phases, which has a unit to itself, or for engines of each.
+    both: ClassVar[bool] = False
 
     def __init__(self, quanta: Quanta | None = None) -> None:
         self.quanta = quanta or Quanta()
+
+    def check(self, ledger: UnitLedger) -> None:
+        """See whether the policy is made for the unit.
+
+        Raises:
+            ValueError: it is not; the message says why.
+        """
+        for model in ledger.models:
+            if model.both != self.both:
+                has, wants = "one engine of both phases", "engines of prefill and of decode"
+                has, wants = (has, wants) if model.both else (wants, has)
+                raise ValueError(f"policy {self.name!r} is for models with {wants}, and {model.name!r} has {has}")
+        if self.both and len(ledger.models) != 1:
+            raise ValueError(f"policy {self.name!r} is for a unit with one model, and this has {len(ledger.models)}")
 
     @abstractmethod
     def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
@@ -79,7 +95,7 @@ class Policy(ABC):
     def _prefill_grant(self, model: ModelState, admission: Admission | None, share: int | None = None) -> Grant:
         engine = model.prefill
         steps = prefill_steps(model, admission.tokens if admission else 0)
-        length = self.quanta.prefill(engine.step_seconds, steps)
+        length = self.quanta.prefill(engine.of(Phase.PREFILL).step_seconds, steps)
         return Grant(
             model.name,
             Phase.PREFILL,

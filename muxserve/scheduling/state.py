@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from muxserve.scheduling.engines import EngineState, Work
+from muxserve.scheduling.journal import Note
 from muxserve.scheduling.types import ModelProfile, Phase, Place, PoolProfile, QueuedRequest, share_units
-
-_SMOOTHING = 0.2
 
 QueueKey = tuple[int, int, float, int]
 
 
 class LiveRequest:
-    """A request that is not finished. `lease_id` is the lease that brought it into its present engine, 0 in none, when
-    that engine had run `entered_at` steps."""
+    """A request that is not finished. `lease_id` is the lease that brought it into its present engine, 0 in none. It
+    decodes since `decoding_since` (None: not yet), when each sequence there had been given `entered_at` tokens."""
 
     __slots__ = (
         "arrival",
         "blocks",
+        "decoding_since",
         "entered_at",
         "execution",
         "key",
@@ -46,7 +48,8 @@ class LiveRequest:
         self.execution = request.execution
         self.place = Place.QUEUED
         self.lease_id = 0
-        self.entered_at = 0
+        self.entered_at: float = 0
+        self.decoding_since: float | None = None
         self.blocks = model.blocks_of(self.tokens)
         self.key: QueueKey = (0, 0, 0.0, 0)
 
@@ -106,57 +109,6 @@ class RequestQueue:
         return map(self._requests.__getitem__, self._keys[:count])
 
 
-@dataclass(slots=True)
-class LeaseState:
-    """A lease as far as its engine has reported. `left` steps of `steps` are left; `deadline` bounds it in time."""
-
-    lease_id: int
-    steps: int
-    left: int
-    granted_at: float
-    deadline: float
-    share: int
-    renewable: bool
-
-    def due(self, now: float) -> bool:
-        """Half used up, in steps or in time: renew it now if the engine is to go on without a gap."""
-        return self.left * 2 <= self.steps or now - self.granted_at >= self.deadline - now
-
-
-@dataclass(slots=True, eq=False)
-class EngineState:
-    """One engine. `inside` are the requests that it holds, `incoming` those waiting to enter with its next lease."""
-
-    phase: Phase
-    share: int
-    inside: dict[str, LiveRequest]
-    incoming: dict[str, LiveRequest]
-    up: bool = False
-    lease: LeaseState | None = None
-    step_seconds: float = 0.0
-    retry_at: float = 0.0
-    retry_delay: float = 0.0
-    empty_reports: int = 0
-    wait_since: float | None = None
-    waits: int = 0
-    wait_seconds: float = 0.0
-    jobs: int = 0
-    tokens: int = 0
-    busy_seconds: float = 0.0
-
-    def stepped(self, seconds: float, tokens: int, steps: int = 1) -> None:
-        """Count steps that took `seconds` in all, and learn how long one takes."""
-        self.jobs += steps
-        self.tokens += tokens
-        self.busy_seconds += seconds
-        known, mean = self.step_seconds, seconds / steps
-        self.step_seconds = mean if known == 0.0 else mean + (1.0 - _SMOOTHING) ** steps * (known - mean)
-
-    def ready(self, now: float) -> bool:
-        """It has work, no lease, and is not sitting out a shortage of pages."""
-        return self.up and self.lease is None and bool(self.inside or self.incoming) and self.retry_at <= now
-
-
 @dataclass(slots=True, eq=False)
 class PoolState:
     """Counts of one pool. `available` pages could be handed out (free, or cached and evictable); `promised` pages are
@@ -171,7 +123,8 @@ class PoolState:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What became of a model's requests."""
+    """What became of a model's requests. Of those that waited in an engine of both phases, with their first token, for
+    it to decode: `phase_switches` counts them, `phase_switch_seconds` is how long they waited together."""
 
     arrived: int = 0
     finished: int = 0
@@ -182,20 +135,31 @@ class Tally:
     moved_in: int = 0
     moved_out: int = 0
     moves_aborted: int = 0
+    phase_switches: int = 0
+    phase_switch_seconds: float = 0.0
 
 
 class ModelState:
-    """One model of the unit: its queue, its two engines, its pages. `levels` counts the requests that have a seat by
-    execution level. A `retired` model has no engines for the time being, and its pages are for the others."""
+    """One model of the unit: its queue, its engines, its pages. `levels` counts the requests that have a seat by
+    execution level. A `retired` model has no engines for the time being, and its pages are for the others.
+
+    `prefill` and `decode` are its two engines, or both are its one engine of `both` phases. `fresh` are requests in the
+    latter that have had their first token, since when, and wait for a lease under which they decode. Who sets `journal`
+    to a list finds there what happens to the requests, and empties it.
+    """
 
     __slots__ = (
         "batch_tokens",
         "block_tokens",
+        "both",
         "cached",
         "decode",
         "decoding",
+        "engines",
+        "fresh",
         "handed",
         "index",
+        "journal",
         "levels",
         "max_seqs",
         "moving",
@@ -233,8 +197,20 @@ class ModelState:
         self.moving: dict[str, LiveRequest] = {}
         self.levels: dict[str, int] = {}
         self.retired = False
-        self.prefill = EngineState(Phase.PREFILL, share_units(profile.prefill_share), self.prefilling, {})
-        self.decode = EngineState(Phase.DECODE, share_units(profile.decode_share), self.decoding, self.handed)
+        self.both = profile.both
+        share = share_units(profile.decode_share)
+        self.prefill: EngineState
+        self.engines: tuple[EngineState, ...]
+        if profile.both:
+            inside = ChainMap(self.decoding, self.prefilling)
+            self.decode = self.prefill = EngineState(Phase.BOTH, share, inside, self.handed, prefills=Work())
+            self.engines = (self.decode,)
+        else:
+            self.prefill = EngineState(Phase.PREFILL, share_units(profile.prefill_share), self.prefilling, {})
+            self.decode = EngineState(Phase.DECODE, share, self.decoding, self.handed)
+            self.engines = (self.prefill, self.decode)
+        self.fresh: dict[str, float] = {}
+        self.journal: list[Note] | None = None
         self.used = 0
         self.cached = 0
         self.quota = profile.quota_pages
@@ -246,8 +222,18 @@ class ModelState:
         self.work_since: float | None = None
 
     def engine(self, phase: Phase) -> EngineState:
-        """The engine of that phase."""
+        """The engine that does that phase."""
         return self.prefill if phase is Phase.PREFILL else self.decode
+
+    @property
+    def up(self) -> bool:
+        """All its engines are."""
+        return self.prefill.up and self.decode.up
+
+    @property
+    def rounds(self) -> float:
+        """Tokens that a sequence has been given which decodes from the start, as far as steps were reported."""
+        return self.decode.rounds if self.both else self.decode.jobs
 
     def blocks_of(self, tokens: int) -> int:
         """Token blocks for `tokens` and the one token that comes after them."""
@@ -274,7 +260,7 @@ class ModelState:
     def tokens_of(self, live: LiveRequest) -> int:
         """Tokens that the request has by now, as far as steps were reported: an engine tells more only when it ends or
         leaves, and each step makes one token of each request in the batch."""
-        made = self.decode.jobs - live.entered_at if live.place is Place.DECODING else 0
+        made = int(self.rounds - live.entered_at) if live.place is Place.DECODING else 0
         return min(live.tokens + made, live.prompt_tokens + max(live.max_tokens, live.output_tokens))
 
     def promise(self, outstanding: int) -> None:

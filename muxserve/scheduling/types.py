@@ -14,15 +14,23 @@ WHOLE = 1_000_000
 
 
 class Phase(StrEnum):
-    """What an engine does for its model."""
+    """What an engine does for its model: of an engine its name, of a lease what the engine does under it.
+
+    An engine of `BOTH` phases may be leased for one of them at a time, or for both in every step.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
+    BOTH = "both"
 
 
 class Place(StrEnum):
-    """Where a live request is. Every live request is in exactly one. One that is `MOVING` has left its decode engine on
-    its way to another unit; its blocks wait in the memory manager."""
+    """Where a live request is. Every live request is in exactly one.
+
+    One that is `HANDED` waits to be adopted by the engine that decodes; in an engine of both phases a request goes from
+    `PREFILLING` to `DECODING` where it is. One that is `MOVING` has left its engine on its way to another unit; its
+    blocks wait in the memory manager.
+    """
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -56,6 +64,9 @@ class ModelProfile:
 
     `rate` is its expected load in requests per second, relative to the other models. `quota_pages` is where its quota
     starts, `floor_pages` what it never falls below: enough for its longest sequence. Shares are fractions of the unit.
+
+    With `both` it has one engine of both phases, whose share is `decode_share`, in which up to `depth` micro-batches
+    are under way; `waiting_tokens` of prompts may be in it that are not computed yet (0: as many as two steps take).
     """
 
     name: str
@@ -70,6 +81,9 @@ class ModelProfile:
     decode_share: float
     max_num_seqs: int
     max_num_batched_tokens: int
+    both: bool = False
+    depth: int = 1
+    waiting_tokens: int = 0
 
     @property
     def pages_per_block(self) -> int:
@@ -96,9 +110,10 @@ class QueuedRequest(NamedTuple):
 class Grant(NamedTuple):
     """Permission for one engine to run, taking `share` millionths of the unit while it lasts.
 
-    A grant to an engine that has a lease replaces what was left of it. `admit` names requests that enter the engine
-    with it: from the queue into prefill, from hand-over into decode. `tokens` bounds the tokens of one step (0: the
-    engine's own bound). A grant that is not `renewable` has been recalled: its engine must stop when it ends.
+    A grant to an engine that has a lease replaces what was left of it. `phase` is what it does under the lease, which
+    an engine of both phases has a choice of. `admit` names requests that enter the engine with it: from the queue, to
+    be prefilled, or handed over, to be adopted. `tokens` bounds the tokens of one step (0: the engine's own bound). A
+    grant that is not `renewable` has been recalled: its engine must stop when it ends.
     """
 
     model: str

@@ -7,7 +7,7 @@ it leaps over those too.
 
 from __future__ import annotations
 
-from muxserve.scheduling.state import EngineState, LeaseState
+from muxserve.scheduling.engines import EngineState, LeaseState
 from muxserve.scheduling.types import Phase
 from muxserve.simulator.leaps import BOUNDARY, IDLE, STALLED, STEPPING, LeapingEngine
 from muxserve.simulator.leases import Lease, Leased, LeasedHost

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from muxserve.costs import EngineCosts
+from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.state import EngineState
 from muxserve.scheduling.types import Phase, share_units
 from muxserve.simulator.leaps import BOUNDARY, IDLE, STEPPING, Engine, Host
 from muxserve.simulator.pages import ModelPages

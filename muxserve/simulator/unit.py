@@ -8,12 +8,13 @@ from __future__ import annotations
 from muxserve.costs import LatencyModel
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import wants_prefill
+from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.fcfs import Fcfs
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.round_robin import RoundRobin
-from muxserve.scheduling.state import EngineState, ModelState
+from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, QueuedRequest
 from muxserve.simulator.decode import DecodeEngine
 from muxserve.simulator.leaps import STEPPING

@@ -12,7 +12,7 @@ from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import LiveRequest, ModelState
-from muxserve.scheduling.types import Phase, Place, QueuedRequest
+from muxserve.scheduling.types import Place, QueuedRequest
 from muxserve.unit.memory import Memory
 from muxserve.wire import (
     Abort,
@@ -22,6 +22,7 @@ from muxserve.wire import (
     HandOver,
     Lost,
     Message,
+    Prefilled,
     Refused,
     Returned,
     Submit,
@@ -172,7 +173,7 @@ class RequestDesk:
         if address is None:
             return f"its gateway {request.gateway_epoch} is not known here"
         model = self._ledger.by_name.get(request.model)
-        if model is None or model.retired or not (model.prefill.up and model.decode.up):
+        if model is None or model.retired or not model.up:
             return f"model {request.model!r} is not up here"
         if not self._ledger.memory_up:
             return "the memory manager is not up"
@@ -258,15 +259,14 @@ class RequestDesk:
             held = self.held.pop(request_id, None)
             if live is None or held is None:
                 continue
-            model = live.model.name
+            model = live.model
             place = self._ledger.cancelled(request_id, now)
             if place in (Place.HANDED, Place.MOVING):
                 if held.key:
-                    self._memory.drop(model, held.key)
-            elif place is Place.PREFILLING:
-                aborts[f"{model}/{Phase.PREFILL}".encode()].append(request_id)
-            elif place is Place.DECODING:
-                aborts[f"{model}/{Phase.DECODE}".encode()].append(request_id)
+                    self._memory.drop(model.name, held.key)
+            elif place in (Place.PREFILLING, Place.DECODING):
+                engine = model.prefill if place is Place.PREFILLING else model.decode
+                aborts[f"{model.name}/{engine.phase}".encode()].append(request_id)
         for address, ids in aborts.items():
             self._out.send(address, Abort(ids))
 
@@ -293,6 +293,11 @@ class RequestDesk:
         held.computed_tokens = message.computed_tokens
         held.output_tokens = message.output_tokens
         held.foreign = False
+
+    def prefilled(self, message: Prefilled, now: float) -> None:
+        """An engine of both phases has the first token of a request."""
+        if self._ledger.prefilled(message.request_id, message.incarnation, len(message.output_tokens), now):
+            self.held[message.request_id].output_tokens = message.output_tokens
 
     def returned(self, message: Returned, now: float) -> None:
         """An engine had no pages for a request; it queues again, unless it outgrew what its model can ever have."""
@@ -335,11 +340,11 @@ class RequestDesk:
         for request_id in request_ids:
             self.held[request_id].key = ""
 
-    def admit(self, live: LiveRequest, phase: Phase) -> Admit:
-        """What tells an engine of that phase to take the request in."""
+    def admit(self, live: LiveRequest) -> Admit:
+        """What tells the engine that the ledger has put the request into to take it in."""
         held = self.held[live.request_id]
         gateway = self.gateways[held.gateway]
-        adopts = phase is Phase.DECODE
+        adopts = live.place is Place.DECODING
         return Admit(
             request_id=live.request_id,
             incarnation=live.lease_id,

@@ -7,12 +7,13 @@ between is the memory manager, behind `Memory`.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from muxserve.deployment import Deployment
+from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.state import EngineState, ModelState
-from muxserve.scheduling.types import Grant, Phase
+from muxserve.scheduling.state import ModelState
+from muxserve.scheduling.types import Grant
 from muxserve.unit.desk import Outbox, RequestDesk, shown
 from muxserve.unit.memory import Memory
 from muxserve.unit.moving import MIGRATOR, Departures
@@ -61,15 +62,21 @@ HUNG_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of an engine beside its ledger entry: its process, and when it was heard last."""
+    """What is known of an engine beside its ledger entry: its process, and when it was heard last. `bubbles` are
+    seconds of each stage of a pipeline."""
 
     model: ModelState
-    phase: Phase
     state: EngineState
     address: bytes
     pid: int | None = None
     heard_at: float = 0.0
     warned: bool = False
+    bubbles: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """MODEL/PHASE."""
+        return self.address.decode()
 
 
 class UnitExecutor:
@@ -79,6 +86,9 @@ class UnitExecutor:
         epoch: new for each process; gateways and engines tell by it that the queues are lost.
         now: seconds of the machine's monotonic clock. Lease ids start from it, so that an id is never used again by a
             later unit scheduler while a report of an earlier lease may still come.
+
+    Raises:
+        ValueError: the deployment contradicts itself, or the policy is not made for it.
     """
 
     def __init__(self, deployment: Deployment, policy: Policy, memory: Memory, epoch: str, now: float) -> None:
@@ -87,6 +97,7 @@ class UnitExecutor:
         self.memory = memory
         self.epoch = epoch
         self.ledger = unit_ledger(deployment)
+        policy.check(self.ledger)
         self.ledger.memory_up = False
         self._started = now
         self._lease_id = int(now * 1_000_000)
@@ -102,9 +113,9 @@ class UnitExecutor:
         self._engines_at = now
         self._peers: dict[bytes, Peer] = {}
         for model in self.ledger.models:
-            for phase in Phase:
-                address = f"{model.name}/{phase}".encode()
-                self._peers[address] = Peer(model, phase, model.engine(phase), address)
+            for engine in model.engines:
+                address = f"{model.name}/{engine.phase}".encode()
+                self._peers[address] = Peer(model, engine, address)
 
     # ------------------------------------------------------------ the two sides
 
@@ -171,7 +182,8 @@ class UnitExecutor:
 
     def state(self, now: float) -> dict[str, object]:
         """The unit as JSON-ready data."""
-        pids = {(p.model.name, p.phase): p.pid for p in self._peers.values() if p.pid is not None}
+        pids = {peer.name: peer.pid for peer in self._peers.values() if peer.pid is not None}
+        bubbles = {peer.model.name: peer.bubbles for peer in self._peers.values() if peer.bubbles}
         if self.memory.connected:
             self.memory.read(self.ledger)
         return unit_state(
@@ -185,6 +197,7 @@ class UnitExecutor:
             len(self.desk.gateways),
             self.replicas.terminating,
             self.moving,
+            bubbles,
         )
 
     def _migrator_hello(self, peer: bytes, hello: MigratorHello, now: float) -> None:
@@ -213,12 +226,12 @@ class UnitExecutor:
 
     def _engine_hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
         engine = self._peers.get(peer)
-        if engine is None or (engine.model.name, str(engine.phase)) != (hello.model, hello.phase):
+        if engine is None or engine.name != f"{hello.model}/{hello.phase}":
             log.warning("an engine %s/%s of identity %s is none of this unit", hello.model, hello.phase, shown(peer))
             return
         lost = [*engine.state.inside]
         self.desk.give_up_hand_offs(lost, engine.model)
-        gone = self.ledger.engine_up(hello.model, engine.phase, now)
+        gone = self.ledger.engine_up(hello.model, engine.state.phase, now)
         self.desk.tell_lost(gone, f"engine {shown(peer)} started anew")
         engine.pid, engine.heard_at, engine.warned = hello.pid, now, False
         self._out.send(peer, Reset(self.epoch))
@@ -231,7 +244,7 @@ class UnitExecutor:
             return
         model = engine.model
         self.desk.give_up_hand_offs([*engine.state.inside, *engine.state.incoming], model)
-        gone = self.ledger.engine_down(down.model, engine.phase, now)
+        gone = self.ledger.engine_down(down.model, engine.state.phase, now)
         engine.pid = None
         log.warning("engine %s/%s is down: %s", down.model, down.phase, down.reason)
         self.desk.tell_lost(gone, f"engine {down.model}/{down.phase} died: {down.reason}")
@@ -243,12 +256,12 @@ class UnitExecutor:
         if not self.memory.alive():
             self._pages.gone(now)
             # The engine has let go of its lease, and waits for the memory manager as well.
-            self.ledger.lease_void(engine.model.name, engine.phase, now)
+            self.ledger.lease_void(engine.model.name, engine.state.phase, now)
         mine = [r for r in message.request_ids if r in engine.state.inside]
         self.desk.tell_lost(self.ledger.lost(mine, now), message.reason)
         if not engine.state.inside:
             # Also when all that it lost had been cancelled: it has nothing to use its lease on.
-            self.ledger.lease_void(engine.model.name, engine.phase, now)
+            self.ledger.lease_void(engine.model.name, engine.state.phase, now)
 
     def _step_report(self, peer: bytes, report: StepReport, now: float) -> None:
         engine = self._peers.get(peer)
@@ -261,15 +274,20 @@ class UnitExecutor:
         engine.heard_at, engine.warned = now, False
         ledger, name = self.ledger, engine.model.name
         for request_id in report.finished:
-            if ledger.finished(request_id, engine.phase, report.lease_id, now):
+            if ledger.finished(request_id, engine.state.phase, report.lease_id, now):
                 self.desk.finished(request_id)
         for each in report.handed:
             self.desk.handed_over(name, each, now)
+        for first in report.prefilled:
+            self.desk.prefilled(first, now)
         for back in report.returned:
             self.desk.returned(back, now)
+        if report.bubbles:
+            known = engine.bubbles or [0.0] * len(report.bubbles)
+            engine.bubbles = [sum(pair) for pair in zip(known, report.bubbles, strict=False)]
         ledger.stepped(
             name,
-            engine.phase,
+            engine.state.phase,
             report.lease_id,
             report.lease_left,
             report.seconds,
@@ -277,6 +295,8 @@ class UnitExecutor:
             report.running + report.waiting,
             now,
             report.steps,
+            report.prefill_tokens,
+            report.prefill_seconds,
         )
 
     # ------------------------------------------------------------ leases
@@ -284,9 +304,10 @@ class UnitExecutor:
     def _grant(self, grant: Grant, now: float) -> None:
         self._lease_id += 1
         self.ledger.granted(grant, self._lease_id, now)
-        admits = [self.desk.admit(self.ledger.requests[request_id], grant.phase) for request_id in grant.admit]
-        lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens)
-        self._out.send(f"{grant.model}/{grant.phase}".encode(), lease)
+        admits = [self.desk.admit(self.ledger.requests[request_id]) for request_id in grant.admit]
+        lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, str(grant.phase))
+        engine = self.ledger.by_name[grant.model].engine(grant.phase)
+        self._out.send(f"{grant.model}/{engine.phase}".encode(), lease)
 
     def _mind_engines(self, now: float) -> None:
         """Look after leases whose engines are silent.
@@ -305,16 +326,16 @@ class UnitExecutor:
             if state.empty_reports and now - peer.heard_at > SILENCE_SECONDS + 4 * state.step_seconds:
                 ids = [r for r, live in state.inside.items() if live.lease_id < lease.lease_id]
                 log.error("engine %s does not have the requests that it should have: %s", shown(peer.address), ids)
-                self.ledger.lease_void(peer.model.name, peer.phase, now)
+                self.ledger.lease_void(peer.model.name, state.phase, now)
                 self.desk.tell_lost(self.ledger.lost(ids, now), f"engine {shown(peer.address)} does not have them")
                 state.empty_reports = 0
             elif not state.inside:
                 if now > lease.deadline + max(EMPTY_SECONDS, 20 * state.step_seconds):
                     log.warning("engine %s did not say that it is empty", shown(peer.address))
-                    self.ledger.lease_void(peer.model.name, peer.phase, now)
+                    self.ledger.lease_void(peer.model.name, state.phase, now)
             elif now > lease.deadline + SILENCE_SECONDS:
                 length = 2 * max(lease.deadline - lease.granted_at, SILENCE_SECONDS)
-                self._grant(Grant(peer.model.name, peer.phase, 1, length, lease.share), now)
+                self._grant(Grant(peer.model.name, lease.phase, 1, length, lease.share), now)
             if silent > max(HUNG_SECONDS, 20 * state.step_seconds) and not peer.warned:
                 peer.warned = True
                 log.warning("engine %s holds a lease and has not reported for %.0f s", shown(peer.address), silent)

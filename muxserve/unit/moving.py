@@ -384,7 +384,8 @@ class Departures:
             del self._by_request[move.live.request_id]
 
     def _tell_engine(self, move: Move, message: Message) -> None:
-        self.out.send(f"{move.live.model.name}/{Phase.DECODE}".encode(), message)
+        model = move.live.model
+        self.out.send(f"{model.name}/{model.decode.phase}".encode(), message)
 
     def _page_bytes(self, model: ModelState) -> int:
         return self.deployment.pool(model.pool.profile.name).page_bytes

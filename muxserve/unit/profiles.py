@@ -7,8 +7,8 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 
 
-def model_profile(model: ModelDeployment) -> ModelProfile:
-    """The profile of a deployed model."""
+def model_profile(model: ModelDeployment, stages: int = 1) -> ModelProfile:
+    """The profile of a model that is deployed on so many stages."""
     return ModelProfile(
         name=model.name,
         pool=model.pool,
@@ -22,7 +22,19 @@ def model_profile(model: ModelDeployment) -> ModelProfile:
         decode_share=model.decode_share,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
+        both=model.phases != "multiplexed",
+        depth=stages,
+        waiting_tokens=_waiting_tokens(model, stages),
     )
+
+
+def _waiting_tokens(model: ModelDeployment, stages: int) -> int:
+    """Prompt tokens that may be in an engine before they are computed: what the micro-batches under way may take, and
+    one more. With a throttled budget #T * #MaxP, beyond which the number of waiting tokens (#WP) does not matter."""
+    steps = (stages + 1) * model.max_num_batched_tokens
+    if model.batching.policy != "throttled":
+        return steps
+    return max(steps, model.batching.iterations * model.batching.max_prefill)
 
 
 def unit_ledger(deployment: Deployment) -> UnitLedger:
@@ -33,4 +45,4 @@ def unit_ledger(deployment: Deployment) -> UnitLedger:
     """
     # The null page of a pool is never handed out.
     pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in deployment.pools]
-    return UnitLedger([model_profile(model) for model in deployment.models], pools)
+    return UnitLedger([model_profile(model, deployment.stages) for model in deployment.models], pools)

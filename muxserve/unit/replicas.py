@@ -96,11 +96,7 @@ class Replicas:
         """How all replicas stand that can serve."""
         if not self._ledger.memory_up:
             return []
-        return [
-            self.load(model)
-            for model in self._ledger.models
-            if model.prefill.up and model.decode.up and not model.retired
-        ]
+        return [self.load(model) for model in self._ledger.models if model.up and not model.retired]
 
     def turn(self, now: float) -> None:
         """Report if there is something to report."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from muxserve.deployment import Deployment
+from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
-from muxserve.scheduling.state import EngineState, ModelState
-from muxserve.scheduling.types import WHOLE, Phase
+from muxserve.scheduling.state import ModelState
+from muxserve.scheduling.types import WHOLE
 from muxserve.unit.moving import Departures, Downtime
 
 
@@ -20,12 +21,19 @@ def unit_state(
     epoch: str,
     uptime: float,
     now: float,
-    pids: Mapping[tuple[str, Phase], int],
+    pids: Mapping[str, int],
     gateways: int,
     terminating: Collection[str] = (),
     moving: Departures | None = None,
+    bubbles: Mapping[str, list[float]] | None = None,
 ) -> dict[str, object]:
-    """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool."""
+    """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool.
+
+    Args:
+        pids: by MODEL/PHASE.
+        bubbles: of models on several stages, seconds of each in which it had nothing to compute.
+    """
+    idle = bubbles or {}
     return {
         "unit": deployment.unit,
         "policy": policy.name,
@@ -36,7 +44,9 @@ def unit_state(
         "memory_connected": ledger.memory_up,
         "gateways": gateways,
         "models": {
-            model.name: _model(model, policy, now) | _moves(model, model.name in terminating, moving)
+            model.name: _model(model, policy, now)
+            | _both(model, idle.get(model.name, []))
+            | _moves(model, model.name in terminating, moving)
             for model in ledger.models
         },
         "pools": {
@@ -56,9 +66,9 @@ def unit_state(
             for name, pool in ledger.pools.items()
         },
         "engines": {
-            f"{model.name}/{phase}": _engine(model.engine(phase), pids.get((model.name, phase)), now)
+            f"{model.name}/{engine.phase}": _engine(engine, pids.get(f"{model.name}/{engine.phase}"), now)
             for model in ledger.models
-            for phase in Phase
+            for engine in model.engines
         },
     }
 
@@ -81,7 +91,19 @@ def _model(model: ModelState, policy: Policy, now: float) -> dict[str, object]:
         "floor_pages": model.profile.floor_pages,
         "used_pages": model.used,
         "cached_pages": model.cached,
-        "phases": {str(phase): _phase(model.engine(phase), now) for phase in Phase},
+        "phases": {str(engine.phase): _phase(engine, now) for engine in model.engines},
+    }
+
+
+def _both(model: ModelState, bubbles: list[float]) -> dict[str, object]:
+    """Of models with an engine of both phases: requests that waited for it to decode again after they had their first
+    token, how long together, and the bubbles of its stages."""
+    if not model.both:
+        return {}
+    return {
+        "phase_switches": model.tally.phase_switches,
+        "phase_switch_seconds": round(model.tally.phase_switch_seconds, 6),
+        "bubbles": [round(seconds, 6) for seconds in bubbles],
     }
 
 
@@ -107,7 +129,7 @@ def _moves(model: ModelState, terminating: bool, moving: Departures | None) -> d
 
 def _phase(engine: EngineState, now: float) -> dict[str, object]:
     waiting = now - engine.wait_since if engine.wait_since is not None else 0.0
-    return {
+    found: dict[str, object] = {
         "jobs": engine.jobs,
         "tokens": engine.tokens,
         "busy_seconds": round(engine.busy_seconds, 6),
@@ -115,6 +137,18 @@ def _phase(engine: EngineState, now: float) -> dict[str, object]:
         "lease_wait_seconds": round(engine.wait_seconds + waiting, 6),
         "share": engine.share / WHOLE,
         "step_seconds": round(engine.step_seconds, 6),
+    }
+    alone = engine.prefills
+    if alone is None:
+        return found
+    return found | {
+        "jobs": engine.jobs + alone.jobs,
+        "tokens": engine.tokens + alone.tokens,
+        "busy_seconds": round(engine.busy_seconds + alone.busy_seconds, 6),
+        # Steps that did nothing but prefill; tokens of prompts, whatever the step.
+        "prefill_jobs": alone.jobs,
+        "prefill_tokens": alone.tokens,
+        "prefill_busy_seconds": round(alone.busy_seconds, 6),
     }
 
 
@@ -132,5 +166,6 @@ def _engine(engine: EngineState, pid: int | None, now: float) -> dict[str, objec
             "left": lease.left,
             "seconds_left": round(lease.deadline - now, 6),
             "share": lease.share / WHOLE,
+            "phase": str(lease.phase),
         },
     }

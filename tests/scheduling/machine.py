@@ -19,7 +19,8 @@ from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, Place, 
 
 @dataclass
 class Job:
-    """One request as the machine sees it; `output` is how many tokens it will generate."""
+    """One request as the machine sees it; `output` is how many tokens it will generate. In an engine of both phases it
+    `decodes` once it has its first token there."""
 
     request_id: str
     model: str
@@ -31,6 +32,7 @@ class Job:
     computed: int = 0
     blocks: int = 0
     lease_id: int = 0
+    decodes: bool = False
     first_token: float | None = None
     done: float | None = None
 
@@ -39,6 +41,7 @@ class Job:
 class Engine:
     model: str
     phase: Phase
+    doing: Phase = Phase.BOTH
     jobs: list[Job] = field(default_factory=list)
     lease_id: int = 0
     steps: int = 0
@@ -49,6 +52,22 @@ class Engine:
     aborts: list[Job] = field(default_factory=list)
     life: int = 0
     ran: list[tuple[float, float]] = field(default_factory=list)
+
+    def todo(self) -> list[Job]:
+        """What a step under the present lease could do something for."""
+        if self.doing is Phase.BOTH or self.phase is not Phase.BOTH:
+            return self.jobs
+        return [job for job in self.jobs if job.decodes is (self.doing is Phase.DECODE)]
+
+
+@dataclass
+class Done:
+    """A step: tokens in all and its length, and what of that was prefill, as reports have it."""
+
+    tokens: int
+    seconds: float
+    prefill_tokens: int
+    prefill_seconds: float
 
 
 def profile(name: str, **changes: object) -> ModelProfile:
@@ -83,6 +102,7 @@ class Machine:
         decode_seconds: Callable[[int], float] = lambda sequences: 0.002 + 0.0001 * sequences,
     ) -> None:
         self.policy = policy
+        self.both = policy.both
         self.pages = pages
         self.ledger = UnitLedger(profiles, [PoolProfile("pool", pages)])
         self.now = 0.0
@@ -91,7 +111,8 @@ class Machine:
         self.decode_seconds = decode_seconds
         self.quotas = {p.name: p.quota_pages for p in profiles}
         self.profiles = {p.name: p for p in profiles}
-        self.engines = {(p.name, phase): Engine(p.name, phase) for p in profiles for phase in Phase}
+        phases = (Phase.BOTH,) if policy.both else (Phase.PREFILL, Phase.DECODE)
+        self.engines = {(p.name, phase): Engine(p.name, phase) for p in profiles for phase in phases}
         self.jobs: dict[str, Job] = {}
         self.handed: dict[str, Job] = {}
         self.cancelled: set[str] = set()
@@ -107,6 +128,11 @@ class Machine:
         self._wakeup = -1.0
         for model, phase in self.engines:
             self.ledger.engine_up(model, phase, 0.0)
+
+        policy.check(self.ledger)
+
+    def engine(self, model: str, phase: Phase) -> Engine:
+        return self.engines[model, Phase.BOTH if self.both else phase]
 
     # ------------------------------------------------------------ clock
 
@@ -162,7 +188,7 @@ class Machine:
         elif place is Place.MOVING:
             self._free(self.moving.pop(request_id))
         elif place in (Place.PREFILLING, Place.DECODING):
-            engine = self.engines[job.model, Phase.PREFILL if place is Place.PREFILLING else Phase.DECODE]
+            engine = self.engine(job.model, Phase.PREFILL if place is Place.PREFILLING else Phase.DECODE)
             life = engine.life
 
             def arrive() -> None:
@@ -192,7 +218,7 @@ class Machine:
 
     def kill(self, model: str, phase: Phase, seconds: float = 0.5) -> None:
         """The engine dies and is back after `seconds`; what it held is submitted again, as the gateway does."""
-        engine = self.engines[model, phase]
+        engine = self.engine(model, phase)
         engine.up, engine.life, engine.steps, engine.stepping = False, engine.life + 1, 0, False
         engine.aborts = []
         if engine.ran and engine.ran[-1][1] > self.now:
@@ -219,7 +245,7 @@ class Machine:
         """A request is moved to another unit, which has it at `until` if it `arrives`. Nothing happens unless it is
         decoding; the engine lets go of it between two steps."""
         job = self.jobs[request_id]
-        engine = self.engines[job.model, Phase.DECODE]
+        engine = self.engine(job.model, Phase.DECODE)
         live = self.ledger.requests.get(request_id)
         if live is None or live.place is not Place.DECODING or engine.stepping or job not in engine.jobs:
             return
@@ -259,7 +285,7 @@ class Machine:
     # ------------------------------------------------------------ pages
 
     def used(self, model: str) -> int:
-        held = sum(j.blocks for phase in Phase for j in self.engines[model, phase].jobs) + sum(
+        held = sum(j.blocks for e in self.engines.values() if e.model == model for j in e.jobs) + sum(
             j.blocks for each in (self.handed, self.moving) for j in each.values() if j.model == model
         )
         return held * self.profiles[model].pages_per_block
@@ -280,42 +306,50 @@ class Machine:
     @staticmethod
     def _free(job: Job) -> None:
         job.blocks = job.computed = 0
+        job.decodes = False
 
     # ------------------------------------------------------------ steps
 
     def _kick(self, engine: Engine) -> None:
-        if engine.stepping or not engine.up or not engine.jobs or engine.steps <= 0 or self.now >= engine.deadline:
+        if engine.stepping or not engine.up or not engine.todo() or engine.steps <= 0 or self.now >= engine.deadline:
             return
         engine.stepping = True
         engine.steps -= 1
         share = engine.share
         running = sum(e.share for e in self.engines.values() if e.stepping and e is not engine) + share
         assert running <= WHOLE, f"{running} of {WHOLE} in use at {self.now}"
-        prefill = engine.phase is Phase.PREFILL
-        work, tokens, returned = self._take_prefill(engine) if prefill else self._take_decode(engine)
-        if not tokens:
-            seconds = 0.0005
-        elif prefill:
-            seconds = self.prefill_seconds(tokens)
-        else:
-            seconds = self.decode_seconds(tokens)
+        work, prefill_tokens, returned = [], 0, []
+        phase = engine.doing if engine.phase is Phase.BOTH else engine.phase
+        if phase is not Phase.PREFILL:
+            work, returned = self._take_decode(engine)
+        decoded = len(work)
+        if phase is not Phase.DECODE:
+            chunks = self._take_prefill(engine, decoded)
+            prefill_tokens = sum(chunk for _, chunk in chunks)
+            work += chunks
+        seconds = self.prefill_seconds(prefill_tokens) if prefill_tokens else 0.0
+        seconds = (seconds + (self.decode_seconds(decoded) if decoded else 0.0)) or 0.0005
+        alone = seconds if phase is Phase.PREFILL else 0.0
         life = engine.life
         engine.ran.append((self.now, self.now + seconds))
-        self.at(self.now + seconds, lambda: self._stepped(engine, life, work, tokens, returned, seconds))
+        done = Done(decoded + prefill_tokens, seconds, prefill_tokens, alone)
+        self.at(self.now + seconds, lambda: self._stepped(engine, life, work, done, returned))
 
-    def _take_prefill(self, engine: Engine) -> tuple[list[tuple[Job, int]], int, list[Job]]:
-        left, work = self.profiles[engine.model].max_num_batched_tokens, []
+    def _take_prefill(self, engine: Engine, decoded: int) -> list[tuple[Job, int]]:
+        left, work = self.profiles[engine.model].max_num_batched_tokens - decoded, []
         for job in engine.jobs:
+            if job.decodes and engine.phase is Phase.BOTH:
+                continue
             chunk = min(job.prompt + job.made - job.computed, left)
             if chunk <= 0 or not self._grow(job, job.computed + chunk):
                 break
             work.append((job, chunk))
             left -= chunk
-        return work, sum(chunk for _, chunk in work), []
+        return work
 
-    def _take_decode(self, engine: Engine) -> tuple[list[tuple[Job, int]], int, list[Job]]:
+    def _take_decode(self, engine: Engine) -> tuple[list[tuple[Job, int]], list[Job]]:
         work, returned = [], []
-        jobs = list(engine.jobs)
+        jobs = [job for job in engine.jobs if job.decodes or engine.phase is Phase.DECODE]
         while jobs:
             job = jobs.pop(0)
             while not self._grow(job, job.prompt + job.made):
@@ -326,19 +360,18 @@ class Machine:
                     break
             else:
                 work.append((job, 1))
-        engine.jobs = [job for job, _ in work]
+        engine.jobs = [job for job in engine.jobs if not any(job is each for each in returned)]
         self.preemptions += len(returned)
-        return work, len(work), returned
+        return work, returned
 
-    def _stepped(
-        self, engine: Engine, life: int, work: list[tuple[Job, int]], tokens: int, returned: list[Job], seconds: float
-    ) -> None:
+    def _stepped(self, engine: Engine, life: int, work: list[tuple[Job, int]], step: Done, returned: list[Job]) -> None:
         if engine.life != life:
             return
         engine.stepping = False
-        finished, handed = [], []
+        finished, handed, prefilled = [], [], []
         for job, count in work:
-            if engine.phase is Phase.PREFILL:
+            first = engine.phase is not Phase.DECODE and not job.decodes
+            if first:
                 job.computed += count
                 if job.computed < job.prompt + job.made:
                     continue
@@ -350,6 +383,9 @@ class Machine:
                 finished.append(job)
             elif engine.phase is Phase.PREFILL:
                 handed.append(job)
+            elif first:
+                job.decodes = True
+                prefilled.append(job)
         gone = {id(j) for j in (*finished, *handed)}
         engine.jobs = [j for j in engine.jobs if id(j) not in gone]
         for job in finished:
@@ -358,7 +394,7 @@ class Machine:
             self.handed[job.request_id] = job
         lease_id, left = engine.lease_id, engine.steps if self.now < engine.deadline else 0
         remaining = len(engine.jobs)
-        tickets = {j.request_id: j.lease_id for j in (*handed, *returned)}
+        tickets = {j.request_id: j.lease_id for j in (*handed, *prefilled, *returned)}
 
         def report() -> None:
             if engine.life != life:
@@ -371,9 +407,24 @@ class Machine:
                 if not self.ledger.handed_over(job.request_id, tickets[job.request_id], job.made, self.now):
                     assert job.request_id in self.cancelled
                     self._free(self.handed.pop(job.request_id))
+            for job in prefilled:
+                first = self.ledger.prefilled(job.request_id, tickets[job.request_id], job.made, self.now)
+                assert first or job.request_id in self.cancelled
             for job in returned:
                 self.ledger.returned(job.request_id, tickets[job.request_id], job.made, self.now)
-            self.ledger.stepped(engine.model, engine.phase, lease_id, left, seconds, tokens, remaining, self.now)
+            self.ledger.stepped(
+                engine.model,
+                engine.phase,
+                lease_id,
+                left,
+                step.seconds,
+                step.tokens,
+                remaining,
+                self.now,
+                1,
+                step.prefill_tokens,
+                step.prefill_seconds,
+            )
 
         self.at(self.now + self.latency, report)
         self._abort(engine)
@@ -410,10 +461,10 @@ class Machine:
         self._lease_id += 1
         lease_id = self._lease_id
         self.ledger.granted(grant, lease_id, self.now)
-        engine = self.engines[grant.model, grant.phase]
+        engine = self.engine(grant.model, grant.phase)
         entering = [self.jobs[request_id] for request_id in grant.admit]
         for job in entering:
-            self.handed.pop(job.request_id, None)
+            job.decodes = self.handed.pop(job.request_id, None) is not None
             job.lease_id = lease_id
         # Blocks are counted with the engine from here on, whenever the message arrives.
         engine.jobs += entering
@@ -423,6 +474,7 @@ class Machine:
             if engine.life != life:
                 return
             engine.lease_id, engine.steps, engine.share = lease_id, grant.steps, grant.share
+            engine.doing = grant.phase
             engine.deadline = self.now + grant.seconds
             self._kick(engine)
 
@@ -437,7 +489,7 @@ class Machine:
 
     def check(self) -> None:
         ledger = self.ledger
-        held = sum(e.lease.share for m in ledger.models for e in (m.prefill, m.decode) if e.lease is not None)
+        held = sum(e.lease.share for m in ledger.models for e in m.engines if e.lease is not None)
         assert ledger.share_used == held <= WHOLE
         assert sum(m.promised for m in ledger.models) == ledger.pools["pool"].promised
         if len(ledger.requests) > 60 and self.turns % 200:
@@ -460,6 +512,7 @@ class Machine:
                 (Place.DECODING, model.decoding.values()),
                 (Place.MOVING, model.moving.values()),
             )
+            assert set(model.fresh) <= set(model.decoding)
             for place, requests in places:
                 for request in requests:
                     assert request.place is place

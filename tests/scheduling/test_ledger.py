@@ -13,7 +13,7 @@ from tests.scheduling.machine import profile
 def ledger(**changes: object) -> UnitLedger:
     made = UnitLedger([profile("a", **changes), profile("b")], [PoolProfile("pool", 1000)])
     for name in ("a", "b"):
-        for phase in Phase:
+        for phase in (Phase.PREFILL, Phase.DECODE):
             made.engine_up(name, phase, 0.0)
     return made
 

@@ -1,0 +1,95 @@
+"""What the ledger keeps of an engine and of its lease. Only the ledger writes them; policies read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muxserve.scheduling.types import Phase
+
+if TYPE_CHECKING:
+    from muxserve.scheduling.state import LiveRequest
+
+_SMOOTHING = 0.2
+_FIRST_RETRY_SECONDS = 0.001
+_LAST_RETRY_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class LeaseState:
+    """A lease as far as its engine has reported. `left` steps of `steps` are left; `deadline` bounds it in time."""
+
+    lease_id: int
+    steps: int
+    left: int
+    granted_at: float
+    deadline: float
+    share: int
+    renewable: bool
+    phase: Phase
+
+    def due(self, now: float) -> bool:
+        """Half used up, in steps or in time: renew it now if the engine is to go on without a gap."""
+        return self.left * 2 <= self.steps or now - self.granted_at >= self.deadline - now
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Work:
+    """Steps that an engine has run, and how long one takes it by now (`step_seconds`, 0 when not known). After one that
+    found no pages it is not tried again before `retry_at`."""
+
+    jobs: int = 0
+    tokens: int = 0
+    busy_seconds: float = 0.0
+    step_seconds: float = 0.0
+    retry_at: float = 0.0
+    retry_delay: float = 0.0
+
+    def stepped(self, seconds: float, tokens: int, steps: int = 1) -> None:
+        """Count steps that took `seconds` in all, and learn how long one takes."""
+        self.jobs += steps
+        self.tokens += tokens
+        self.busy_seconds += seconds
+        known, mean = self.step_seconds, seconds / steps
+        self.step_seconds = mean if known == 0.0 else mean + (1.0 - _SMOOTHING) ** steps * (known - mean)
+
+    def starved(self, now: float) -> None:
+        """A step computed nothing: wait, longer each time."""
+        self.retry_delay = min(max(self.retry_delay * 2, _FIRST_RETRY_SECONDS), _LAST_RETRY_SECONDS)
+        self.retry_at = now + self.retry_delay
+
+    def fed(self) -> None:
+        """There is no shortage."""
+        self.retry_at = self.retry_delay = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class EngineState(Work):
+    """One engine. `inside` are the requests that it holds, `incoming` those waiting to enter with its next lease.
+
+    An engine of both phases has two accounts of its work: steps that do nothing but prefill are in `prefills`, all
+    others in its own. `rounds` is how many tokens each of its sequences has been given, in so far as steps tell: fewer
+    than steps where several micro-batches take turns.
+    """
+
+    phase: Phase
+    share: int
+    inside: Mapping[str, LiveRequest]
+    incoming: Mapping[str, LiveRequest]
+    up: bool = False
+    lease: LeaseState | None = None
+    empty_reports: int = 0
+    wait_since: float | None = None
+    waits: int = 0
+    wait_seconds: float = 0.0
+    prefills: Work | None = None
+    rounds: float = 0.0
+
+    def of(self, phase: Phase) -> Work:
+        """The account of steps under a lease of that phase."""
+        return self.prefills if self.prefills is not None and phase is Phase.PREFILL else self
+
+    def ready(self, now: float) -> bool:
+        """It has work, no lease, and is not sitting out a shortage of pages."""
+        return self.up and self.lease is None and bool(self.inside or self.incoming) and self.retry_at <= now
