@@ -24,7 +24,8 @@ FIRST_TOKEN, LAST_TOKEN = 10, 400
 
 @dataclass(frozen=True)
 class Call:
-    """One request. `at` is when an open loop sends it, in seconds from the start."""
+    """One request. `at` is when an open loop sends it, in seconds from the start; its prompt is of ids up to
+    `last_token`."""
 
     model: str
     prompt_tokens: int
@@ -32,13 +33,14 @@ class Call:
     seed: int = 0
     at: float = 0.0
     stream: bool = True
+    last_token: int = LAST_TOKEN
 
     def body(self) -> dict[str, object]:
         """Body for `/v1/completions`."""
         rng = random.Random(f"{self.model}/{self.seed}")
         body: dict[str, object] = {
             "model": self.model,
-            "prompt": [rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(self.prompt_tokens)],
+            "prompt": [rng.randint(FIRST_TOKEN, self.last_token) for _ in range(self.prompt_tokens)],
             "max_tokens": self.output_tokens,
             "temperature": 0,
             "ignore_eos": True,
