@@ -1,8 +1,8 @@
 """Changes of a running fleet: replicas started and ended, units drained, models added and removed.
 
-Asked for by users (`muxserve.control`) and by the global scheduler. One at a time; each either happens or leaves
-everything as it was. A replica is started by giving a unit that declares the model its engines back, else as a unit of
-its own; a unit that serves nothing any more is ended.
+Asked for by users (`muxserve.control`) and by the global scheduler. One at a time, except that others go on while one
+waits for requests to end; each either happens or leaves everything as it was. A replica is started by giving a unit
+that declares the model its engines back, else as a unit of its own; a unit that serves nothing any more is ended.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from collections.abc import Awaitable, Callable
 
 from muxserve import wire
 from muxserve.cluster.steps import Planner, Steps
-from muxserve.cluster.unit_set import UnitSet
+from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.deployment import FleetDeployment
 
 log = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 0.2
 
 
 class Changes:
@@ -44,7 +42,6 @@ class Changes:
         self._steps = Steps(units, planner, send)
         self._send = send
         self._say = say
-        self._lock = asyncio.Lock()
         # Which life of the global scheduler an order is from: those of one that has died are void.
         self._life = 0
 
@@ -57,30 +54,36 @@ class Changes:
 
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         """See `FleetControl.scale`."""
-        async with self._lock:
-            self._check(model)
-            have = self._steps.replicas(model)
-            if replicas >= len(have):
-                await self._steps.start_several(model, replicas - len(have), tell)
-                return
-            surplus = await self._steps.least_loaded(model, have, len(have) - replicas)
+        with contextlib.ExitStack() as leaving:
+            async with self._steps.lock:
+                self._check(model)
+                have = self._steps.replicas(model)
+                if replicas >= len(have):
+                    await self._steps.start_several(model, replicas - len(have), tell)
+                    return
+                surplus = await self._steps.least_loaded(model, have, len(have) - replicas)
+                for unit in surplus:
+                    leaving.enter_context(self._steps.leaving([model], unit))
             await asyncio.gather(*(self._steps.drain_and_end([model], unit, tell) for unit in surplus))
 
     async def drain(self, unit: str, tell: Tell) -> None:
         """See `FleetControl.drain`."""
-        async with self._lock:
-            leaving = self._units.units.get(unit)
-            if leaving is None:
-                raise ChangeError(f"there is no unit {unit} any more")
-            for model in sorted(leaving.serves):
-                rules = self.fleet.scaling.get(model)
-                if len(self._steps.replicas(model)) == 1 and (rules is None or rules.minimum > 0):
-                    raise ChangeError(f"{model} is served by {unit} alone; `muxserve scale {model}=2` first")
-            await self._steps.drain_and_end(sorted(leaving.serves), leaving, tell)
+        with contextlib.ExitStack() as leaving:
+            async with self._steps.lock:
+                drained = self._units.units.get(unit)
+                if drained is None:
+                    raise ChangeError(f"there is no unit {unit} any more")
+                models = sorted(drained.serves)
+                for model in models:
+                    self._check_served_without(model, drained)
+                leaving.enter_context(self._steps.leaving(models, drained, whole=True))
+            await self._steps.drain_and_end(models, drained, tell)
 
     async def add(self, declared: Fleet, tell: Tell) -> None:
         """See `FleetControl.add`."""
-        async with self._lock:
+        async with self._steps.lock:
+            if any(self._steps.is_leaving(each.name) for each in declared.models):
+                raise ChangeError("a model of that name is still being removed; try again when it has gone")
             planner = self._steps.planner
             addition = await asyncio.to_thread(planner.addition, declared, self._units.next_name, self.fleet, tell)
             name, started = addition.model.name, []
@@ -106,27 +109,30 @@ class Changes:
 
     async def remove(self, model: str, tell: Tell) -> None:
         """See `FleetControl.remove`."""
-        async with self._lock:
-            self._check(model)
-            fleet = self.fleet
-            self._units.change(
-                models=[each for each in fleet.models if each.name != model],
-                scaling={name: rules for name, rules in fleet.scaling.items() if name != model},
-                rolling={name: rules for name, rules in fleet.rolling.items() if name != model},
-            )
-            self._units.publish()
-            tell(f"no new requests for {model}; running ones have {fleet.gateway.drain_seconds:g} s to finish")
-            replicas = self._steps.replicas(model)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(fleet.gateway.drain_seconds):
-                    while sum([await self._steps.live(unit, model) for unit in replicas]):
-                        await asyncio.sleep(_LOOK_SECONDS)
-            try:
+        with contextlib.ExitStack() as leaving:
+            async with self._steps.lock:
+                self._check(model)
+                fleet = self.fleet
+                self._units.change(
+                    models=[each for each in fleet.models if each.name != model],
+                    scaling={name: rules for name, rules in fleet.scaling.items() if name != model},
+                    rolling={name: rules for name, rules in fleet.rolling.items() if name != model},
+                )
+                self._units.publish()
+                seconds = fleet.gateway.drain_seconds
+                tell(f"no new requests for {model}; running ones have {seconds:g} s to finish")
+                replicas = self._steps.replicas(model)
                 for unit in replicas:
-                    await self._steps.end_replicas([model], unit, tell)
-            finally:
-                with contextlib.suppress(ChangeError):
-                    self._steps.planner.forget(model)
+                    leaving.enter_context(self._steps.leaving([model], unit))
+            if not await self._steps.until_empty(model, replicas, seconds):
+                tell(f"{model} may still have requests after {seconds:g} s; they end with it")
+            async with self._steps.lock:
+                try:
+                    for unit in replicas:
+                        await self._steps.end_replicas([model], unit, tell)
+                finally:
+                    with contextlib.suppress(ChangeError):
+                        self._steps.planner.forget(model)
 
     # ------------------------------------------------------------ asked for by the global scheduler
 
@@ -151,7 +157,7 @@ class Changes:
     async def _start_wanted(self, model: str, count: int) -> None:
         life = self._life
         for _ in range(count):
-            async with self._lock:
+            async with self._steps.lock:
                 if life != self._life:
                     return
                 try:
@@ -168,12 +174,27 @@ class Changes:
                     await self._send(wire.StartFailed(model, str(error) or type(error).__name__))
 
     async def _stop_wanted(self, model: str, name: str) -> None:
-        async with self._lock:
+        async with self._steps.lock:
             unit = self._units.units.get(name)
-            if unit is not None and model in unit.serves:
+            if unit is not None and model in unit.serves and not self._steps.is_leaving(model, name):
                 await self._steps.end_replicas([model], unit, self._say)
 
     # ------------------------------------------------------------ details
+
+    def _check_served_without(self, model: str, unit: Unit) -> None:
+        """Whether `unit` can be done without by a model that may not sleep.
+
+        Raises:
+            ChangeError: it cannot.
+        """
+        rules = self.fleet.scaling.get(model)
+        others = [other for other in self._steps.replicas(model) if other is not unit]
+        if any(other.handle.up(model) for other in others) or (rules is not None and rules.minimum == 0):
+            return
+        if others:
+            names = ", ".join(other.name for other in others)
+            raise ChangeError(f"{model} is up in {unit.name} alone; wait until it is up in {names} again")
+        raise ChangeError(f"{model} is served by {unit.name} alone; `muxserve scale {model}=2` first")
 
     def _check(self, model: str) -> None:
         if all(each.name != model for each in self.fleet.models):

@@ -83,6 +83,11 @@ class UnitHost:
         """Set when the sizes of the pools are known."""
         return self._starts.sized
 
+    def up(self, model: str) -> bool:
+        """Whether the unit scheduler and the engines of `model` are up now."""
+        engines = [part for part in self._starts.engines if part.model == model]
+        return bool(engines) and all(self.parts[part].up.is_set() and self._runs(part) for part in (UNIT, *engines))
+
     def _emit(self, event: Event) -> None:
         self._last_words.note(event)
         if isinstance(event, Up) and event.part == UNIT:

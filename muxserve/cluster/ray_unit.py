@@ -23,6 +23,7 @@ from muxserve.cluster.event_lines import from_line
 from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Stopping, Up
 from muxserve.cluster.last_words import Said
 from muxserve.cluster.ray_actor import STOP_SECONDS
+from muxserve.cluster.ray_calls import answer, release, why
 from muxserve.cluster.starts import MEMORY, MIGRATOR, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
@@ -36,6 +37,10 @@ HOST = PartId("host")
 ANSWER_SECONDS = 1800.0
 _HEAR_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
+# A host that says nothing for so long will not answer any more. Starting a model takes what its engines are given for
+# it, twice if they die meanwhile; all else is done in seconds.
+_ASK_SECONDS = 60.0
+_START_SECONDS = 2 * ANSWER_SECONDS + _ASK_SECONDS
 
 
 class RayUnit:
@@ -63,6 +68,8 @@ class RayUnit:
         self._patience = patience
         self._serves = [model.name for model in unit.deployment.models if model.name in unit.serves]
         self._migrates = migrates
+        # What every life of the actor begins with, whatever was changed since.
+        self._begins_with = (frozenset(self._serves), migrates)
         self._began = time.monotonic()
         self._up: set[PartId] = set()
         self._said: dict[PartId, Said] = {}
@@ -99,6 +106,11 @@ class RayUnit:
         engines = [PartId("engine", model.name, phase) for model in models for phase in model.engines]
         return [MEMORY, WARM, UNIT, *([MIGRATOR] if self._migrates else []), *engines]
 
+    def up(self, model: str) -> bool:
+        """See `UnitHandle.up`."""
+        engines = {part for part in self.parts if part.model == model}
+        return bool(engines) and {UNIT, *engines} <= self._up
+
     async def wait(self) -> None:
         """See `UnitHandle.wait`."""
         await asyncio.shield(self._failed)
@@ -125,10 +137,7 @@ class RayUnit:
 
     async def start_model(self, model: str) -> None:
         """See `UnitHandle.start_model`."""
-        reply = await self._ask("start_model", model=model)
-        if error := reply.get("error"):
-            part = reply.get("part")
-            raise GaveUp(PartId("engine", model) if part is None else msgspec.convert(part, PartId), str(error))
+        _check(await self._ask("start_model", _START_SECONDS, model=model), model)
         if model not in self._serves:
             self._serves.append(model)
 
@@ -136,7 +145,7 @@ class RayUnit:
         """See `UnitHandle.stop_model`."""
         if model in self._serves:
             self._serves.remove(model)
-        await self._ask("stop_model", model=model)
+        _check(await self._ask("stop_model", model=model), model)
 
     def start_migrator(self) -> None:
         """See `UnitHandle.start_migrator`."""
@@ -206,10 +215,24 @@ class RayUnit:
     def _come_back(self, place: dict[str, Any]) -> None:
         self._up.clear()
         self._moved_to(place)
+        self._spawn(self._as_before(self._life_ready))
         # To the fleet this is a unit that may be somewhere else now.
         self._emit(Up(HOST, 0, 0.0))
 
+    async def _as_before(self, ready: asyncio.Event) -> None:
+        """Have a new life of the actor, which begins as the first one did, serve what was served last."""
+        await ready.wait()
+        serves, migrates = self._begins_with
+        if self._migrates and not migrates:
+            await self._ask("start_migrator")
+        changes = dict.fromkeys(serves.difference(self._serves), "stop_model")
+        changes |= dict.fromkeys(set(self._serves) - serves, "start_model")
+        for model, what in sorted(changes.items()):
+            if error := (await self._ask(what, _START_SECONDS, model=model)).get("error"):
+                log.warning("%s %s, after a unit was started again: %s", what, model, error)
+
     def _moved_to(self, place: dict[str, Any]) -> None:
+        self._life_ready = asyncio.Event()
         self._life, self.node = place["life"], place["node"]
         self._deployment = msgspec.json.decode(place["deployment"], type=Deployment)
 
@@ -236,6 +259,7 @@ class RayUnit:
                 self._up.discard(part)
             case Ready():
                 self.ready.set()
+                self._life_ready.set()
             case Failed(part, message, path, tail):
                 where = None if path is None else Path(f"{self._host}:{path}")
                 self._said[part] = (where, tail)
@@ -249,19 +273,22 @@ class RayUnit:
     def _host(self) -> str:
         return self._deployment.listen.host if self._deployment.listen else ""
 
-    async def _ask(self, what: str, **more: str) -> dict[str, Any]:
-        """Have the host do something; returns its reply, with an `error` if it came to nothing."""
+    async def _ask(self, what: str, seconds: float = _ASK_SECONDS, **more: str) -> dict[str, Any]:
+        """Have the host do something within `seconds`; returns its reply, with an `error` if it came to nothing."""
         self._number += 1
         number = self._number
         future = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            line = json.dumps({"id": number, "do": what, **more})
-            await answer(self._actor.say.remote(line), ANSWER_SECONDS)
-        except (self._ray.exceptions.RayError, TimeoutError) as error:
-            self._asked.pop(number, None)
+            async with asyncio.timeout(seconds):
+                await self._actor.say.remote(json.dumps({"id": number, "do": what, **more}))
+                reply: dict[str, Any] = await future
+                return reply
+        except TimeoutError:
+            return {"error": f"its host has not answered within {seconds:g} s"}
+        except self._ray.exceptions.RayError as error:
             return {"error": why(error)}
-        reply: dict[str, Any] = await future
-        return reply
+        finally:
+            self._asked.pop(number, None)
 
     def _give_up_questions(self, why: str) -> None:
         asked, self._asked = self._asked, {}
@@ -282,25 +309,12 @@ class RayUnit:
         task.add_done_callback(self._others.discard)
 
 
-async def answer(reference: Any, seconds: float) -> Any:
-    return await asyncio.wait_for(reference, seconds)
+def _check(reply: dict[str, Any], model: str) -> None:
+    """Whether the host has done it.
 
-
-async def release(ray: Any, actor: Any, group: Any) -> None:
-    from ray.util.placement_group import remove_placement_group
-
-    with contextlib.suppress(ray.exceptions.RayError):
-        if actor is not None:
-            ray.kill(actor, no_restart=True)
-    with contextlib.suppress(ray.exceptions.RayError):
-        await asyncio.to_thread(remove_placement_group, group)
-
-
-def why(error: BaseException) -> str:
-    if "No module named 'muxserve" in str(error):
-        return "a node of the Ray cluster has no MuxServe; install the same version on every node"
-    return first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    Raises:
+        GaveUp: it has not.
+    """
+    if error := reply.get("error"):
+        part = reply.get("part")
+        raise GaveUp(PartId("engine", model) if part is None else msgspec.convert(part, PartId), str(error))

@@ -18,7 +18,8 @@ import msgspec
 
 from muxserve.cluster.events import Event, Progress
 from muxserve.cluster.ray_actor import UnitActor
-from muxserve.cluster.ray_unit import ANSWER_SECONDS, HOST, RayUnit, answer, first_line, release, why
+from muxserve.cluster.ray_calls import answer, first_line, release, why
+from muxserve.cluster.ray_unit import ANSWER_SECONDS, HOST, RayUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.deployment import Deployment, FleetDeployment, Keys

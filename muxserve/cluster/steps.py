@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,9 @@ from muxserve.rolling.rules import RollingRules
 
 # Replicas that were asked to drain get so much longer than what the gateways allow their requests at the end.
 _DRAIN_MARGIN = 30.0
+# A unit that has not said by then how many requests it has may have any number of them.
+_ANSWER_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Planner(Protocol):
 
 
 class Steps:
-    """One step after the other; whoever calls sees to it that only one change is made of them at a time.
+    """One step after the other. Whoever calls holds `lock`, so that only one change is made of them at a time; what is
+    only waited for is waited for without it, while `leaving` keeps other changes away.
 
     Args:
         planner: makes new units; None: there is nothing but the units that were started.
@@ -72,6 +77,10 @@ class Steps:
         self._units = units
         self._planner = planner
         self._send = send
+        self.lock = asyncio.Lock()
+        # Replicas that are about to end, (model, unit), and units that end as a whole.
+        self._leaving: set[tuple[str, str]] = set()
+        self._ending: set[str] = set()
         # Replicas that somebody waits for to be drained: (model, unit).
         self._draining: dict[tuple[str, str], asyncio.Future[None]] = {}
 
@@ -87,15 +96,43 @@ class Steps:
         return self._planner
 
     def replicas(self, model: str) -> list[Unit]:
-        """The units that serve it."""
-        return [unit for unit in self._units.units.values() if unit.announced and model in unit.serves]
+        """The units that serve it, without those where it is about to end."""
+        units = self._units.units.values()
+        return [u for u in units if u.announced and model in u.serves and not self.is_leaving(model, u.name)]
 
-    async def live(self, unit: Unit, model: str) -> int:
-        """The requests of a model that a unit has."""
+    def is_leaving(self, model: str, unit: str = "") -> bool:
+        """Whether the replica of `model` in `unit` (or, without one, any replica of it) is about to end."""
+        return (model, unit) in self._leaving if unit else any(each == model for each, _ in self._leaving)
+
+    @contextlib.contextmanager
+    def leaving(self, models: Iterable[str], unit: Unit, whole: bool = False) -> Iterator[None]:
+        """Replicas of a unit are about to end, and with `whole` the unit: no other change touches them meanwhile."""
+        new = {(model, unit.name) for model in models} - self._leaving
+        ends = {unit.name} - self._ending if whole else set()
+        self._leaving |= new
+        self._ending |= ends
+        try:
+            yield
+        finally:
+            self._leaving -= new
+            self._ending -= ends
+
+    async def live(self, unit: Unit, model: str) -> int | None:
+        """The requests of a model that a unit has; None if it does not say."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(_ANSWER_SECONDS):
                 return live_requests(await unit.handle.state(), model)
-        return 0  # nobody is there to have any
+        return None
+
+    async def until_empty(self, model: str, units: Sequence[Unit], seconds: float) -> bool:
+        """Wait for units to have no request of a model, for at most `seconds`; whether they have none. One that does
+        not say may have some."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(count != 0 for count in await asyncio.gather(*(self.live(unit, model) for unit in units))):
+                    await asyncio.sleep(_LOOK_SECONDS)
+                return True
+        return False
 
     def drained(self, model: str, unit: str) -> bool:
         """The global scheduler says that a replica has nothing left; whether somebody has waited for that."""
@@ -128,6 +165,7 @@ class Steps:
             for unit in self._units.units.values()
             if unit.announced
             and model not in unit.serves
+            and unit.name not in self._ending
             and unit.handle.ready.is_set()
             and any(each.name == model for each in unit.planned.deployment.models)
         ]
@@ -186,14 +224,18 @@ class Steps:
     # ------------------------------------------------------------ steps: down
 
     async def least_loaded(self, model: str, units: Sequence[Unit], count: int) -> list[Unit]:
-        """Those that are missed least: with the fewest requests, among these with the fewest other models."""
-        live = [await self.live(unit, model) for unit in units]
-        order = sorted(range(len(units)), key=lambda i: (live[i], len(units[i].serves), -i))
+        """Those that are missed least: that are not up; with the fewest requests, among these with the fewest other
+        models; that do not say how many they have."""
+        live = await asyncio.gather(*(self.live(unit, model) for unit in units))
+        known = [-1 if not unit.handle.up(model) else n for unit, n in zip(units, live, strict=True)]
+        order = sorted(
+            range(len(units)), key=lambda i: (math.inf if (n := known[i]) is None else n, len(units[i].serves), -i)
+        )
         return [units[i] for i in order[:count]]
 
     async def drain_and_end(self, models: Sequence[str], unit: Unit, tell: Tell) -> None:
-        """Have replicas of a unit emptied, and end them. What is left when the time is over is computed again in other
-        units, so nothing is lost by that."""
+        """Have replicas of a unit, which are `leaving`, emptied, and end them. What is left when the time is over is
+        computed again in other units, so nothing is lost by that. To be called without the lock."""
         waiting = {
             (model, unit.name): asyncio.get_running_loop().create_future()
             for model in models
@@ -211,7 +253,8 @@ class Steps:
             finally:
                 for key in waiting:
                     self._draining.pop(key, None)
-        await self.end_replicas(models, unit, tell)
+        async with self.lock:
+            await self.end_replicas(models, unit, tell)
 
     async def end_replicas(self, models: Sequence[str], unit: Unit, tell: Tell) -> None:
         """Have nobody sent there any more, and end the engines; and the unit, if there is nothing left in it."""
@@ -219,7 +262,10 @@ class Steps:
         if unit.serves:
             self._units.publish()
             for model in models:
-                await unit.handle.stop_model(model)
+                try:
+                    await unit.handle.stop_model(model)
+                except GaveUp as failure:
+                    tell(f"{failure.part} of {unit.name} may not have ended: {failure}")
             tell(f"{', '.join(models)} is not served by {unit.name} any more")
         else:
             unit.announced = False

@@ -125,6 +125,10 @@ class HostProcess:
             reply.update(error=str(failure), part=msgspec.to_builtins(failure.part))
         except (KeyError, binascii.Error, msgspec.MsgspecError) as error:
             reply.update(error=f"not a command: {error!r}")
+        except Exception as error:
+            # Whatever it was: somebody waits for the answer.
+            log.exception("a command failed: %s", command)
+            reply.update(error=f"{type(error).__name__}: {error}")
         write(reply)
 
     async def _do(self, command: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,9 @@ class UnitHandle(Protocol):
     def parts(self) -> Collection[PartId]:
         """Its processes, not told apart from those of other units."""
 
+    def up(self, model: str) -> bool:
+        """Whether its unit scheduler and the engines of `model` are up now."""
+
     async def wait(self) -> None:
         """Until the unit has ended or cannot be kept alive; it is then stopped and perhaps started again.
 
@@ -83,7 +86,11 @@ class UnitHandle(Protocol):
         """
 
     async def stop_model(self, model: str) -> None:
-        """Stop the engines of a model and let go of its weights; what they still compute is lost to this unit."""
+        """Stop the engines of a model and let go of its weights; what they still compute is lost to this unit.
+
+        Raises:
+            GaveUp: nobody knows whether they have ended.
+        """
 
     def start_migrator(self) -> None:
         """Have a migrator from now on, if there is none."""
@@ -176,6 +183,10 @@ class LocalUnit:
     def parts(self) -> Collection[PartId]:
         """See `UnitHandle.parts`."""
         return list(self._host.parts)
+
+    def up(self, model: str) -> bool:
+        """See `UnitHandle.up`."""
+        return self._host.up(model)
 
     async def wait(self) -> None:
         """See `UnitHandle.wait`."""

@@ -7,9 +7,9 @@
 
 Files in the unit's or the fleet's directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME`
 (say that they cannot start), `slow-gateway` (seconds that draining takes), `linger` (the scheduler never says that a
-replica is drained). The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is
-written to `journal` in the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the
-scheduler.
+replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it stands).
+The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is written to `journal` in
+the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the scheduler.
 """
 
 from __future__ import annotations
@@ -111,6 +111,9 @@ def unit(file: str, journal: Journal) -> None:
         identity, frame = sock.recv_multipart()
         message = wire.decode(frame)
         if isinstance(message, wire.StateRequest):
+            if told(Path(file).parent, "mute"):
+                journal.write(f"{name} does not answer")
+                continue
             busy = told(Path(file).parent, "busy")
             models = {model.name: {"decoding": int(busy.read_text()) if busy else 0} for model in deployment.models}
             state = {"pid": os.getpid(), "models": models}

@@ -6,10 +6,12 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from muxserve.cluster import steps
 from muxserve.cluster.controller import EXIT_KEPT_DYING, EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.run_dir import RunDir
@@ -48,7 +50,8 @@ class FakePlanner:
         return PlannedUnit(deployment, (model,))
 
     def addition(self, declared: Any, names: Callable[[], str], fleet: FleetDeployment, tell: Any) -> Addition:
-        planned = self.unit(declared, names(), fleet)
+        (model,) = declared.models
+        planned = self.unit(model.name, names(), fleet)
         return Addition(planned.deployment.models[0], (planned,), ScalingRules(1, 3))
 
     def forget(self, model: str) -> None:
@@ -82,6 +85,11 @@ async def turns(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     units = [fake_deployment(run_dir.path, unit=name, names=["one"], phases="rolling") for name in ("u0", "u1")]
     async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
         yield each
+
+
+def declared(name: str) -> Any:
+    """As much of a fleet file as the changes read."""
+    return SimpleNamespace(models=[SimpleNamespace(name=name)])
 
 
 def said(texts: list[str]) -> Callable[[str], None]:
@@ -279,6 +287,81 @@ async def test_a_drain_is_told_to_a_new_scheduler_again(pair: Fleet) -> None:
     assert pair.serves == {"u0": ["one", "two"]}
 
 
+async def test_what_sleeps_is_woken_while_another_is_drained(pair: Fleet) -> None:
+    await pair.serving()
+    linger = pair.tell("linger")
+    draining = asyncio.create_task(pair.changes.drain("u1", said([])))
+    await pair.until(lambda: "scheduler got DrainReplicas from controller" in pair.journal())
+    pair.tell("orders", "start two 1\nstop two u2\nstart one 1")
+    # Not in u1, which is about to end, nor does that count as a replica.
+    await pair.until(lambda: pair.serves == {"u0": ["one", "two"], "u1": ["one"], "u3": ["one"]})
+    with pytest.raises(ChangeError, match="two is served by u0 alone"):
+        await pair.changes.drain("u0", said([]))
+    assert not draining.done()
+    linger.unlink()
+    os.kill(pair.pid(SCHEDULER), signal.SIGKILL)
+    await draining
+    assert pair.serves == {"u0": ["one", "two"], "u3": ["one"]}
+
+
+async def test_an_order_does_not_end_what_a_user_is_draining(pair: Fleet) -> None:
+    await pair.serving()
+    (pair.run_dir.path / "u1" / "busy").write_text("1")
+    removing = asyncio.create_task(pair.changes.remove("one", said([])))
+    await pair.until(lambda: "one" not in [model.name for model in pair.controller.fleet.models])
+    with pytest.raises(ChangeError, match="still being removed"):
+        await pair.changes.add(declared("one"), said([]))
+    pair.tell("orders", "stop one u1\nstart two 1")
+    await pair.until(lambda: "u2" in pair.serves)
+    assert pair.serves == {"u0": ["one", "two"], "u1": ["one"], "u2": ["two"]}
+    (pair.run_dir.path / "u1" / "busy").unlink()
+    await removing
+    assert pair.serves == {"u0": ["two"], "u2": ["two"]}
+
+
+async def test_a_replica_that_is_not_up_does_not_count_when_another_is_drained(pair: Fleet) -> None:
+    await pair.serving()
+    die = pair.run_dir.path / "u1" / "die-unit"
+    die.write_text("")
+    os.kill(pair.pid(PartId("unit", unit="u1")), signal.SIGKILL)
+    await pair.changes.scale("two", 2, said([]))
+    with pytest.raises(ChangeError, match="one is up in u0 alone; wait until it is up in u1 again"):
+        await pair.changes.drain("u0", said([]))
+    assert pair.serves == {"u0": ["one", "two"], "u1": ["one"], "u2": ["two"]}
+    die.unlink()
+    engines = [part for part in parts("u1", "one") if part.kind == "engine"]
+    await pair.until(lambda: pair.controller.units.units["u1"].handle.up("one") and all(map(pair.ups, engines)))
+    await pair.changes.drain("u0", said([]))
+    assert pair.serves == {"u1": ["one"], "u2": ["two"]}
+
+
+async def test_the_replica_that_is_not_up_is_the_first_to_go(pair: Fleet) -> None:
+    await pair.serving()
+    (pair.run_dir.path / "u1" / "busy").write_text("3")
+    engine = PartId("engine", "one", "decode", "u1")
+    pair.tell("u1/die-one-decode")
+    os.kill(pair.pid(engine), signal.SIGKILL)
+    await pair.until(lambda: not pair.controller.units.units["u1"].handle.up("one"))
+    await pair.changes.scale("one", 1, said([]))
+    assert pair.serves == {"u0": ["one", "two"]}
+
+
+async def test_a_unit_that_does_not_answer_is_not_taken_for_empty(
+    single: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_ANSWER_SECONDS", 0.05)
+    await single.serving()
+    await single.changes.add(declared("three"), said([]))
+    mute = single.tell("u1/mute")
+    removing = asyncio.create_task(single.changes.remove("three", said([])))
+    # It is asked again and again.
+    await single.until(lambda: single.journal().count("u1 does not answer") >= 3)
+    assert not removing.done()
+    mute.unlink()
+    await removing
+    assert single.serves == {"u0": ["one", "two"]}
+
+
 @pytest.mark.parametrize("file", ["fail-two-decode", "die-memory", "fail-warm"])
 async def test_a_replica_that_cannot_start_changes_nothing(single: Fleet, file: str) -> None:
     await single.serving()
@@ -320,7 +403,7 @@ async def test_all_replicas_or_none(single: Fleet, planner: FakePlanner) -> None
 
 async def test_a_model_comes_and_goes(single: Fleet, planner: FakePlanner) -> None:
     await single.serving()
-    await single.changes.add("three", said([]))  # type: ignore[arg-type]
+    await single.changes.add(declared("three"), said([]))
     assert single.serves == {"u0": ["one", "two"], "u1": ["three"]}
     assert [model.name for model in single.controller.fleet.models] == ["one", "two", "three"]
     assert single.controller.fleet.scaling == {"three": ScalingRules(1, 3)}
@@ -344,7 +427,7 @@ async def test_a_model_that_cannot_start_is_not_added(single: Fleet) -> None:
     await single.serving()
     single.tell("fail-three-prefill")
     with pytest.raises(ChangeError, match="weights are of cheese"):
-        await single.changes.add("three", said([]))  # type: ignore[arg-type]
+        await single.changes.add(declared("three"), said([]))
     assert [model.name for model in single.controller.fleet.models] == ["one", "two"]
     assert single.serves == {"u0": ["one", "two"]}
 

@@ -18,6 +18,7 @@ from muxserve import wire
 from muxserve.cluster.event_lines import from_line, to_line
 from muxserve.cluster.events import Down, Draining, Event, Expected, Failed, PartId, Progress, Ready, Starting, Up
 from muxserve.cluster.run_dir import RunDir
+from muxserve.cluster.unit_host import HostProcess
 from muxserve.cluster.units import write_deployment
 from tests.cluster.conftest import ROOT, alive, fake_deployment, gpu_deployment
 
@@ -217,3 +218,13 @@ def test_events_are_lines(event: Event) -> None:
 def test_what_is_no_event(line: str) -> None:
     with pytest.raises(ValueError, match="not an event"):
         from_line(line)
+
+
+async def test_a_command_that_fails_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        async def stop_model(self, model: str) -> None:
+            raise RuntimeError(f"{model} does not end")
+
+    process = HostProcess(Broken())  # type: ignore[arg-type]
+    await process._answer({"id": 7, "do": "stop_model", "model": "one"})
+    assert json.loads(capsys.readouterr().out) == {"reply": 7, "error": "RuntimeError: one does not end"}

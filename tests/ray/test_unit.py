@@ -1,0 +1,144 @@
+"""A unit's handle on its own: an actor that is played, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from muxserve.cluster import ray_unit
+from muxserve.cluster.event_lines import to_line
+from muxserve.cluster.events import Event, PartId, Ready, Up
+from muxserve.cluster.ray_unit import RayUnit
+from muxserve.cluster.supervision import GaveUp
+from muxserve.cluster.units import PlannedUnit
+from muxserve.deployment import Listen
+from tests.global_scheduler.support import entry
+
+DEPLOYMENT = msgspec.structs.replace(
+    entry("u0", ["m", "n"], run_dir="/nowhere/0123456789").deployment, listen=Listen("127.0.0.1", 1, 2)
+)
+
+
+class RayError(Exception):
+    """What Ray raises when an actor is away."""
+
+
+RAY: Any = SimpleNamespace(exceptions=SimpleNamespace(RayError=RayError, ActorDiedError=type("Died", (RayError,), {})))
+
+
+class Actor:
+    """Says what it is given to say, and notes what it is told. Commands are answered unless there is another answer."""
+
+    def __init__(self) -> None:
+        self.life = 0
+        self.told: list[str] = []
+        self.answers: dict[str, dict[str, Any] | None] = {}
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
+        self.hear, self.say, self.place = (
+            SimpleNamespace(remote=call) for call in (self._hear, self._say, self._place)
+        )
+
+    def line(self, event: Event) -> None:
+        self._lines.put_nowait(to_line(event))
+
+    def up(self, model: str, phases: tuple[str, ...]) -> None:
+        for part in (PartId("unit"), *(PartId("engine", model, phase) for phase in phases)):
+            self.line(Up(part, 1, 0.1))
+
+    def restart(self) -> None:
+        self.life += 1
+        self._lines.put_nowait("")
+
+    async def _place(self) -> dict[str, Any]:
+        return {
+            "life": str(self.life),
+            "node": "here",
+            "deployment": msgspec.json.encode(DEPLOYMENT).decode(),
+            "problem": "",
+            "note": "",
+        }
+
+    async def _hear(self, said: int, seconds: float) -> dict[str, Any]:
+        line = await self._lines.get()
+        lines = [line] if line else []
+        return {"life": str(self.life), "lines": lines, "said": said + len(lines), "ended": None}
+
+    async def _say(self, line: str) -> None:
+        command = json.loads(line)
+        self.told.append(" ".join([command["do"], *([command["model"]] if "model" in command else [])]))
+        answer = self.answers.get(command["do"], {})
+        if answer is not None:
+            self._lines.put_nowait(json.dumps({"reply": command["id"], **answer}))
+
+
+class Played:
+    """A handle and its actor."""
+
+    def __init__(self, serves: tuple[str, ...]) -> None:
+        self.actor, self.events = Actor(), list[Event]()
+        place = {"life": "0", "node": "here", "deployment": msgspec.json.encode(DEPLOYMENT).decode()}
+        unit = PlannedUnit(DEPLOYMENT, serves)
+        self.unit = RayUnit(RAY, unit, False, self.actor, None, place, self.events.append, 60.0)
+
+    async def until(self, wanted: Any) -> None:
+        async with asyncio.timeout(10):
+            while not wanted():
+                await asyncio.sleep(0)
+
+    def end(self) -> None:
+        self.unit._follower.cancel()
+
+
+async def test_a_model_is_up_when_its_scheduler_and_engines_are() -> None:
+    played = Played(("m",))
+    assert not played.unit.up("m")
+    played.actor.up("m", ("prefill",))
+    await played.until(lambda: len(played.events) == 2)
+    assert not played.unit.up("m")
+    played.actor.up("m", ("decode",))
+    await played.until(lambda: played.unit.up("m"))
+    assert not played.unit.up("n")
+    played.end()
+
+
+async def test_an_end_that_failed_is_told() -> None:
+    played = Played(("m", "n"))
+    played.actor.answers["stop_model"] = {"error": "RuntimeError: no", "part": None}
+    with pytest.raises(GaveUp, match="RuntimeError: no"):
+        await played.unit.stop_model("n")
+    assert played.unit.entry.serves == ["m"]
+    played.end()
+
+
+async def test_a_host_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayUnit._ask, "__defaults__", (0.01,))
+    monkeypatch.setattr(ray_unit, "_START_SECONDS", 0.02)
+    played = Played(("m",))
+    played.actor.answers = {"start_model": None, "stop_model": None}
+    with pytest.raises(GaveUp, match=r"its host has not answered within 0.02 s"):
+        await played.unit.start_model("n")
+    with pytest.raises(GaveUp, match=r"its host has not answered within 0.01 s"):
+        await played.unit.stop_model("n")
+    assert played.unit._asked == {}
+    played.end()
+
+
+async def test_a_unit_that_was_started_again_serves_what_it_served_last() -> None:
+    played = Played(("m",))
+    await played.unit.start_model("n")
+    await played.unit.stop_model("m")
+    played.unit.start_migrator()
+    await played.until(lambda: len(played.actor.told) == 3)
+    played.actor.restart()
+    await played.until(lambda: Up(PartId("host"), 0, 0.0) in played.events)
+    assert len(played.actor.told) == 3, "it is still being started"
+    played.actor.line(Ready(0.1))
+    await played.until(lambda: len(played.actor.told) == 6)
+    assert played.actor.told[3:] == ["start_migrator", "stop_model m", "start_model n"]
+    assert played.unit.entry.serves == ["n"]
+    played.end()
