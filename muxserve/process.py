@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 
 # Who started a process: by the time it asks for its parent, that may have ended and another be its parent.
 PARENT_VARIABLE = "MUXSERVE_PARENT"
@@ -16,15 +16,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Signals:
-    """Turns signals into something that a poller can wait for."""
+    """Turns signals into something that a poller can wait for, also those that whoever started this has held back until
+    now."""
 
-    def __init__(self, numbers: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
+    def __init__(self, numbers: Collection[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         for number in numbers:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def fileno(self) -> int:
         """What becomes readable."""

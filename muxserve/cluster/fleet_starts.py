@@ -72,7 +72,8 @@ class LocalFleetLauncher:
 
     def scheduler(self) -> Process:
         """See `FleetLauncher.scheduler`."""
-        return spawn(self._commands.scheduler, self._log_dir / "scheduler.log")
+        # It may be told to read the fleet's file again at any time, and would not survive that before it expects it.
+        return spawn(self._commands.scheduler, self._log_dir / "scheduler.log", held=[signal.SIGHUP])
 
 
 class FleetStarts:

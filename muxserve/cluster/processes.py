@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -92,25 +92,32 @@ def spawn(
     pass_fds: Sequence[int] = (),
     pipe_stdout: bool = False,
     environment: Mapping[str, str] | None = None,
+    held: Collection[signal.Signals] = (),
 ) -> Process:
     """Start a process in a process group of its own, so that Ctrl-C in the terminal reaches only us.
 
-    Its output is appended to `log`; with `pipe_stdout` only stderr is. `environment` adds to ours. To be called from
-    the main thread: a process that wants to die with its parent dies with the thread that started it.
+    Its output is appended to `log`; with `pipe_stdout` only stderr is. `environment` adds to ours. Signals that are
+    `held` reach it only when it lets them (`muxserve.process.Signals`): else they might end it.
+    To be called from the main thread: a process that wants to die with its parent dies with the thread that started it.
 
     Raises:
         OSError: it cannot be started.
     """
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
-        popen = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if pipe_stdout else output,
-            stderr=output,
-            pass_fds=tuple(pass_fds),
-            process_group=0,
-            env={**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())},
-        )
+        # It begins with the mask of this thread.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        try:
+            popen = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipe_stdout else output,
+                stderr=output,
+                pass_fds=tuple(pass_fds),
+                process_group=0,
+                env={**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Process(popen.pid, popen)
 
 

@@ -131,6 +131,7 @@ def scheduler(file: str, journal: Journal) -> None:
     fleet = deployment.load_fleet_deployment(file)
     journal.write("scheduler starts")
     signal.signal(signal.SIGHUP, lambda *_: journal.write(f"scheduler {seen(file)}"))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     sock = zmq.Context().socket(zmq.ROUTER)
     sock.bind(fleet.scheduler_address)
     orders = Path(fleet.run_dir) / "orders"

@@ -54,6 +54,22 @@ async def test_a_process_and_how_it_ended(tmp_path: Path) -> None:
     process.send(signal.SIGKILL)  # nothing happens
 
 
+async def test_a_signal_that_comes_too_early_waits(tmp_path: Path) -> None:
+    program = """
+import os, select, signal
+os.kill(os.getpid(), signal.SIGHUP)  # before anything else
+from muxserve.process import Signals
+signals = Signals((signal.SIGTERM, signal.SIGHUP))
+select.select([signals], [], [], 30)
+print(signals.take() == {signal.SIGHUP})
+"""
+    process = spawn([sys.executable, "-c", program], tmp_path / "log", held=[signal.SIGHUP])
+    await process.wait()
+    assert process.returncode == 0
+    assert (tmp_path / "log").read_text() == "True\n"
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "ours is as before"
+
+
 async def test_stop_asks_first_and_insists_later(tmp_path: Path) -> None:
     polite = spawn([sys.executable, "-c", "import time; time.sleep(100)"], tmp_path / "log")
     await polite.stop(60)
