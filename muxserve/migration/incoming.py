@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
+from muxserve.migration.arrivals import Actions, Arrival, Store
 from muxserve.migration.shapes import ModelShape
-from muxserve.migration.tasks import Buffer, Failed, Outcome, Task, Write
+from muxserve.migration.tasks import Buffer, Failed, Outcome, Write
 from muxserve.wire import (
     Message,
     MovingIn,
@@ -40,70 +39,6 @@ TAKE_OVER_SECONDS = 2.0
 # How long blocks wait for the decode engine, and for the other migrator to hold them as well.
 HAND_OFF_SECONDS = 120.0
 SHARE_SECONDS = 10.0
-
-
-class Store(Protocol):
-    """This unit's memory manager. `life` is its present one, 0 while it is gone; then every method raises
-    `MemoryManagerGone`. All may raise `MemoryManagerError`."""
-
-    life: int
-    socket: str
-
-    def reserve(self, model: str, count: int) -> list[int]:
-        """That many new blocks, or none if there is no room."""
-
-    def share(self, model: str, key: str, blocks: Sequence[int], seconds: float) -> None:
-        """Let whoever knows `key` hold the blocks as well."""
-
-    def hand_off(self, model: str, key: str, blocks: Sequence[int], extra: Sequence[int], seconds: float) -> None:
-        """Leave `blocks` to whoever adopts `key`, and let go of them and of `extra`."""
-
-    def release(self, model: str, blocks: Sequence[int]) -> None:
-        """Let go of blocks."""
-
-    def drop(self, model: str, key: str) -> None:
-        """Give a hand-off up, if it is still there."""
-
-
-class Actions(Protocol):
-    """What a move can bring about."""
-
-    def tell_unit(self, message: Message) -> bool:
-        """Send to this unit's scheduler; false if it is not there."""
-
-    def unit_there(self) -> bool:
-        """Whether a unit scheduler has answered our greeting."""
-
-    def answer(self, peer: bytes, message: Message) -> bool:
-        """Send to another migrator; false if it is not there any more."""
-
-    def start(self, task: Task) -> None:
-        """Do this after everything that was started before; the outcome comes back."""
-
-
-@dataclass(slots=True)
-class Arrival:
-    """One request on its way in. `until`: blocks up to there are written, as its sender says. `pending`: up to where
-    writing was asked to be acknowledged, with the number of the last write before it."""
-
-    move: str
-    peer: bytes
-    unit: str
-    epoch: str
-    model: str
-    life: int
-    heard: float
-    looked: float
-    blocks: list[int] = field(default_factory=list)
-    until: int = 0
-    shares: list[str] = field(default_factory=list)
-    writes: int = 0
-    written: int = 0
-    pending: list[tuple[int, int]] = field(default_factory=list)
-    # Set when it has been given to the unit scheduler.
-    key: str = ""
-    given: float = math.inf
-    over: bool = False
 
 
 class Incoming:
@@ -240,15 +175,17 @@ class Incoming:
         try:
             extra = arrival.blocks[count:]
             self._store.hand_off(arrival.model, arrival.move, arrival.blocks[:count], extra, HAND_OFF_SECONDS)
+            # From here on the hand-off has the blocks, and whatever goes wrong, that is what is to be given up.
+            arrival.key, arrival.given, arrival.blocks = arrival.move, now, []
             if arrival.writes:  # pages were sent, so the other side has not taken what was shared
                 self._unshare(arrival)
         except MemoryManagerError as error:
             self._refuse(arrival, f"the memory manager refused: {error}")
             return
         except MemoryManagerGone:
+            arrival.key = ""  # nobody was told of it
             self.memory_lost()
             return
-        arrival.key, arrival.given, arrival.blocks = arrival.move, now, []
         if not self._actions.tell_unit(TakeOver(arrival.move, arrival.key, count, request)):
             self._refuse(arrival, "the unit scheduler is not there")
 

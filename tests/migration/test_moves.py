@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.migration import incoming, outgoing
 from muxserve.migration.moves import State
 from muxserve.wire import (
@@ -278,6 +279,35 @@ def test_more_than_was_moved_is_not_handed_over(world: World) -> None:
     (failed,) = world.ends(MOVE)
     assert isinstance(failed, MoveFailed)
     assert not failed.uncertain
+    nothing_left(world)
+
+
+@pytest.mark.parametrize("fault", [MemoryManagerError("INVALID", "odd"), MemoryManagerGone("gone")])
+def test_blocks_come_back_when_the_hand_over_goes_wrong_half_way(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(same_machine=True, reachable=False)
+    staged(world, 0, 3)
+    world.settle()
+    drop = world.store.drop
+
+    def failing(model: str, key: str) -> None:
+        if key == MOVE:  # the hand-off; what was shared is what goes wrong
+            drop(model, key)
+            return
+        if isinstance(fault, MemoryManagerGone):
+            world.kill_memory_b()
+        raise fault
+
+    monkeypatch.setattr(world.store, "drop", failing)
+    commit(world, 3)
+    world.settle()
+    (failed,) = world.ends(MOVE)
+    assert isinstance(failed, MoveFailed)
+    assert not failed.uncertain
+    assert not world.answer_take_over()
+    # What was shared goes when its time is over, which does not come here.
+    world.store.keys.pop(f"{MOVE}/0", None)
     nothing_left(world)
 
 
