@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muxserve.cli import ready
+from muxserve.cli.comparing import comparing
 from muxserve.cli.doctor import vllm_without_cuda
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
@@ -48,8 +49,9 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
     """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended."""
     try:
         fleet = load_fleet(file)
-        planner = FleetPlanner(fleet, this_machine(), this_machines_gpus)
-        plans = planner.at_start(plan_file)
+        with comparing() as tell:
+            planner = FleetPlanner(fleet, this_machine(), this_machines_gpus, tell=tell)
+            plans = planner.at_start(plan_file)
         gateway = fleet.gateway
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
@@ -81,7 +83,7 @@ def _run(planner: FleetPlanner, plans: Sequence[FleetPlan], run_dir: RunDir, hos
     path = str(run_dir.path)
     units = [planned_unit(plan, path, host, port) for plan in plans]
     fleet = fleet_deployment(planner.fleet, units, path, host, port)
-    for note in notes_of(plans):
+    for note in [*planner.reasons, *notes_of(plans)]:
         console.print(f"- {escape(note)}")
     code = EXIT_START
     try:

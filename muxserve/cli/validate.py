@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from muxserve.cli.comparing import comparing
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
 from muxserve.cluster.arrangement import policy_of
 from muxserve.cluster.machine import this_machine, this_machines_gpus
@@ -26,8 +27,9 @@ def validate(file: Path, file_only: bool) -> int:
         if file_only:
             console.print(f"{escape(str(file))}: {len(fleet.models)} models, no problem found in the file")
             return EXIT_OK
-        planner = FleetPlanner(fleet, this_machine(), this_machines_gpus)
-        plans = planner.at_start()
+        with comparing() as tell:
+            planner = FleetPlanner(fleet, this_machine(), this_machines_gpus, tell=tell)
+            plans = planner.at_start()
     except FleetError as error:
         print_problems(error, "this fleet cannot be deployed")
         return EXIT_BAD
@@ -41,7 +43,7 @@ def validate(file: Path, file_only: bool) -> int:
         if len(plans) > 1:
             console.print(f"[bold]{enumerate_words([unit.unit for unit in units])}[/]")
         console.print(models_table(units[0]))
-    for note in [*notes_of(plans), *_scaling(plans)]:
+    for note in [*planner.reasons, *notes_of(plans), *_scaling(plans)]:
         console.print(f"- {escape(note)}")
     for plan in plans:
         if plan.gpu is not None:

@@ -34,11 +34,14 @@ class LaterUnits:
 
     def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetDeployment, tell: Tell) -> Addition:
         """See `Planner.addition`."""
-        (model,) = declared.models
+        told = len(self._planner.reasons)
         try:
-            declared = fetch(declared, tell)
+            declared = self._planner.arranged(fetch(declared, tell))
         except FleetError as error:
             raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
+        for reason in self._planner.reasons[told:]:
+            tell(reason)
+        (model,) = declared.models
         self._planner.declare(declared)
         units: list[PlannedUnit] = []
         try:

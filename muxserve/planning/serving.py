@@ -12,15 +12,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
+from muxserve.cluster.checkpoints import Hub, HuggingFaceHub
 from muxserve.cluster.gpu_unit import GpuUnit
 from muxserve.cluster.plan import FleetPlan, demands_of, plan_fleet
 from muxserve.config import Fleet, FleetError
 from muxserve.deployment import Deployment, FleetDeployment
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.planning.arranging import arranged_by_simulation
 from muxserve.planning.cpu import CPU
 from muxserve.planning.gpus import gpu_unit
+from muxserve.planning.left import left_of
 from muxserve.planning.parts import (
     arranged,
     as_placed,
@@ -48,16 +50,28 @@ class FleetPlanner:
     """Plans the units of a fleet: those at its start, and later ones.
 
     Args:
-        fleet: as declared. `fleet` may be replaced by one with other model paths.
+        fleet: as declared. Once `at_start` has planned it, `fleet` has an arrangement for every model that left that
+            open; it may be replaced by one with other model paths.
         machine: cores and memory before anything is started.
         gpus: asked for the machine's GPUs if the fleet or its plan wants some.
+        tell: told how far the comparison of arrangements is (a part in 0..1, and what is simulated); it takes seconds.
     """
 
-    def __init__(self, fleet: Fleet, machine: Machine, gpus: Callable[[], GpuMachine], hub: Hub | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        machine: Machine,
+        gpus: Callable[[], GpuMachine],
+        hub: Hub | None = None,
+        tell: Callable[[float, str], None] = lambda part, text: None,
+    ) -> None:
         self.fleet = fleet
+        # Why models are arranged as they are, of those that left that open.
+        self.reasons: list[str] = []
         self._machine = machine
         self._gpus = gpus
         self._hub = hub or HuggingFaceHub()
+        self._tell = tell
         # The GPUs of the fleet, also those that no unit uses yet, and how many a unit gets.
         self._chosen: tuple[Gpu, ...] = ()
         self._per_unit = 0
@@ -88,10 +102,29 @@ class FleetPlanner:
         if self._on_ray and self._wants_gpus:
             message = "units on GPUs are started on this machine only; leave launcher out, or serve on CPU"
             raise FleetError([fleet.problem(("cluster", "launcher"), message)])
+        if plan_file is None:
+            if self._wants_gpus:
+                self._choose(len(fleet.cluster.gpu_ids) or fleet.cluster.gpus)
+            self.fleet = self.arranged(fleet, self._chosen)
         plans = self._planned() if plan_file is None else self._placed(plan_file)
         if plans[0].gpu is None and not self._on_ray:
             check_together(fleet, plans, self._machine)
         return plans
+
+    def arranged(self, fleet: Fleet, gpus: Sequence[Gpu] | None = None) -> Fleet:
+        """`fleet` with an arrangement for every model that leaves that open (`phases: auto`), by simulation.
+
+        Args:
+            gpus: those that it is served on; None: as many as units have that are started later.
+
+        Raises:
+            FleetError: a model cannot be served.
+        """
+        if gpus is None:
+            gpus = self._chosen[: self._per_unit * possible_units(fleet)]
+        fleet, reasons = arranged_by_simulation(fleet, self._machine, gpus, self._hub, self._tell)
+        self.reasons += reasons
+        return fleet
 
     def _planned(self) -> list[FleetPlan]:
         fleet = self.fleet
@@ -116,8 +149,7 @@ class FleetPlanner:
         """The parts with GPUs of their own. Those of units that may be started later stay free."""
         fleet, cluster = self.fleet, self.fleet.cluster
         possible = possible_units(fleet)
-        count = len(cluster.gpu_ids) or cluster.gpus
-        self._choose(count)
+        count = len(self._chosen)
         self._per_unit, rest = divmod(count, possible)
         if possible == 1:
             return list(parts)
@@ -224,7 +256,7 @@ class FleetPlanner:
             if self._chosen:
                 gpu = self._free_gpus(fleet, units)
             elif not self._on_ray:
-                machine = self._left(units)
+                machine = left_of(machine, self.fleet, units, self._hub)
             count = max(self._sharing(), len(units) + 1)
             plan = plan_fleet(fleet, machine, self._hub, gpu, units=count, block_tokens=blocks)
         except FleetError as error:
@@ -233,28 +265,6 @@ class FleetPlanner:
                 f"there is no room for a unit with {enumerate_words(list(models))} more: {words}"
             ) from None
         return replace(plan, name=name)
-
-    def _left(self, units: Sequence[Deployment]) -> Machine:
-        """The machine without what running units take."""
-        pools = sum(pool.num_pages * pool.page_bytes * unit.ranks for unit in units for pool in unit.pools)
-        weights = sum(self._weights(unit) for unit in units)
-        machine = self._machine
-        shared = machine.shared_memory_bytes
-        return replace(
-            machine,
-            memory_bytes=max(0, machine.memory_bytes - pools - weights),
-            shared_memory_bytes=None if shared is None else max(0, shared - pools),
-        )
-
-    def _weights(self, unit: Deployment) -> int:
-        total = 0
-        for model in unit.models:
-            try:
-                architecture = architecture_of(self.fleet.model(model.name), self._hub)
-            except (KeyError, CheckpointError):
-                continue  # removed meanwhile: its weights are gone
-            total += architecture.weight_bytes(model.dtype)
-        return total
 
     def _free_gpus(self, fleet: Fleet, units: Sequence[Deployment]) -> GpuUnit:
         used = {uuid for unit in units if unit.gpu is not None for uuid in unit.gpu.uuids}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
 from muxserve.cluster.plan import FleetPlan, plan_fleet
 from muxserve.cluster.rolling_rules import prefill_seconds
 from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
+from muxserve.control.changes import ChangeError
 from muxserve.costs.architecture import read_architecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
@@ -22,6 +24,7 @@ from muxserve.deployment import Deployment, FleetDeployment
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.architectures import BUILT_IN
+from muxserve.planning.later import LaterUnits
 from muxserve.planning.parts import possible_units, units_at_start
 from muxserve.planning.planfile import load_plan, save_plan
 from muxserve.planning.serving import FleetPlanner, NoRoomError, notes_of
@@ -293,6 +296,9 @@ class TestGpus:
             planner.unit("u2", ["arithmetic"], full)
 
 
+ROLLED: tuple[str, Arrangement, int] = ("arithmetic", "rolling", 1)
+
+
 def saved(path: Path, *units: tuple[str, Arrangement, int], device: str = "CPU", each: int = 1) -> Path:
     """A plan whose units have one model on `each` devices of their own."""
     placed = tuple(
@@ -308,7 +314,7 @@ def saved(path: Path, *units: tuple[str, Arrangement, int], device: str = "CPU",
 
 class TestPlanFiles:
     def test_say_how_models_are_arranged(self, tmp_path: Path) -> None:
-        file = saved(tmp_path / "plan.yaml", *[("arithmetic", "rolling", 1)] * 3)
+        file = saved(tmp_path / "plan.yaml", *[ROLLED] * 3)
         declared = only(f"phases: auto, {SLO}")
         planner = FleetPlanner(declared, MACHINE, lambda: NONE)
         plans = planner.at_start(file)
@@ -366,13 +372,75 @@ class TestPlanFiles:
         ],
     )  # fmt: skip
     def test_mistakes(self, tmp_path: Path, change: tuple[str, str], expected: str) -> None:
-        file = saved(tmp_path / "plan.yaml", *[("arithmetic", "rolling", 1)] * 2, device="L20-48GB", each=2)  # type: ignore[arg-type]
+        file = saved(tmp_path / "plan.yaml", *[ROLLED] * 2, device="L20-48GB", each=2)
         text = file.read_text()
         assert change[0] in text
         file.write_text(text.replace(*change, 1))
         with pytest.raises(FleetError) as caught:
             load_plan(file)
         assert expected in str(caught.value)
+
+
+class TestAuto:
+    """What is compared, and how it comes out, is tested elsewhere; here it is what becomes of it."""
+
+    @pytest.fixture(autouse=True)
+    def _chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def choose(fleet: Fleet, machine: Machine, gpus: tuple[Gpu, ...], *_: object, **__: object) -> object:
+            self.asked = [model.name for model in fleet.models if model.phases == "auto"]
+            self.gpus = [gpu.uuid for gpu in gpus]
+            return {name: self.choice for name in self.asked if self.choice}
+
+        self.choice: object = None
+        monkeypatch.setattr("muxserve.planning.phases_fleet.choose_at_deploy", choose)
+
+    def choose(self, phases: str, stages: int = 1) -> None:
+        self.choice = SimpleNamespace(phases=phases, stages=stages, reason="it is best")
+
+    def test_the_fleet_is_planned_as_it_was_chosen(self) -> None:
+        self.choose("pipelined", 4)
+        planner = FleetPlanner(fleet("phases: auto", "phases: pipelined"), MACHINE, lambda: NONE)
+        told = deployed(planner.fleet, planner.at_start())
+        assert (self.asked, self.gpus) == (["arithmetic"], [])
+        assert [(u.deployment.policy, u.deployment.stages) for u in told.units] == [
+            ("adbs", 1),
+            ("pipelined", 4),
+            ("pipelined", 2),
+        ]
+        assert planner.reasons == ["arithmetic is pipelined: it is best"]
+        assert planner.fleet.model("arithmetic").stages == 4
+        more = planned_unit(planner.unit("late", ["arithmetic"], told), "/run").deployment
+        assert more.stages == 4
+
+    def test_what_cannot_be_compared_is_multiplexed(self) -> None:
+        unknown = GpuMachine((Gpu(0, "GPU-0", "NVIDIA Quux 9000", 80 << 30, 0, capability=(9, 0)),))
+        declared = only("phases: auto", head="cluster: {gpus: 1}")
+        planner = FleetPlanner(declared, MACHINE, lambda: unknown)
+        assert planned_unit(planner.at_start()[0], "/run").deployment.policy == "adbs"
+        assert planner.reasons == ["arithmetic is multiplexed: nothing is known of the speed of a NVIDIA Quux 9000"]
+
+    def test_nothing_is_compared_where_a_plan_says_it(self, tmp_path: Path) -> None:
+        self.choose("pipelined", 2)
+        plan(only(f"phases: auto, {SLO}"), saved(tmp_path / "plan.yaml", ("arithmetic", "rolling", 1)))
+        assert not hasattr(self, "asked")
+
+    def test_a_model_that_is_added_later(self) -> None:
+        self.choose("rolling")
+        planner = FleetPlanner(only("phases: multiplexed", head="cluster: {gpus: 4}"), MACHINE, lambda: H200)
+        told = deployed(planner.fleet, planner.at_start())
+        said: list[str] = []
+        added = only(f"phases: auto, replicas: 2, {SLO}", "atlas")
+        with pytest.raises(ChangeError, match="0 are free"):
+            LaterUnits(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
+        assert said[-1] == "atlas is rolling: it is best"
+        assert [model.name for model in planner.fleet.models] == ["arithmetic"]
+
+        planner = FleetPlanner(only("phases: multiplexed"), MACHINE, lambda: NONE)
+        told = deployed(planner.fleet, planner.at_start())
+        addition = LaterUnits(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
+        assert [unit.deployment.policy for unit in addition.units] == ["rolling", "rolling"]
+        assert addition.rolling is not None
+        assert planner.fleet.model("atlas").phases == "rolling"
 
 
 @pytest.mark.parametrize(("name", "policy", "units"), [("rolling", "rolling", 3), ("pipeline", "pipelined", 1)])
