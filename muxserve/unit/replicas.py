@@ -13,6 +13,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.desk import Outbox, RequestDesk
 from muxserve.unit.loads import load_of, worth_telling
+from muxserve.unit.rolling import RollingReports
 from muxserve.wire import Load, Loads, MovingIn, SchedulerHello, Terminating
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Replicas:
         self._out = out
         self._epoch = epoch
         self._moving_out = moving_out
+        self._rolling = RollingReports(deployment, ledger, out, epoch)
         self._scheduler: bytes | None = None
         self._told: list[Load] = []
         self._told_at = -math.inf
@@ -59,6 +61,8 @@ class Replicas:
         """A global scheduler is there; there is one, so that an earlier one is gone."""
         log.info("global scheduler %s", hello.epoch)
         self._scheduler = peer
+        self._rolling.greeted(peer)
+        self._rolling.turn(now)
         self._tell(self.loads(), now)
 
     def migrating(self, message: MovingIn) -> None:
@@ -100,7 +104,11 @@ class Replicas:
 
     def turn(self, now: float) -> None:
         """Report if there is something to report."""
+        whole = self._rolling.turn(now)
         if self._scheduler is None:
+            return
+        if whole:
+            self._tell(self.loads(), now)
             return
         if now < self._told_at + REPORT_SECONDS:
             self._due = self._told_at + REPORT_SECONDS
@@ -112,7 +120,7 @@ class Replicas:
 
     def wakeup(self) -> float:
         """When `turn` is due although no message came."""
-        return self._due
+        return min(self._due, self._rolling.wakeup())
 
     def _tell(self, loads: list[Load], now: float) -> None:
         assert self._scheduler is not None

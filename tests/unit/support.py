@@ -129,7 +129,7 @@ class Bench:
         if up:
             self.say(GATEWAY, GatewayHello("g1", REPLY_TO))
             for each in self.deployment.models:
-                for phase in ("prefill", "decode"):
+                for phase in each.engines:
                     self.say(f"{each.name}/{phase}".encode(), EngineHello(each.name, phase, 100))
             self.sent.clear()
 
