@@ -2,19 +2,16 @@
 
 No socket, no clock, no page: messages of the unit scheduler and of other migrators and outcomes of tasks come in, with
 the time; messages and tasks go out through `Actions`.
-
-A stage is copied in chunks. Several moves take turns, chunk by chunk, within one limit of bytes per second. On the way
-to another machine only so many chunks are under way that the network is kept busy, and are acknowledged as written.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
 from muxserve.migration.bandwidth import TokenBucket
+from muxserve.migration.chunks import Chunks
 from muxserve.migration.moves import Move, State
 from muxserve.migration.shapes import ModelShape
 from muxserve.migration.tasks import CopyOver, Failed, Gather, Join, Leave, Outcome, Task
@@ -45,14 +42,6 @@ SILENCE_SECONDS = 10.0
 SIGN_SECONDS = 2.0
 # How long the unit scheduler may take until it wants the next stage: several of an engine's longest steps.
 IDLE_SECONDS = 30.0
-# Bytes of a chunk, over all ranks. Small within a machine, where nothing is gained by more, and engines want their
-# share of the memory's bandwidth meanwhile; on a network it must be worth a message.
-COPY_BYTES = 1 << 20
-SEND_BYTES = 4 << 20
-# Chunks on their way to another machine, of one move.
-WINDOW = 4
-# Chunks given to the worker at a time: one that it does and one that it takes up without a pause.
-DEPTH = 2
 
 
 class Actions(Protocol):
@@ -91,11 +80,8 @@ class Outgoing:
         self._epoch = epoch
         self._machine = machine
         self._shapes = shapes
-        self._ranks = ranks
-        self._bandwidth = bandwidth
         self._actions = actions
-        self._turns: deque[str] = deque()
-        self._running = 0
+        self._chunks = Chunks(self.moves, shapes, ranks, bandwidth)
 
     # ------------------------------------------------------------ the unit scheduler
 
@@ -188,7 +174,7 @@ class Outgoing:
     def outcome(self, task: Task, outcome: Outcome, now: float) -> None:
         """A task is done."""
         if isinstance(task, (CopyOver, Gather)):
-            self._running -= 1
+            self._chunks.done()
         move = self.moves.get(task.move) if isinstance(task, (Join, CopyOver, Gather)) else None
         if move is None:
             return
@@ -216,18 +202,13 @@ class Outgoing:
         """Start what can be started, and give up what takes too long."""
         for move in list(self.moves.values()):
             self._mind(move, now)
-        while self._running < DEPTH and self._turns and self._bandwidth.ready_at(now) <= now:
-            if not self._start_chunk(now):
-                return
+        while (chunk := self._chunks.next(now)) is not None:
+            self._actions.start(chunk)
 
     def wakeup(self, now: float) -> float:
         """When `turn` is due although nothing happened."""
         due = min((move.signed + SIGN_SECONDS for move in self.moves.values()), default=math.inf)
-        if self._turns and self._running < DEPTH:
-            ready = self._bandwidth.ready_at(now)
-            if ready > now:
-                due = min(due, ready)
-        return due
+        return min(due, self._chunks.wakeup(now))
 
     def _mind(self, move: Move, now: float) -> None:
         waited = now - move.since
@@ -278,34 +259,7 @@ class Outgoing:
         if move.done == move.end:
             self._staged(move, now)
         else:
-            self._turns.append(move.move)
-
-    def _start_chunk(self, now: float) -> bool:
-        """Start the next chunk of the first move that may go on; whether there was one."""
-        for _ in range(len(self._turns)):
-            move = self.moves.get(self._turns.popleft())
-            if move is None or move.state is not State.COPYING or move.next == move.end:
-                continue
-            if move.streamed and move.window >= WINDOW:
-                self._turns.append(move.move)
-                continue
-            per_block = self._block_bytes(move)
-            count = max(1, (SEND_BYTES if move.streamed else COPY_BYTES) // per_block)
-            first, last = move.next, min(move.next + count, move.end)
-            blocks = tuple(move.stage.blocks[first - move.stage.since : last - move.stage.since])
-            if move.streamed:
-                move.window += 1
-                self._actions.start(Gather(move.move, move.model, first, blocks))
-            else:
-                theirs, whole = tuple(move.held[first:last]), len(blocks) == len(move.stage.blocks)
-                self._actions.start(CopyOver(move.move, move.model, first, blocks, theirs, whole))
-            self._bandwidth.take(len(blocks) * per_block, now)
-            self._running += 1
-            move.next = last
-            if last < move.end:
-                self._turns.append(move.move)
-            return True
-        return False
+            self._chunks.queue(move)
 
     def _acknowledged(self, move: Move, now: float) -> None:
         until = move.sent.popleft() if move.sent else -1
@@ -319,11 +273,8 @@ class Outgoing:
     def _staged(self, move: Move, now: float) -> None:
         move.until = max(move.until, move.end)
         self._enter(move, State.IDLE, now)
-        size = len(move.stage.blocks) * self._block_bytes(move)
+        size = len(move.stage.blocks) * self._chunks.block_bytes(move)
         self._actions.tell_unit(MoveStaged(move.move, move.end, now - move.began, size))
-
-    def _block_bytes(self, move: Move) -> int:
-        return self._ranks * self._shapes[move.model].block_bytes
 
     def _enter(self, move: Move, state: State, now: float) -> None:
         move.state, move.since = state, now

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
-from muxserve.migration import incoming, outgoing
+from muxserve.migration import chunks, incoming, outgoing
 from muxserve.migration.moves import State
 from muxserve.wire import (
     MoveAbort,
@@ -77,14 +77,14 @@ def test_three_stages_and_the_last_block_twice(world: World) -> None:
 
 
 def test_several_moves_take_turns_and_keep_to_the_limit() -> None:
-    rate = 10.0 * outgoing.COPY_BYTES
+    rate = 10.0 * chunks.COPY_BYTES
     world = World(rate=rate)
     for number in range(3):
         staged(world, 0, 10, reserve=10, move=f"a:1:{number}")
     world.let_pass(1.0)
     done = [move.done for move in world.outgoing.moves.values()]
     assert 8 <= sum(done) <= 12
-    assert max(done) - min(done) <= outgoing.DEPTH  # the first began alone
+    assert max(done) - min(done) <= chunks.DEPTH  # the first began alone
     world.let_pass(2.1)
     assert sorted(world.staged()) == [10, 10, 10]
     assert max(m.seconds for m in world.unit_a if isinstance(m, MoveStaged)) == pytest.approx(3.0, abs=0.2)
@@ -92,19 +92,19 @@ def test_several_moves_take_turns_and_keep_to_the_limit() -> None:
 
 def test_only_so_much_is_under_way_to_another_machine() -> None:
     world = World(same_machine=False)
-    blocks_per_chunk = outgoing.SEND_BYTES // BLOCK_BYTES
+    blocks_per_chunk = chunks.SEND_BYTES // BLOCK_BYTES
     staged(world, 0, 30, reserve=30)
     for _ in range(100):  # B is slow: it takes messages in and writes nothing
         world.turn()
         world.deliver_to_b(), world.deliver_to_a(), world.work_a()
-    assert sum(len(task.blocks) for task in world.tasks_b) == outgoing.WINDOW * blocks_per_chunk
+    assert sum(len(task.blocks) for task in world.tasks_b) == chunks.WINDOW * blocks_per_chunk
     for _ in range(2):
         assert world.work_b()
     world.deliver_to_a(), world.deliver_to_a()
     world.turn()
     for _ in range(10):
         world.work_a(), world.deliver_to_b()
-    assert sum(len(task.blocks) for task in world.tasks_b) == outgoing.WINDOW * blocks_per_chunk
+    assert sum(len(task.blocks) for task in world.tasks_b) == chunks.WINDOW * blocks_per_chunk
     world.settle()
     assert world.staged() == [30]
 

@@ -1,0 +1,99 @@
+"""What is copied next: chunk by chunk, the moves in turns, within one limit of bytes per second.
+
+On the way to another machine only so many chunks are under way that the network is kept busy; they are acknowledged as
+written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Union
+
+from muxserve.migration.bandwidth import TokenBucket
+from muxserve.migration.moves import Move, State
+from muxserve.migration.shapes import ModelShape
+from muxserve.migration.tasks import CopyOver, Gather
+
+# Bytes of a chunk, over all ranks. Small within a machine, where nothing is gained by more, and engines want their
+# share of the memory's bandwidth meanwhile; on a network it must be worth a message.
+COPY_BYTES = 1 << 20
+SEND_BYTES = 4 << 20
+# Chunks on their way to another machine, of one move.
+WINDOW = 4
+# Chunks given to the worker at a time: one that it does and one that it takes up without a pause.
+DEPTH = 2
+
+Chunk = Union[CopyOver, Gather]
+
+
+class Chunks:
+    """The chunks of all moves of a unit.
+
+    Args:
+        moves: those that there are, by name; those that have ended are no longer in it.
+        shapes: of the models.
+        ranks: over how many devices a block is spread.
+        bandwidth: how much may leave.
+    """
+
+    def __init__(
+        self, moves: Mapping[str, Move], shapes: Mapping[str, ModelShape], ranks: int, bandwidth: TokenBucket
+    ) -> None:
+        self._moves = moves
+        self._shapes = shapes
+        self._ranks = ranks
+        self._bandwidth = bandwidth
+        self._turns: deque[str] = deque()
+        self._running = 0
+
+    def block_bytes(self, move: Move) -> int:
+        """Bytes of one block, over all ranks."""
+        return self._ranks * self._shapes[move.model].block_bytes
+
+    def queue(self, move: Move) -> None:
+        """The move has a stage to be copied."""
+        self._turns.append(move.move)
+
+    def done(self) -> None:
+        """A chunk has been carried out, or could not be."""
+        self._running -= 1
+
+    def next(self, now: float) -> Chunk | None:
+        """The next chunk, which is to be carried out; None if none may begin now."""
+        if self._running >= DEPTH or not self._turns or self._bandwidth.ready_at(now) > now:
+            return None
+        for _ in range(len(self._turns)):
+            move = self._moves.get(self._turns.popleft())
+            if move is None or move.state is not State.COPYING or move.next == move.end:
+                continue
+            if move.streamed and move.window >= WINDOW:
+                self._turns.append(move.move)
+                continue
+            return self._begin(move, now)
+        return None
+
+    def wakeup(self, now: float) -> float:
+        """When there may be a next one although nothing happened."""
+        if self._turns and self._running < DEPTH:
+            ready = self._bandwidth.ready_at(now)
+            if ready > now:
+                return ready
+        return math.inf
+
+    def _begin(self, move: Move, now: float) -> Chunk:
+        per_block = self.block_bytes(move)
+        count = max(1, (SEND_BYTES if move.streamed else COPY_BYTES) // per_block)
+        first, last = move.next, min(move.next + count, move.end)
+        blocks = tuple(move.stage.blocks[first - move.stage.since : last - move.stage.since])
+        self._bandwidth.take(len(blocks) * per_block, now)
+        self._running += 1
+        move.next = last
+        if last < move.end:
+            self._turns.append(move.move)
+        if move.streamed:
+            move.window += 1
+            return Gather(move.move, move.model, first, blocks)
+        theirs, whole = tuple(move.held[first:last]), len(blocks) == len(move.stage.blocks)
+        return CopyOver(move.move, move.model, first, blocks, theirs, whole)
