@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -44,7 +44,13 @@ class FleetPlan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was decided for the user, in words."""
-        return (*(self.gpu.describe() if self.gpu else ()), *self.unit.notes)
+        return (*(self.gpu.describe() if self.gpu else self._on_cpu()), *self.unit.notes)
+
+    def _on_cpu(self) -> Iterator[str]:
+        model, demand = self.fleet.models[0], self.demands[0]
+        if alone(model):
+            split = f", its layers over {demand.stages} processes" if demand.stages > 1 else ""
+            yield f"{model.name} has one engine of both phases ({phases_of(model)}){split}"
 
     @property
     def served(self) -> tuple[str, ...]:

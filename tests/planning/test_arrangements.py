@@ -167,6 +167,13 @@ class TestStages:
         assert (model.batching.policy, model.batching.iterations) == ("throttled", 8)
         assert unit.layout("arithmetic").endswith(".2r.2s")
 
+    def test_in_words(self) -> None:
+        assert plan(only("phases: pipelined"))[0].notes[0] == (
+            "arithmetic has one engine of both phases (pipelined), its layers over 2 processes"
+        )
+        assert plan(only(ROLLING))[0].notes[0] == "arithmetic has one engine of both phases (rolling)"
+        assert plan(only("phases: multiplexed"))[0].notes[0].startswith("pool0")
+
     @pytest.mark.parametrize(("stages", "layers"), [(1, 4), (2, 2), (3, 2), (4, 1)])
     def test_layers_are_those_of_the_longest(self, stages: int, layers: int) -> None:
         unit = unit_of(plan(only(f"phases: pipelined, stages: {stages}")))
