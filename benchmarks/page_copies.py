@@ -31,7 +31,7 @@ from muxserve import network
 from muxserve.deployment import Deployment, GatewayDeployment, Listen, ModelDeployment, PoolDeployment
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
-from muxserve.migration.outgoing import SEND_BYTES
+from muxserve.migration.chunks import SEND_BYTES
 from muxserve.migration.pages import HostPages
 from muxserve.migration.process import MACHINE
 from muxserve.wire import Message, MigratorHello, MoveAbort, MoveFailed, MoveStage, MoveStaged, Reset, decode, encode
