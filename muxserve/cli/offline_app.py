@@ -56,6 +56,19 @@ def plan(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the local search and the simulation.")] = 0,
+    compare_phases: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODELS",
+            help="Compare ways to arrange prefill and decode for these models, or all; models with `phases: auto` are "
+            "compared anyway.",
+            show_default=False,
+        ),
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Gbit/s between machines, for pipelines. Default: 10.", show_default=False),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
     output: Annotated[
@@ -88,6 +101,8 @@ def plan(
                 as_json=json,
                 html=html,
                 output=output,
+                compare_phases=compare_phases,
+                network=network,
             )
         )
     )

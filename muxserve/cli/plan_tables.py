@@ -10,6 +10,7 @@ from rich.table import Table
 from muxserve.cli.output import console, escape
 from muxserve.planning.document import SweepPoint, needed
 from muxserve.planning.predict import Prediction, falls_short
+from placement.cluster import PlacedUnit
 from placement.planner import ClusterPlan
 from placement.words import format_size
 
@@ -27,7 +28,7 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
         "unit",
         "devices",
         "model",
-        "SMs prefill/decode",
+        "phases, or SMs",
         "rate",
         "served",
         "TTFT",
@@ -48,7 +49,7 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
                 escape(unit.name) if index == 0 else "",
                 f"{len(unit.devices)} x {unit.device} ({_range(unit.devices)})" if index == 0 else "",
                 escape(demand.name) + replicas,
-                f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                _phases(unit) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                 f"{model.rate:.2f}/s",
                 served if model.meets_rate else f"[red]{served}[/]",
                 "grows" if math.isinf(model.ttft) else seconds_words(model.ttft),
@@ -61,6 +62,13 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
                 row += _simulated(simulated, demand.name)
             table.add_row(*row)
     return table
+
+
+def _phases(unit: PlacedUnit) -> str:
+    """How the model of a unit that is not multiplexed is arranged."""
+    if unit.phases == "multiplexed":
+        return ""
+    return f"{unit.phases}, {unit.stages} stages" if unit.phases == "pipelined" else unit.phases
 
 
 def units_table(plan: ClusterPlan) -> Table:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muxserve.planning.predict import Prediction
+from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
 from placement.planner import ClusterPlan, limits_in_words
 
@@ -78,7 +79,9 @@ def document(
                 "name": unit.name,
                 "device": unit.device,
                 "devices": list(unit.devices),
-                **_unit(plan, estimate, simulated),
+                "phases": unit.phases,
+                "stages": unit.stages,
+                **_unit(plan, unit, estimate, simulated),
             }
             for unit, estimate in units
         ],
@@ -109,14 +112,16 @@ def document(
     }
 
 
-def _unit(plan: ClusterPlan, estimate: UnitEstimate, simulated: Prediction | None) -> dict[str, Any]:
+def _unit(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, simulated: Prediction | None) -> dict[str, Any]:
+    # Engines of both phases are simulated, not estimated: how busy their devices are with either is not told.
+    known = unit.phases == "multiplexed"
     return {
         "limit": limits_in_words(plan, estimate),
         "headroom": estimate.headroom,
         "throughput": estimate.throughput,
         "prefill_share": estimate.prefill_share,
-        "prefill_load": estimate.prefill_load,
-        "decode_load": estimate.decode_load,
+        "prefill_load": estimate.prefill_load if known else None,
+        "decode_load": estimate.decode_load if known else None,
         "memory": {
             "models": sum(model.own_bytes for model in estimate.models),
             "pool": estimate.pool_bytes,

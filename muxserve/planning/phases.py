@@ -7,6 +7,7 @@ load, its objectives and its devices.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from muxserve.config import Fleet
@@ -45,16 +46,23 @@ def silent(part: float, text: str) -> None:
 # ---------------------------------------------------------------- one model
 
 
-def compare(wanted: Wanted, ground: Ground, latency: LatencyModel, seed: int = 0, tell: Tell = silent) -> Comparison:
-    """Simulate all arrangements of one model on the same devices, under the same seeded load. The same arguments give
-    the same figures."""
+def compare(
+    wanted: Wanted,
+    ground: Ground,
+    latency: LatencyModel,
+    seed: int = 0,
+    tell: Tell = silent,
+    only: Sequence[PhasesName] = ARRANGEMENTS,
+) -> Comparison:
+    """Simulate all arrangements (or `only` some) of one model on the same devices, under the same seeded load. The same
+    arguments give the same figures."""
     load = Load(wanted, seed)
     found: list[Compared] = []
     simulations = 0
-    for number, phases in enumerate(ARRANGEMENTS):
+    for number, phases in enumerate(only):
 
         def told(part: float, text: str, number: int = number, phases: str = phases) -> None:
-            tell((number + part) / len(ARRANGEMENTS), f"{wanted.demand.name}: {phases}, {text}")
+            tell((number + part) / len(only), f"{wanted.demand.name}: {phases}, {text}")
 
         try:
             figures, count = _arrangement(wanted, ground, latency, load, phases, told)
@@ -148,6 +156,8 @@ def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate
         ttft_with_wait=_spread(counted, 0, True),
         tpot=_spread(counted, 1, False),
         tpot_after_wait=_spread(counted, 1, True),
+        served=_served(played.outcomes, load.seconds(rate), rate),
+        running=rate * statistics.fmean(each.latency for each in counted) if counted else 0.0,
         preemptions=played.preemptions,
         balance=played.balance,
         bubbles=played.bubbles,
@@ -161,7 +171,19 @@ def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate
 def _spread(outcomes: Sequence[Outcome], which: int, switch: bool) -> Spread | None:
     found = [times for each in outcomes if (times := each.times(switch)) is not None]
     values = [value for times in found if (value := times[which]) is not None]
-    return Spread(*(percentile(values, share) for share in (0.5, 0.9, 0.99))) if values else None
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
+
+
+def _served(outcomes: Sequence[Outcome], seconds: float, rate: float) -> float:
+    """Requests answered per second while they come: as many as come, within what a queue that does not grow may hold
+    back, or those that ended in the second half."""
+    half = seconds / 2
+    ended = sum(half <= each.ended < seconds for each in outcomes)
+    came = sum(half <= each.arrival < seconds for each in outcomes)
+    part = ended / came if came else 1.0
+    return rate if part > 0.95 else part * rate
 
 
 def _notes(wanted: Wanted, found: Sequence[Compared]) -> tuple[str, ...]:
@@ -174,8 +196,8 @@ def _notes(wanted: Wanted, found: Sequence[Compared]) -> tuple[str, ...]:
     seats = {each.phases: demand.max_num_seqs * each.figures.layout.replicas for each in found if each.figures}
     if len(set(seats.values())) > 1:
         notes.append(
-            f"max_num_seqs ({demand.max_num_seqs}) is of each replica, so that "
-            f"{enumerate_words([f'{name} runs up to {count} requests at once' for name, count in seats.items()])}"
+            f"max_num_seqs ({demand.max_num_seqs}) is of each replica, so that at most "
+            f"{enumerate_words([f'{count} requests run at once {name}' for name, count in seats.items()])}"
         )
     return tuple(notes)
 

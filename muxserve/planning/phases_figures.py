@@ -9,8 +9,9 @@ from muxserve.planning.phases_layout import Layout, PhasesName
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles of times, seconds."""
+    """Mean and percentiles of times, seconds."""
 
+    mean: float
     p50: float
     p90: float
     p99: float
@@ -24,7 +25,8 @@ class Figures:
     the phase switch counts as time to first token there, and as time per output token in `goodput_smooth`. What follows
     is of the rate that the fleet asks for: the part of the requests within the objectives (`attainment`, and
     `attainment_smooth` as above), the times (`ttft` without the wait, `ttft_with_wait`; `tpot` with it, as a client
-    sees it, `tpot_after_wait` without), the part of a pipeline's active time in which each stage does nothing
+    sees it, `tpot_after_wait` without), the requests that are answered per second (`served`) and under way on average
+    (`running`), the part of a pipeline's active time in which each stage does nothing
     (`bubbles`), the busiest replica's or stage's work over the mean (`balance`). `link_bytes` go between devices for
     each token, `network_bytes` of them between machines. `device_hours` are paid for 1,000 requests within the
     objectives at the goodput (None: it is 0).
@@ -40,6 +42,8 @@ class Figures:
     ttft_with_wait: Spread | None
     tpot: Spread | None
     tpot_after_wait: Spread | None
+    served: float
+    running: float
     preemptions: int
     balance: float
     bubbles: tuple[float, ...]

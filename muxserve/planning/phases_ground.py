@@ -110,13 +110,15 @@ class GpuGround:
             over = sum(crossing) * boundary_bytes(demand)
             layers = max(split_layers(demand.architecture.layers, layout.stages))
             kv_bytes = int(min(blocks) * tokens * token_bytes * layers / demand.architecture.layers)
-            return Place(layout, shape, tokens, blocks, kv_bytes, links, link_bytes=sent, network_bytes=over)
+            return Place(
+                layout, shape, tokens, blocks, kv_bytes, usable - kv_bytes, links, link_bytes=sent, network_bytes=over
+            )
         own = model_bytes(demand, tp, rules)
         left = usable - own
         self._check(wanted, int(left / token_bytes), layout, own)
         if layout.phases == "multiplexed":
-            return Place(layout, shape, tokens, kv_bytes=left, link_bytes=sent)
-        return Place(layout, shape, tokens, (int(left / token_bytes) // tokens,), left, link_bytes=sent)
+            return Place(layout, shape, tokens, (), left, own, link_bytes=sent)
+        return Place(layout, shape, tokens, (int(left / token_bytes) // tokens,), left, own, link_bytes=sent)
 
     def _check(self, wanted: Wanted, room: int, layout: Layout, own: int | None = None) -> None:
         demand = wanted.demand
@@ -208,6 +210,7 @@ class CpuGround:
             model.block_tokens,
             (model.num_blocks - 1,) * layout.stages,
             plan.pool_bytes,
+            weights // (replicas * ranks),
             links=(link_of(on, 1),) * (layout.stages - 1),
             link_bytes=link_bytes(demand, layout),
         )

@@ -99,6 +99,7 @@ def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
 class Place:
     """One layout with all that its simulation needs. Every replica has `shape` for each of its stages, whose KV caches
     have `blocks` of `block_tokens` tokens, `kv_bytes` on each device; of multiplexed ones only the latter count.
+    `own_bytes` is what each device holds beside that.
     `cost_share`: of each device's compute, what an engine of a replica runs on, if that is not its lease's.
 
     `link_bytes` are sent between devices, `network_bytes` of these between machines, for each token of a prompt or an
@@ -110,6 +111,7 @@ class Place:
     block_tokens: int
     blocks: tuple[int, ...] = ()
     kv_bytes: int = 0
+    own_bytes: int = 0
     links: tuple[Link, ...] = ()
     prefill_share: float | None = None
     decode_share: float | None = None

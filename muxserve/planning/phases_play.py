@@ -39,6 +39,16 @@ class Outcome(NamedTuple):
     rest: float = 0.0
     tokens: int = 0
 
+    @property
+    def latency(self) -> float:
+        """From its arrival to its last token; 0 if it was refused."""
+        return 0.0 if self.ttft is None else self.ttft + self.rest
+
+    @property
+    def ended(self) -> float:
+        """When it had its last token; before everything if it was refused."""
+        return -1.0 if self.ttft is None else self.arrival + self.latency
+
     def times(self, switch: bool) -> tuple[float, float | None] | None:
         """TTFT and TPOT, the wait for the phase switch in the first or in the second; None if there are none."""
         if self.ttft is None:

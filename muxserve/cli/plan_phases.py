@@ -1,0 +1,164 @@
+"""Arrangements of prefill and decode, compared: tables, and the same as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from muxserve.cli.output import console, errors, escape
+from muxserve.cli.plan_tables import attainment_words, seconds_words
+from muxserve.config import Fleet
+from muxserve.planning.phases import SHARE
+from muxserve.planning.phases_figures import Compared, Comparison, Figures, Spread
+from placement.words import format_size
+
+_COLUMNS = (
+    "arrangement",
+    "layout",
+    "goodput",
+    "within",
+    "TTFT p50/p90/p99",
+    "with wait p99",
+    "TPOT p50/p90/p99",
+    "bubbles",
+    "balance",
+    "device-h per 1000",
+    "links, per token",
+    "at the goodput",
+)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[float, str], None]]:
+    """A bar on the terminal; nothing elsewhere."""
+    if not errors.is_terminal:
+        yield lambda *_: None
+        return
+    columns = (
+        BarColumn(30),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("comparing arrangements", total=1.0)
+        yield lambda part, text: bar.update(task, completed=part, description=escape(text))
+
+
+def show(comparison: Comparison, chosen: bool) -> None:
+    """One table for a model; `chosen`: the recommendation is what the plan has."""
+    console.print()
+    console.print(
+        f"[bold]{escape(comparison.model)}[/]: {comparison.rate:g} requests/s on {escape(comparison.devices)}, "
+        f"{comparison.simulations} simulations"
+    )
+    console.print(_table(comparison))
+    for each in comparison.arrangements:
+        if each.figures is None:
+            console.print(f"{each.phases} is not possible: {escape(each.why_not)}")
+    for note in comparison.notes:
+        console.print(f"- {escape(note)}")
+    what = "chosen" if chosen else "recommended"
+    console.print(f"{what}: [bold]{comparison.recommended}[/]; {escape(comparison.reason)}")
+
+
+def show_comparisons(fleet: Fleet, comparisons: Sequence[Comparison]) -> None:
+    """A table for each model."""
+    for comparison in comparisons:
+        show(comparison, fleet.model(comparison.model).phases == "auto")
+
+
+def _table(comparison: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for index, name in enumerate(_COLUMNS):
+        table.add_column(name, no_wrap=True, justify="left" if index < 2 else "right")
+    for each in comparison.arrangements:
+        mark = "[bold]" if each.phases == comparison.recommended else ""
+        cells = [each.phases, "not possible"] if each.figures is None else _row(each.phases, each.figures)
+        table.add_row(*(f"{mark}{cell}{'[/]' if mark else ''}" for cell in cells))
+    return table
+
+
+def _row(name: str, figures: Figures) -> list[str]:
+    wait = figures.ttft_with_wait
+    return [
+        name,
+        escape(figures.layout.words),
+        f"{figures.goodput:.3g}/s" if figures.goodput else "0",
+        attainment_words(figures.attainment, SHARE),
+        _spread(figures.ttft),
+        seconds_words(wait.p99) if wait else "-",
+        _spread(figures.tpot),
+        "-" if not figures.bubbles else " ".join(f"{part:.0%}" for part in figures.bubbles),
+        f"{figures.balance:.2f}",
+        "-" if figures.device_hours is None else f"{figures.device_hours:.3g}",
+        format_size(int(figures.link_bytes)) if figures.link_bytes else "-",
+        f"{figures.link_rate / 1e9:.3g} GB/s" if figures.link_bytes else "-",
+    ]
+
+
+def _spread(times: Spread | None) -> str:
+    if times is None:
+        return "-"
+    return " / ".join(seconds_words(each) for each in (times.p50, times.p90, times.p99))
+
+
+# ---------------------------------------------------------------- plain data
+
+
+def comparison_document(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as plain data; docs/plan.md has the keys."""
+    return {
+        "model": comparison.model,
+        "devices": comparison.devices,
+        "rate": comparison.rate,
+        "recommended": comparison.recommended,
+        "reason": comparison.reason,
+        "notes": list(comparison.notes),
+        "simulations": comparison.simulations,
+        "arrangements": [_compared(each) for each in comparison.arrangements],
+    }
+
+
+def _compared(each: Compared) -> dict[str, Any]:
+    f = each.figures
+    if f is None:
+        return {"phases": each.phases, "possible": False, "why_not": each.why_not}
+    return {
+        "phases": each.phases,
+        "possible": True,
+        "replicas": f.layout.replicas,
+        "stages": f.layout.stages,
+        "tensor_parallel": f.layout.tp,
+        "devices": f.devices,
+        "goodput": f.goodput,
+        "goodput_wait_in_tpot": f.goodput_smooth,
+        "attainment": f.attainment,
+        "attainment_wait_in_tpot": f.attainment_smooth,
+        "served": f.served,
+        "ttft": _times(f.ttft),
+        "ttft_with_wait": _times(f.ttft_with_wait),
+        "tpot": _times(f.tpot),
+        "tpot_after_wait": _times(f.tpot_after_wait),
+        "preemptions": f.preemptions,
+        "bubbles": list(f.bubbles),
+        "balance": f.balance,
+        "device_hours_per_1000": f.device_hours,
+        "link_bytes_per_token": f.link_bytes,
+        "link_bytes_per_second": f.link_rate,
+        "network_bytes_per_token": f.network_bytes,
+        "network_bytes_per_second": f.network_rate,
+    }
+
+
+def _times(times: Spread | None) -> dict[str, float] | None:
+    return None if times is None else {"mean": times.mean, "p50": times.p50, "p90": times.p90, "p99": times.p99}
+
+
+def documents(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """All of them."""
+    return [comparison_document(each) for each in comparisons]

@@ -1,0 +1,221 @@
+"""The steps of `muxserve plan`: a plan on GPUs or on this machine's CPU, its simulation, and the arrangements of
+prefill and decode in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muxserve.cli.plan_phases import progress
+from muxserve.config import Fleet, load_fleet
+from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.planning.document import SweepPoint, point
+from muxserve.planning.fleets import demands_of, equal_nodes, memory_of
+from placement.cluster import Cluster
+from placement.demand import Demand
+from placement.planner import ClusterPlan, PlanOptions, plan_cluster
+
+if TYPE_CHECKING:
+    from muxserve.planning.phases_arrange import Arrangements
+    from muxserve.planning.predict import Prediction
+
+Tell = Callable[[str], None]
+_SIMULATED_REQUESTS, _SIMULATED_SECONDS = 5000, 300.0
+
+
+class UsageError(ValueError):
+    """The command line is wrong."""
+
+
+@dataclass(slots=True)
+class Made:
+    """What came of it. `simulated` is the simulation of the models that share devices (`why_not`: why there is none),
+    `spare` the factors by which their rates were raised in planning."""
+
+    plan: ClusterPlan
+    simulated: Prediction | None = None
+    why_not: str = ""
+    points: list[SweepPoint] = field(default_factory=list)
+    spare: Mapping[str, float] = field(default_factory=dict)
+    arrangements: Arrangements | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """One run of the command. `seconds` may be spent on the local search; `simulate` is how long the plan is simulated
+    (None: as long as makes sense). `compare` are the models whose arrangements are compared whatever the file says,
+    `network` is bytes per second between machines."""
+
+    file: Path
+    fleet: Fleet
+    latency: LatencyModel
+    options: PlanOptions
+    seconds: float
+    simulate: float | None
+    seed: int
+    compare: tuple[str, ...]
+    network: float
+    told: Tell
+
+    @property
+    def arranges(self) -> bool:
+        """Whether some model is not simply multiplexed. Baselines know nothing but that."""
+        from muxserve.planning.phases_arrange import concerns
+
+        return self.options.mode == "muxserve" and concerns(self.fleet, self.compare)
+
+    # ------------------------------------------------------------ GPUs
+
+    def on_gpus(self, cluster: Cluster) -> Made:
+        """A plan for a cluster."""
+        demands = demands_of(self.fleet, self.file.parent)
+        made = self._place(demands, cluster)
+        if not self.arranges:
+            return self._borne_out(made, demands, cluster)
+        from muxserve.planning.phases_machines import divide_gpus
+
+        with progress() as tell:
+            divided = divide_gpus(
+                self.fleet, demands, made, self.latency, self.options.rules, self.network, self.compare, self.seed, tell
+            )
+        if not divided.apart:
+            found = self._borne_out(made, demands, cluster)
+        else:
+            shared = divided.arrangements.shared
+            rest = None
+            if shared and divided.left.devices:
+                rest = self._borne_out(self._place(shared, divided.left), shared, divided.left)
+            found = rest or Made(made)
+            found.plan = divided.joined(rest.plan if rest else None, self.options.objective)
+        found.arrangements = divided.arrangements
+        return found
+
+    def swept(self, sizes: Sequence[int], cluster: Cluster) -> Made:
+        """A plan for every size; the first that meets everything, else the last."""
+        demands = demands_of(self.fleet, self.file.parent)
+        points: list[SweepPoint] = []
+        chosen: ClusterPlan | None = None
+        each = max(0.5, self.seconds / len(sizes))
+        for size in sizes:
+            here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
+            made = self._place(demands, here, each, f"{size} GPUs: ")
+            points.append(point(made))
+            if chosen is None or not chosen.meets:
+                chosen = made
+        assert chosen is not None
+        simulated, why_not = self._simulated(chosen)
+        return Made(chosen, simulated, why_not, points)
+
+    def _place(
+        self, demands: Sequence[Demand], cluster: Cluster, seconds: float | None = None, before: str = ""
+    ) -> ClusterPlan:
+        until = time.monotonic() + (self.seconds if seconds is None else seconds)
+        return plan_cluster(
+            demands,
+            cluster,
+            self.latency,
+            memory_of(cluster),
+            self.options,
+            lambda: time.monotonic() >= until,
+            lambda text: self.told(before + text),
+        )
+
+    def _borne_out(self, first: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> Made:
+        """The plan, or one with spare for models that fall short in its simulation."""
+        simulated, why_not = self._simulated(first)
+        if simulated is None or self.options.objective.name == "throughput":
+            return Made(first, simulated, why_not)
+        from muxserve.planning.verified import verified
+
+        known = {id(first): simulated}
+
+        def plan(asked: Sequence[Demand]) -> ClusterPlan:
+            return first if asked is demands else self._place(asked, cluster, before="again: ")
+
+        def simulate(made: ClusterPlan) -> Prediction:
+            prediction = known.get(id(made)) or self._simulated(made)[0]
+            assert prediction is not None, "what could be simulated once can be simulated again"
+            return prediction
+
+        again = verified(demands, plan, simulate)
+        return Made(again.plan, again.prediction, spare=again.spare)
+
+    # ------------------------------------------------------------ CPU
+
+    def on_cpu(self) -> Made:
+        """A plan for this machine."""
+        from muxserve.cluster.machine import this_machine
+        from muxserve.cluster.plan import plan_fleet
+        from muxserve.planning.cpu import plan_machine
+        from muxserve.planning.phases_ground import ground_on_cpu
+        from muxserve.planning.phases_machines import divide_cpu
+
+        machine = this_machine()
+        resolved = load_fleet(self.file)
+        demands = demands_of(self.fleet, self.file.parent, gpu=False)
+        shared, divided = demands, None
+        if self.arranges:
+            own = self.fleet.cluster
+            ground = ground_on_cpu(machine, own.cores, self.fleet.kv_pool.size, own.ranks)
+            with progress() as tell:
+                divided = divide_cpu(self.fleet, demands, ground, self.latency, self.compare, self.seed, tell)
+            shared = divided.arrangements.shared
+        made: ClusterPlan | None = None
+        lengths: dict[str, int] = {}
+        if shared:
+            names = {demand.name for demand in shared}
+            models = [m.model_copy(update={"phases": "multiplexed"}) for m in resolved.models if m.name in names]
+            units = divided.cluster.devices if divided else 1
+            planned = plan_fleet(resolved.with_models(models), machine, units=units)
+            shared = [replace(d, dtype=m.dtype) for d, m in zip(shared, planned.unit.models, strict=True)]
+            try:
+                made = plan_machine(planned, shared, self.latency, self.options.objective)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+            lengths = {model.name: model.max_len for model in planned.unit.models}
+        simulated, why_not = self._simulated(made, lengths) if made else (None, "")
+        if divided is None or not divided.apart:
+            assert made is not None, "a fleet has models"
+            whole = made
+        else:
+            divided.arrangements.shared = list(shared)
+            whole = divided.joined(made, self.options.objective)
+        return Made(whole, simulated, why_not, arrangements=divided.arrangements if divided else None)
+
+    # ------------------------------------------------------------ simulation
+
+    def _simulated(self, made: ClusterPlan, max_len: Mapping[str, int] | None = None) -> tuple[Prediction | None, str]:
+        """The simulation of the plan, or why there is none."""
+        from muxserve.planning.predict import predict
+        from muxserve.simulator import SimulationError
+
+        seconds = self.simulate
+        if seconds is None:
+            # Long enough for the longest answers to come and go, unless that takes too long.
+            seconds = min(_SIMULATED_SECONDS, _SIMULATED_REQUESTS / made.asked)
+        if seconds <= 0 or not made.placement.units:
+            return None, ""
+        self.told("simulating")
+
+        def count(done: int, total: int) -> None:
+            self.told(f"simulating, {done} of {total} requests")
+
+        try:
+            return (
+                predict(
+                    made.placement,
+                    made.demands,
+                    self.latency,
+                    seconds,
+                    self.seed,
+                    made.mode,
+                    max_len or {},
+                    progress=count,
+                ),
+                "",
+            )
+        except (SimulationError, CostError) as error:
+            return None, str(error)

@@ -1,0 +1,124 @@
+"""The devices of a plan, divided: those of models that are rolling or pipelined, and those that the others share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from muxserve.config import Fleet
+from muxserve.costs.devices import device
+from muxserve.costs.latency import LatencyModel
+from muxserve.planning.phases import Tell, silent
+from muxserve.planning.phases_arrange import Arrangements, arrange
+from muxserve.planning.phases_ground import CPU, CpuGround, GpuGround
+from muxserve.planning.phases_layout import Ground, Layout
+from muxserve.planning.phases_plan import Carving, joined, part_of
+from placement.cluster import Cluster, Node, Placement
+from placement.demand import Demand
+from placement.memory import MemoryRules
+from placement.objective import Objective
+from placement.planner import ClusterPlan, notes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A cluster whose devices are divided: `left` is what the models of `arrangements.shared` are to be planned on, and
+    `numbers` the number in `cluster` of each of its devices."""
+
+    cluster: Cluster
+    arrangements: Arrangements
+    left: Cluster
+    numbers: list[int]
+
+    @property
+    def apart(self) -> bool:
+        """Whether some model is not to be planned with the others."""
+        return bool(self.arrangements.arranged or self.arrangements.missing)
+
+    def joined(self, rest: ClusterPlan | None, objective: Objective) -> ClusterPlan:
+        """The whole plan. `rest` is that of the shared models; None where there are none, or no devices for them."""
+        found = self.arrangements
+        rest = rest or ClusterPlan((), Placement(self.left, ()), (), {}, objective, "muxserve", 0.0, 0.0, 0)
+        demands = [demand for demand in found.shared if demand not in rest.demands]
+        missing = {
+            **rest.missing,
+            **found.missing,
+            **{demand.name: "models that have devices to themselves leave none" for demand in demands},
+        }
+        whole = joined(replace(rest, missing=missing), self.cluster, self.numbers, found.arranged)
+        # Those that are placed nowhere are asked for nevertheless.
+        nowhere = [*demands, *found.impossible]
+        whole = replace(whole, demands=(*whole.demands, *nowhere))
+        return replace(whole, placement=replace(whole.placement, notes=notes_of(whole)))
+
+
+def divide_gpus(
+    fleet: Fleet,
+    demands: Sequence[Demand],
+    made: ClusterPlan,
+    latency: LatencyModel,
+    rules: MemoryRules,
+    network: float,
+    asked: Sequence[str] = (),
+    seed: int = 0,
+    tell: Tell = silent,
+) -> Divided:
+    """Give every rolling or pipelined model GPUs to itself.
+
+    Args:
+        made: the plan as if all models were multiplexed: what they have there is what they are compared on.
+        network: bytes per second between machines.
+        asked: models to be compared whatever the file says.
+    """
+    cluster = made.placement.cluster
+    carving = Carving(cluster)
+
+    def ground_of(name: str) -> Ground:
+        kind, nodes = part_of(made, name)
+        return GpuGround(kind, nodes, device(kind).memory_bytes, rules, network)
+
+    def take(ground: Ground, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
+        return carving.take(ground.kind, layout)
+
+    found = arrange(fleet, demands, ground_of, take, latency, asked=asked, seed=seed, tell=tell)
+    left, numbers = carving.rest()
+    return Divided(cluster, found, left, numbers)
+
+
+def divide_cpu(
+    fleet: Fleet,
+    demands: Sequence[Demand],
+    ground: CpuGround,
+    latency: LatencyModel,
+    asked: Sequence[str] = (),
+    seed: int = 0,
+    tell: Tell = silent,
+) -> Divided:
+    """The same on the CPU of one machine, which stands for as many devices as there are units: first one of the models
+    that share, then one for each replica of the others."""
+    taken = 1
+
+    def take(_: Ground, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
+        nonlocal taken
+        numbers = tuple((number,) for number in range(taken, taken + layout.replicas))
+        taken += layout.replicas
+        return numbers
+
+    found = arrange(
+        fleet,
+        demands,
+        lambda _: ground,
+        take,
+        latency,
+        asked=asked,
+        free=False,
+        share_of=lambda layout: 1.0 / layout.replicas,
+        seed=seed,
+        tell=tell,
+    )
+    if not found.shared:
+        taken -= 1
+        found.arranged = [
+            replace(each, devices=tuple((number - 1,) for (number,) in each.devices)) for each in found.arranged
+        ]
+    return Divided(Cluster((Node(CPU, max(1, taken)),)), found, Cluster((Node(CPU, 1),)), [0])
