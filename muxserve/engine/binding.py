@@ -12,12 +12,11 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from muxserve.deployment import Deployment, ModelDeployment, load
+from muxserve.deployment.unit import EnginePhase
 from muxserve.memory.client import MemoryClient, ModelView
-
-Phase = Literal["prefill", "decode"]
 
 
 @dataclass(slots=True)
@@ -30,7 +29,7 @@ class Binding:
     """
 
     model: ModelDeployment
-    phase: Phase
+    phase: EnginePhase
     client: MemoryClient
     view: ModelView
     rank: int = 0
@@ -81,7 +80,7 @@ def current() -> Binding:
     return _binding
 
 
-def place_of(vllm_config: Any) -> tuple[Deployment, str, Phase]:
+def place_of(vllm_config: Any) -> tuple[Deployment, str, EnginePhase]:
     """Deployment, model and phase of the engine that `vllm_config` was made for; the deployment is read anew."""
     place = vllm_config.additional_config["muxserve"]
     return load(place["deployment"]), place["model"], place["phase"]

@@ -9,13 +9,13 @@ import os
 from typing import Any
 
 from muxserve.deployment import Deployment
-from muxserve.engine.binding import Phase
+from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.family import Control, temporary_files_in, words
 
 log = logging.getLogger(__name__)
 
 
-def run_direct_engine(deployment: Deployment, model: str, phase: Phase, control: Control) -> None:
+def run_direct_engine(deployment: Deployment, model: str, phase: EnginePhase, control: Control) -> None:
     """Bring the engine up and serve until told to stop; reports `up`, or `failed` with the reason."""
 
     def progress(detail: str) -> None:
@@ -37,7 +37,7 @@ def run_direct_engine(deployment: Deployment, model: str, phase: Phase, control:
         raise
 
 
-def _run(deployment: Deployment, model: str, phase: Phase, progress: Any, up: Any) -> None:
+def _run(deployment: Deployment, model: str, phase: EnginePhase, progress: Any, up: Any) -> None:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.executor.abstract import Executor

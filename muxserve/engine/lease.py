@@ -2,15 +2,30 @@
 
 An engine with nothing to tell does not report every step: only the first with requests that came with the lease, when
 half of the lease is used, so that the unit scheduler can renew it in time, and when it is over. Whatever the unit
-scheduler decides on (requests that end, are handed over or returned, steps that found no pages) is told at once.
+scheduler decides on (requests that end, have their first token, are handed over or returned, steps that found no pages)
+is told at once, and so is every step that computed prompts, since the promised pages follow what was computed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from muxserve.wire import HandOver, Lease, Returned, StepReport
+from muxserve.wire import HandOver, Lease, Prefilled, Returned, StepReport
+
+
+@dataclass(slots=True)
+class News:
+    """What the unit scheduler decides on, in the terms of `StepReport`."""
+
+    finished: list[str] = field(default_factory=list)
+    handed: list[HandOver] = field(default_factory=list)
+    returned: list[Returned] = field(default_factory=list)
+    prefilled: list[Prefilled] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished or self.handed or self.returned or self.prefilled)
 
 
 class HeldLease:
@@ -19,7 +34,7 @@ class HeldLease:
     Args:
         send: sends a report to the unit scheduler.
         counts: requests in the engine, running and waiting.
-        every_step: report each step, as prefill engines do: the promised pages follow what they compute.
+        every_step: report each step, as prefill engines do.
     """
 
     def __init__(
@@ -29,6 +44,7 @@ class HeldLease:
         self._counts = counts
         self._every_step = every_step
         self._id = 0
+        self._phase = "both"
         self._steps = 0
         self._left = 0
         self._begun = 0.0
@@ -38,6 +54,8 @@ class HeldLease:
         self._untold_steps = 0
         self._untold_seconds = 0.0
         self._untold_tokens = 0
+        self._untold_prefill_tokens = 0
+        self._untold_prefill_seconds = 0.0
 
     def usable(self) -> bool:
         """Another step may begin."""
@@ -46,6 +64,7 @@ class HeldLease:
     def take(self, lease: Lease) -> None:
         """A new lease replaces what was left of the one before."""
         self._id = lease.lease_id
+        self._phase = lease.phase
         self._steps = self._left = lease.steps
         self._begun = time.monotonic()
         self._deadline = self._begun + lease.seconds
@@ -55,18 +74,11 @@ class HeldLease:
     def drop(self) -> None:
         """Let go of the lease, and of what was not told yet."""
         self._left = 0
-        self._untold_steps = self._untold_tokens = 0
-        self._untold_seconds = 0.0
+        self._settle()
 
-    def stepped(
-        self,
-        seconds: float,
-        tokens: int,
-        finished: list[str],
-        handed: list[HandOver],
-        returned: list[Returned],
-    ) -> None:
-        """A step took `seconds` and computed `tokens` tokens; report it if that is due."""
+    def stepped(self, seconds: float, tokens: int, news: News, prefill_tokens: int = 0) -> None:
+        """A step took `seconds` and computed `tokens` tokens, of which `prefill_tokens` are of prompts where the engine
+        is of both phases; report it if that is due."""
         now = time.monotonic()
         self._left -= 1
         if not tokens:
@@ -75,31 +87,51 @@ class HeldLease:
         self._untold_steps += 1
         self._untold_seconds += seconds
         self._untold_tokens += tokens
-        news = bool(finished or handed or returned) or not tokens or self._every_step or self._admitted
+        self._untold_prefill_tokens += prefill_tokens
+        if self._phase == "prefill":
+            self._untold_prefill_seconds += seconds
+        worth = bool(news) or not tokens or bool(prefill_tokens) or self._every_step or self._admitted
         half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
         over = self._left <= 0 or now >= self._deadline
-        if news or over or (half and not self._half_told) or not any(self._counts()):
+        if worth or over or (half and not self._half_told) or not any(self._counts()):
             self._half_told = half
             self._admitted = False
-            self._report(finished, handed, returned)
+            self._report(news)
 
     def tell_untold(self) -> None:
         """Report steps that were not worth a report so far; to be called when no step can follow."""
         if self._untold_steps:
-            self._report([], [], [])
+            self._report(News())
 
     def ended_outside(self, request_ids: list[str]) -> None:
         """Requests ended without a step."""
         self._send(StepReport(self._id, self._remaining(), 0.0, 0, *self._counts(), request_ids, steps=0))
 
-    def _report(self, finished: list[str], handed: list[HandOver], returned: list[Returned]) -> None:
-        steps, seconds, tokens = self._untold_steps, self._untold_seconds, self._untold_tokens
-        self._untold_steps = self._untold_tokens = 0
-        self._untold_seconds = 0.0
-        left = self._remaining()
+    def _report(self, news: News) -> None:
+        running, waiting = self._counts()
         self._send(
-            StepReport(self._id, left, seconds, tokens, *self._counts(), finished, handed, returned, steps=steps)
+            StepReport(
+                lease_id=self._id,
+                lease_left=self._remaining(),
+                seconds=self._untold_seconds,
+                tokens=self._untold_tokens,
+                running=running,
+                waiting=waiting,
+                finished=news.finished,
+                handed=news.handed,
+                returned=news.returned,
+                steps=self._untold_steps,
+                prefilled=news.prefilled,
+                prefill_tokens=self._untold_prefill_tokens,
+                prefill_seconds=self._untold_prefill_seconds,
+            )
         )
+        self._settle()
+
+    def _settle(self) -> None:
+        """Nothing is untold."""
+        self._untold_steps = self._untold_tokens = self._untold_prefill_tokens = 0
+        self._untold_seconds = self._untold_prefill_seconds = 0.0
 
     def _remaining(self) -> int:
         return self._left if time.monotonic() < self._deadline else 0

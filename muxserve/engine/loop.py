@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import cast
 
 import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -16,8 +16,9 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from zmq.utils.monitor import recv_monitor_message
 
 from muxserve.deployment import Deployment
+from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import Binding
-from muxserve.engine.lease import HeldLease
+from muxserve.engine.lease import HeldLease, News
 from muxserve.engine.moving import HAND_OFF_SECONDS, detached, shown
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.scheduler import PhaseScheduler
@@ -32,6 +33,7 @@ from muxserve.wire import (
     HandOver,
     Lease,
     Message,
+    Prefilled,
     Reset,
     Returned,
     ShowBlocks,
@@ -73,7 +75,7 @@ class EngineLoop:
         self.binding = binding
         self.core = core
         self.scheduler = core.scheduler
-        self.scheduler.phase = binding.phase
+        self.scheduler.become(binding.phase)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._requests: dict[str, Admitted] = {}
         self._internal: dict[str, str] = {}
@@ -111,7 +113,7 @@ class EngineLoop:
                 self._lease.tell_untold()
 
     def _may_step(self) -> bool:
-        return self._lease.usable() and self.scheduler.has_unfinished_requests()
+        return self._lease.usable() and self.scheduler.has_work()
 
     def _patience(self) -> int:
         """Milliseconds to wait for messages."""
@@ -142,6 +144,8 @@ class EngineLoop:
             case Lease():
                 self._lease.take(message)
                 self.scheduler.step_tokens = message.tokens
+                if self.binding.phase == "both":
+                    self.scheduler.lease_phase = cast(EnginePhase, message.phase)
                 for admit in message.admit:
                     self._admit(admit)
             case Abort():
@@ -258,13 +262,17 @@ class EngineLoop:
         seconds = time.monotonic() - began
         self._stalled = not ran
 
-        returned = []
+        news = News(finished, handed)
+        for each in self.scheduler.take_started():
+            admitted = self._requests[each.request_id]
+            news.prefilled.append(Prefilled(admitted.request_id, admitted.incarnation, each.output_tokens))
         for each in self.scheduler.take_preempted():
             admitted = self._forget(each.request_id)
-            returned.append(Returned(admitted.request_id, admitted.incarnation, each.output_tokens))
+            news.returned.append(Returned(admitted.request_id, admitted.incarnation, each.output_tokens))
         for hand_over in handed:
             self._forget(self._internal[hand_over.request_id])
-        self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, finished, handed, returned)
+        prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
+        self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens)
 
     def _hand_over(self) -> list[HandOver]:
         handed = []
@@ -300,16 +308,16 @@ class EngineLoop:
         log.warning("the memory manager is gone; %d requests lost, waiting for a new one", len(lost))
         self._send(EngineLost(lost, "the memory manager died"))
         self.binding.client.close()
-        connect(self.deployment, self.binding, self.binding.phase)
+        connect(self.deployment, self.binding)
         self.core.model_executor.collective_rpc("rebind_pool")
         log.info("bound to the new memory manager")
 
 
-def connect(deployment: Deployment, binding: Binding, name: Literal["prefill", "decode"]) -> None:
+def connect(deployment: Deployment, binding: Binding) -> None:
     """Connect `binding` to the memory manager, waiting for one to come up, and map its memory."""
     while True:
         try:
-            client = MemoryClient(deployment.memory_socket, f"{binding.model.name}/{name}")
+            client = MemoryClient(deployment.memory_socket, f"{binding.model.name}/{binding.phase}")
             view = client.map(binding.model.name)
         except (MemoryManagerGone, OSError):
             time.sleep(0.02)  # nothing to wait on: the socket appears when the controller has started a new manager

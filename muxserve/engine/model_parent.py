@@ -1,7 +1,8 @@
 """The process that loads a model's weights once and forks its engines: on CPU, where a model has one rank.
 
 On CPU this shares all weights between the prefill and the decode engine, also those that oneDNN has packed into its own
-memory: the children see the parent's pages until someone writes, and nobody does.
+memory: the children see the parent's pages until someone writes, and nobody does. An engine of both phases has them to
+itself, but comes back from its parent much sooner when it has died.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
         loaded = _load(deployment, model, control)
     except Exception as error:
         log.exception("cannot load %s", model)
-        for phase in ("prefill", "decode"):
+        for phase in deployment.model(model).engines:
             control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
         raise
     config, executor, set_threads = loaded
@@ -79,12 +80,13 @@ def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, An
     from muxserve.engine.support import refuse_unsupported
     from muxserve.engine.vllm_args import config_of, engine_args
 
-    for phase in ("prefill", "decode"):
+    engines = deployment.model(model).engines
+    for phase in engines:
         control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")
     # No OpenMP team may exist before the fork: its threads would not live on in the children.
     set_threads = torch.set_num_threads
     set_threads(1)
-    config = config_of(engine_args(deployment, model, "prefill"))
+    config = config_of(engine_args(deployment, model, engines[0]))
     with temporary_files_in(deployment.run_dir):
         executor = Executor.get_class(config)(config)
     _end_groups()

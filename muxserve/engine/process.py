@@ -13,7 +13,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from muxserve.deployment import Deployment
-from muxserve.engine.binding import Binding, Phase, bind, current
+from muxserve.deployment.unit import EnginePhase
+from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.loop import EngineLoop
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory.client import MemoryClient
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 def run_engine(
     deployment: Deployment,
     model: str,
-    phase: Phase,
+    phase: EnginePhase,
     config: VllmConfig,
     executor_of: Callable[[VllmConfig], Executor],
     on_up: Callable[[], None],

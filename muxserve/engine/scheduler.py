@@ -1,26 +1,31 @@
-"""vLLM's scheduler on the shared pool, with the two phases of a request in two processes.
+"""vLLM's scheduler on the shared pool, with the two phases of a request in two processes, or in one after the other.
 
 A prefill engine stops at a request's first token and hands its blocks over; a decode engine adopts them. The token
-stays an output token on both sides. A decode engine that runs out of pages gives the preempted request back instead of
-prefilling it again itself.
+stays an output token on both sides. An engine of both phases keeps the request, and decodes it when its lease allows
+that. One that decodes and runs out of pages gives the preempted request back instead of prefilling it again itself.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import current
 from muxserve.engine.block_pool import PooledBlockPool
+from muxserve.engine.one_phase import one_phase
 from muxserve.engine.runner import RESUMED_OUTPUT
 
 # vLLM sends its statistics with every step; the front end only exports them, so a few times a second is enough.
@@ -28,7 +33,7 @@ STATS_INTERVAL_SECONDS = 0.1
 
 
 @dataclass(slots=True)
-class Prefilled:
+class Leaving:
     """A request that leaves an engine with its KV: blocks (held by nobody but the caller now) and tokens so far."""
 
     request_id: str
@@ -38,8 +43,8 @@ class Prefilled:
 
 
 @dataclass(slots=True)
-class Preempted:
-    """A request that lost its blocks; `output_tokens` is everything generated so far."""
+class Generated:
+    """A request and everything that it has generated so far."""
 
     request_id: str
     output_tokens: list[int]
@@ -48,8 +53,8 @@ class Preempted:
 class PhaseScheduler(Scheduler):
     """`scheduler_cls` of an engine.
 
-    `phase` is `both` while the engine warms up, then `prefill` or `decode`. After each step the engine loop takes
-    `prefilled` and `preempted`.
+    `phase` is what the engine is for, and `both` while it warms up; `lease_phase` what an engine of both may do in its
+    next steps. After each step the engine loop takes `prefilled`, `started` and `preempted`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,22 +68,47 @@ class PhaseScheduler(Scheduler):
             holder.block_pool = self.pool
         (self._blocks_of,) = manager.coordinator.single_type_managers
         self._blocks_of._null_block = self.pool.null_block
-        self.phase: Literal["both", "prefill", "decode"] = "both"
+        self.phase: EnginePhase = "both"
+        self.lease_phase: EnginePhase = "both"
         self.step_tokens = 0
         self.last_scheduled_tokens = 0
+        self.last_prefill_tokens = 0
         self._most_tokens: int = self.max_num_scheduled_tokens
-        self._prefilled: list[Prefilled] = []
-        self._preempted: list[Preempted] = []
-        self._resumed_from: dict[str, int] = {}
+        # Requests without a token from this engine, and how many output tokens they came with.
+        self._prompts: dict[str, int] = {}
+        self._prefilled: list[Leaving] = []
+        self._started: list[Generated] = []
+        self._preempted: list[Generated] = []
         self._stats_due = 0.0
 
+    def become(self, phase: EnginePhase) -> None:
+        """The engine has warmed up and is for `phase` from now on."""
+        self.phase = phase
+        if phase == "both":
+            # Victims are chosen by level, but what waits stays in the unit scheduler's order.
+            self.waiting = create_request_queue(SchedulingPolicy.FCFS)
+            self.kv_holding_waiting = create_request_queue(SchedulingPolicy.FCFS)
+        self._started.clear()
+
     # ------------------------------------------------------------ requests coming and going
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if not request.num_computed_tokens:
+            self._prompts[request.request_id] = request.num_output_tokens
+
+    def has_work(self) -> bool:
+        """There are requests of the phase that the lease allows."""
+        if self.lease_phase == "prefill":
+            return bool(self._prompts)
+        if self.lease_phase == "decode":
+            return len(self.requests) > len(self._prompts)
+        return self.has_unfinished_requests()
 
     def resume(self, request: Request, output_tokens: list[int]) -> None:
         """Give `request`, not yet added, the tokens it generated elsewhere; its prompt statistics were told there."""
         request.append_output_token_ids(list(output_tokens))
         request.prefill_stats = None
-        self._resumed_from[request.request_id] = len(output_tokens)
 
     def adopt(self, request: Request, blocks: list[KVCacheBlock], computed_tokens: int, foreign: bool = False) -> None:
         """Give `request`, not yet added, blocks that hold the KV of its first `computed_tokens` tokens.
@@ -90,17 +120,17 @@ class PhaseScheduler(Scheduler):
         request.num_computed_tokens = computed_tokens
 
     def running_blocks(self, request_id: str) -> tuple[list[int], int] | None:
-        """Ids of the blocks of a running request, and of how many tokens they hold the KV; None if it does not run, or
-        has gaps in its blocks (which this pool does not make)."""
+        """Ids of the blocks of a running request, and of how many tokens they hold the KV; None if it does not decode,
+        or has gaps in its blocks (which this pool does not make)."""
         request = self.requests.get(request_id)
-        if request is None or request.status != RequestStatus.RUNNING or not request.num_output_tokens:
+        if request is None or request.status != RequestStatus.RUNNING or request_id in self._prompts:
             return None
         blocks = self._blocks_of.req_to_blocks[request_id]
         if any(block.is_null for block in blocks):
             return None
         return [block.block_id for block in blocks], request.num_computed_tokens
 
-    def detach(self, request_id: str) -> Prefilled:
+    def detach(self, request_id: str) -> Leaving:
         """Take a running request out of the batch, between two steps, with blocks and tokens as they are.
 
         Raises:
@@ -113,12 +143,17 @@ class PhaseScheduler(Scheduler):
         self._drop(request)
         return gone
 
-    def take_prefilled(self) -> list[Prefilled]:
-        """Requests whose prefill ended in the last step."""
+    def take_prefilled(self) -> list[Leaving]:
+        """Requests whose prefill ended in the last step, and which are no longer here."""
         prefilled, self._prefilled = self._prefilled, []
         return prefilled
 
-    def take_preempted(self) -> list[Preempted]:
+    def take_started(self) -> list[Generated]:
+        """Requests whose prefill ended in the last step, and which stay to decode."""
+        started, self._started = self._started, []
+        return started
+
+    def take_preempted(self) -> list[Generated]:
         """Requests that the last step could not find pages for."""
         preempted, self._preempted = self._preempted, []
         return preempted
@@ -129,6 +164,7 @@ class PhaseScheduler(Scheduler):
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self.pool.forget()
         self._prefilled.clear()
+        self._started.clear()
         self._preempted.clear()
         return ids
 
@@ -139,14 +175,18 @@ class PhaseScheduler(Scheduler):
             self.max_num_scheduled_tokens = min(self.step_tokens, self._most_tokens)
         else:
             self.max_num_scheduled_tokens = self._most_tokens
-        need, lookups = self._demand()
-        self.pool.begin_step(need, lookups)
-        output = super().schedule(throttle_prefills)
+        phase = self.lease_phase
+        with one_phase(self, phase, self._prompts) if phase != "both" else nullcontext():
+            need, lookups = self._demand()
+            self.pool.begin_step(need, lookups)
+            output = super().schedule(throttle_prefills)
         for data in output.scheduled_new_reqs:
             request = self.requests[data.req_id]
             if request.num_output_tokens:
                 setattr(data, RESUMED_OUTPUT, list(request.output_token_ids))
         self.last_scheduled_tokens = output.total_num_scheduled_tokens
+        tokens = output.num_scheduled_tokens
+        self.last_prefill_tokens = sum(tokens.get(request_id, 0) for request_id in self._prompts)
         return output
 
     def _demand(self) -> tuple[int, list[list[bytes]]]:
@@ -158,8 +198,9 @@ class PhaseScheduler(Scheduler):
             budget -= tokens
             need += max(0, -(-(request.num_computed_tokens + tokens) // size) - len(held[request.request_id]))
         lookups: list[list[bytes]] = []
-        room = self.max_num_running_reqs - len(self.running)
-        for queue in (self.kv_holding_waiting, self.waiting):
+        room = self.max_num_active_reqs - len(self.running)
+        waiting = (self.waiting,) if self.pause_state == PauseState.UNPAUSED else ()
+        for queue in (self.kv_holding_waiting, *waiting):
             for request in queue:
                 if budget <= 0 or room <= 0:
                     return need, lookups
@@ -180,19 +221,25 @@ class PhaseScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.phase == "prefill":
-            done = [r for r in self.running if r.num_output_tokens > self._resumed_from.get(r.request_id, 0)]
-            for request in done:
-                self._hand_over(request)
+        ran = [request_id for request_id in self._prompts if request_id in scheduler_output.num_scheduled_tokens]
+        for request_id in ran:
+            request = self.requests[request_id]
+            if request.num_output_tokens > self._prompts[request_id]:
+                self._first_token(request)
         return outputs
 
-    def _hand_over(self, request: Request) -> None:
-        self._prefilled.append(self._taken(request))
-        self.running.remove(request)
-        self._drop(request)
+    def _first_token(self, request: Request) -> None:
+        if self.phase == "prefill":
+            self._prefilled.append(self._taken(request))
+            self.running.remove(request)
+            self._drop(request)
+            return
+        del self._prompts[request.request_id]
+        if self.phase == "both":
+            self._started.append(Generated(request.request_id, list(request.output_token_ids)))
 
-    def _taken(self, request: Request) -> Prefilled:
-        return Prefilled(
+    def _taken(self, request: Request) -> Leaving:
+        return Leaving(
             request_id=request.request_id,
             blocks=self.kv_cache_manager.pop_blocks_for_free(request),
             computed_tokens=request.num_computed_tokens,
@@ -202,9 +249,9 @@ class PhaseScheduler(Scheduler):
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         super()._preempt_request(request, timestamp, drop_stale_output)
         self.pool.exchange()
-        if self.phase == "decode":
+        if self.phase != "prefill":
             self.waiting.remove_request(request)
-            self._preempted.append(Preempted(request.request_id, list(request.output_token_ids)))
+            self._preempted.append(Generated(request.request_id, list(request.output_token_ids)))
             self._drop(request)
 
     def _drop(self, request: Request) -> None:
@@ -213,11 +260,11 @@ class PhaseScheduler(Scheduler):
         self._inflight_prefills.discard(request)
         self.finished_req_ids.add(request.request_id)
         self.requests.pop(request.request_id)
-        self._resumed_from.pop(request.request_id, None)
+        self._prompts.pop(request.request_id, None)
 
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)
-        self._resumed_from.pop(request.request_id, None)
+        self._prompts.pop(request.request_id, None)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         waited = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from muxserve.deployment import Deployment, ModelDeployment
+from muxserve.deployment.unit import EnginePhase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +87,7 @@ def frontend_args(model: ModelDeployment) -> dict[str, Any]:
     }
 
 
-def engine_args(deployment: Deployment, model: str, phase: Literal["prefill", "decode"]) -> dict[str, Any]:
+def engine_args(deployment: Deployment, model: str, phase: EnginePhase) -> dict[str, Any]:
     """Keyword arguments of `EngineArgs` for the engine of `model` and `phase`."""
     deployed = deployment.model(model)
     common = frontend_args(deployed)
@@ -102,11 +103,12 @@ def engine_args(deployment: Deployment, model: str, phase: Literal["prefill", "d
         "worker_cls": WORKERS[deployment.device],
         "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",
         # When no page is left, requests of the lowest execution level give theirs back, of equals the latest. What
-        # waits to be prefilled is in the unit scheduler's order already.
-        "scheduling_policy": "priority" if phase == "decode" else "fcfs",
+        # waits to be prefilled is in the unit scheduler's order already; the scheduler of an engine of both phases
+        # sees to that.
+        "scheduling_policy": "fcfs" if phase == "prefill" else "priority",
         "disable_log_stats": False,
         # Requests without a seed must not see the same numbers in both engines of a model.
-        "seed": common["seed"] + (0 if phase == "prefill" else 1),
+        "seed": common["seed"] + (1 if phase == "decode" else 0),
         "additional_config": {
             "muxserve": {
                 "deployment": os.path.join(deployment.run_dir, "deployment.json"),

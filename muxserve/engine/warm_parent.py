@@ -15,9 +15,10 @@ import secrets
 import signal
 import socket
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from muxserve.deployment import Deployment, ModelDeployment, load
+from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda, words
 from muxserve.gpu.sm import client_environment
 
@@ -113,7 +114,7 @@ class WarmParent:
         else:
             self._fork_engine(command["model"], command["phase"])
 
-    def _fork_engine(self, model: str, phase: Literal["prefill", "decode"]) -> None:
+    def _fork_engine(self, model: str, phase: EnginePhase) -> None:
         def child() -> None:
             from muxserve.engine.direct import run_direct_engine
 

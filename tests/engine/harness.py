@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from muxserve.wire import (
     HandOver,
     Lease,
     Message,
+    Prefilled,
     Reset,
     Returned,
     StepReport,
@@ -38,6 +39,9 @@ from muxserve.wire import (
     encode,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
+# One with as many KV heads as heads, one with fewer.
+MODELS = {"arithmetic": ROOT / "configs/models/arithmetic", "frontdesk": ROOT / "configs/models/frontdesk"}
 START_SECONDS = 90.0
 
 
@@ -89,7 +93,9 @@ class Engines:
         self.outputs: dict[str, list[Any]] = defaultdict(list)
         self.reports: list[tuple[str, Any]] = []
         self.held: dict[str, HandOver] = {}
+        self.prefilled: dict[str, Prefilled] = {}
         self.hellos: list[EngineHello] = []
+        self.headers: list[TokensHeader] = []
         self.exits: dict[int, int] = {}
         self._lease_id = 0
         self._incarnation = 0
@@ -146,9 +152,11 @@ class Engines:
             **fields,
         )
 
-    def lease(self, engine: str, admit: list[Admit] = (), steps: int = 1000, tokens: int = 0) -> int:  # type: ignore[assignment]
+    def lease(
+        self, engine: str, admit: Iterable[Admit] = (), steps: int = 1000, tokens: int = 0, phase: str = "both"
+    ) -> int:
         self._lease_id += 1
-        self.send(engine, Lease(self._lease_id, steps, 60.0, list(admit), tokens))
+        self.send(engine, Lease(self._lease_id, steps, 60.0, list(admit), tokens, phase))
         return self._lease_id
 
     def pump(self, seconds: float = 0.05) -> None:
@@ -183,10 +191,13 @@ class Engines:
         if isinstance(message, StepReport):
             for hand_over in message.handed:
                 self.held[hand_over.request_id] = hand_over
+            for prefilled in message.prefilled:
+                self.prefilled[prefilled.request_id] = prefilled
 
     def _from_token_path(self, frames: list[bytes]) -> None:
         header = decode(frames[0])
         assert isinstance(header, TokensHeader)
+        self.headers.append(header)
         batch = self._decoder.decode(frames[1:] if len(frames) > 2 else frames[1])
         for (request_id, _, offset), output in zip(header.entries, batch.outputs, strict=True):
             assert output.request_id == request_id
@@ -246,11 +257,62 @@ class Engines:
 
         self.until(progress)
 
+    def serve_both(self, model: str, requests: dict[str, bytes], mixed: bool = False) -> None:
+        """Let an engine of both phases serve them: prompts first as long as there are pages for them, then decoding, or
+        with `mixed` both in every step."""
+        engine = f"{model}/both"
+        seen = len(self.reports)
+        reported: set[str] = set()
+        prompts = set(requests)
+        stuck = False
+        phase = "both" if mixed else "prefill"
+        self.lease(engine, [self.admit(r, body) for r, body in requests.items()], phase=phase)
+
+        def progress() -> bool:
+            nonlocal seen, phase, stuck
+            new, seen = self.reports[seen:], len(self.reports)
+            for _, report in new:
+                if not isinstance(report, StepReport):
+                    continue
+                reported.update(report.finished)
+                prompts.difference_update(report.finished, [p.request_id for p in report.prefilled])
+                again = [
+                    self.admit(r.request_id, requests[r.request_id], output_tokens=r.output_tokens)
+                    for r in report.returned
+                ]
+                prompts.update(r.request_id for r in report.returned)
+                in_vain = report.steps > 0 and not report.tokens
+                stuck = (stuck or in_vain) and not (report.finished or report.returned)
+                wanted = "both" if mixed else "prefill" if prompts and not stuck else "decode"
+                if again or wanted != phase or (report.lease_left <= 0 and report.running + report.waiting):
+                    phase = wanted
+                    self.lease(engine, again, phase=phase)
+            return all(self.finished(request_id) and request_id in reported for request_id in requests)
+
+        self.until(progress)
+
     def abort(self, engine: str, request_ids: list[str]) -> None:
         self.send(engine, Abort(request_ids))
 
     def memory(self) -> MemoryClient:
         return MemoryClient(self.deployment.memory_socket, "test")
+
+    def forget_prefixes(self, model: str) -> None:
+        """No prefix of `model` is cached any more."""
+        with self.memory() as client:
+            client.reset_cache(client.map(model))
+
+    @contextmanager
+    def quota(self, model: str, blocks: int) -> Iterator[None]:
+        """Let `model` have only so many blocks meanwhile, none of them in use as a cached prefix."""
+        with self.memory() as client:
+            client.reset_cache(client.map(model))
+            usual = next(m["quota_pages"] for m in client.stats()["models"] if m["name"] == model)
+            client.set_quotas({model: blocks * self.deployment.model(model).pages_per_block})
+            try:
+                yield
+            finally:
+                client.set_quotas({model: usual})
 
     def kill(self, model: str, phase: str) -> None:
         os.kill(self.pids[model, phase], signal.SIGKILL)
@@ -299,7 +361,7 @@ class Engines:
 
 @contextmanager
 def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1) -> Iterator[Engines]:
-    """Memory manager, warm parent and both engines of each model; `models` are those of one of the `ranks`."""
+    """Memory manager, warm parent and the engines of each model; `models` are those of one of the `ranks`."""
     first = models[0]
     page_bytes = 2 * first.block_tokens * first.head_dim * 4
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
@@ -331,8 +393,10 @@ def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1) ->
         family = Engines(deployment, ours, manager)
         try:
             family.control.settimeout(START_SECONDS)
-            family.expect_up({(m.name, p) for m in models for p in ("prefill", "decode")})
-            family.until(lambda: len(family.hellos) >= 2 * len(models))
+            wanted: set[tuple[str, str]] = {(model.name, phase) for model in models for phase in model.engines}
+            count = len(wanted)
+            family.expect_up(wanted)
+            family.until(lambda: len(family.hellos) >= count)
             yield family
         except BaseException:
             for file in sorted(deployment.log_dir.iterdir()):

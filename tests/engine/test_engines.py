@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +12,9 @@ import pytest
 from muxserve.memory import server
 from muxserve.wire import StepReport
 from tests.engine.cases import CASES, LONG, sampling
-from tests.engine.harness import Engines, deployed_model, engines
+from tests.engine.harness import MODELS, Engines, deployed_model, engines
 
-ROOT = Path(__file__).resolve().parents[2]
-MODELS = {"arithmetic": ROOT / "configs/models/arithmetic", "frontdesk": ROOT / "configs/models/frontdesk"}
 MHA, QWEN = MODELS
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("stock")
-    command = [sys.executable, "-m", "tests.engine.stock", str(out), *map(str, MODELS.values())]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return {name: json.loads((out / f"{path.name}.json").read_text()) for name, path in MODELS.items()}
 
 
 @pytest.fixture(scope="module")

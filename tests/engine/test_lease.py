@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from muxserve.engine import lease as module
-from muxserve.engine.lease import HeldLease
-from muxserve.wire import Admit, Lease, StepReport
+from muxserve.engine.lease import HeldLease, News
+from muxserve.wire import Admit, Lease, Prefilled, StepReport
 
 ADMIT = Admit("r", 1, 1, "epoch", "ipc://nowhere", b"")
 
@@ -23,12 +23,14 @@ class Engine:
         self.told: list[StepReport] = []
         self.lease = HeldLease(self.told.append, lambda: (self.requests, 0), every_step)
 
-    def run(self, steps: int, seconds: float = 0.001, tokens: int = 3, **news: list) -> list[StepReport]:
+    def run(
+        self, steps: int, seconds: float = 0.001, tokens: int = 3, prefill: int = 0, **news: list
+    ) -> list[StepReport]:
         since = len(self.told)
         for _ in range(steps):
             assert self.lease.usable()
             self.now += seconds
-            self.lease.stepped(seconds, tokens, news.get("finished", []), [], [])
+            self.lease.stepped(seconds, tokens, News(**news), prefill)
         return self.told[since:]
 
 
@@ -117,3 +119,24 @@ def test_prefill_engines_report_every_step(monkeypatch: pytest.MonkeyPatch) -> N
     engine = Engine(monkeypatch, every_step=True)
     engine.lease.take(Lease(1, 8, 10.0))
     assert [r.steps for r in engine.run(3)] == [1, 1, 1]
+
+
+def test_steps_that_compute_prompts_are_told_with_what_of_them_was_prefill(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 100, 10.0, phase="decode"))
+    assert engine.run(2) == []
+    engine.lease.take(Lease(2, 100, 10.0, phase="prefill"))
+    first, second = engine.run(2, seconds=0.01, tokens=50, prefill=50)
+    assert (first.tokens, first.prefill_tokens) == (56, 50)
+    assert first.prefill_seconds == pytest.approx(0.01)
+    assert first.seconds == pytest.approx(0.012)
+    assert (second.tokens, second.prefill_tokens) == (50, 50)
+    engine.lease.take(Lease(3, 100, 10.0, phase="both"))
+    (mixed,) = engine.run(1, tokens=20, prefill=12)
+    assert (mixed.tokens, mixed.prefill_tokens, mixed.prefill_seconds) == (20, 12, 0.0)
+
+
+def test_a_first_token_is_told_at_once(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 100, 10.0, phase="prefill"))
+    started = Prefilled("r", 1, [5])
+    (report,) = engine.run(1, prefilled=[started])
+    assert report.prefilled == [started]

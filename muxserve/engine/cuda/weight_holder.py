@@ -147,9 +147,10 @@ def holder_args(deployment: Deployment, model: str) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for a holder: those of an engine, but loading from disk."""
     from muxserve.engine.vllm_args import engine_args
 
-    own = deployment.model(model).engine_args
+    deployed = deployment.model(model)
+    own = deployed.engine_args
     return {
-        **engine_args(deployment, model, "prefill"),
+        **engine_args(deployment, model, deployed.engines[0]),
         "load_format": own.get("load_format", "auto"),
         "model_loader_extra_config": own.get("model_loader_extra_config", {}),
         "worker_cls": f"{__name__}.HolderWorker",
