@@ -95,3 +95,63 @@ def test_many_die_and_clients_go_away(seed: int) -> None:
     play(world, 900, events)
     world.settle()
     world.check_end()
+
+
+# ---------------------------------------------------------------- one engine of both phases
+
+ARRANGED = ("rolling", "pipelined")
+PARTS_OF_BOTH = ("both", "migrator", "memory", "unit")
+
+
+@pytest.mark.parametrize("phases", ARRANGED)
+def test_requests_move_between_engines_of_both_phases(phases: str) -> None:
+    moves = 0
+    for seed in range(20):
+        world = World(seed, phases=phases)
+        load(world)
+        play(world, 900, {})
+        world.settle()
+        world.check_end()
+        assert world.resubmitted == 0, "nothing died"
+        moves += world.took_over
+    assert moves > 20
+
+
+@pytest.mark.parametrize("phases", ARRANGED)
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds)
+def test_many_parts_of_units_with_one_engine_die(phases: str, seed: int) -> None:
+    drawn = random.Random(seed)
+    events: dict[int, list[tuple[str, ...]]] = {}
+    for _ in range(drawn.randint(1, 4)):
+        events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), drawn.choice(PARTS_OF_BOTH)))
+    for _ in range(drawn.randint(0, 3)):
+        events.setdefault(drawn.randint(20, 800), []).append(("cancel", f"r{drawn.randint(0, 3)}"))
+    world = World(seed, refusals=drawn.choice([0.0, 0.0, 0.3]), phases=phases)
+    load(world)
+    play(world, 900, events)
+    world.settle()
+    world.check_end()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds)
+def test_a_global_scheduler_knows_what_a_rolling_replica_has(seed: int) -> None:
+    """As far as it was told: each report follows from the one before, and then says it all."""
+    drawn = random.Random(seed)
+    world = World(seed, phases="rolling")
+    load(world)
+    looked = 0
+    for _ in range(30):
+        event = (drawn.choice(["u0", "u1"]), drawn.choice(PARTS_OF_BOTH))
+        play(world, 40, {20: [event]} if drawn.random() < 0.1 else {})
+        for unit in world.units.values():
+            scheduler = unit.scheduler
+            (each,) = scheduler.ledger.models
+            up = each.up and scheduler.ledger.memory_up and unit.known_of == scheduler.epoch
+            if up and each.journal == []:
+                unit.check_known()
+                looked += 1
+    assert looked > 0
+    world.settle()
+    world.check_end()

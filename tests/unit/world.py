@@ -16,6 +16,7 @@ from muxserve.deployment import Deployment
 from muxserve.replicas.migration import MigrationRules
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
+from muxserve.scheduling.types import Place
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import (
     Abort,
@@ -42,7 +43,10 @@ from muxserve.wire import (
     MoveStage,
     MoveStaged,
     Paired,
+    Prefilled,
     Reset,
+    RollingReport,
+    SchedulerHello,
     ShowBlocks,
     StepReport,
     Submit,
@@ -60,6 +64,7 @@ RULES = MigrationRules(source_below=5000, destination_above=5000, in_flight=3)
 BLOCK = 16
 PROMPT = 20
 GATEWAY = b"gateway/g1"
+SCHEDULER = b"scheduler/1"
 
 
 class Store:
@@ -99,16 +104,19 @@ class Running:
     tokens: list[int]
     prompt: int
     most: int
+    # In an engine of both phases: it has its first token there.
+    decodes: bool = False
 
 
 class Engine:
-    """One phase of model a in one unit."""
+    """One phase of model a in one unit, or both."""
 
     def __init__(self, world: World, unit: Unit, phase: str) -> None:
         self.world, self.unit, self.phase = world, unit, phase
         self.address = f"a/{phase}".encode()
         self.running: dict[str, Running] = {}
         self.lease, self.left = 0, 0
+        self.doing = "both"
         self.keys = 0
 
     def hello(self) -> None:
@@ -124,14 +132,15 @@ class Engine:
     def hear(self, message: Message) -> None:
         match message:
             case Lease():
-                self.lease, self.left = message.lease_id, message.steps
+                self.lease, self.left, self.doing = message.lease_id, message.steps, message.phase
                 for admit in message.admit:
                     if admit.adopt and admit.adopt not in self.unit.store.keys:
                         self.tell(EngineLost([admit.request_id], "the blocks are gone"))
                         continue
                     self.unit.store.keys.discard(admit.adopt)
                     asked = self.world.asked[admit.request_id]
-                    self.running[admit.request_id] = Running(admit, list(admit.output_tokens), PROMPT, asked)
+                    known = list(admit.output_tokens)
+                    self.running[admit.request_id] = Running(admit, known, PROMPT, asked, bool(admit.adopt))
             case Abort():
                 gone = [r for r in message.request_ids if self.running.pop(r, None)]
                 if gone:
@@ -150,7 +159,15 @@ class Engine:
 
     def find(self, request_id: str, incarnation: int) -> Running | None:
         found = self.running.get(request_id)
-        return found if found is not None and found.admit.incarnation == incarnation else None
+        if found is None or found.admit.incarnation != incarnation or (self.phase == "both" and not found.decodes):
+            return None
+        return found
+
+    def todo(self) -> list[str]:
+        """What it works at under its lease."""
+        if self.phase != "both" or self.doing == "both":
+            return list(self.running)
+        return [r for r, each in self.running.items() if each.decodes is (self.doing == "decode")]
 
     def detach(self, ask: Detach) -> None:
         found = self.find(ask.request_id, ask.incarnation)
@@ -164,11 +181,14 @@ class Engine:
         self.tell(Detached(ask.request_id, ask.incarnation, ask.key, ask.since, blocks, computed, found.tokens))
 
     def step(self) -> None:
-        if self.left <= 0 or not self.running:
+        todo = self.todo()
+        if self.left <= 0 or not todo:
             return
         self.left -= 1
-        finished, handed = [], []
-        for request_id, each in list(self.running.items()):
+        finished, handed, prefilled = [], [], []
+        fresh = 0
+        for request_id in todo:
+            each = self.running[request_id]
             offset = len(each.tokens)
             each.tokens.append(offset)
             over = len(each.tokens) >= each.most
@@ -182,10 +202,17 @@ class Engine:
                 computed = each.prompt + len(each.tokens) - 1
                 blocks = -(-computed // BLOCK)
                 handed.append(HandOver(request_id, each.admit.incarnation, key, blocks, computed, each.tokens))
-        count = len(self.running)
+            elif self.phase == "both" and not each.decodes:
+                prefilled.append(Prefilled(request_id, each.admit.incarnation, list(each.tokens)))
+            fresh += not each.decodes
+            each.decodes = True
         for request_id in [*finished, *(h.request_id for h in handed)]:
             del self.running[request_id]
-        self.report(0.002, count, finished=finished, handed=handed)
+        more: dict[str, Any] = {}
+        if self.phase == "both":
+            alone = 0.002 if self.doing == "prefill" else 0.0
+            more = {"prefilled": prefilled, "prefill_tokens": fresh, "prefill_seconds": alone}
+        self.report(0.002, len(todo), finished=finished, handed=handed, **more)
 
     def memory_died(self) -> None:
         lost, self.running, self.left = list(self.running), {}, 0
@@ -315,10 +342,14 @@ class Migrator:
 class Unit:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        self.deployment: Deployment = deployment(model("a", quota_pages=1000), unit=name, migration=RULES)
+        only = model("a", quota_pages=1000, phases=world.phases)
+        self.policy = "adbs" if world.phases == "multiplexed" else world.phases
+        self.deployment: Deployment = deployment(only, policy=self.policy, unit=name, migration=RULES)
         self.life = 0
+        self.known: dict[str, bool] = {}
+        self.known_of = ""
         self.store = Store()
-        self.engines = {f"a/{phase}".encode(): Engine(world, self, phase) for phase in ("prefill", "decode")}
+        self.engines = {f"a/{phase}".encode(): Engine(world, self, phase) for phase in only.engines}
         self.migrator = Migrator(world, self)
         self.start()
 
@@ -326,7 +357,7 @@ class Unit:
         self.life += 1
         self.store.connected = False
         self.scheduler = UnitExecutor(
-            self.deployment, make_policy("adbs"), self.store, f"{self.life:016x}", self.world.now + self.life
+            self.deployment, make_policy(self.policy), self.store, f"{self.life:016x}", self.world.now + self.life
         )
 
     def address(self, peer: bytes) -> tuple[str, str, str]:
@@ -338,7 +369,28 @@ class Unit:
 
     def turn(self) -> None:
         for peer, message in self.scheduler.turn(self.world.now):
+            if isinstance(message, RollingReport):
+                self.told(message)
             self.world.post((self.name, "unit", peer.decode()), self, peer, decode(encode(message)))
+
+    def told(self, report: RollingReport) -> None:
+        """Keep `known` as a global scheduler does: what the unit has, and which of it decodes."""
+        if report.whole:
+            self.known_of = report.epoch
+            self.known = {each.request_id: each.prefilled for each in report.requests}
+        else:
+            for each in report.requests:
+                assert each.request_id not in self.known
+                self.known[each.request_id] = each.prefilled
+            for request_id in report.prefilled:
+                assert self.known[request_id] is False
+                self.known[request_id] = True
+            for request_id in report.left:
+                del self.known[request_id]
+
+    def check_known(self) -> None:
+        waiting = (Place.QUEUED, Place.PREFILLING)
+        assert self.known == {r: live.place not in waiting for r, live in self.scheduler.ledger.requests.items()}
 
 
 @dataclass
@@ -352,9 +404,10 @@ class Client:
 
 
 class World:
-    """See above. `refusals` is how often a migrator refuses a stage."""
+    """See above. `refusals` is how often a migrator refuses a stage, `phases` how the model's are arranged."""
 
-    def __init__(self, seed: int, refusals: float = 0.0) -> None:
+    def __init__(self, seed: int, refusals: float = 0.0, phases: str = "multiplexed") -> None:
+        self.phases = phases
         self.random = random.Random(seed)
         self.refusals = refusals
         self.now = 100.0
@@ -375,6 +428,7 @@ class World:
 
     def greet(self, unit: Unit) -> None:
         self.to_unit(unit, GatewayHello("g1", "ipc:///g1"))
+        self.post(unit.address(SCHEDULER), unit, SCHEDULER, SchedulerHello("s1"))
         for engine in unit.engines.values():
             engine.hello()
         unit.migrator.hello()
@@ -446,7 +500,7 @@ class World:
         load = Load("a", 100_000_000)
         message = Paired("a", destination, f"ipc:///{destination}", load)
         unit = self.units[source]
-        self.post(unit.address(b"scheduler/1"), unit, b"scheduler/1", message)
+        self.post(unit.address(SCHEDULER), unit, SCHEDULER, message)
 
     def deliver(self) -> bool:
         """One message of a channel that is drawn; whether there was one."""
@@ -500,7 +554,7 @@ class World:
     # ------------------------------------------------------------ deaths
 
     def kill(self, unit: Unit, what: str) -> None:
-        if what in ("prefill", "decode"):
+        if what in ("prefill", "decode", "both"):
             engine = unit.engines[f"a/{what}".encode()]
             self.drop_channels(f"{unit.name}:a/{what}")
             # The controller starts another one only when it has seen it die.
@@ -527,6 +581,7 @@ class World:
 
     def greet_again(self, unit: Unit) -> None:
         self.to_unit(unit, GatewayHello("g1", "ipc:///g1"))
+        self.post(unit.address(SCHEDULER), unit, SCHEDULER, SchedulerHello("s1"))
         for request_id, client in self.clients.items():
             if not client.over and client.unit == unit.name:
                 self.again(request_id)
@@ -552,3 +607,5 @@ class World:
             assert tally.arrived + tally.moved_in == ended
             for engine in unit.engines.values():
                 assert not engine.running
+            if self.phases == "rolling":
+                unit.check_known()
