@@ -1,14 +1,24 @@
-"""The socket that the endpoint listens on."""
+"""The socket that the endpoint listens on, and what its connections may take."""
 
 from __future__ import annotations
 
+import resource
 import socket
 
 from muxserve.deployment import GatewayDeployment
 
+# A client that takes none of what it was sent for so long, or whose machine has vanished, is gone. Otherwise it would
+# keep its place at its model for ever, and as many of them as may be in service would keep everybody else out.
+STALL_SECONDS = 60.0
+# After so long without a word it is asked whether it is there: one that waits for a long answer has nothing to say.
+IDLE_SECONDS = 60
+PROBE_SECONDS = 15
 
-def bind(gateway: GatewayDeployment) -> socket.socket:
+
+def bind(gateway: GatewayDeployment, stall_seconds: float = STALL_SECONDS) -> socket.socket:
     """A socket bound to the endpoint's address, not listening yet: clients are refused until all is ready.
+
+    Its connections inherit how long a client may take nothing, `stall_seconds`.
 
     Raises:
         OSError: the address is not one of this machine's, or is in use.
@@ -20,9 +30,21 @@ def bind(gateway: GatewayDeployment) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * stall_seconds))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
         if gateway.count > 1:  # each has a socket of its own there, over which the kernel spreads the connections
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {where}: {error.strerror or error}") from None
     return listener
+
+
+def raise_file_limit() -> None:
+    """Let the process have as many connections as the system allows: each takes a file descriptor, and the usual limit
+    is less than what may wait and be in service."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -19,7 +19,7 @@ from muxserve.deployment import FleetDeployment
 from muxserve.gateway import vllm_seam
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.gateway import Gateway
-from muxserve.gateway.listener import bind
+from muxserve.gateway.listener import bind, raise_file_limit
 from muxserve.gateway.peers import bind_beside
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Ca
     ours = logging.getLogger("muxserve")
     ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them
+    raise_file_limit()
     listener = bind(fleet.gateway)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner, listener:
         runner.run(_serve(fleet, index, listener, lifeline_fd, on_up))

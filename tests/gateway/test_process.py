@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ import httpx
 import pytest
 
 from muxserve.deployment import Deployment, GatewayDeployment
-from muxserve.gateway.listener import bind
+from muxserve.gateway.listener import bind, raise_file_limit
 from muxserve.gateway.main import main
 from tests.gateway.deployments import deployment, model
 from tests.gateway.rig import Rig, Running, free_port
@@ -94,6 +96,38 @@ def test_an_address_that_cannot_be_had() -> None:
             bind(GatewayDeployment("127.0.0.1", port))
     with pytest.raises(OSError, match=r"cannot listen on no\.such\.host\.invalid:80"):
         bind(GatewayDeployment("no.such.host.invalid", 80))
+
+
+def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    with bind(GatewayDeployment("127.0.0.1", 0), stall_seconds=0.3) as bound, socket.socket() as client:
+        bound.listen()
+        client.connect(bound.getsockname())
+        connection, _ = bound.accept()
+        with connection, pytest.raises(OSError, match="timed out") as error:
+            connection.sendall(bytes(64 << 20))  # more than any buffer holds
+        # The kernel's word, not that of a timer of Python's.
+        assert error.value.errno == errno.ETIMEDOUT
+        assert connection.gettimeout() is None
+
+
+def test_a_client_that_vanishes_is_asked_for() -> None:
+    with bind(GatewayDeployment("127.0.0.1", 0)) as bound, socket.socket() as client:
+        bound.listen()
+        client.connect(bound.getsockname())
+        connection, _ = bound.accept()
+        with connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
+def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, hard), hard))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nobody_is_served_before_all_is_ready() -> None:
