@@ -94,7 +94,9 @@ class FakeSizer:
 
 
 def fake(*args: object) -> list[str]:
-    return [sys.executable, str(fakes.SELF), *map(str, args)]
+    # What needs no package is spared the search for packages.
+    alone = args[0] in ("mps", "memory", "migrator")
+    return [sys.executable, *(["-I", "-S"] if alone else []), str(fakes.SELF), *map(str, args)]
 
 
 def fake_commands(deployment: Deployment, file: Path) -> Commands:
