@@ -23,7 +23,7 @@ from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.gateway.tracked import Output, Tracked
-from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState
+from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState, Waits
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +242,8 @@ class Broker:
                 self.router.placing.placed(message, time.monotonic())
             case NotPlaced():
                 self.router.placing.not_placed(message, time.monotonic())
+            case Waits():
+                self.router.placing.waits(message)
             case _:
                 log.warning("unexpected %s from the global scheduler", type(message).__name__)
         self._flush()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from muxserve.gateway.outbox import Failure, Outbox
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.tracked import Tracked
-from muxserve.wire import NotPlaced, Placed, Unplace
+from muxserve.wire import NotPlaced, Placed, Unplace, Waits
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 PLACE_SECONDS = 0.25
 # Who has no unit although nobody is asked for one tries again this often.
 RETRY_SECONDS = 1.0
-# A question that is not answered because there is no replica is repeated this often: it may have been lost.
+# A question that waits for its answer is repeated this often: it may have been lost, or forgotten.
 REPEAT_SECONDS = 2.0
 
 
@@ -46,13 +46,15 @@ class Placing:
         # asked; those that wait for its answer because nobody else could help; those for whom there is nobody to ask.
         self._asked: dict[Tracked, float] = {}
         self._patient: dict[Tracked, float] = {}
+        # Those that the global scheduler has said will be answered; asked for again, they are among the first, too.
+        self._promised: dict[Tracked, float] = {}
         self._homeless: dict[Tracked, float] = {}
         self._repeated_at = 0.0
 
     @property
     def waiting(self) -> Counter[str]:
         """How many requests have no unit, by model."""
-        return Counter(request.model for request in (*self._asked, *self._patient, *self._homeless))
+        return Counter(request.model for request in self._without())
 
     @property
     def next_deadline(self) -> float | None:
@@ -99,7 +101,7 @@ class Placing:
         """These wait for nothing any more."""
         asked = []
         for request in requests:
-            if request in self._asked or request in self._patient:
+            if self._is_asked(request):
                 asked.append(request.request_id)
             self._forget(request)
         if asked:
@@ -124,7 +126,7 @@ class Placing:
         self._replicas = {model: tuple(names) for model, names in replicas.items()}
         self._asks, self._models = frozenset(asks), frozenset(models)
         self.up.intersection_update(units)
-        for request in [*self._asked, *self._patient, *self._homeless]:
+        for request in self._without():
             if request.model not in self._models and not self.replicas(request.model):
                 self.withdraw([request])
                 self.fail(request, f"the model {request.model!r} has been removed", Failure.AGAIN)
@@ -136,7 +138,7 @@ class Placing:
             self._forget(request)
             self.place(request, now)
         if self._silent:
-            for request in list(self._patient):
+            for request in [*self._patient, *self._promised]:
                 self._place_alone(request, now)
 
     def retry(self, now: float) -> None:
@@ -149,8 +151,10 @@ class Placing:
                 self.place(request, now)
         if now - self._repeated_at >= REPEAT_SECONDS:
             self._repeated_at = now
-            for request, since in self._patient.items():
-                self._out.scheduler += [Unplace([request.request_id]), request.place(since)]
+            for request, since in [*self._patient.items(), *self._promised.items()]:
+                self._out.scheduler.append(request.place(since))
+            for request in self._promised:
+                self._asked.setdefault(request, now)
 
     # ------------------------------------------------------------ the global scheduler
 
@@ -162,7 +166,7 @@ class Placing:
     def scheduler_gone(self, now: float) -> None:
         """The global scheduler is not there."""
         self._scheduler_up, self._silent = False, False
-        for request in [*self._patient, *self._asked]:
+        for request in dict.fromkeys([*self._patient, *self._promised, *self._asked]):
             self._forget(request)
             self.place(request, now)
 
@@ -175,7 +179,8 @@ class Placing:
                 break
             late.append(request)
         for request in late:
-            self._patient[request] = self._asked.pop(request)
+            asked_at = self._asked.pop(request)
+            self._patient[request] = self._promised.pop(request, asked_at)
             if self._place_alone(request, now) and not self._silent:
                 self._silent = True
                 log.warning("the global scheduler does not answer; requests are placed without it")
@@ -196,6 +201,16 @@ class Placing:
             self.give(request, unit, now)
         else:
             self._homeless[request] = now
+
+    def waits(self, message: Waits) -> None:
+        """The global scheduler has heard of a request, and will say where it goes."""
+        request = self._answered(message.request_id)
+        if request is None:
+            return
+        asked_at = self._asked.pop(request, None)
+        since = self._patient.pop(request, asked_at)
+        if since is not None:
+            self._promised.setdefault(request, since)
 
     def not_placed(self, message: NotPlaced, now: float) -> None:
         """The global scheduler has no unit for a request."""
@@ -219,7 +234,14 @@ class Placing:
             self._silent = False
             log.info("the global scheduler answers again")
         request = self._table.get(request_id)
-        return request if request in self._asked or request in self._patient else None
+        return request if request is not None and self._is_asked(request) else None
+
+    def _is_asked(self, request: Tracked) -> bool:
+        return request in self._asked or request in self._patient or request in self._promised
+
+    def _without(self) -> Iterable[Tracked]:
+        """Every request that has no unit."""
+        return dict.fromkeys((*self._asked, *self._patient, *self._promised, *self._homeless))
 
     def _place_alone(self, request: Tracked, now: float) -> bool:
         """Place `request`, for which the global scheduler was asked, without it; False if no unit can take it."""
@@ -240,4 +262,5 @@ class Placing:
     def _forget(self, request: Tracked) -> None:
         self._asked.pop(request, None)
         self._patient.pop(request, None)
+        self._promised.pop(request, None)
         self._homeless.pop(request, None)

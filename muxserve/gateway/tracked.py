@@ -79,7 +79,16 @@ class Tracked:
         """The message that asks the global scheduler for a unit, which the request has been without for so long."""
         # Not since it came: what it has been through must not count as waiting for a replica.
         demand = self.prompt_tokens + len(self.emitted) + 1
-        return Place(self.request_id, self.model, demand, since, self.scheduling, self.execution)
+        return Place(
+            self.request_id,
+            self.model,
+            demand,
+            since,
+            self.scheduling,
+            self.execution,
+            tokens=demand - 1,
+            max_tokens=max(1, self.max_tokens - len(self.emitted)),
+        )
 
 
 def cut(output: Output, seen: int) -> None:

@@ -136,6 +136,7 @@ class DispatchQueue:
         known = self._live.get(request.request_id)
         self._live[request.request_id] = (request, known[1] if known else now)
         heappush(self._heap, (-rank, request.arrival, self._serial, request))
+        self._clean()
 
     def pop(self) -> tuple[NewRequest, float] | None:
         """The next one, and since when it has waited."""
@@ -150,11 +151,14 @@ class DispatchQueue:
     def remove(self, request_id: str) -> bool:
         """A request leaves without being served; False: it was not there."""
         left = self._live.pop(request_id, None) is not None
-        # While there is no instance nobody pops, however many come and go.
-        if left and len(self._heap) > 2 * len(self._live) + 64:
+        self._clean()
+        return left
+
+    def _clean(self) -> None:
+        # While there is no instance nobody pops, however many come and go, or come again.
+        if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [e for e in self._heap if self._live.get(e[3].request_id, (None,))[0] is e[3]]
             heapify(self._heap)
-        return left
 
     def __len__(self) -> int:
         return len(self._live)

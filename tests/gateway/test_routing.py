@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.gateway.outbox import Failure
+from muxserve.gateway.placing import PLACE_SECONDS
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tracked import Tracked
@@ -24,6 +25,7 @@ from muxserve.wire import (
     Submit,
     TookOver,
     Unplace,
+    Waits,
 )
 from tests.gateway.world import MODEL, World
 
@@ -369,13 +371,80 @@ def test_a_question_may_be_lost() -> None:
     told.placing.retry(1.0)
     assert told.asked() == []
     told.placing.retry(2.0)
-    first, second = told.router.out.scheduler
-    assert isinstance(first, Unplace)  # or it would count twice
-    assert isinstance(second, Place)
-    assert second.arrival == 0.0
+    (again,) = told.router.out.scheduler
+    # Not taken back before: the global scheduler counts how long it has waited.
+    assert isinstance(again, Place)
+    assert again.arrival == 0.0
     told.asked()
     told.placing.retry(3.0)
     assert told.asked() == []
+
+
+def test_who_is_told_to_wait_waits_for_as_long_as_the_global_scheduler_answers() -> None:
+    told = Told("ab", scheduler=True)
+    request = told.submit()
+    (place,) = told.router.out.scheduler
+    assert (place.tokens, place.max_tokens) == (10, 100)
+    told.asked()
+    told.placing.waits(Waits(request.request_id))
+    assert told.placing.next_deadline is None
+    for second in range(1, 20):
+        told.placing.expire(float(second))
+        told.placing.retry(float(second))
+        if told.asked():
+            # Asked again it has as long for an answer as the first time.
+            assert told.placing.next_deadline == pytest.approx(second + PLACE_SECONDS)
+            told.placing.waits(Waits(request.request_id))
+    assert told.sent() == []
+    assert told.placing.waiting == {MODEL: 1}
+    told.placing.placed(Placed(request.request_id, "b"), 20.0)
+    assert told.sent() == [("b", "submit", 0)]
+    assert not told.placing.waiting
+    told.placing.waits(Waits(request.request_id))
+    assert not told.placing.waiting, "an answer that comes too late"
+
+
+def test_who_was_told_to_wait_does_not_wait_for_one_that_hangs_or_dies() -> None:
+    for dies in (True, False):
+        told = Told("ab", scheduler=True)
+        first, second = told.submit("1"), told.submit("2")
+        for request in (first, second):
+            told.placing.waits(Waits(request.request_id))
+        told.asked()
+        if dies:
+            told.placing.scheduler_gone(1.0)
+            assert told.asked() == []
+        else:
+            told.placing.retry(2.0)
+            assert told.asked() == ["Place", "Place"]
+            told.placing.expire(2.0 + PLACE_SECONDS)
+            assert told.asked() == ["Unplace", "Unplace"]
+            assert not told.placing.scheduler_up
+        assert told.sent() == [("a", "submit", 0), ("b", "submit", 0)]
+        assert not told.placing.waiting
+
+
+def test_what_was_said_to_wait_may_be_cancelled_or_refused() -> None:
+    told = Told("ab", scheduler=True)
+    first, second = told.submit("1"), told.submit("2")
+    for request in (first, second):
+        told.placing.waits(Waits(request.request_id))
+    told.asked()
+    told.router.cancel(told.table.cancel(MODEL, ["1"]))
+    assert told.asked() == ["Unplace"]
+    told.placing.not_placed(NotPlaced(second.request_id, "no", False), 1.0)
+    assert told.failed() == [Failure.NEVER]
+    assert not told.placing.waiting
+    told.placing.retry(9.0)
+    assert told.asked() == []
+
+
+def test_what_is_left_of_a_request_is_what_is_asked_for() -> None:
+    told = Told("ab", scheduler=True)
+    request = told.submit()
+    request.emitted += [1, 2, 3]
+    place = request.place(0.0)
+    assert (place.demand, place.tokens, place.max_tokens) == (14, 13, 97)
 
 
 def test_a_request_that_goes_away_is_not_placed() -> None:

@@ -12,7 +12,7 @@ from muxserve.gateway.placing import PLACE_SECONDS
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tracked import Tracked
-from muxserve.wire import Cancel, Elsewhere, Lost, Message, Place, Placed, Submit, TookOver, Unplace
+from muxserve.wire import Cancel, Elsewhere, Lost, Message, Place, Placed, Submit, TookOver, Unplace, Waits
 
 STOP = 0
 MODEL = "m"
@@ -160,6 +160,10 @@ class World:
         if self.asked:
             message = self.asked.popleft()
             if isinstance(message, Place):
+                if self.random.random() < 0.2:
+                    self.router.placing.waits(Waits(message.request_id))
+                    self.asked.append(message)
+                    return
                 name = self.random.choice(list(self.units))
                 self.router.placing.placed(Placed(message.request_id, name), self.now)
             else:
