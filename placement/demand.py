@@ -14,6 +14,7 @@ class Demand:
 
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
+    It is placed with `least` replicas at least and `most` at most (None: as many as are worth it), or not at all.
     """
 
     name: str
@@ -27,8 +28,12 @@ class Demand:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     weight: float = 1.0
+    least: int = 1
+    most: int | None = None
 
     def __post_init__(self) -> None:
+        if not 1 <= self.least <= (self.least if self.most is None else self.most):
+            raise ValueError(f"{self.name}: {self.least} to {self.most} replicas are none")
         if not self.rate > 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError(f"{self.name}: rate, prompt_tokens and output_tokens must be above zero")
 
@@ -40,6 +45,10 @@ class Demand:
         lengths spread as much as an exponential distribution, as those of chats do.
         """
         return self.prompt_tokens + self.output_tokens
+
+    def may_have(self, replicas: int) -> bool:
+        """Whether it may be placed with so many replicas."""
+        return self.least <= replicas and (self.most is None or replicas <= self.most)
 
     @property
     def decode_steps(self) -> int:

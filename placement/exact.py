@@ -51,7 +51,7 @@ def exact(
     seconds: float = 60.0,
     columns: int = 50_000,
 ) -> Exact:
-    """The best layout in which no model has more than `replicas` replicas.
+    """The best layout in which no model has more than `replicas` replicas, or than it is asked to have at least.
 
     Args:
         seconds: after which the solver gives the best it has; `proven` is then False.
@@ -63,6 +63,7 @@ def exact(
     """
     import pulp
 
+    replicas = max(replicas, *(demand.least for demand in values.demands))
     meshes = kinds(values, machines)
     units = list(itertools.islice(_columns(values, meshes, replicas), columns + 1))
     if len(units) > columns:

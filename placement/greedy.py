@@ -66,18 +66,20 @@ def kinds(values: Values, machines: Machines) -> list[Mesh]:
 
 
 def replicas_needed(values: Values, machines: Machines, meshes: list[Mesh]) -> list[int]:
-    """Per model the fewest replicas with which each meets its part of the rate on some kind of mesh."""
-    most = sum(machines.devices.values())
+    """Per model the fewest replicas with which each meets its part of the rate on some kind of mesh, within the bounds
+    of what is asked."""
+    devices = sum(machines.devices.values())
     needed = []
-    for model in range(len(values.demands)):
-        count = 1
+    for model, demand in enumerate(values.demands):
+        most = max(demand.least, devices if demand.most is None else min(devices, demand.most))
+        count = demand.least
         while count < most:
             found = values.estimator.candidates.all(Member(model, count), meshes)
             if not found or any(candidate.meets for candidate in found):
                 break
             # Each replica serves at most that much.
             best = max(candidate.throughput for candidate in found)
-            count = max(count + 1, int(values.demands[model].rate / best)) if best > 0 else most
+            count = max(count + 1, int(demand.rate / best)) if best > 0 else most
         needed.append(min(count, most))
     return needed
 
@@ -267,13 +269,24 @@ def fill(values: Values, machines: Machines, group: Group, members: list[Member]
         for _ in range(n)
         if content
     ]
-    return Layout(values, machines, _settle_replicas(units))
+    return Layout(values, machines, _settle_replicas(units, values))
 
 
-def _settle_replicas(units: list[Unit]) -> list[Unit]:
-    """Units whose members say how many replicas were really placed."""
+def _settle_replicas(units: list[Unit], values: Values) -> list[Unit]:
+    """Units whose members say how many replicas were really placed. Models with too few of them are left out."""
     placed = Counter(member.model for unit in units for member in unit.members)
-    return [Unit(unit.mesh, tuple(Member(m.model, placed[m.model]) for m in unit.members)) for unit in units]
+    settled = [
+        Unit(
+            unit.mesh,
+            tuple(
+                Member(m.model, placed[m.model])
+                for m in unit.members
+                if values.demands[m.model].may_have(placed[m.model])
+            ),
+        )
+        for unit in units
+    ]
+    return [unit for unit in settled if unit.members]
 
 
 def _place(values: Values, open_: dict[Mesh, Counter[tuple[Member, ...]]], member: Member, width: int) -> bool:

@@ -18,6 +18,7 @@ from placement.moves import Move, best, of_one, of_two, placements
 from placement.values import IMPOSSIBLE
 
 _LEAST_GAIN = 2e-5  # of the fleet's whole value: less is not worth a move
+_TRIES = 8  # to place all replicas that a model has at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class _Improver:
         members = {member.model: member for unit in gone for member in unit.members}
         # Replicas elsewhere stay where they are; those here keep their number.
         loose = [member for unit in gone for member in unit.members]
-        loose += [Member(model) for model in sorted(layout.missing) if model not in members]
+        loose += [each for model in sorted(layout.missing) if model not in members for each in self._fewest(model)]
         rebuilt = self._rebuild(ruined, loose)
         if rebuilt is None:
             return []
@@ -187,7 +188,16 @@ class _Improver:
 
     def _insert_missing(self) -> None:
         for model in sorted(self.layout.missing):
-            into = list(self.layout.units)
-            _, move = best(self.layout, placements(self.layout, Member(model), self.kinds, into))
+            wanted = self._fewest(model)
+            if len(wanted) == 1:
+                moves = placements(self.layout, wanted[0], self.kinds, list(self.layout.units))
+            else:
+                moves = (move for _ in range(_TRIES) if (move := self._rebuild([], wanted)) is not None)
+            _, move = best(self.layout, moves)
             if move is not None:
                 self._apply(move)
+
+    def _fewest(self, model: int) -> list[Member]:
+        """The replicas with which a model that is placed nowhere is placed at least."""
+        least = self.values.demands[model].least
+        return [Member(model, least)] * least

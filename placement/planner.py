@@ -125,6 +125,9 @@ def plan_cluster(
     options = options or PlanOptions()
     if not demands or not cluster.devices:
         raise ValueError("a plan needs at least one model and one device")
+    if options.mode == "memory":
+        # The baseline knows of no replicas.
+        demands = [replace(demand, least=1, most=None) for demand in demands]
     engines = Engines(demands, latency, memory, options.rules)
     estimator = Estimator(Candidates(engines, options.shares), turns=options.mode in ("spatial", "temporal"))
     values = Values(estimator, options.objective, colocate=options.mode != "spatial")
@@ -187,6 +190,9 @@ def why_missing(values: Values, machines: Machines, model: int) -> str:
     engines, demand = values.estimator.engines, values.demands[model]
     meshes = [*machines.within_nodes(), *machines.across_nodes()]
     if any(engines.fits(model, mesh) for mesh in meshes):
+        if demand.least > 1:
+            more = "give the fleet more devices, or fewer replicas"
+            return f"there is no room for all of its {demand.least} replicas beside the others; {more}"
         return "all devices are taken; give the fleet more devices, or fewer or smaller models"
     if demand.name in engines.unknown:
         return engines.unknown[demand.name]

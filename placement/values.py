@@ -39,7 +39,8 @@ class Values:
         found = self._values.get(key)
         if found is None:
             self.evaluations += 1
-            found = self._values[key] = self._best(mesh, members)[0]
+            allowed = all(self.demands[member.model].may_have(member.replicas) for member in members)
+            found = self._values[key] = self._best(mesh, members)[0] if allowed else IMPOSSIBLE
         return found
 
     def estimate(self, mesh: Mesh, members: Members) -> UnitEstimate:

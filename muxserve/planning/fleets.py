@@ -63,7 +63,16 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool) -> Demand:
         slo_tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1000,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
+        **_replicas(model),
     )
+
+
+def _replicas(model: Model) -> dict[str, int]:
+    """Bounds, where the fleet file has some: one replica for good is the default, which leaves the number open."""
+    bounds = model.replicas
+    if not bounds.scales and bounds.max == 1:
+        return {}
+    return {"least": max(1, bounds.min), "most": bounds.max}
 
 
 class ClusterError(ValueError):

@@ -1,6 +1,7 @@
 """Meshes, Algorithm 1, the local search, the exact solver, the baselines and the facade."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from placement.improve import ImproveLimits, improve
 from placement.layout import Layout, Unit
 from placement.meshes import Machines
 from placement.objective import Objective, ObjectiveName
-from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
+from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 from placement.values import IMPOSSIBLE, Values
 from tests.placement.analytic import B7, B30, B65, MEMORY, Analytic, cluster, demand, estimator, random_fleet
 
@@ -190,6 +191,75 @@ class TestExact:
     def test_a_large_fleet_is_refused(self) -> None:
         with pytest.raises(TooLargeError, match="small fleets"):
             exact(values_of(random_fleet(1, 12, 1.0)), Machines(cluster(("big", 8))), columns=200)
+
+
+def replicas_of(layout: Layout) -> Counter[int]:
+    return Counter(member.model for unit in layout.units.values() for member in unit.members)
+
+
+class TestReplicas:
+    """How many a model has is the planner's choice, within what is asked."""
+
+    @pytest.mark.parametrize("mode", ["muxserve", "spatial", "temporal"])
+    def test_as_many_as_are_asked_for(self, mode: ModeName) -> None:
+        fleet = [
+            demand("a", rate=1.0, least=3, most=3),
+            demand("b", rate=60.0, least=1, most=1),
+            demand("c", rate=60.0),
+        ]
+        plan = plan_cluster(fleet, cluster(("big", 8)), Analytic(), MEMORY, PlanOptions(mode=mode, local=QUICK))
+        count = Counter(model.model for unit in plan.placement.units for model in unit.models)
+        assert (count["a"], count["b"]) == (3, 1)
+        assert count["c"] > 1
+        assert not plan.missing
+
+    @settings(max_examples=12, deadline=None)
+    @given(
+        st.lists(st.tuples(st.integers(1, 4), st.none() | st.integers(0, 2)), min_size=1, max_size=4), st.integers(0, 9)
+    )
+    def test_within_bounds_or_not_at_all(self, bounds: list[tuple[int, int | None]], seed: int) -> None:
+        fleet = [
+            replace(each, least=least, most=None if more is None else least + more)
+            for each, (least, more) in zip(random_fleet(seed, len(bounds), 8.0), bounds, strict=True)
+        ]
+        values, machines = values_of(fleet), Machines(cluster(("big", 4), ("small", 3)))
+        first = greedy(values, machines)
+        for layout in (first, improve(first, QUICK), improve(Layout(values, machines), QUICK)):
+            check(layout)
+            assert all(fleet[model].may_have(count) for model, count in replicas_of(layout).items())
+
+    def test_the_searches_come_near_the_best(self) -> None:
+        fleet = [demand("a", rate=4.0, least=3, most=3), demand("b", rate=9.0), demand("c", B30, rate=0.5, least=2)]
+        values, machines = values_of(fleet), Machines(cluster(("big", 4)))
+        best = exact(values, machines)
+        found = improve(greedy(values, machines))
+        assert replicas_of(best.layout)[0] == replicas_of(found)[0] == 3
+        assert best.gap(found) < 0.02
+
+    def test_more_than_there_is_room_for(self) -> None:
+        plan = plan_cluster([demand("a", least=3), demand("b")], cluster(("big", 2)), Analytic(), MEMORY)
+        assert plan.missing == {
+            "a": "there is no room for all of its 3 replicas beside the others; give the fleet more devices, or fewer "
+            "replicas"
+        }
+        assert [model.model for unit in plan.placement.units for model in unit.models].count("b") >= 1
+
+    def test_a_missing_model_comes_with_all_of_them(self) -> None:
+        values, machines = values_of([demand("a"), demand("b", least=2)]), Machines(cluster(("big", 2)))
+        better = improve(Layout(values, machines, [Unit(Mesh("big", 1), (Member(0),))]), QUICK)
+        assert not better.missing
+        assert replicas_of(better)[1] == 2
+
+    def test_the_baseline_has_none(self) -> None:
+        plan = plan_cluster(
+            [demand("a", least=2)], cluster(("big", 2)), Analytic(), MEMORY, PlanOptions(mode="memory", local=QUICK)
+        )
+        assert [len(unit.models) for unit in plan.placement.units] == [1]
+
+    @pytest.mark.parametrize(("least", "most"), [(0, None), (2, 1), (0, 0)])
+    def test_none_is_no_number(self, least: int, most: int | None) -> None:
+        with pytest.raises(ValueError, match="are none"):
+            demand("a", least=least, most=most)
 
 
 class TestObjectives:

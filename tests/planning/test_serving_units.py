@@ -11,16 +11,20 @@ from hypothesis import strategies as st
 
 from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
 from muxserve.cluster.plan import FleetPlan
-from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.config import Fleet, FleetError, Replicas, parse_fleet
+from muxserve.costs.roofline import Roofline
 from muxserve.deployment import FleetDeployment
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.planning.fleets import demands_of
 from muxserve.planning.parts import possible_units, units_at_start
 from muxserve.planning.planfile import save_plan
 from muxserve.planning.serving import FleetPlanner, NoRoomError, notes_of
 from muxserve.replicas.scaling import ScalingRules
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.memory import MemoryRules
+from placement.planner import PlanOptions, plan_cluster
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MACHINE = Machine(4, 16 << 30, 4 << 30)
@@ -298,6 +302,32 @@ def test_the_devices_of_a_plan_are_gpus_of_this_machine(tmp_path: Path) -> None:
     assert "the plan's units have 3 GPUs, the fleet file 2" in refused(halves("1", "{gpus: 2}"), file, MACHINE, H200)
     two = saved(tmp_path / "q.yaml", units, (Node("H200-141GB", 2), Node("H200-141GB", 1)))
     assert "the plan is for 2 machines with GPUs" in refused(halves("1", "auto"), two, MACHINE, H200)
+
+
+def test_what_is_planned_for_gpus_has_the_replicas_that_are_served(tmp_path: Path) -> None:
+    declared = halves("3", "{gpus: 4}").with_models(
+        [
+            model.model_copy(update={"replicas": Replicas(min=1, max=2)}) if model.name == "atlas" else model
+            for model in halves("3", "{gpus: 4}").models
+        ]
+    )
+    demands = demands_of(declared, ROOT / "configs")
+    assert [(demand.name, demand.least, demand.most) for demand in demands] == [
+        ("arithmetic", 3, 3),
+        ("atlas", 1, 2),
+        ("frontdesk", 1, None),
+    ]
+    made = plan_cluster(
+        demands,
+        Cluster((Node("H200-141GB", 4),)),
+        Roofline(),
+        {"H200-141GB": 143771 << 20},
+        PlanOptions(rules=MemoryRules.served(), improved=False),
+    )
+    save_plan(made.placement, tmp_path / "p.yaml")
+    told = deployed(declared, plan(declared, tmp_path / "p.yaml", MACHINE, H200))
+    assert len(told.replicas("arithmetic")) == 3
+    assert len(told.replicas("atlas")) in (1, 2)
 
 
 def test_ray_serves_on_cpu() -> None:
