@@ -1,7 +1,7 @@
 """Messages in, messages out: the global scheduler without its sockets and clock.
 
-`handle` takes a message and the time, `turn` returns what is to be sent. One `ModelDesk` per model decides; here is
-which units are alive, who is asked what, and what the fleet file says.
+`handle` takes a message and the time, `turn` returns what is to be sent. One `Desk` per model decides; here is which
+units are alive, who is asked what, and what the fleet file says.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import logging
 from dataclasses import dataclass, field
 
 from muxserve.deployment import FleetDeployment, UnitEntry
-from muxserve.global_scheduler.desk import ModelDesk, Rules
+from muxserve.global_scheduler.desk import ModelDesk
+from muxserve.global_scheduler.desk_base import Desk, Rules
 from muxserve.global_scheduler.outbox import Client, Outbox, Peer, Unit
+from muxserve.global_scheduler.rolling_desk import RollingDesk
 from muxserve.network import tcp_address
 from muxserve.wire import (
     ControllerHello,
@@ -21,6 +23,7 @@ from muxserve.wire import (
     NotPlaced,
     Paired,
     Place,
+    RollingReport,
     SchedulerHello,
     StartFailed,
     StateRequest,
@@ -55,13 +58,16 @@ class SchedulerCore:
     Args:
         epoch: new for each process.
         now: seconds of the machine's monotonic clock.
+
+    Raises:
+        ValueError: the fleet's rules contradict each other.
     """
 
     def __init__(self, fleet: FleetDeployment, epoch: str, now: float) -> None:
         self.epoch = epoch
         self.fleet = fleet
         self._out = Outbox()
-        self._desks: dict[str, ModelDesk] = {}
+        self._desks: dict[str, Desk] = {}
         self._units: dict[str, UnitSeen] = {}
         self._entries: dict[str, UnitEntry] = {}
         self._unknown: list[tuple[float, bytes, Place]] = []
@@ -76,6 +82,8 @@ class SchedulerCore:
         match peer, message:
             case Unit(name), Loads():
                 self._loads(name, message, now)
+            case Unit(name), RollingReport():
+                self._rolled(name, message, now)
             case Client(identity), Place():
                 self._place(identity, message, now)
             case Client(identity), Unplace():
@@ -120,7 +128,12 @@ class SchedulerCore:
                 desk.forget(peer.identity)
 
     def change(self, fleet: FleetDeployment, now: float) -> None:
-        """The controller has written another fleet file: units and models have come, gone or changed."""
+        """The controller has written another fleet file: units and models have come, gone or changed.
+
+        Raises:
+            ValueError: its rules contradict each other; then nothing has changed.
+        """
+        rules = self._rules(fleet)
         before, self.fleet = self._entries, fleet
         self._entries = {unit.name: unit for unit in fleet.units}
         for name in self._units.keys() - self._entries.keys():
@@ -131,24 +144,40 @@ class SchedulerCore:
             # What it has reported of these models was of no interest until now.
             if self._units[name].up and set(self._entries[name].serves) - set(before[name].serves):
                 self._out.to_unit(name, SchedulerHello(self.epoch))
-        levels = fleet.priority_levels()
-        offered = {model.name for model in fleet.models}
-        for name in self._desks.keys() - offered:
-            self._desks.pop(name).close()
-        for name in sorted(offered):
-            # Levels that are equal are one object: what they have worked out is kept, and nothing is built anew.
-            desk = self._desks.get(name)
-            if desk is not None and [*desk.rules.levels] == [*levels] and desk.rules.levels.default == levels.default:
-                levels = desk.rules.levels
-            rules = Rules(levels, fleet.migration, fleet.scaling.get(name))
+        for name, desk in list(self._desks.items()):
+            if name not in rules or (desk.rules.rolling is None) != (rules[name].rolling is None):
+                self._desks.pop(name).close()
+        for name in sorted(rules):
             serves = [unit.name for unit in fleet.replicas(name)]
-            if desk is None:
-                self._desks[name] = ModelDesk(name, rules, serves, self._out)
+            if name in self._desks:
+                self._desks[name].change(rules[name], serves, now)
+            elif rules[name].rolling is None:
+                self._desks[name] = ModelDesk(name, rules[name], serves, self._out)
             else:
-                desk.change(rules, serves, now)
+                self._desks[name] = RollingDesk(name, rules[name], serves, self._out, self.epoch, now)
         waiting, self._unknown = self._unknown, []
         for until, peer, place in waiting:
             self._place(peer, place, now, until)
+
+    def _rules(self, fleet: FleetDeployment) -> dict[str, Rules]:
+        """By what each model of the fleet is scheduled.
+
+        Raises:
+            ValueError: rules contradict each other.
+        """
+        levels = fleet.priority_levels()
+        for rolling in fleet.rolling.values():
+            _ = rolling.objectives, rolling.bounds
+        # Levels that are equal are one object: what they have worked out is kept, and nothing is built anew.
+        for desk in self._desks.values():
+            known = desk.rules.levels
+            if [*known] == [*levels] and known.default == levels.default:
+                levels = known
+                break
+        return {
+            model.name: Rules(levels, fleet.migration, fleet.scaling.get(model.name), fleet.rolling.get(model.name))
+            for model in fleet.models
+        }
 
     def state(self, now: float) -> dict[str, object]:
         """Everything as JSON-ready data."""
@@ -163,18 +192,9 @@ class SchedulerCore:
     # ------------------------------------------------------------ units
 
     def _loads(self, unit: str, message: Loads, now: float) -> None:
-        seen = self._units.get(unit)
+        seen = self._heard(unit, message, now)
         if seen is None:
-            return  # it left the fleet while this was on its way
-        if message.unit != unit:
-            log.warning("what listens at the address of unit %s is unit %s", unit, message.unit)
             return
-        if seen.up and seen.epoch != message.epoch:
-            log.warning("the scheduler of unit %s was started anew", unit)
-            self._down(unit, seen, now)
-        if not seen.up:
-            log.info("unit %s is up", unit)
-        seen.heard_at, seen.up, seen.epoch = now, True, message.epoch
         loads = {load.model: load for load in message.loads}
         # What the fleet file does not name is about to go, or its file is about to be read.
         models = {name for name in self._entries[unit].serves if name in loads and name in self._desks}
@@ -184,6 +204,29 @@ class SchedulerCore:
         seen.models = models
         for name in models:
             self._desks[name].report(unit, loads[name], now)
+
+    def _rolled(self, unit: str, message: RollingReport, now: float) -> None:
+        seen = self._heard(unit, message, now)
+        desk = self._desks.get(message.model)
+        if seen is not None and isinstance(desk, RollingDesk) and message.model in self._entries[unit].serves:
+            seen.models.add(message.model)
+            desk.rolled(unit, message, now)
+
+    def _heard(self, unit: str, message: Loads | RollingReport, now: float) -> UnitSeen | None:
+        """A unit is there; None: what it says is not of interest."""
+        seen = self._units.get(unit)
+        if seen is None:
+            return None  # it left the fleet while this was on its way
+        if message.unit != unit:
+            log.warning("what listens at the address of unit %s is unit %s", unit, message.unit)
+            return None
+        if seen.up and seen.epoch != message.epoch:
+            log.warning("the scheduler of unit %s was started anew", unit)
+            self._down(unit, seen, now)
+        if not seen.up:
+            log.info("unit %s is up", unit)
+        seen.heard_at, seen.up, seen.epoch = now, True, message.epoch
+        return seen
 
     def _down(self, unit: str, seen: UnitSeen, now: float) -> None:
         seen.up = False

@@ -184,6 +184,16 @@ class Member:
             if request.place is not None:
                 request.place += shift
 
+    def retimed(self, tpot: float) -> None:
+        """Its decodes are held against another objective from the beginning."""
+        old, self.tpot = self.tpot, tpot
+        for request in self.requests.values():
+            if request.place is not None and request.since is not None:
+                steps = (request.since - request.place) / old
+                request.place = request.since - steps * tpot
+        self.places = sorted(r.place for r in self.requests.values() if r.place is not None)
+        self.sum_of_places = sum(self.places)
+
     def clear(self) -> None:
         """Forget its requests; what was observed of it stays."""
         self.requests.clear()

@@ -1,0 +1,150 @@
+"""What units report of a rolling model, put into the members that the policies see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+
+from muxserve.replicas.views import InstanceLoad
+from muxserve.rolling.member import Admitted, Member
+from muxserve.rolling.rules import RollingRules
+from muxserve.wire import RollingReport, RollingRequest
+
+# Tokens that an answer is expected to have at most, since nobody knows: `max_tokens` is often all that the model can
+# do. Answers that outgrow it are the replica's business, which preempts when it has no room.
+EXPECTED_OUTPUT = 256
+
+
+@dataclass(slots=True)
+class News:
+    """What a report has told: the requests that it names, and those that have ended, with what they were."""
+
+    named: list[str] = field(default_factory=list)
+    ended: list[tuple[str, Admitted]] = field(default_factory=list)
+
+
+def promise(tokens: int, max_tokens: int, capacity: int) -> int:
+    """Tokens of KV that a request is taken to hold in the end, which are no more than the `capacity` of a replica.
+    Zeros: nobody knows."""
+    promised = tokens + min(max_tokens or EXPECTED_OUTPUT, EXPECTED_OUTPUT)
+    return min(promised, max(capacity, tokens)) if capacity else promised
+
+
+def rebuild(
+    member: Member, report: RollingReport, rules: RollingRules, unnamed: Iterable[str], now: float
+) -> list[str]:
+    """The replica has exactly the requests of this report, and those that were sent there so lately that it cannot name
+    them (`unnamed`). Of those that decode, what has been seen of them stays true. Returns the ids that it names."""
+    known = dict(member.requests)
+    member.clear()
+    member.counted(report.steps)
+    named = {request.request_id for request in report.requests}
+    for request in report.requests:
+        if request.decoding_seconds is not None:
+            before = known.get(request.request_id)
+            place, since = (before.place, before.since) if before is not None else (None, None)
+            tokens = promise(request.tokens, request.max_tokens, member.capacity)
+            if since is None:
+                since = now - request.decoding_seconds
+            member.found(request.request_id, tokens, since, now, place)
+    for request in report.requests:
+        if not request.prefilled and request.decoding_seconds is None:
+            _admit(member, request, rules, now)
+    for request_id in unnamed:
+        sent = known.get(request_id)
+        if request_id not in named and sent is not None:
+            member.admitted(request_id, sent.tokens, sent.predicted, now)
+    for request in report.requests:
+        if request.prefilled and request.decoding_seconds is None:
+            _waits_to_decode(member, request, now)
+    return list(named)
+
+
+def apply(
+    member: Member,
+    report: RollingReport,
+    rules: RollingRules,
+    unnamed: Container[str],
+    past: Container[str],
+    now: float,
+) -> News:
+    """What has happened in the replica since its last report.
+
+    Args:
+        unnamed: requests that were sent there and that it has not named yet.
+        past: of these, those whose former life there had not ended when they were sent.
+    """
+    news = News()
+    member.counted(report.steps)
+    came = {request.request_id for request in report.requests}
+    # An id that the replica has named before and that comes now has left before.
+    first = [id_ for id_ in report.left if id_ in came and id_ in member.requests and id_ not in unnamed]
+    for request_id in first:
+        _left(member, request_id, news, now)
+    again = {id_ for id_ in report.left if id_ in came and id_ in past}.union(first)
+    for request in report.requests:
+        news.named.append(request.request_id)
+        if request.request_id not in unnamed:
+            _came(member, request, rules, now)
+        elif request.prefilled:
+            member.prefilled(request.request_id, now)
+    member.measured(report.prefill_seconds, report.prefilled)
+    for request_id in report.prefilled:
+        member.prefilled(request_id, now)
+    for request_id in report.left:
+        if request_id not in again and not (request_id in past and request_id not in came):
+            _left(member, request_id, news, now)
+    return news
+
+
+def show(load: InstanceLoad, member: Member | None, spared: float | None, now: float) -> dict[str, object]:
+    """How a replica stands, as JSON-ready data; without a member its requests are not known."""
+    shown: dict[str, object] = {
+        "capacity": load.capacity,
+        "used": load.used,
+        "running": load.running,
+        "waiting": load.waiting,
+        "moving_in": load.moving_in,
+        "moving_out": load.moving_out,
+        "terminating": load.terminating,
+    }
+    if member is not None:
+        saved = member.saved(now, spared)
+        shown |= {
+            "window": member.window.value,
+            "pending": member.pending,
+            "pending_seconds": member.pending_seconds,
+            "decoding": member.decoding,
+            "promised": member.promised,
+            "saved_seconds": saved if math.isfinite(saved) else None,
+            "bias": member.bias,
+        }
+    return shown
+
+
+def _came(member: Member, request: RollingRequest, rules: RollingRules, now: float) -> None:
+    if request.decoding_seconds is not None:
+        tokens = promise(request.tokens, request.max_tokens, member.capacity)
+        member.found(request.request_id, tokens, now - request.decoding_seconds, now)
+    elif request.prefilled:
+        _waits_to_decode(member, request, now)
+    else:
+        _admit(member, request, rules, now)
+
+
+def _admit(member: Member, request: RollingRequest, rules: RollingRules, now: float) -> None:
+    tokens = promise(request.tokens, request.max_tokens, member.capacity)
+    member.admitted(request.request_id, tokens, rules.prefill_seconds(request.tokens), now)
+
+
+def _waits_to_decode(member: Member, request: RollingRequest, now: float) -> None:
+    tokens = promise(request.tokens, request.max_tokens, member.capacity)
+    member.admitted(request.request_id, tokens, 0.0, now)
+    member.prefilled(request.request_id, now)
+
+
+def _left(member: Member, request_id: str, news: News, now: float) -> None:
+    request = member.left(request_id, now)
+    if request is not None:
+        news.ended.append((request_id, request))
