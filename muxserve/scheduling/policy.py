@@ -8,11 +8,15 @@ from typing import ClassVar, TypeVar
 
 from muxserve.scheduling.admission import Admission, admissible, prefill_steps
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.lending import lend
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, QuotaChange
 
 T = TypeVar("T")
+
+# Between two changes of fixed quotas: what was lent comes back page by page.
+LEND_SECONDS = 0.1
 
 
 class Policy(ABC):
@@ -28,6 +32,7 @@ class Policy(ABC):
 
     def __init__(self, quanta: Quanta | None = None) -> None:
         self.quanta = quanta or Quanta()
+        self._lend_at = 0.0
 
     def check(self, ledger: UnitLedger) -> None:
         """See whether the policy is made for the unit.
@@ -48,8 +53,16 @@ class Policy(ABC):
         """Leases to give, renew or cut short now; at most one per engine, within the free compute."""
 
     def rebalance(self, ledger: UnitLedger, now: float) -> list[QuotaChange]:
-        """Quotas to change now, all at once; they sum to at most the pool. Cheap when nothing is due."""
-        return []
+        """Quotas to change now, all at once; they sum to at most the pool. Cheap when nothing is due.
+
+        Unless a policy says otherwise quotas are fixed, and those of retired models are lent.
+        """
+        if now < self._lend_at or not ledger.memory_up:
+            return []
+        changes = [change for pool in ledger.pools.values() for change in lend(pool)]
+        if changes:
+            self._lend_at = now + LEND_SECONDS
+        return changes
 
     def wakeup(self, ledger: UnitLedger, now: float) -> float:
         """When to ask again even if nothing happens; infinity for never."""
@@ -60,8 +73,9 @@ class Policy(ABC):
         return model.quota
 
     def capacity(self, model: ModelState) -> int:
-        """Most pages that `model` can ever be given; a request that needs more can never be served."""
-        return model.quota
+        """Most pages that `model` can ever be given; a request that needs more can never be served. What is lent to it
+        does not count: its owner will have it back."""
+        return min(model.quota, model.profile.quota_pages)
 
     # ------------------------------------------------------------ shared by the policies
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
@@ -17,6 +19,7 @@ from muxserve.unit.memory import Memory
 from muxserve.wire import (
     Abort,
     Admit,
+    Cancel,
     Elsewhere,
     GatewayHello,
     HandOver,
@@ -246,10 +249,14 @@ class RequestDesk:
         log.warning("request %s refused: %s", request_id, text)
         self._out.send(gateway, Refused(request_id, attempt, text))
 
-    def cancel(self, peer: bytes, request_ids: list[str], now: float) -> None:
+    def cancel(self, peer: bytes, message: Cancel, now: float) -> None:
         """A gateway does not want these requests of its own any more."""
-        held = self.held
-        self.drop([r for r in request_ids if r in held and held[r].gateway == peer], now)
+        unwanted = []
+        for request_id, attempt in zip(message.request_ids, message.attempts or repeat(math.inf), strict=False):
+            held = self.held.get(request_id)
+            if held is not None and held.gateway == peer and held.attempt <= attempt:
+                unwanted.append(request_id)
+        self.drop(unwanted, now)
 
     def drop(self, request_ids: list[str], now: float) -> None:
         """Requests are not wanted any more, wherever they are."""

@@ -127,7 +127,7 @@ class UnitExecutor:
             case Submit():
                 self.desk.submit(peer, message, now)
             case Cancel():
-                self.desk.cancel(peer, message.request_ids, now)
+                self.desk.cancel(peer, message, now)
             case GatewayHello():
                 self.desk.greeted(peer, message, now)
             case EngineHello():

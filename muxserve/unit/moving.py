@@ -163,7 +163,8 @@ class Departures:
         for move in list(self.moves.values()):
             if move.step is Step.COMMITTING:
                 continue
-            if move.step is Step.LAST:
+            # One that is asked for may be out of its engine already, which would not tell of it any more then.
+            if move.step in (Step.DETACHING, Step.LAST):
                 lost.append(move.live.request_id)
             self._end(move, now, tell=True)
         return lost

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.lending import lend
 from muxserve.scheduling.quotas import (
     Claim,
     QuotaAdapter,
@@ -180,3 +181,45 @@ def test_without_any_model_in_service_quotas_stay_at_nothing() -> None:
         each.retired = True
     apply(ledger, adapter, {"m0": 0, "m1": 0}, rounds=3)
     assert [m.quota for m in ledger.models] == [0, 0]
+
+
+# ---------------------------------------------------------------- fixed quotas
+
+
+@settings(deadline=None)
+@given(
+    data=st.data(),
+    own=st.lists(st.integers(1, 400), min_size=1, max_size=5),
+    spare=st.integers(0, 100),
+)
+def test_fixed_quotas_are_lent_and_come_back(data: st.DataObject, own: list[int], spare: int) -> None:
+    pages = sum(own) + spare
+    profiles = [profile(f"m{i}", quota_pages=quota, floor_pages=1) for i, quota in enumerate(own)]
+    book = UnitLedger(profiles, [PoolProfile("pool", pages)])
+    (pool,) = book.pools.values()
+
+    def settle() -> None:
+        for change in lend(pool):
+            model = book.by_name[change.model]
+            assert change.pages >= min(model.quota, model.used), "nobody is preempted for it"
+            book.pages(model.name, model.used, 0, change.pages)
+        assert sum(model.quota for model in pool.models) <= pages
+
+    for _ in range(data.draw(st.integers(1, 4))):
+        for model in pool.models:
+            model.retired = data.draw(st.booleans())
+            book.pages(model.name, data.draw(st.integers(0, model.quota)), 0, model.quota)
+        settle()
+        settle()
+    for model in pool.models:
+        model.retired = data.draw(st.booleans())
+        book.pages(model.name, 0, 0, model.quota)
+    settle()
+    settle()
+    lent = sum(model.profile.quota_pages for model in pool.models if model.retired)
+    serving = [model for model in pool.models if not model.retired]
+    assert all(model.quota == 0 for model in pool.models if model.retired)
+    if serving:
+        assert sum(model.quota - model.profile.quota_pages for model in serving) >= lent - len(serving)
+    assert all(model.quota >= model.profile.quota_pages for model in serving)
+    assert lend(pool) == []

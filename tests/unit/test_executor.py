@@ -148,6 +148,16 @@ def test_cancelling_where_a_request_is() -> None:
     assert bench.state()["models"]["a"]["cancelled"] == 3
 
 
+def test_a_late_cancellation_spares_the_next_attempt() -> None:
+    bench = Bench()
+    bench.submit("r", attempt=1)
+    bench.submit("s", attempt=1)
+    bench.say(GATEWAY, Cancel(["r", "s"], [0, 1]))
+    assert set(bench.unit.desk.held) == {"r"}
+    bench.say(GATEWAY, Cancel(["r"], [2]))
+    assert not bench.unit.desk.held
+
+
 def test_cancelling_a_hand_over_gives_its_pages_up() -> None:
     bench = Bench()
     bench.submit("r")

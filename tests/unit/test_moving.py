@@ -384,13 +384,20 @@ def test_a_moving_request_outlives_its_engine() -> None:
     course.committing()
 
 
-@pytest.mark.parametrize("step", ["last", "committing"])
+@pytest.mark.parametrize("step", ["detaching", "last", "committing"])
 def test_the_memory_manager_dies_under_a_detached_request(step: str) -> None:
     b = bench("r")
     course = Course(b).to(step)
     b.memory.die(up=True)
     sent = b.turn(after=0.1)
-    assert bool(to(GATEWAY, Lost, sent)) == (step == "last")
+    assert bool(to(GATEWAY, Lost, sent)) == (step != "committing")
+    if step == "detaching":
+        # It had let go, and its word comes late: nobody adopts blocks that are gone.
+        d = course.detach
+        gone = Detached(d.request_id, d.incarnation, d.key, d.since, [7], 35, list(range(16)))
+        assert to(DECODE, Lease, b.say(DECODE.encode(), gone)) == []
+        assert to(GATEWAY, Lost, b.say(DECODE.encode(), EngineLost(["r"], "the memory manager died"))) == []
+        assert b.state()["budget_used"] == 0.0
     if step == "committing":
         # What was committed does not depend on it; what comes back has no blocks any more.
         sent = b.say(b"migrator", MoveFailed(course.stage.move, "refused"))
@@ -693,12 +700,22 @@ def test_a_retired_model_gives_back_what_waits_and_lends_its_pages() -> None:
     assert b.admitted("a/prefill")[-1].request_id == "u"
 
 
-def test_a_static_policy_keeps_the_quota_for_its_owner() -> None:
+def test_a_static_policy_lends_the_quota_and_gives_it_back() -> None:
     b = bench(policy="fcfs")
     b.say(b"controller", Retire("a"))
-    assert b.memory.quotas == {"a": 0, "b": 400}
-    b.say(b"controller", Revive("a"))
+    assert b.memory.quotas == {"a": 0, "b": 800}
+    b.memory.used["b"] = 500
+    b.say(b"controller", Revive("a"), after=0.11)
+    assert b.memory.quotas == {"a": 400, "b": 500}
+    b.memory.used["b"] = 420
+    b.turn(after=0.11)
+    assert b.memory.quotas == {"a": 400, "b": 420}
+    b.memory.used["b"] = 0
+    b.turn(after=0.11)
     assert b.memory.quotas == {"a": 400, "b": 400}
+    told = len(b.memory.set)
+    b.turn(after=0.11)
+    assert len(b.memory.set) == told
 
 
 def test_a_migrator_is_answered() -> None:
