@@ -34,8 +34,8 @@ class Router:
         self.placing = Placing(table, self.out)
         # Of each unit scheduler that has greeted, its last epoch.
         self._epochs: dict[str, str] = {}
-        # Old lives of requests, in units that cannot be told at the moment.
-        self._stale: defaultdict[str, list[str]] = defaultdict(list)
+        # Old lives of requests, (id, attempt), in units that cannot be told at the moment.
+        self._stale: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
 
     # ------------------------------------------------------------ the fleet
 
@@ -74,9 +74,8 @@ class Router:
                 self.placing.give(request, unit, now)
         else:
             # Our last words to it may have been lost with the old connection.
-            left = [r for r in stale if (known := self.table.get(r)) is None or known.unit != unit]
-            if left:
-                self.out.units.append((unit, Cancel(left)))
+            if stale:
+                self._tell_cancelled(unit, stale)
             for request in here:
                 request.repeated_at.add(unit)
                 self.out.units.append((unit, request.submit()))
@@ -151,7 +150,7 @@ class Router:
         """All tokens of `request` are there, which is no longer in the table."""
         # A unit may have been asked for it again just when it had finished, or moved.
         for unit in request.repeated_at:
-            self._tell_cancelled(unit, [request.request_id])
+            self._tell_cancelled(unit, [(request.request_id, request.attempt)])
 
     def repeat_quiet(self, now: float) -> None:
         """Ask units again for requests of which nothing was heard for long."""
@@ -176,9 +175,7 @@ class Router:
     def _took_over(self, unit: str, message: TookOver) -> None:
         request = self.table.get(message.request_id)
         if request is None or request.attempt != message.attempt or not request.unit:
-            # A later life at the same unit has ended the earlier one there, and must not be cancelled itself.
-            if request is None or request.unit != unit:
-                self.out.units.append((unit, Cancel([message.request_id])))
+            self._tell_cancelled(unit, [(message.request_id, message.attempt)])
             return
         if 0 < message.moves <= request.moves:
             return  # it has moved on from there since
@@ -210,15 +207,16 @@ class Router:
         return going_on
 
     def _cancel_at_units(self, requests: Iterable[Tracked]) -> None:
-        by_unit: defaultdict[str, list[str]] = defaultdict(list)
+        by_unit: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for request in requests:
             for unit in request.repeated_at | {request.unit}:
-                by_unit[unit].append(request.request_id)
-        for unit, ids in by_unit.items():
-            self._tell_cancelled(unit, ids)
+                by_unit[unit].append((request.request_id, request.attempt))
+        for unit, lives in by_unit.items():
+            self._tell_cancelled(unit, lives)
 
-    def _tell_cancelled(self, unit: str, request_ids: list[str]) -> None:
+    def _tell_cancelled(self, unit: str, lives: list[tuple[str, int]]) -> None:
+        """These lives, (id, attempt), are over. A later one may have moved to the unit before it hears this."""
         if unit in self.placing.up:
-            self.out.units.append((unit, Cancel(request_ids)))
+            self.out.units.append((unit, Cancel([life[0] for life in lives], [life[1] for life in lives])))
         elif unit in self._epochs:
-            self._stale[unit] += request_ids
+            self._stale[unit] += lives

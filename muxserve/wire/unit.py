@@ -47,9 +47,15 @@ class Submit(Message):
 
 
 class Cancel(Message):
-    """The client went away or a stop string was found; the pages must come back within one step."""
+    """The client went away, a stop string was found, or the request is served elsewhere by now; the pages must come
+    back within one step.
+
+    `attempts` has for each request the last attempt that is meant: a later one, which may have come to the unit by
+    migration before these words did, goes on. Without, whichever there is ends.
+    """
 
     request_ids: list[str]
+    attempts: list[int] = []
 
 
 # ---------------------------------------------------------------- unit scheduler -> gateway

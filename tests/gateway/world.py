@@ -193,8 +193,9 @@ class World:
                     assert submit.output_tokens == list(range(len(submit.output_tokens)))
                     unit.serving[submit.request_id] = Life(submit.attempt, len(submit.output_tokens))
             case Cancel() as cancel:
-                for request_id in cancel.request_ids:
-                    unit.serving.pop(request_id, None)
+                for request_id, attempt in zip(cancel.request_ids, cancel.attempts, strict=True):
+                    if request_id in unit.serving and unit.serving[request_id].attempt <= attempt:
+                        del unit.serving[request_id]
 
     def say(self, unit: Unit) -> None:
         """A message of the unit arrives."""
@@ -253,9 +254,10 @@ class World:
             return
         request_id = self.random.choice(list(source.serving))
         life = source.serving[request_id]
-        # It takes longer than any message, and two lives of a request do not arrive at the same place at the same time.
-        under_way = [message for unit in self.units.values() for message in unit.inbox] + list(destination.outbox)
-        if any(request_id in repr(message) for message in under_way):
+        # Two lives of a request are not submitted and moved to the same place at the same time, as a move takes longer
+        # than a message. What else the gateway has just said may come late.
+        under_way = [message for unit in self.units.values() for message in unit.inbox if isinstance(message, Submit)]
+        if any(request_id in repr(message) for message in [*under_way, *destination.outbox]):
             return
         known = destination.serving.get(request_id)
         takes = self.random.random() < 0.8 and (known is None or known.attempt < life.attempt)
