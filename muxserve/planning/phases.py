@@ -27,6 +27,8 @@ from muxserve.planning.phases_layout import (
 )
 from muxserve.planning.phases_play import Outcome
 from muxserve.planning.phases_search import COARSE, QUEUED, WARM, Load, Search, point_of
+from muxserve.simulator.rolling import StuckError
+from muxserve.simulator.world import SimulationError
 from placement.demand import Demand
 from placement.words import enumerate_words
 
@@ -68,7 +70,7 @@ def compare(
             figures, count = _arrangement(wanted, ground, latency, load, phases, told)
             found.append(Compared(phases, figures))
             simulations += count
-        except (NoPlaceError, CostError) as error:
+        except (NoPlaceError, CostError, SimulationError, StuckError) as error:
             found.append(Compared(phases, None, str(error)))
     recommended, reason = recommend(found)
     return Comparison(
@@ -144,7 +146,7 @@ def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate
     played = search.at(rate)
     place, demand = search.place, wanted.demand
     counted = [each for each in played.outcomes if each.arrival >= WARM * load.seconds(rate)]
-    devices = place.layout.devices
+    devices = min(place.layout.devices, search.devices)
     return Figures(
         layout=place.layout,
         devices=devices,

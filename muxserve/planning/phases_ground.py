@@ -67,7 +67,7 @@ class GpuGround:
             raise NoPlaceError(f"a pipeline of {wanted.stages or 2} stages needs as many GPUs, and there is one")
         for devices in range(self.devices, 0, -1):
             for tp in _divisors(devices):
-                if not splits_evenly(architecture, tp) or any(count % tp for count in self.nodes):
+                if not splits_evenly(architecture, tp) or len(self._groups(tp)) * tp < devices:
                     continue
                 for stages in _divisors(devices // tp):
                     layout = Layout(phases, devices // tp // stages, stages, tp)
@@ -138,9 +138,11 @@ class GpuGround:
     def _crossing(self, layout: Layout) -> list[bool]:
         """For each boundary of the first replica's stages, whether it lies between machines; the other replicas are
         laid out as it is, or better."""
-        owner = [number for number, count in enumerate(self.nodes) for _ in range(count)]
-        firsts = [owner[stage * layout.tp] for stage in range(layout.stages)]
-        return [a != b for a, b in pairwise(firsts)]
+        return [a != b for a, b in pairwise(self._groups(layout.tp)[: layout.stages])]
+
+    def _groups(self, tp: int) -> list[int]:
+        """The machine of each group of `tp` GPUs; tensors are not split between machines."""
+        return [number for number, count in enumerate(self.nodes) for _ in range(count // tp)]
 
     def _link(self, tp: int, crosses: bool) -> Link:
         return Link(self.network * _NETWORK_SHARE, _NETWORK_LATENCY) if crosses else link_of(device(self.kind), tp)
@@ -237,8 +239,10 @@ def _allowed(layout: Layout, wanted: Wanted) -> bool:
     if wanted.replicas is not None and layout.replicas != wanted.replicas:
         return False
     if layout.phases == "pipelined":
-        within = 2 <= layout.stages <= wanted.demand.architecture.layers
-        return layout.stages == wanted.stages if wanted.stages is not None else within
+        if layout.stages > wanted.demand.architecture.layers:
+            return False
+        # One stage is a pipeline if somebody wants it: steps are throttled there, too.
+        return layout.stages >= 2 if wanted.stages is None else layout.stages == wanted.stages
     return layout.stages == 1 and (layout.phases != "rolling" or layout.replicas >= 2)
 
 

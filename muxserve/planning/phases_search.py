@@ -75,6 +75,11 @@ class Search:
         self._found: dict[int, dict[bool, float]] = {}
 
     @property
+    def devices(self) -> int:
+        """Those of the ground. On a CPU several engines share one."""
+        return self._ground.devices
+
+    @property
     def simulations(self) -> int:
         """Rates that were simulated."""
         return len(self._found)

@@ -109,6 +109,15 @@ def test_the_link_and_both_ends_of_a_step_add_to_each_pass() -> None:
     assert request.finish == pytest.approx(0.25 + 0.02 + 0.5 + 0.01 + 0.02 + 0.125)
 
 
+def test_stages_may_be_joined_by_different_links() -> None:
+    # One layer on each stage; 10 tokens take 10 ms there, and as long to be sent over the slow link.
+    joined = spec(4, links=(INSTANT, Link(bandwidth=64e3, latency=0.5), INSTANT))
+    (request,) = play([(0.0, 10, 1)], joined).requests
+    assert request.finish == pytest.approx(4 * 0.01 + 0.5 + 0.01)
+    with pytest.raises(ValueError, match="4 stages have 3 links between them, not 1"):
+        spec(4, links=(INSTANT,))
+
+
 def test_two_micro_batches_overlap() -> None:
     # Each prompt fills a micro-batch; the second enters the first stage when the first one leaves it.
     result = play([(0.0, 100, 1), (0.0, 100, 1)])
