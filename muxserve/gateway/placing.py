@@ -78,6 +78,10 @@ class Placing:
 
     def place(self, request: Tracked, now: float, last: str = "") -> None:
         """Find a unit for `request`, which has none, or someone to ask; `last` is where it just was."""
+        if self._is_removed(request.model):
+            # It may have waited for admission meanwhile.
+            self._fail_removed(request)
+            return
         asks = request.model in self._asks and self._scheduler_up
         unit = self._choose(request, last) if self._silent or not asks else ""
         if unit:
@@ -127,9 +131,9 @@ class Placing:
         self._asks, self._models = frozenset(asks), frozenset(models)
         self.up.intersection_update(units)
         for request in self._without():
-            if request.model not in self._models and not self.replicas(request.model):
+            if self._is_removed(request.model):
                 self.withdraw([request])
-                self.fail(request, f"the model {request.model!r} has been removed", Failure.AGAIN)
+                self._fail_removed(request)
         self.settle(now)
 
     def settle(self, now: float) -> None:
@@ -235,6 +239,13 @@ class Placing:
             log.info("the global scheduler answers again")
         request = self._table.get(request_id)
         return request if request is not None and self._is_asked(request) else None
+
+    def _is_removed(self, model: str) -> bool:
+        """Whether nobody will serve the model again; one that was removed has its replicas until they are empty."""
+        return model not in self._models and not self.replicas(model)
+
+    def _fail_removed(self, request: Tracked) -> None:
+        self.fail(request, f"the model {request.model!r} has been removed", Failure.AGAIN)
 
     def _is_asked(self, request: Tracked) -> bool:
         return request in self._asked or request in self._patient or request in self._promised

@@ -258,6 +258,20 @@ def test_a_model_that_leaves_the_fleet() -> None:
     assert told.failed() == [Failure.AGAIN]
 
 
+@pytest.mark.parametrize("scheduler", [False, True])
+def test_what_was_admitted_too_late_does_not_wait_for_a_model_that_has_left(scheduler: bool) -> None:
+    told = Told("a", scheduler)
+    told.learn("a", scheduler, models=())
+    late = told.submit("late")
+    assert bool(late.unit) is not scheduler  # its replica goes when it is empty
+    told.learn("", scheduler, models=())
+    assert told.failed() == [Failure.AGAIN]
+    told.submit("later still")
+    assert told.failed() == [Failure.AGAIN]
+    assert len(told.table) == 0
+    assert not told.placing.waiting
+
+
 # ------------------------------------------------------------ migration
 
 
