@@ -78,11 +78,6 @@ def apply(
     news = News()
     member.counted(report.steps)
     came = {request.request_id for request in report.requests}
-    # An id that the replica has named before and that comes now has left before.
-    first = [id_ for id_ in report.left if id_ in came and id_ in member.requests and id_ not in unnamed]
-    for request_id in first:
-        _left(member, request_id, news, now)
-    again = {id_ for id_ in report.left if id_ in came and id_ in past}.union(first)
     for request in report.requests:
         news.named.append(request.request_id)
         if request.request_id not in unnamed:
@@ -93,8 +88,10 @@ def apply(
     for request_id in report.prefilled:
         member.prefilled(request_id, now)
     for request_id in report.left:
-        if request_id not in again and not (request_id in past and request_id not in came):
-            _left(member, request_id, news, now)
+        if request_id not in past or request_id in came:
+            request = member.left(request_id, now)
+            if request is not None:
+                news.ended.append((request_id, request))
     return news
 
 
@@ -142,9 +139,3 @@ def _waits_to_decode(member: Member, request: RollingRequest, now: float) -> Non
     tokens = promise(request.tokens, request.max_tokens, member.capacity)
     member.admitted(request.request_id, tokens, 0.0, now)
     member.prefilled(request.request_id, now)
-
-
-def _left(member: Member, request_id: str, news: News, now: float) -> None:
-    request = member.left(request_id, now)
-    if request is not None:
-        news.ended.append((request_id, request))

@@ -67,8 +67,9 @@ class RollingReport(Message):
     beside its `Loads` and before them.
 
     `whole`: a first report, or one after something was lost: `requests` are then all that the replica has, otherwise
-    those that came. `prefilled` have their first token; `left` ended, for whatever reason. `steps` counts the decode
-    steps since the engine is up; `prefill_tokens` took `prefill_seconds` since the last report.
+    those that came. `prefilled` have their first token; `left` ended, for whatever reason. What came is taken first and
+    what left last: a request that leaves and comes again does so in two reports. `steps` counts the decode steps
+    since the engine is up; `prefill_tokens` took `prefill_seconds` since the last report.
     """
 
     unit: str

@@ -240,7 +240,7 @@ def test_a_request_that_comes_back_has_no_former_life() -> None:
     assert member(world, "u0").idle
 
 
-def test_a_request_may_come_and_go_within_a_report_and_leave_and_come() -> None:
+def test_a_request_may_come_and_go_within_a_report_and_leave_and_come_in_two() -> None:
     world = rolling(("u0",))
     up(world, "u0")
     assert ask(world, "a") == ["u0"]
@@ -249,7 +249,8 @@ def test_a_request_may_come_and_go_within_a_report_and_leave_and_come() -> None:
     assert ask(world, "b") == ["u0"]
     tell(world, "u0", "b", prefilled=["b"])
     # It is preempted, and is to be prefilled again.
-    tell(world, "u0", "b", left=["b"], tokens=50)
+    tell(world, "u0", left=["b"])
+    tell(world, "u0", "b", tokens=50)
     assert (member(world, "u0").pending, member(world, "u0").decoding) == (1, 0)
     tell(world, "u0", prefilled=["b"])
     assert member(world, "u0").decoding == 1
