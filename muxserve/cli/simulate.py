@@ -112,6 +112,8 @@ def _run(settings: Settings) -> int:
             result = simulate(units, workload, costs, options, settings.seed, _count(mode.name, told))
             summary = _summary(result, places, alone, mode)
             runs[mode.name] = Run(mode, result, summary)
+    if places.note:
+        errors.print(escape(places.note))
     print_left_out(workload)
     if not next(iter(runs.values())).result.records:
         raise WorkloadError(f"{workload.about} has no requests")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from muxserve.config import load_fleet
+from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.fleets import cluster_of, demands_of, memory_of
 from muxserve.planning.planfile import load_plan
@@ -17,6 +17,7 @@ from placement.demand import Demand
 from placement.memory import MemoryRules
 from placement.objective import Objective
 from placement.planner import MODES, PlanOptions, plan_cluster
+from placement.words import enumerate_words
 
 
 class PlacesError(ValueError):
@@ -25,7 +26,8 @@ class PlacesError(ValueError):
 
 @dataclass
 class Places:
-    """The fleet's models, and placements by kind (a mode's `placement`): the given one, or planned when asked for."""
+    """The fleet's models, and placements by kind (a mode's `placement`): the given one, or planned when asked for.
+    `note` is for the user; it may be empty."""
 
     about: str
     demands: list[Demand]
@@ -33,6 +35,7 @@ class Places:
     latency: LatencyModel
     cluster: Cluster | None
     given: dict[str, Placement] = field(default_factory=dict)
+    note: str = ""
 
     def placement(self, kind: str, seconds: float, told: Callable[[str], None]) -> Placement:
         """The placement of that kind; planned within about `seconds` if it is not there.
@@ -81,6 +84,33 @@ def places_of(
     """
     fleet = load_fleet(file, serving=False)
     given = load_plan(plan, fleet) if plan is not None else None
+    places = _places(fleet, file, gpus, gpu_type, nodes, given, latency)
+    return replace(places, note=_note(fleet, given))
+
+
+def _note(fleet: Fleet, given: Placement | None) -> str:
+    """What is not simulated as it would be served."""
+    others = [model.name for model in fleet.models if model.phases not in ("multiplexed", AUTO)]
+    if given is not None:
+        others = [each.model for unit in given.units if unit.phases != "multiplexed" for each in unit.models]
+    if not others:
+        return ""
+    names = enumerate_words(list(dict.fromkeys(others)))
+    return (
+        f"all models are simulated as multiplexed, also {names}; `muxserve plan --compare-phases` simulates other "
+        "arrangements"
+    )
+
+
+def _places(
+    fleet: Fleet,
+    file: Path,
+    gpus: int | None,
+    gpu_type: str | None,
+    nodes: str | None,
+    given: Placement | None,
+    latency: LatencyModel,
+) -> Places:
     if given is not None:
         if gpus is not None or gpu_type is not None or nodes is not None:
             raise PlacesError("--plan says which GPUs there are; it does not go with --gpus, --gpu-type or --nodes")
