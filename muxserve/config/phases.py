@@ -44,6 +44,7 @@ def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Probl
             yield source.problem((*at, key), message)
     if phases == "rolling":
         yield from _objectives(source, at, model.get("slo"))
+        yield from _scaling(source, (*at, "replicas"), model.get("replicas"))
     if isinstance(model.get("rolling"), dict):
         yield from _bounds(source, (*at, "rolling"), model["rolling"])
     if isinstance(model.get("batching"), dict):
@@ -58,6 +59,13 @@ def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
         where = (*at, "slo") if isinstance(slo, dict) else (*at, "phases")
         message = f"`phases: rolling` needs {' and '.join(missing)}: prefill rolls on when the next would miss them"
         yield source.problem(where, message)
+
+
+def _scaling(source: Source, at: KeyPath, given: object) -> Iterator[Problem]:
+    for key in ("low", "high"):
+        if isinstance(given, dict) and key in given:
+            message = "is a freeness; replicas of a rolling model follow the objectives that are met instead"
+            yield source.problem((*at, key), message)
 
 
 def _bounds(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Problem]:
