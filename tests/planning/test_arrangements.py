@@ -450,6 +450,20 @@ class TestAuto:
         assert planner.fleet.model("atlas").phases == "rolling"
 
 
+def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = FleetPlanner(only("phases: multiplexed"), MACHINE, lambda: NONE)
+    told = deployed(planner.fleet, planner.at_start())
+
+    def fails(*_: object) -> FleetPlan:
+        assert [model.name for model in planner.fleet.models] == ["arithmetic", "atlas"]
+        raise MemoryError
+
+    monkeypatch.setattr(planner, "unit", fails)
+    with pytest.raises(MemoryError):
+        LaterUnits(planner).addition(only(ROLLING, "atlas"), lambda: "u1", told, lambda _: None)
+    assert [model.name for model in planner.fleet.models] == ["arithmetic"]
+
+
 @pytest.mark.parametrize(("name", "policy", "units"), [("rolling", "rolling", 3), ("pipeline", "pipelined", 1)])
 def test_the_examples_can_be_deployed(name: str, policy: str, units: int) -> None:
     declared = load_fleet(ROOT / f"configs/{name}.yaml")
