@@ -12,10 +12,11 @@ from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.metrics.records import RequestRecord
 from muxserve.planning.gpus import unit_shares
+from muxserve.planning.phases_costs import StageCosts, between_steps
 from muxserve.planning.phases_ground import CPU, GpuGround
 from muxserve.planning.phases_layout import Ground, NoPlaceError, Place, Wanted
 from muxserve.rolling.member import Objectives as RollingObjectives
-from muxserve.simulator import FleetModel, Options
+from muxserve.simulator import FleetModel, Options, Overheads
 from muxserve.simulator.instances.setup import InstanceSpec
 from muxserve.simulator.modes import sim_unit
 from muxserve.simulator.pipeline import Pipeline, PipelineSpec
@@ -122,6 +123,7 @@ def _rolling(wanted: Wanted, place: Place, latency: LatencyModel, requests: Sequ
         place.block_tokens,
         demand.max_num_seqs,
         demand.max_num_batched_tokens,
+        step_seconds=between_steps(latency, place.shape.device),
     )
     options = RollingOptions(
         place.layout.replicas,
@@ -149,12 +151,14 @@ def _pipelined(wanted: Wanted, place: Place, latency: LatencyModel, parts: Seque
         # The live engine's batches together hold no more.
         demand.max_num_seqs,
         links=place.links,
+        step_seconds=between_steps(latency, place.shape.device),
     )
+    costs = StageCosts(latency, demand.architecture)
     records: list[RequestRecord] = []
     busy: list[list[float]] = []
     active = preemptions = 0.0
     for part in parts:
-        result = Pipeline(spec, latency, wanted.budget()).run(part)
+        result = Pipeline(spec, costs, wanted.budget()).run(part)
         records += result.records()
         busy.append(result.busy())
         active += result.active()
@@ -199,10 +203,12 @@ def _multiplexed(
         simulated = replace(
             simulated, models=tuple(replace(each, cost_share=place.cost_share) for each in simulated.models)
         )
+    between = between_steps(latency, place.shape.device)
+    options = Options(Overheads(prefill_step=between, decode_step=between), sample_seconds=0.0)
     records: list[RequestRecord] = []
     busy = []
     for part in parts:
-        result = LeasedUnit(simulated, latency, Options(sample_seconds=0.0)).run(part)
+        result = LeasedUnit(simulated, latency, options).run(part)
         records += result.records
         busy.append(result.busy_seconds)
     return Played(_outcomes(records), balance(busy), preemptions=sum(record.preemptions for record in records))

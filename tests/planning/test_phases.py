@@ -6,15 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.costs.cells import DecodeCell, PrefillCell
+from muxserve.costs.latency import EngineShape
+from muxserve.costs.measured import ProfileModel
+from muxserve.costs.profile import EngineProfile, Overheads, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.planning.phases import choose_phases, compare, recommend
+from muxserve.planning.phases_costs import StageCosts, between_steps
 from muxserve.planning.phases_figures import Compared, Comparison, Figures, Spread
 from muxserve.planning.phases_layout import Layout, NoPlaceError, PhasesName, largest_first, wanted_of
 from muxserve.planning.phases_play import Outcome, Played, balance, dealt, play
 from muxserve.planning.phases_search import STEP, Load, Search, objectives_of, part_met, point_of
+from muxserve.simulator.pipeline.stages import stage_architectures
 from muxserve.workload.trace import TraceRequest
-from tests.planning.phases_support import WIDE, cores, gpus, tiny, wanted, with_demand
+from tests.planning.phases_support import TINY, WIDE, cores, gpus, tiny, wanted, with_demand
 
 COSTS = Roofline()
 
@@ -346,3 +352,46 @@ class TestFleet:
         assert list(chosen) == ["a"]
         assert chosen["a"].replicas == 2
         assert chosen["a"].phases == chosen["a"].comparison.recommended
+
+
+class TestMeasuredCosts:
+    """A profile has whole models, and stages are parts of them."""
+
+    SHAPE = EngineShape("CPU", 1, 0.5, "float32")
+
+    def profile(self, between: float = 0.0) -> ProfileModel:
+        whole, engines = COSTS.engine(TINY, self.SHAPE), []
+        measured = EngineProfile("tiny", ProfiledModel.of(TINY), "CPU", "float32", 1, 0.5)
+        for tokens in (16, 64, 256):
+            measured.prefill.append(PrefillCell(1, tokens, 0, 2 * whole.prefill(tokens, tokens * tokens // 2, 1)))
+        for batch in (1, 8, 32):
+            for context in (32, 256):
+                seconds = whole.decode(batch, batch * context).seconds(batch * context)
+                measured.decode.append(DecodeCell(batch, context, 2 * seconds))
+        engines.append(measured)
+        return ProfileModel(Profile(engines=engines, overheads={"CPU": Overheads(between=between)}), beyond=Roofline())
+
+    def test_a_stage_takes_its_part_of_what_was_measured(self) -> None:
+        latency = self.profile()
+        (_, half), whole = stage_architectures(TINY, (2, 2)), latency.engine(TINY, self.SHAPE)
+        stage = StageCosts(latency, TINY).engine(half, self.SHAPE)
+        assert stage.prefill(64, 2080, 1) == pytest.approx(whole.prefill(64, 2080, 1) / 2)
+        assert stage.decode(8, 800).seconds(800) == pytest.approx(whole.decode(8, 800).seconds(800) / 2)
+        # One stage is the whole, and what was not measured comes from the roofline, which knows parts.
+        assert StageCosts(latency, TINY).engine(TINY, self.SHAPE) is whole
+        other = replace(half, name="other", hidden=512)
+        assert StageCosts(latency, replace(TINY, hidden=512)).engine(other, self.SHAPE).prefill(
+            64, 2080, 1
+        ) == COSTS.engine(other, self.SHAPE).prefill(64, 2080, 1)
+
+    def test_time_between_steps_is_in_every_arrangement(self) -> None:
+        assert between_steps(COSTS, "CPU") == 0.0
+        asked, ground = replace(tiny(5.0), replicas=2), cores(2)
+        requests = Load(asked, 0).requests(5.0)
+        for phases in ("multiplexed", "pipelined", "rolling"):
+            (layout,) = ground.layouts(asked, phases)
+            place = ground.place(asked, layout)
+            quick = play(asked, ground, place, self.profile(), requests, 5.0)
+            slow = play(asked, ground, place, self.profile(between=0.05), requests, 5.0)
+            for a, b in zip(quick.outcomes, slow.outcomes, strict=True):
+                assert b.latency >= a.latency + 0.05 * (a.tokens - 1) * 0.99
