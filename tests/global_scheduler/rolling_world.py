@@ -473,6 +473,7 @@ class RollingWorld:
             scheduler.members
         )
         for macro in scheduler.macros.values():
+            assert len(macro) <= RULES.upper
             for each in macro.ring:
                 assert scheduler.members[each.name] is each
         waiting = {demand.request_id for demand in scheduler.waiters()} | desk._held

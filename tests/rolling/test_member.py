@@ -105,3 +105,70 @@ def test_sums_are_those_of_the_requests(events: list[tuple[str, int]]) -> None:
 def test_objectives_must_make_sense(ttft: float, tpot: float, spared: float | None) -> None:
     with pytest.raises(ValueError, match="must be"):
         Objectives(ttft, tpot, spared)
+
+
+def test_a_request_that_comes_again_has_one_life() -> None:
+    member = Member("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.1, now=0.0)
+    member.prefilled("a", now=0.1)
+    member.admitted("a", 30, 0.2, now=0.2)
+    assert (member.pending, member.promised, member.decoding) == (1, 30, 0)
+    member.found("a", 40, since=0.0, now=0.3)
+    assert (member.pending, member.promised, member.decoding) == (0, 40, 1)
+
+
+def test_what_is_found_decoding_has_saved_nothing_unless_somebody_knows_better() -> None:
+    member = Member("u0", 1000, 0.1, steps=70)
+    member.found("a", 10, since=3.0, now=5.0)
+    assert member.saved(5.0) == pytest.approx(0.0)
+    member.stepped(4)
+    assert member.saved(5.1) == pytest.approx(0.3)
+    place = member.requests["a"].place
+    member.clear()
+    assert (member.idle, member.promised, member.places, member.steps) == (True, 0, [], 74)
+    member.found("a", 10, since=3.0, now=6.0, place=place)
+    assert member.saved(5.1) == pytest.approx(0.3)
+
+
+def test_an_engine_that_counts_anew_has_not_lost_what_was_saved() -> None:
+    member = Member("u0", 1000, 0.1)
+    for name, now in (("a", 0.0), ("b", 1.0)):
+        member.admitted(name, 10, 0.1, now)
+        member.prefilled(name, now)
+        member.counted(member.steps + 5)
+    saved = member.saved(2.0), member.saved(2.0, 0.0)
+    member.counted(3)
+    assert member.steps == 3
+    assert (member.saved(2.0), member.saved(2.0, 0.0)) == pytest.approx(saved)
+    member.left("a", 2.0)
+    member.left("b", 2.0)
+    assert member.places == []
+
+
+def test_chunks_of_a_prompt_are_measured_together() -> None:
+    member = Member("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.1, now=0.0)
+    member.measured(0.1, [])
+    assert member.bias == 1.0
+    member.measured(0.1, ["a", "unknown"])
+    member.prefilled("a", 0.2)
+    assert member.bias == pytest.approx(1.1), "a tenth of the way to twice as long"
+    member.measured(5.0, ["a"])
+    assert member.bias == pytest.approx(1.1), "it was prefilled before"
+
+
+def test_other_objectives_hold_from_the_beginning() -> None:
+    member = Member("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.1, now=1.0)
+    member.prefilled("a", now=1.5)
+    member.counted(8)
+    member.admitted("b", 10, 0.1, now=1.9)
+    member.prefilled("b", now=2.0)
+    member.counted(10)
+    member.retimed(0.3)
+    a, b = 10 * 0.3 - 1.0, 2 * 0.3 - 0.5
+    assert member.saved(2.5, 0.0) == pytest.approx(b)
+    assert member.saved(2.5) == pytest.approx((a + b) / 2)
+    assert member.saved_by(member.requests["a"], 2.5) == pytest.approx(a)
+    member.admitted("c", 10, 0.1, now=3.0)
+    assert member.saved_by(member.requests["c"], 3.0) == 0.0

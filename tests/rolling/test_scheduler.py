@@ -140,3 +140,48 @@ def test_a_backlog_calls_for_more_before_anybody_has_missed_anything() -> None:
 def test_scaling_rules_must_make_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"target|least"):
         ScalingRules(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_replica_may_be_told_to_go_and_to_stay() -> None:
+    rolling = scheduler(3, Bounds(1, 4))
+    rolling.arrive(Demand("a", 0.9, 10), 0.0)
+    assert rolling.drain("u0", 0.0) == []
+    assert [member.name for _, member in rolling.arrive(Demand("b", 0.3, 10), 0.0)] == ["u1"]
+    rolling.resume("u0", 0.1)
+    assert not rolling.member("u0").leaving
+    assert [member.name for member in rolling.macros["m1"].ring] == ["u1", "u2", "u0"]
+    with pytest.raises(KeyError):
+        rolling.resume("u0", 0.1)
+    for name in ("u0", "u1", "u2"):
+        rolling.drain(name, 0.2)
+    assert rolling.arrive(Demand("c", 0.3, 10), 0.2) == []
+    assert [demand.request_id for demand in rolling.waiters()] == ["c"]
+    assert [member.name for _, member in rolling.resume("u1", 0.3)] == ["u1"]
+
+
+def test_a_replica_that_is_found_draining_gets_nothing() -> None:
+    rolling = scheduler(0, Bounds(1, 4))
+    rolling.found_draining(Member("u0", 1000, SLO.tpot))
+    assert rolling.arrive(Demand("a", 0.3, 10), 0.0) == []
+    assert rolling.member("u0").leaving
+    assert rolling.drained() == ["u0"]
+
+
+def test_who_waits_goes_by_rank_then_by_arrival() -> None:
+    rolling = scheduler(0, Bounds(1, 4))
+    for name, arrival, rank in (("c", 2.0, 0), ("b", 1.0, 0), ("a", 3.0, 1)):
+        rolling.arrive(Demand(name, 0.1, 10, arrival, rank), 3.0)
+    sent = rolling.grow(Member("u0", 1000, SLO.tpot), 3.0)
+    assert [demand.request_id for demand, _ in sent] == ["a", "b", "c"]
+    rolling.arrive(Demand("x", 0.9, 2000, 4.0), 4.0)
+    for name, arrival, rank in (("c", 4.2, 0), ("b", 4.1, 0), ("a", 4.3, 1)):
+        rolling.arrive(Demand(name, 0.1, 2000, arrival, rank), 4.0)
+    assert [demand.request_id for demand in rolling.waiters()] == ["a", "x", "b", "c"]
+
+
+def test_without_any_load_replicas_go_one_after_the_other() -> None:
+    attainment = Attainment(ScalingRules(idle=0.1, patience=5.0))
+    wanted = [attainment.wanted(3, 0.0, float(second)) for second in range(11)]
+    assert wanted == [-1, 0, 0, 0, 0, -1, 0, 0, 0, 0, -1]
+    attainment.told(False, 12.0)
+    assert attainment.wanted(3, 0.0, 16.0) == 0, "of few, all must have met theirs"
