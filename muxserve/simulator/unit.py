@@ -34,7 +34,11 @@ _RENEWING: tuple[type[Policy], ...] = (Adbs, Fcfs, RoundRobin)
 
 
 class LeasedUnit(World):
-    """Simulates a unit under `policy` (by default a new one of the name in `unit`)."""
+    """Simulates a unit under `policy` (by default a new one of the name in `unit`).
+
+    Raises:
+        ValueError: the policy is for models with one engine of both phases, which are simulated elsewhere.
+    """
 
     decode_engine: type[DecodeEngine] = DecodeEngine
 
@@ -44,6 +48,7 @@ class LeasedUnit(World):
         super().__init__(unit, latency, options)
         self.policy = policy or make_policy(unit.policy)
         self.ledger = UnitLedger([model.profile for model in unit.models], unit.pools)
+        self.policy.check(self.ledger)
         self._requests: dict[str, SimRequest] = {}
         self._lease_id = 0
         self._wake_at = -1.0
