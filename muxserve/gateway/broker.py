@@ -23,6 +23,7 @@ from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.gateway.tracked import Output, Tracked
+from muxserve.network import NetworkError
 from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState, Waits
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,11 @@ class Broker:
         self.learn(self._fleet)
 
     def learn(self, fleet: FleetDeployment) -> None:
-        """The fleet has changed: link the units that are new, and leave those that are gone."""
+        """The fleet has changed: link the units that are new, and leave those that are gone.
+
+        Raises:
+            muxserve.network.NetworkError: a unit of another machine cannot be linked, see `start`; all others are.
+        """
         self._fleet = fleet
         addresses = {unit.name: unit.unit_address for unit in fleet.units}
         for name, link in list(self.links.items()):
@@ -99,10 +104,13 @@ class Broker:
                 link.close()
                 del self.links[name]
                 self._unit_down(name)
+        unreachable: NetworkError | None = None
         for unit in fleet.units:
             if unit.name not in self.links:
-                link = self.links[unit.name] = self._link(unit)
-                link.start()
+                try:
+                    self._open(unit)
+                except NetworkError as error:  # the others are reached all the same
+                    unreachable = error
         self._learn_scheduler(fleet)
         names = [model.name for model in fleet.models]
         self.router.learn(
@@ -112,6 +120,8 @@ class Broker:
             time.monotonic(),
         )
         self._flush()
+        if unreachable is not None:
+            raise unreachable
 
     def close(self) -> None:
         """Cancel what is left and close the sockets."""
@@ -193,6 +203,15 @@ class Broker:
             on_down=partial(self._unit_down, name),
             on_message=partial(self._take, name),
         )
+
+    def _open(self, unit: UnitEntry) -> None:
+        link = self._link(unit)
+        try:
+            link.start()
+        except NetworkError:
+            link.close()
+            raise
+        self.links[unit.name] = link
 
     def _learn_scheduler(self, fleet: FleetDeployment) -> None:
         wanted = any(fleet.placed_by_scheduler(model.name) for model in fleet.models)

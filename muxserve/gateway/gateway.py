@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
 
-from muxserve.deployment import FleetDeployment, load_fleet_deployment
+from muxserve.deployment import FleetDeployment, ModelDeployment, load_fleet_deployment
 from muxserve.engine.vllm_pin import VLLM_VERSION
 from muxserve.gateway import seam
 from muxserve.gateway.admission import Keys
@@ -52,10 +52,13 @@ class Gateway:
         self.turnstile = Turnstile(fleet.models, fleet.gateway.count, self.measures)
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.turnstile)
-        self.offered = Offered(self.broker, self.turnstile, _front_end_failed)
+        self.offered = Offered(self.broker, self.turnstile, _front_end_failed, self._has_left)
         self._endpoint: Endpoint | None = None
         self._changed = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
+        self._to_offer = asyncio.Event()
+        # Models that vLLM refused, as they were then; they are not tried again before the fleet changes.
+        self._refused: list[ModelDeployment] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def build(self) -> Endpoint:
         """Open the sockets to the units and build the models' front ends and the endpoint over them."""
@@ -83,7 +86,7 @@ class Gateway:
             open_pages=pages.OPEN,
             max_body_bytes=self.fleet.gateway.max_body_bytes,
         )
-        self._following = asyncio.ensure_future(self._follow())
+        self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._keep_offering())]
         return self._endpoint
 
     def fleet_changed(self) -> None:
@@ -92,8 +95,8 @@ class Gateway:
 
     def close(self) -> None:
         """Cancel what is left at the units, and close the sockets."""
-        if self._following is not None:
-            self._following.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.broker.close()
 
     async def _follow(self) -> None:
@@ -108,36 +111,65 @@ class Gateway:
             if fleet == self.fleet:
                 continue
             try:
-                await self._adopt(fleet)
+                self._adopt(fleet)
             except Exception:  # what is served already goes on
                 log.exception("a change of the fleet could not be followed")
 
-    async def _adopt(self, fleet: FleetDeployment) -> None:
-        """Be the gateway of `fleet` from now on."""
+    def _adopt(self, fleet: FleetDeployment) -> None:
+        """Be the gateway of `fleet` from now on. Front ends that this takes are built by and by."""
         assert self._endpoint is not None
-        outdated = self.offered.outdated(fleet.models)
-        for name in outdated:
-            self.offered.withdraw(name)
-        # One that comes back as something else can do so when it is gone.
-        await self.offered.left({model.name for model in fleet.models})
+        self.fleet = fleet
+        self._withdraw_outdated()
         for model in fleet.models:
             self.turnstile.add(model)
             self.measures.add(model)
-        self.fleet = fleet
         self._endpoint.keys = Keys(fleet.gateway.api_keys, fleet.key_levels)
         self._endpoint.priorities = Priorities(fleet.priority_levels())
+        self.status.learn(fleet)
         try:
             self.broker.learn(fleet)
         except NetworkError as error:
             log.error("units of other machines cannot reach this gateway: %s", error)
-        self.status.learn(fleet)
-        for model in fleet.models:
-            if model.name not in self.offered.models:
+        self._refused = []
+        self._to_offer.set()
+        log.info("%d units and %d models in generation %d", len(fleet.units), len(fleet.models), fleet.generation)
+
+    # ------------------------------------------------------------ front ends, one after the other
+
+    async def _keep_offering(self) -> None:
+        """Offer what the fleet of now has. Whatever takes long here holds up nothing else."""
+        while True:
+            await self._to_offer.wait()
+            self._to_offer.clear()
+            while (model := self._next_to_offer()) is not None:
                 try:
                     await self.offered.build([model])
-                except (OSError, ValueError) as error:
-                    log.error("%s cannot be offered: %s", model.name, error)
-        log.info("%d units and %d models in generation %d", len(fleet.units), len(fleet.models), fleet.generation)
+                except Exception as error:
+                    self._refused.append(model)
+                    log.error("%s cannot be offered: %s", model.name, error, exc_info=not _is_refusal(error))
+
+    def _next_to_offer(self) -> ModelDeployment | None:
+        self._withdraw_outdated()
+        for model in self.fleet.models:
+            # One that comes back as something else can do so when it is gone, see `_has_left`.
+            if not (model.name in self.offered.models or self.offered.is_leaving(model.name) or model in self._refused):
+                return model
+        return None
+
+    def _withdraw_outdated(self) -> None:
+        for name in self.offered.outdated(self.fleet.models):
+            self.offered.withdraw(name)
+
+    def _has_left(self) -> None:
+        """The last request of a model that was withdrawn has ended. It may be offered again by now."""
+        for model in self.fleet.models:
+            self.turnstile.add(model)
+        self._to_offer.set()
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the words of `error` are for the user."""
+    return isinstance(error, (OSError, ValueError))
 
 
 def _front_end_failed(model: str, error: BaseException | None) -> None:

@@ -66,15 +66,18 @@ class Link:
         self._readers: list[Reader] = []
 
     def start(self) -> None:
-        """Begin to connect; must be called in the event loop."""
-        socket = self._context.socket(zmq.DEALER)
+        """Begin to connect; must be called in the event loop.
+
+        Raises:
+            NetworkError: the address is on another machine, and there are no keys; the sockets are to be closed.
+        """
+        socket = self._socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"gateway/{self.epoch}".encode())
         socket.sndhwm = socket.rcvhwm = 0
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._monitor = socket.get_monitor_socket(self._EVENTS, f"inproc://events-{next(_numbers)}")
         self._readers = [Reader(socket, self._take), Reader(self._monitor, self._take_event)]
         connect(socket, self.address, self._keys)
-        self._socket = socket
         self._greet()
 
     def send(self, message: Message) -> None:

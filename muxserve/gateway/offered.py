@@ -25,15 +25,21 @@ class Offered:
         broker: what they send requests to.
         turnstile: says when a model's last request has ended.
         failed: called with a model's name and the error when its front end has stopped.
+        left: called when one that was withdrawn is gone.
     """
 
     def __init__(
-        self, broker: Broker, turnstile: Turnstile, failed: Callable[[str, BaseException | None], None]
+        self,
+        broker: Broker,
+        turnstile: Turnstile,
+        failed: Callable[[str, BaseException | None], None],
+        left: Callable[[], None],
     ) -> None:
         self.models: dict[str, Served] = {}
         self._broker = broker
         self._turnstile = turnstile
         self._failed = failed
+        self._left = left
         self._front_ends: dict[str, seam.ModelFrontEnd] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
@@ -42,7 +48,7 @@ class Offered:
         return [front_end.registry for front_end in self._front_ends.values()]
 
     async def build(self, models: Iterable[ModelDeployment]) -> None:
-        """Offer these models; in the order in which they are given.
+        """Offer these models, none of which `is_leaving`; in the order in which they are given. One call at a time.
 
         Raises:
             ValueError: vLLM refuses a model or its options.
@@ -51,7 +57,6 @@ class Offered:
         models = list(models)
         seam.register_architectures(models)
         for model in models:
-            await self._leaving.get(model.name, _nothing())
             client = UnitEngineClient(model, self._broker)
             try:
                 # Reads files and compiles templates: others' streams must not wait for it.
@@ -68,17 +73,16 @@ class Offered:
     def outdated(self, models: Iterable[ModelDeployment]) -> list[str]:
         """The models that are offered and not among `models`, or no longer as they are there."""
         wanted = {model.name: _front_end_part(model) for model in models}
-        return [name for name, known in self._front_ends.items() if wanted.get(name) != _front_end_part(known.model)]
+        return [name for name in self.models if wanted.get(name) != _front_end_part(self._front_ends[name].model)]
 
     def withdraw(self, model: str) -> None:
         """Take no more requests of `model`; its front end goes when those that it has are finished."""
-        self.models.pop(model, None)
-        if model not in self._leaving:
-            self._leaving[model] = asyncio.ensure_future(self._leave(model))
+        del self.models[model]
+        self._leaving[model] = asyncio.ensure_future(self._leave(model))
 
-    async def left(self, models: Iterable[str]) -> None:
-        """Wait until those of `models` that were withdrawn are gone."""
-        await asyncio.gather(*(self._leaving[model] for model in models if model in self._leaving))
+    def is_leaving(self, model: str) -> bool:
+        """Whether a front end of that model was withdrawn and still has requests."""
+        return model in self._leaving
 
     async def _leave(self, model: str) -> None:
         try:
@@ -88,12 +92,9 @@ class Offered:
             self._broker.detach(model)
             seam.end(self._front_ends.pop(model))
             log.info("%s is not offered any more", model)
+            self._left()
 
 
 def _front_end_part(model: ModelDeployment) -> tuple[object, ...]:
     """What a front end depends on; the rest is about engines, of which replicas may have different ones."""
     return model.path, model.dtype, model.engine_args, model.engines
-
-
-async def _nothing() -> None:
-    pass

@@ -19,7 +19,7 @@ from muxserve.gateway.broker import Broker
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.tracked import Output, Tracked
-from muxserve.network import bind_tcp, connect, new_keys, tcp_address
+from muxserve.network import NetworkError, bind_tcp, connect, new_keys, tcp_address
 from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, UnitHello, decode, encode
 from tests.gateway.deployments import deployment, model
 from tests.gateway.world import Out
@@ -158,6 +158,31 @@ async def test_a_unit_that_moved_to_another_address_is_linked_anew(directory: Pa
         again = (await receive(second))[1]
         assert isinstance(again, Submit)
         assert (again.request_id, again.attempt) == ("me-1", 1)
+    finally:
+        broker.close()
+
+
+async def test_of_units_that_cannot_be_linked_the_others_do_not_suffer(directory: Path, peers: Peers) -> None:
+    router = peers.socket(zmq.ROUTER)
+    near = entry(directory, "near")
+    router.bind(near.unit_address)
+    # Not linked before: with a host of its own that it does not have, and without keys for the network.
+    nowhere = entry(directory, "nowhere", "tcp://127.0.0.1:9")
+    broker = broker_of(fleet(directory, tokens_host="203.0.113.7"))
+    broker.start()
+    try:
+        with pytest.raises(NetworkError, match=r"203\.0\.113\.7"):
+            broker.learn(fleet(directory, nowhere, near, tokens_host="203.0.113.7"))
+        with pytest.raises(NetworkError, match="no keys"):
+            broker.learn(fleet(directory, nowhere, near, keys=None))
+        peer, _ = await receive(router)
+        await router.send_multipart([peer, encode(UnitHello("one"))])
+        while not broker.unit_is_up("near"):
+            await asyncio.sleep(0)
+        broker.submit(Tracked("me-1", "front", "m", b"", 3, 9, 0.0))
+        while isinstance(asked := (await receive(router))[1], GatewayHello):
+            pass
+        assert isinstance(asked, Submit)
     finally:
         broker.close()
 

@@ -330,6 +330,49 @@ def test_models_come_and_go_while_others_serve(rig: Rig, fleet: Running, http: h
         pass
 
 
+def test_a_model_that_changes_holds_up_nothing_else(rig: Rig, fleet: Running, http: httpx.Client) -> None:
+    """Its last requests may take long, and so may others': new keys count at once, and models come meanwhile."""
+    before = fleet.fleet
+    mark = rig.unit.mark()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(streamed, http, "to its end as it was", hold=5)
+        held = rig.unit.wait("held", mark)
+        alpha = msgspec.structs.replace(before.models[0], engine_args={"max_logprobs": 7})
+        gamma = model("gamma", tiny_checkpoint())
+        broken = msgspec.structs.replace(model("broken"), path=before.run_dir)  # there is no checkpoint
+        added = unit(Path(before.run_dir), "x6", [gamma])
+        gateway = msgspec.structs.replace(before.gateway, api_keys=["plain", "another"])
+        changed = msgspec.structs.replace(
+            before,
+            gateway=gateway,
+            models=[alpha, broken, before.models[1], gamma],
+            units=[*before.units, added],
+            key_levels={},
+            generation=40,
+        )
+        fleet.change(changed)
+        while http.get("/fleet", headers={"Authorization": "Bearer another"}).status_code != 200:
+            assert http.get("/health").status_code == 200
+        assert http.get("/fleet", headers={"Authorization": "Bearer vip"}).status_code == 401
+        while complete(http, "meanwhile", model="gamma").status_code == 404:
+            assert set(http.get("/health").json()["models"]) == {"alpha", "broken", "beta", "gamma"}
+        assert said(complete(http, "meanwhile", model="gamma")) == "meanwhile"
+        assert complete(http, "not yet").status_code == 404
+        assert complete(http, "never", model="broken").status_code == 404
+        assert "broken cannot be offered" in fleet.log
+        rig.unit.send("go", unit=held["unit"])
+        assert running.result(20) == "to its end as it was"
+    while complete(http, "as it is now").status_code == 404:
+        pass
+    asking = {"model": "alpha", "prompt": play("x"), "max_tokens": 1, "logprobs": 9}
+    assert http.post("/v1/completions", json=asking).status_code == 400
+    fleet.change(msgspec.structs.replace(before, generation=41))
+    while complete(http, "as before").status_code != 200 or "gamma" in http.get("/health").json()["models"]:
+        pass
+    while http.post("/v1/completions", json={**asking, "logprobs": 8}).status_code != 200:
+        pass
+
+
 def test_keys_levels_and_limits_change(fleet: Running, http: httpx.Client) -> None:
     before = fleet.fleet
     gateway = msgspec.structs.replace(before.gateway, api_keys=["plain", "another"])
