@@ -79,7 +79,8 @@ def load(name: str = "m", used: int = 0, running: int = 0, **more: Any) -> Load:
 
 
 def place(request_id: str, name: str = "m", demand: int = 100, arrival: float = 0.0, **more: Any) -> Place:
-    return Place(request_id, name, demand, arrival, more.get("scheduling", "normal"), more.get("execution", "normal"))
+    levels = more.get("scheduling", "normal"), more.get("execution", "normal")
+    return Place(request_id, name, demand, arrival, *levels, tokens=more.get("tokens", demand - 1), max_tokens=16)
 
 
 class World:

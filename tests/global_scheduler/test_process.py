@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import zmq
 
 from muxserve import network
 from muxserve.deployment import FleetDeployment, load_fleet_deployment, save_fleet
 from muxserve.replicas.migration import MigrationRules
+from muxserve.rolling.rules import RollingRules
 from muxserve.wire import (
     ControllerHello,
     DrainReplicas,
@@ -25,11 +27,14 @@ from muxserve.wire import (
     Message,
     Paired,
     Placed,
+    RollingReport,
+    RollingRequest,
     SchedulerHello,
     StateRequest,
     StopReplica,
     Terminating,
     UnitState,
+    Waits,
     decode,
     encode,
 )
@@ -103,6 +108,9 @@ class FakeUnit:
     def report(self, *loads: Load, epoch: str = "e1") -> None:
         self.last = [self.scheduler, encode(Loads(self.name, epoch, list(loads)))]
         self.socket.send_multipart(self.last)
+
+    def roll(self, epoch: str = "e1", **what: Any) -> None:
+        self.socket.send_multipart([self.scheduler, encode(RollingReport(self.name, epoch, "m", **what))])
 
     def greeted(self, *loads: Load, epoch: str = "e1") -> str:
         """Wait for the greeting and answer it; returns the global scheduler's epoch."""
@@ -222,6 +230,43 @@ def test_killed_and_started_again_it_rebuilds_its_view_from_the_units(running: R
     assert u0.hear(Terminating) == Terminating("m", True)
     u0.report(load(terminating=True))
     assert controller.hear(StopReplica) == StopReplica("m", "u0")
+
+
+def test_a_rolling_model_is_known_again_by_what_units_report(running: Running) -> None:
+    rules = RollingRules(ttft=0.1, tpot=0.01, prefill=((1, 0.001), (1000, 1.0)))
+    running.write(TWO, rolling={"m": rules})
+    u0, u1 = running.unit("u0"), running.unit("u1")
+    running.start()
+    assert running.process is not None
+    gateway = running.client("gateway/a")
+    gateway.say(place("r", tokens=60, arrival=time.monotonic() + 60))
+    assert gateway.hear(Waits) == Waits("r")
+    for unit in (u0, u1):
+        unit.hear(SchedulerHello)
+        unit.roll(whole=True)
+        unit.report(load())
+    first = gateway.hear(Placed).unit
+    later = time.monotonic() + 3600  # of which nothing becomes overdue
+    assert gateway.asks("s", tokens=60, arrival=later) != first
+    running.stop(signal.SIGKILL)
+    running.start()
+    # What units have counts, although nobody has placed it.
+    for unit in (u0, u1):
+        unit.hear(SchedulerHello)
+        requests = [RollingRequest("r", 60, 8)] if unit.name == first else []
+        unit.roll(whole=True, requests=requests)
+        unit.report(load(waiting=len(requests)))
+    until(gateway, lambda units: units["u0"]["up"] and units["u1"]["up"])
+    assert gateway.asks("s", tokens=60, arrival=later) != first
+    # Rules that cannot be kept are not taken over, nor anything else of that file.
+    running.write({**TWO, "u2": ["m"]}, rolling={"m": msgspec.structs.replace(rules, upper=4)}, generation=2)
+    running.process.send_signal(signal.SIGHUP)
+    assert gateway.asks("t", tokens=10, arrival=later) != first
+    until(gateway, lambda units: set(units) == {"u0", "u1"})
+    code, words = running.stop()
+    assert code == 0
+    assert "N_u" in words
+    assert "Traceback" not in words
 
 
 def test_a_unit_that_dies_gets_nothing_from_then_on(running: Running) -> None:
