@@ -10,6 +10,7 @@ for prefix caching only after its KV is written, and another process can hit it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
@@ -18,6 +19,7 @@ from vllm.v1.request import Request
 
 from muxserve.engine.binding import Binding
 
+Filled = tuple[list[int], list[bytes]]
 _NO_IDS = np.empty(0, dtype=np.int32)
 
 
@@ -37,6 +39,8 @@ class PooledBlockPool(BlockPool):
         self._released: list[int] = []
         self._publish_ids: list[int] = []
         self._publish_hashes: list[bytes] = []
+        self._filled_ids: list[int] = []
+        self._filled_hashes: list[bytes] = []
 
     # ------------------------------------------------------------ the two ends of a step
 
@@ -69,6 +73,18 @@ class PooledBlockPool(BlockPool):
                 self._hits[bytes(block_hash)] = block
         blocks = self.blocks
         self._reserved.extend(blocks[i] for i in result.reserved.tolist())
+
+    def take_filled(self) -> Filled:
+        """Blocks that the micro-batch just scheduled fills, with their hashes. They are published (`publish`) when it
+        has gone through every stage: until then no stage but the first may have written them."""
+        filled = (self._filled_ids, self._filled_hashes)
+        self._filled_ids, self._filled_hashes = [], []
+        return filled
+
+    def publish(self, filled: Filled) -> None:
+        """Their KV is written; others may find them from the end of this step on."""
+        self._publish_ids += filled[0]
+        self._publish_hashes += filled[1]
 
     def end_step(self) -> None:
         """Tell the manager what the step gave back and filled, and return what it did not use.
@@ -105,8 +121,8 @@ class PooledBlockPool(BlockPool):
             return
         # A victim's step is not run: what it would have filled must not be found by others.
         gone = set(released.tolist())
-        kept = [(i, h) for i, h in zip(self._publish_ids, self._publish_hashes, strict=True) if i not in gone]
-        self._publish_ids, self._publish_hashes = [i for i, _ in kept], [h for _, h in kept]
+        kept = [(i, h) for i, h in zip(self._filled_ids, self._filled_hashes, strict=True) if i not in gone]
+        self._filled_ids, self._filled_hashes = [i for i, _ in kept], [h for _, h in kept]
         result = self._binding.client.step(self._binding.view, release=released, reserve=released.size, partial=True)
         self._reserved.extend(self.blocks[i] for i in result.reserved.tolist())
 
@@ -155,6 +171,7 @@ class PooledBlockPool(BlockPool):
         self._released.clear()
         self._publish_ids.clear()
         self._publish_hashes.clear()
+        self.take_filled()
         for block in self.blocks:
             block.ref_cnt = 0
 
@@ -193,8 +210,8 @@ class PooledBlockPool(BlockPool):
         for index in range(num_cached_blocks, num_full_blocks):
             block = blocks[index]
             if not block.is_null:
-                self._publish_ids.append(block.block_id)
-                self._publish_hashes.append(hashes[index])
+                self._filled_ids.append(block.block_id)
+                self._filled_hashes.append(hashes[index])
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         if num_blocks > len(self._reserved):
@@ -219,6 +236,11 @@ class PooledBlockPool(BlockPool):
 
     def get_num_free_blocks(self) -> int:
         return len(self._reserved)
+
+    @property
+    def counters(self) -> Any:
+        """What the memory manager counts for the model."""
+        return self._binding.view.counters
 
     def get_usage(self) -> float:
         counters = self._binding.view.counters

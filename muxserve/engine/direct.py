@@ -56,7 +56,7 @@ def _run(deployment: Deployment, model: str, phase: EnginePhase, progress: Any, 
         progress("loading weights")
         with temporary_files_in(deployment.run_dir):
             executor = (UniProcExecutor if deployment.ranks == 1 else RankedExecutor)(config)
-        refuse_unsupported(executor, deployment.model(model))
+        refuse_unsupported(executor, deployment.model(model), deployment.stages)
         progress("warming up")
         return executor
 

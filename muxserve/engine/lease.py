@@ -35,14 +35,20 @@ class HeldLease:
         send: sends a report to the unit scheduler.
         counts: requests in the engine, running and waiting.
         every_step: report each step, as prefill engines do.
+        bubbles: seconds of bubbles of each stage of a pipeline since it was last asked.
     """
 
     def __init__(
-        self, send: Callable[[StepReport], None], counts: Callable[[], tuple[int, int]], every_step: bool
+        self,
+        send: Callable[[StepReport], None],
+        counts: Callable[[], tuple[int, int]],
+        every_step: bool,
+        bubbles: Callable[[], list[float]] = list,
     ) -> None:
         self._send = send
         self._counts = counts
         self._every_step = every_step
+        self._bubbles = bubbles
         self._id = 0
         self._phase = "both"
         self._steps = 0
@@ -98,6 +104,11 @@ class HeldLease:
             self._admitted = False
             self._report(news)
 
+    def drained(self, news: News) -> None:
+        """A micro-batch came out of the pipeline and none went in, so that nothing of the lease is used."""
+        if news:
+            self._report(news)
+
     def tell_untold(self) -> None:
         """Report steps that were not worth a report so far; to be called when no step can follow."""
         if self._untold_steps:
@@ -124,6 +135,7 @@ class HeldLease:
                 prefilled=news.prefilled,
                 prefill_tokens=self._untold_prefill_tokens,
                 prefill_seconds=self._untold_prefill_seconds,
+                bubbles=self._bubbles(),
             )
         )
         self._settle()

@@ -18,9 +18,11 @@ from zmq.utils.monitor import recv_monitor_message
 from muxserve.deployment import Deployment
 from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import Binding
+from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.lease import HeldLease, News
 from muxserve.engine.moving import HAND_OFF_SECONDS, detached, shown
 from muxserve.engine.outputs import TokenSender
+from muxserve.engine.pipeline import Pipeline
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
@@ -76,10 +78,17 @@ class EngineLoop:
         self.core = core
         self.scheduler = core.scheduler
         self.scheduler.become(binding.phase)
+        budget = token_budget_of(binding.model.batching, binding.model.max_num_batched_tokens)
+        if budget is not None and binding.phase == "both":
+            self.scheduler.budget = BudgetedSteps(budget, core.vllm_config.max_concurrent_batches)
+        # The memory manager's client is another one when that has restarted.
+        self._pipeline = Pipeline(core, lambda: self.binding.client.writing())
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._requests: dict[str, Admitted] = {}
         self._internal: dict[str, str] = {}
-        self._lease = HeldLease(self._send, core.scheduler.get_request_counts, every_step=binding.phase == "prefill")
+        self._lease = HeldLease(
+            self._send, core.scheduler.get_request_counts, binding.phase == "prefill", self._pipeline.take_bubbles
+        )
         self._stalled = False
         self._stopping = False
         self._hand_offs = 0
@@ -108,12 +117,13 @@ class EngineLoop:
             if self.binding.view.counters.generation != self.binding.client.generation:
                 self._recover_memory()
             if self._may_step():
-                self._step()
+                self._step(self._lease.usable())
             else:
                 self._lease.tell_untold()
 
     def _may_step(self) -> bool:
-        return self._lease.usable() and self.scheduler.has_work()
+        # What is in the pipeline comes out of it whatever the lease says.
+        return self._pipeline.busy or (self._lease.usable() and self.scheduler.has_work())
 
     def _patience(self) -> int:
         """Milliseconds to wait for messages."""
@@ -228,8 +238,12 @@ class EngineLoop:
             self._lease.ended_outside(request_ids)
 
     def _detach(self, ask: Detach) -> None:
+        internal = f"{ask.request_id}#{ask.incarnation}"
+        # Stages may still write its blocks. A bubble now and then costs less than asking for it later again.
+        while self.scheduler.is_in_flight(internal):
+            self._step(may_begin=False)
         try:
-            self._send(detached(self.scheduler, f"{ask.request_id}#{ask.incarnation}", ask, self._forget))
+            self._send(detached(self.scheduler, internal, ask, self._forget))
         except MemoryManagerGone:
             self._recover_memory()
 
@@ -241,13 +255,12 @@ class EngineLoop:
 
     # ------------------------------------------------------------ a step
 
-    def _step(self) -> None:
+    def _step(self, may_begin: bool) -> None:
+        """Run a step; without `may_begin` only what is in the pipeline already."""
         began = time.monotonic()
         finished: list[str] = []
         try:
-            with self.binding.client.writing():
-                outputs, ran = self.core.step()
-            self.core.post_step(ran)
+            outputs, ran, in_vain = self._pipeline.step(may_begin)
             # Tokens before bookkeeping: a client waits for them, and nobody for the pages.
             for batch in outputs.values():
                 self._tokens.send(batch, self._requests)
@@ -260,7 +273,7 @@ class EngineLoop:
             self._recover_memory(finished)
             return
         seconds = time.monotonic() - began
-        self._stalled = not ran
+        self._stalled = in_vain
 
         news = News(finished, handed)
         for each in self.scheduler.take_started():
@@ -271,8 +284,11 @@ class EngineLoop:
             news.returned.append(Returned(admitted.request_id, admitted.incarnation, each.output_tokens))
         for hand_over in handed:
             self._forget(self._internal[hand_over.request_id])
-        prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
-        self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens)
+        if ran or in_vain:
+            prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
+            self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens)
+        else:
+            self._lease.drained(news)
 
     def _hand_over(self) -> list[HandOver]:
         handed = []
@@ -300,6 +316,7 @@ class EngineLoop:
 
         `finished` are requests that ended in the present step, which the unit scheduler still counts as in here.
         """
+        self._pipeline.forget()
         self.scheduler.forget_all()
         lost = [*finished, *(admitted.request_id for admitted in self._requests.values())]
         self._requests.clear()

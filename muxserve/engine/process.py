@@ -65,8 +65,8 @@ def warm_up(core: EngineCore) -> None:
         data_parallel_rank=None,
     )
     core.add_request(*core.preprocess_add_request(request))
-    while scheduler.has_requests():
+    while scheduler.has_requests() or core.batch_queue:
         with current().client.writing():
-            core.step()
+            core.step_fn()
         scheduler.pool.end_step()
     log.info("warmed up in %.2f s", time.monotonic() - began)

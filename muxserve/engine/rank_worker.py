@@ -17,12 +17,15 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from muxserve.engine import binding
 from muxserve.engine.family import die_with, set_title
+from muxserve.engine.stage_clock import StageClock, StageClocks
 
 log = logging.getLogger(__name__)
 
 MOST_WORDS = 4096
 # Both ends of the engine's channel to each rank, while the engine forks its workers.
 channels: list[tuple[socket.socket, socket.socket]] = []
+# How long each stage of a pipeline computes.
+clocks: StageClocks | None = None
 
 
 def unlink(buffer: Any) -> None:
@@ -64,6 +67,7 @@ class RankWorker(WorkerWrapperBase):
         with self._telling():
             super().init_device()
         self._unlink_queues()
+        self._clock = self._clock_of_stage()
 
     def load_model(self) -> None:
         place = binding.current()
@@ -101,11 +105,35 @@ class RankWorker(WorkerWrapperBase):
 
     def _step(self, run: Callable[[], Any]) -> Any:
         try:
-            return run()
+            with self._counting():
+                return run()
         except Exception:
             # The other ranks wait for this one, and vLLM hears of a failure from one of them only.
             log.exception("a step failed; this worker ends, and with it the engine")
             os._exit(1)
+
+    def _clock_of_stage(self) -> StageClock | None:
+        """The clock of this stage, which stands still while it waits for another one; of ranks that split tensors of
+        a stage the first has it."""
+        if clocks is None or parallel_state.get_tensor_model_parallel_rank():
+            return None
+        group = parallel_state.get_pp_group()
+        clock = clocks.clock(group.rank_in_group)
+        # On CPU both return when the tensors are through.
+        group.irecv_tensor_dict = clock.paused(group.irecv_tensor_dict)
+        group.isend_tensor_dict = clock.paused(group.isend_tensor_dict)
+        return clock
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        if self._clock is None:
+            yield
+            return
+        self._clock.start()
+        try:
+            yield
+        finally:
+            self._clock.stop()
 
     def _unlink_queues(self) -> None:
         """Take the names of the queues between the ranks away: all who need them have them open."""

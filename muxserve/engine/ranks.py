@@ -28,6 +28,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from muxserve.engine import rank_worker
 from muxserve.engine.binding import connection_to, place_of
+from muxserve.engine.stage_clock import StageClocks
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ class RankedExecutor(MultiprocExecutor):
         _Patience.spin_seconds = SPIN_SECONDS[deployment.device]
         shm_broadcast.SpinCondition = _Patience
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(deployment.ranks)]
+        # On a GPU the host's clock says when kernels are launched, not when they run.
+        counted = deployment.stages > 1 and deployment.device == "cpu"
+        self.clocks = rank_worker.clocks = StageClocks(deployment.stages) if counted else None
         self._channels = [ours for ours, _ in pairs]
         rank_worker.channels = pairs
         try:

@@ -8,6 +8,7 @@ that. One that decodes and runs out of pages gives the preempted request back in
 from __future__ import annotations
 
 import time
+from collections.abc import Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import current
-from muxserve.engine.block_pool import PooledBlockPool
+from muxserve.engine.block_pool import Filled, PooledBlockPool
+from muxserve.engine.budget import BudgetedSteps
 from muxserve.engine.one_phase import one_phase
 from muxserve.engine.runner import RESUMED_OUTPUT
 
@@ -80,6 +82,16 @@ class PhaseScheduler(Scheduler):
         self._started: list[Generated] = []
         self._preempted: list[Generated] = []
         self._stats_due = 0.0
+        # What the next micro-batch may hold is decided by it, if there is one.
+        self.budget: BudgetedSteps | None = None
+        # With several micro-batches in flight a stage may still write the blocks of a request that has ended; vLLM then
+        # gives them back when the last micro-batch that has it is through.
+        self.defer_block_free = self.vllm_config.max_concurrent_batches > 1
+        self._filled: dict[int, Filled] = {}
+        # No micro-batch may begin; set before each step, and once the queue of those in flight.
+        self.holding = False
+        self.in_flight: Sized = ()
+        self._in_vain = False
 
     def become(self, phase: EnginePhase) -> None:
         """The engine has warmed up and is for `phase` from now on."""
@@ -94,6 +106,7 @@ class PhaseScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
+        self._in_vain = False
         if not request.num_computed_tokens:
             self._prompts[request.request_id] = request.num_output_tokens
 
@@ -104,6 +117,28 @@ class PhaseScheduler(Scheduler):
         if self.lease_phase == "decode":
             return len(self.requests) > len(self._prompts)
         return self.has_unfinished_requests()
+
+    def has_requests(self) -> bool:
+        """Another micro-batch may begin. vLLM's batch queue makes one of whatever is there, even an empty one, before
+        it waits for one to come out; not while all that could go on is in flight already."""
+        if self.holding:
+            return False
+        if not self.in_flight:
+            return super().has_requests()
+        return not self._in_vain and self._has_ready()
+
+    def _has_ready(self) -> bool:
+        """Some request of the lease's phase is in no micro-batch."""
+        phase, prompts = self.lease_phase, self._prompts
+        if len(self.running) < self.max_num_active_reqs and (
+            (phase != "decode" and self.waiting) or (phase != "prefill" and self.kv_holding_waiting)
+        ):
+            return True
+        return any(
+            request.num_computed_tokens < request.num_tokens
+            and (phase == "both" or (request.request_id in prompts) is (phase == "prefill"))
+            for request in self.running
+        )
 
     def resume(self, request: Request, output_tokens: list[int]) -> None:
         """Give `request`, not yet added, the tokens it generated elsewhere; its prompt statistics were told there."""
@@ -121,17 +156,23 @@ class PhaseScheduler(Scheduler):
 
     def running_blocks(self, request_id: str) -> tuple[list[int], int] | None:
         """Ids of the blocks of a running request, and of how many tokens they hold the KV; None if it does not decode,
-        or has gaps in its blocks (which this pool does not make)."""
+        or has gaps in its blocks (which this pool does not make). What is in flight is not counted."""
         request = self.requests.get(request_id)
         if request is None or request.status != RequestStatus.RUNNING or request_id in self._prompts:
             return None
         blocks = self._blocks_of.req_to_blocks[request_id]
         if any(block.is_null for block in blocks):
             return None
-        return [block.block_id for block in blocks], request.num_computed_tokens
+        return [block.block_id for block in blocks], request.num_computed_tokens - request.num_in_flight_tokens
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """A micro-batch with that request has gone into the pipeline and has not come out yet."""
+        request = self.requests.get(request_id)
+        return request is not None and request.num_in_flight_tokens > 0
 
     def detach(self, request_id: str) -> Leaving:
-        """Take a running request out of the batch, between two steps, with blocks and tokens as they are.
+        """Take a running request that is not in flight out of the batch, between two steps, with blocks and tokens as
+        they are.
 
         Raises:
             KeyError: there is no such request.
@@ -162,6 +203,10 @@ class PhaseScheduler(Scheduler):
         """Drop every request and hold without telling the memory manager, which is gone. Returns their ids."""
         ids = list(self.requests)
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        # Nothing is in flight any more, and nobody wants the blocks back that a micro-batch was still to fill.
+        self.deferred_frees.clear()
+        self.processed_step_seq = self.sched_step_seq
+        self._filled.clear()
         self.pool.forget()
         self._prefilled.clear()
         self._started.clear()
@@ -171,11 +216,11 @@ class PhaseScheduler(Scheduler):
     # ------------------------------------------------------------ vLLM's step
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        if self.step_tokens:
-            self.max_num_scheduled_tokens = min(self.step_tokens, self._most_tokens)
-        else:
-            self.max_num_scheduled_tokens = self._most_tokens
         phase = self.lease_phase
+        most = min(self.step_tokens, self._most_tokens) if self.step_tokens else self._most_tokens
+        if self.budget is not None and phase == "both":
+            most = min(most, self._budgeted(self.budget))
+        self.max_num_scheduled_tokens = most
         with one_phase(self, phase, self._prompts) if phase != "both" else nullcontext():
             need, lookups = self._demand()
             self.pool.begin_step(need, lookups)
@@ -187,7 +232,17 @@ class PhaseScheduler(Scheduler):
         self.last_scheduled_tokens = output.total_num_scheduled_tokens
         tokens = output.num_scheduled_tokens
         self.last_prefill_tokens = sum(tokens.get(request_id, 0) for request_id in self._prompts)
+        self._in_vain = not tokens
+        self._filled[id(output)] = self.pool.take_filled()
+        if self.budget is not None:
+            self.budget.scheduled(tokens, self.current_step)
         return output
+
+    def _budgeted(self, budget: BudgetedSteps) -> int:
+        free = 1.0 - self.pool.get_usage()
+        # vLLM counts the step before it makes it.
+        step = self.current_step + 1
+        return budget.tokens(self.running, len(self.kv_holding_waiting), self.waiting, self._prompts, free, step)
 
     def _demand(self) -> tuple[int, list[list[bytes]]]:
         """Blocks that this step can take at most, and the hashes whose cached blocks it can use."""
@@ -220,6 +275,9 @@ class PhaseScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self.pool.publish(self._filled.pop(id(scheduler_output)))
+        if scheduler_output.num_scheduled_tokens:
+            self._in_vain = False
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         ran = [request_id for request_id in self._prompts if request_id in scheduler_output.num_scheduled_tokens]
         for request_id in ran:
@@ -260,11 +318,16 @@ class PhaseScheduler(Scheduler):
         self._inflight_prefills.discard(request)
         self.finished_req_ids.add(request.request_id)
         self.requests.pop(request.request_id)
-        self._prompts.pop(request.request_id, None)
+        self._forget(request.request_id)
 
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)
-        self._prompts.pop(request.request_id, None)
+        self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._prompts.pop(request_id, None)
+        if self.budget is not None:
+            self.budget.forget(request_id)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         waited = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

@@ -8,8 +8,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 from muxserve.deployment import ModelDeployment
 
 
-def unsupported(specs: dict[str, KVCacheSpec], model: ModelDeployment) -> str | None:
-    """Why the model with these KV cache specs (by layer name) cannot be served; None if it can."""
+def unsupported(specs: dict[str, KVCacheSpec], model: ModelDeployment, stages: int = 1) -> str | None:
+    """Why the model with these KV cache specs (by layer name) cannot be served; None if it can. One of several stages
+    may have fewer layers than the largest."""
     if not specs:
         return "it has no attention layers with a KV cache"
     shapes = set()
@@ -24,7 +25,8 @@ def unsupported(specs: dict[str, KVCacheSpec], model: ModelDeployment) -> str | 
     if len(shapes) > 1:
         return f"its layers differ in KV heads, head size or type: {sorted(map(str, shapes))}"
     heads, head_size, _ = next(iter(shapes))
-    if (len(specs), heads, head_size) != (model.layers, model.kv_heads, model.head_dim):
+    layers_fit = len(specs) == model.layers or (stages > 1 and len(specs) < model.layers)
+    if not layers_fit or (heads, head_size) != (model.kv_heads, model.head_dim):
         return (
             f"vLLM sees {len(specs)} layers, {heads} KV heads and head size {head_size}, but its config.json promised "
             f"{model.layers}, {model.kv_heads} and {model.head_dim}"
@@ -32,13 +34,13 @@ def unsupported(specs: dict[str, KVCacheSpec], model: ModelDeployment) -> str | 
     return None
 
 
-def refuse_unsupported(executor: Executor, model: ModelDeployment) -> None:
+def refuse_unsupported(executor: Executor, model: ModelDeployment, stages: int = 1) -> None:
     """Go on only if the loaded model can be served, on each of its ranks.
 
     Raises:
         ValueError: says why not.
     """
     for specs in executor.get_kv_cache_specs():
-        reason = unsupported(specs, model)
+        reason = unsupported(specs, model, stages)
         if reason:
             raise ValueError(f"model {model.name!r} cannot be served: {reason}")

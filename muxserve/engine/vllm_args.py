@@ -98,7 +98,8 @@ def engine_args(deployment: Deployment, model: str, phase: EnginePhase) -> dict[
         "kv_cache_memory_bytes": 64 << 20,
         # Room for a whole prompt is checked by the unit scheduler before it admits the request.
         "scheduler_reserve_full_isl": False,
-        "tensor_parallel_size": deployment.ranks,
+        "tensor_parallel_size": deployment.ranks // deployment.stages,
+        "pipeline_parallel_size": deployment.stages,
         "distributed_executor_backend": "uni" if deployment.ranks == 1 else "mp",
         "worker_cls": WORKERS[deployment.device],
         "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",

@@ -360,7 +360,7 @@ class Engines:
 
 
 @contextmanager
-def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1) -> Iterator[Engines]:
+def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1, stages: int = 1) -> Iterator[Engines]:
     """Memory manager, warm parent and the engines of each model; `models` are those of one of the `ranks`."""
     first = models[0]
     page_bytes = 2 * first.block_tokens * first.head_dim * 4
@@ -374,6 +374,7 @@ def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1) ->
             models=models,
             gateway=GatewayDeployment("127.0.0.1", 0),
             ranks=ranks,
+            stages=stages,
         )
         deployment.log_dir.mkdir()
         path = Path(run_dir) / "deployment.json"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
 from vllm.config import CompilationMode
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -26,6 +27,15 @@ attention.register()
 
 class PooledCPUModelRunner(ResumingRunner, CPUModelRunner):
     """Binds every layer to the whole pool."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            # What comes from the stage before is copied into it. Stock vLLM makes it when it compiles, and an eager
+            # engine on CPU does not.
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
 
     def initialize_kv_cache_tensors(
         self,

@@ -195,7 +195,7 @@ def _load(deployment: Deployment, model: str, control: Any) -> Any:
         fcntl.flock(lock, fcntl.LOCK_EX)
         progress("loading weights")
         executor = Executor.get_class(config)(config)
-        refuse_unsupported(executor, deployment.model(model))
+        refuse_unsupported(executor, deployment.model(model), deployment.stages)
         _resolve_layout(config, executor)
         progress("measuring memory")
         measured = executor.collective_rpc("measure")

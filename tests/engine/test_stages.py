@@ -1,0 +1,209 @@
+"""Engines of both phases over two stages on CPU, one worker process and one pool per stage; one page table."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from muxserve.deployment import Batching
+from muxserve.memory import server
+from muxserve.wire import Detach, Detached, StepReport
+from tests.engine.harness import MODELS, Engines, deployed_model, engines
+from tests.engine.test_engines import bodies, check, owned
+
+MODEL = "arithmetic"
+# The same model, with a budget and without.
+THROTTLED, PLAIN = "throttled", "plain"
+BLOCK = 64
+
+
+@pytest.fixture(scope="module")
+def family() -> Iterator[Engines]:
+    batching = {THROTTLED: Batching("throttled", iterations=2, max_prefill=96, min_prefill=8), PLAIN: Batching()}
+    models = [
+        deployed_model(name, MODELS[MODEL], layers=2, max_num_batched_tokens=128, phases="pipelined", batching=each)
+        for name, each in batching.items()
+    ]
+    with engines(models, ranks=2, stages=2) as running:
+        yield running
+
+
+@pytest.fixture
+def answers(stock: dict[str, Any]) -> dict[str, Any]:
+    """Stock vLLM's, with one stage."""
+    found: dict[str, Any] = stock[MODEL]
+    return found
+
+
+def reports(family: Engines, since: int = 0, lease: int | None = None) -> list[StepReport]:
+    found = [m for _, m in family.reports[since:] if isinstance(m, StepReport)]
+    return [m for m in found if lease is None or m.lease_id == lease]
+
+
+def free(family: Engines) -> None:
+    family.until(lambda: not any(owned(family).values()))
+
+
+def decoding(family: Engines, model: str, requests: dict[str, bytes]) -> dict[str, int]:
+    """Prefill them, and no more. Returns their incarnations."""
+    admits = [family.admit(name, body) for name, body in requests.items()]
+    family.lease(f"{model}/both", admits, phase="prefill")
+    family.until(lambda: all(name in family.prefilled for name in requests))
+    return {admit.request_id: admit.incarnation for admit in admits}
+
+
+def equal(family: Engines, tag: str, answers: dict[str, Any], count: int, tokens: int) -> dict[str, bytes]:
+    prompt = answers["greedy"]["prompt"]
+    return {f"{tag}-{i}": family.body(f"{tag}-{i}", prompt, max_tokens=tokens, ignore_eos=True) for i in range(count)}
+
+
+@pytest.mark.parametrize("model", [THROTTLED, PLAIN])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_tokens_are_those_of_one_stage(family: Engines, answers: dict[str, Any], model: str, mixed: bool) -> None:
+    since = len(family.reports)
+    for again in range(2):
+        tag = f"{model}-{mixed}-{again}"
+        family.serve_both(model, bodies(family, answers, tag), mixed)
+        check(family, answers, tag)
+    free(family)
+    # Each stage waits for the other now and then, and says for how long.
+    bubbles = [report.bubbles for report in reports(family, since)]
+    assert {len(each) for each in bubbles} == {2}
+    assert all(sum(stage) > 0 for stage in zip(*bubbles, strict=True))
+
+
+def test_each_stage_writes_its_own_pool_at_the_same_pages(family: Engines, answers: dict[str, Any]) -> None:
+    with family.memory() as client:
+        client.reset_cache(client.map(PLAIN))
+        views = [client.map(PLAIN, rank) for rank in range(2)]
+        for view in views:
+            view.pool[:] = 0
+        incarnation = decoding(family, PLAIN, {"pages": family.body("pages", answers["greedy"]["prompt"])})["pages"]
+        since = len(family.reports)
+        family.send(f"{PLAIN}/both", Detach("pages", incarnation, "pages", 0))
+        family.until(lambda: len(family.reports) > since)
+        blocks = client.adopt(views[0], "pages")
+        pages = views[0].page_table[blocks].reshape(-1)
+        assert len(set(pages.tolist())) == blocks.size * 2 * 4
+        for view in views:
+            written = set(np.flatnonzero(view.pool.any(axis=1)).tolist())
+            assert set(pages.tolist()) <= written
+            assert written <= {0, *pages.tolist()}
+        assert not np.array_equal(views[0].pool[pages], views[1].pool[pages])
+    free(family)
+
+
+def test_a_throttled_pipeline_decodes_half_of_the_sequences_in_each_micro_batch(
+    family: Engines, answers: dict[str, Any]
+) -> None:
+    requests = equal(family, "half", answers, 8, 60)
+    decoding(family, THROTTLED, requests)
+    lease = family.lease(f"{THROTTLED}/both", steps=20)
+    # A message that is answered at once, after what was in flight has come out: no further step came.
+    family.until(lambda: any(r.lease_left == 0 for r in reports(family, lease=lease)))
+    family.abort(f"{THROTTLED}/both", ["half-0"])
+    family.until(lambda: any("half-0" in r.finished for r in reports(family, lease=lease)))
+    family.until(lambda: sum(len(family.tokens[name]) for name in requests) == 8 + 20 * 4)
+    told = reports(family, lease=lease)
+    assert (sum(r.steps for r in told), sum(r.tokens for r in told)) == (20, 80)
+    assert {len(family.tokens[name]) for name in requests} == {11}
+    family.lease(f"{THROTTLED}/both")
+    rest = list(requests)[1:]
+    family.until(lambda: all(family.finished(name) for name in rest))
+    assert len({tuple(family.tokens[name]) for name in rest}) == 1
+    assert family.tokens[rest[0]][:40] == answers["greedy"]["tokens"]
+    free(family)
+
+
+def test_prompts_come_in_chunks_of_the_budget(family: Engines, answers: dict[str, Any]) -> None:
+    prompt = answers["chunked"]["prompt"]
+    family.forget_prefixes(THROTTLED)
+    body = family.body("chunks", prompt, max_tokens=1)
+    since = len(family.reports)
+    family.lease(f"{THROTTLED}/both", [family.admit("chunks", body)])
+    family.until(lambda: family.finished("chunks"))
+    chunks = [r.prefill_tokens for r in reports(family, since) if r.prefill_tokens]
+    left, expected = len(prompt), []
+    while left:
+        # Eq. 3 with nothing else in the engine: a half of what waits, of at most 96 and at least 8 tokens.
+        expected.append(min(left, max(min(96, left // 2), 8)))
+        left -= expected[-1]
+    assert chunks == expected
+    family.until(lambda: any("chunks" in r.finished for r in reports(family, since)))
+
+
+@pytest.mark.parametrize("model", [THROTTLED, PLAIN])
+def test_requests_let_go_of_in_flight_go_on_elsewhere(family: Engines, answers: dict[str, Any], model: str) -> None:
+    requests = equal(family, f"leaves-{model}", answers, 4, 120)
+    leaving = next(iter(requests))
+    incarnation = decoding(family, model, requests)[leaving]
+    family.lease(f"{model}/both", steps=100_000)
+    family.until(lambda: len(family.tokens[leaving]) > 10)
+    since = len(family.reports)
+    family.send(f"{model}/both", Detach(leaving, incarnation, leaving, 0))
+    family.until(lambda: any(isinstance(m, Detached) for _, m in family.reports[since:]))
+    left = next(m for _, m in family.reports[since:] if isinstance(m, Detached))
+    assert left.computed_tokens == len(answers["greedy"]["prompt"]) + len(left.output_tokens) - 1
+    family.until(lambda: family.tokens[leaving] == left.output_tokens)
+    admit = family.admit(
+        leaving,
+        requests[leaving],
+        adopt=left.key,
+        computed_tokens=left.computed_tokens,
+        output_tokens=left.output_tokens,
+        foreign=True,
+    )
+    family.lease(f"{model}/both", [admit], steps=100_000)
+    family.until(lambda: all(family.finished(name) for name in requests))
+    assert len({tuple(family.tokens[name]) for name in requests}) == 1
+    free(family)
+
+
+@pytest.mark.parametrize("model", [THROTTLED, PLAIN])
+@pytest.mark.parametrize("moment", [0, 1, 8])
+def test_abort_in_flight(family: Engines, answers: dict[str, Any], model: str, moment: int) -> None:
+    tag = f"abort-{model}-{moment}"
+    requests = equal(family, tag, answers, 5, 400)
+    family.lease(f"{model}/both", [family.admit(name, body) for name, body in requests.items()])
+    family.until(lambda: len(family.tokens[f"{tag}-0"]) >= moment)
+    family.abort(f"{model}/both", list(requests))
+    free(family)
+    family.serve_both(model, bodies(family, answers, f"after-{tag}", ["greedy", "chunked"]), mixed=True)
+    check(family, answers, f"after-{tag}", ["greedy", "chunked"])
+
+
+def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engines, answers: dict[str, Any]) -> None:
+    requests = equal(family, "tight", answers, 6, 160)
+    requests |= bodies(family, answers, "tight", ["chunked", "seed"])
+    before = len(family.returned())
+    with family.quota(PLAIN, blocks=12):
+        family.serve_both(PLAIN, requests, mixed=True)
+    assert len(family.returned()) > before, "the quota was not tight enough to preempt anything"
+    assert len({tuple(family.tokens[f"tight-{i}"]) for i in range(6)}) == 1
+    check(family, answers, "tight", ["chunked", "seed"])
+    free(family)
+
+
+def test_a_new_memory_manager_is_bound_to_with_micro_batches_in_flight(
+    family: Engines, answers: dict[str, Any]
+) -> None:
+    requests = {model: equal(family, f"struck-{model}", answers, 4, 900) for model in (THROTTLED, PLAIN)}
+    for model, each in requests.items():
+        family.lease(f"{model}/both", [family.admit(name, body) for name, body in each.items()], steps=100_000)
+    family.until(lambda: all(len(family.tokens[f"struck-{model}-0"]) > 3 for model in requests))
+    os.kill(family.manager.pid, signal.SIGKILL)
+    family.manager.wait()
+    family.manager = server.start(family.deployment)
+    family.until(lambda: len(family.lost()) >= 2)
+    assert {name for lost in family.lost() for name in lost.request_ids} >= {
+        name for each in requests.values() for name in each if not family.finished(name)
+    }
+    for model in requests:
+        family.serve_both(model, bodies(family, answers, f"anew-{model}"), mixed=True)
+        check(family, answers, f"anew-{model}")
+    free(family)
