@@ -181,7 +181,7 @@ def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engin
     requests = equal(family, "tight", answers, 6, 160)
     requests |= bodies(family, answers, "tight", ["chunked", "seed"])
     before = len(family.returned())
-    with family.quota(PLAIN, blocks=12):
+    with family.quota(PLAIN, blocks=11):
         family.serve_both(PLAIN, requests, mixed=True)
     assert len(family.returned()) > before, "the quota was not tight enough to preempt anything"
     assert len({tuple(family.tokens[f"tight-{i}"]) for i in range(6)}) == 1
