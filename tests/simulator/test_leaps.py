@@ -16,7 +16,7 @@ from muxserve.simulator.world import World
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import Analytic, Linear, SteppingCombinedUnit, SteppingUnit, profile, unit
 
-SEARCH = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+SEARCH = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def outcome(world: World, load: list[TraceRequest]) -> tuple[object, ...]:
