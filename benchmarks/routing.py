@@ -58,7 +58,7 @@ def endpoint(models: int, keys: list[str]) -> Endpoint:
         models={model.name: Served(answer, {}) for model in deployed},
         keys=Keys(keys),
         priorities=Priorities(DEFAULT_LEVELS),
-        turnstile=Turnstile(deployed, 1, measures),
+        turnstile=Turnstile(deployed, 0, 1, measures),
         measures=measures,
         pages={},
         open_pages=frozenset(),

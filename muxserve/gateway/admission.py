@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -64,6 +64,11 @@ def presented_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return found
 
 
+def part_of(limit: int, index: int, count: int) -> int:
+    """What gateway `index` of `count` has of a limit of them all: the parts add up to it where each can have 1."""
+    return max(1, limit // count + (index < limit % count)) if limit else 0
+
+
 class Verdict(Enum):
     """What becomes of a request at the gate."""
 
@@ -80,14 +85,15 @@ class Gate:
         self.max_queue = max_queue
         self.inside = 0
         self.mean_seconds = 1.0
-        self._waiting: deque[object] = deque()
+        # In order of arrival. In a deque each of many clients that leave at the same time would be looked for.
+        self._waiting: OrderedDict[object, None] = OrderedDict()
 
     def resize(self, max_concurrency: int, max_queue: int) -> list[object]:
         """Other limits from now on. Returns the tickets that enter because of that."""
         self.max_concurrency, self.max_queue = max_concurrency, max_queue
         entering = []
         while self._waiting and self.inside < self.max_concurrency:
-            entering.append(self._waiting.popleft())
+            entering.append(self._waiting.popitem(last=False)[0])
             self.inside += 1
         return entering
 
@@ -97,12 +103,12 @@ class Gate:
         return len(self._waiting)
 
     def arrive(self, ticket: object) -> Verdict:
-        """A request arrives; `ticket` is what `leave` and `withdraw` know it by if it has to wait."""
+        """A request arrives; `ticket`, one of its own, is what `leave` and `withdraw` know it by if it has to wait."""
         if self.inside < self.max_concurrency:
             self.inside += 1
             return Verdict.ENTER
         if len(self._waiting) < self.max_queue:
-            self._waiting.append(ticket)
+            self._waiting[ticket] = None
             return Verdict.WAIT
         return Verdict.REFUSE
 
@@ -110,16 +116,15 @@ class Gate:
         """A request that was inside for `seconds` is done. Returns the ticket that enters in its place, if any."""
         self.mean_seconds += SMOOTHING * (seconds - self.mean_seconds)
         if self._waiting and self.inside <= self.max_concurrency:
-            return self._waiting.popleft()
+            return self._waiting.popitem(last=False)[0]
         self.inside -= 1
         return None
 
     def withdraw(self, ticket: object) -> bool:
         """A waiting request's client went away. False if it has entered meanwhile."""
-        try:
-            self._waiting.remove(ticket)
-        except ValueError:
+        if ticket not in self._waiting:
             return False
+        del self._waiting[ticket]
         return True
 
     def retry_after(self) -> int:

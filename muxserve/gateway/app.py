@@ -96,12 +96,19 @@ class Endpoint:
             return
         http = HttpRequest(time.monotonic())
         current_http.set(http)
+        answer = _Answer(send, http)
         try:
-            await self._route(scope, receive, send, http)
+            await self._route(scope, receive, answer, http)
         except RequestError as error:
-            await respond_error(send, error)
+            await respond_error(answer, error)
         except ClientGoneError:
             pass
+        except Exception:
+            if answer.begun:  # the server's to break off
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its log says how")
+            await respond_error(answer, failure)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         path: str = scope["path"]
@@ -156,14 +163,16 @@ class Endpoint:
         if name is None:
             name = self._model(asked)
         replay = Replay(receive, body, http)
-        served = self.models[name]  # to its end, also if the model is removed meanwhile
+        served = self.models.get(name)  # to its end, also if the model is removed meanwhile
+        if served is None:  # removed while the body was read
+            raise self._unknown_model(name)
         inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
         try:
             if path in GENERATE:
                 async with self._turnstile.turn(name, replay):
                     if self.ended:  # while it waited for its turn
                         raise self._shutting_down(name)
-                    await served.app(inner, replay, _with_retry_after(send, http))
+                    await served.app(inner, replay, send)
             else:
                 await served.app(inner, replay, send)
         finally:
@@ -204,15 +213,24 @@ class Endpoint:
         return ", ".join(self.models) or "none"
 
 
-def _with_retry_after(send: Send, http: HttpRequest) -> Send:
-    """`send` that tells a client when to come back, if that is known when the answer begins."""
+class _Answer:
+    """ASGI's `send`, which knows whether the answer has begun, and tells a client when to come back if that is known by
+    then."""
 
-    async def sending(message: Message) -> None:
-        if http.retry_after is not None and message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"retry-after", str(http.retry_after).encode())]
-        await send(message)
+    __slots__ = ("_http", "_send", "begun")
 
-    return sending
+    def __init__(self, send: Send, http: HttpRequest) -> None:
+        self._send = send
+        self._http = http
+        self.begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if not self.begun and message["type"] == "http.response.start":
+            self.begun = True
+            after = self._http.retry_after
+            if after is not None:
+                message["headers"] = [*message.get("headers", ()), (b"retry-after", str(after).encode())]
+        await self._send(message)
 
 
 def _only_get(scope: Scope) -> None:

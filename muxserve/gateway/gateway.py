@@ -49,7 +49,7 @@ class Gateway:
         self.registry = CollectorRegistry()
         self.measures = Measures(fleet.models, self.registry)
         self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures)
-        self.turnstile = Turnstile(fleet.models, fleet.gateway.count, self.measures)
+        self.turnstile = Turnstile(fleet.models, index, fleet.gateway.count, self.measures)
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.turnstile)
         self.offered = Offered(self.broker, self.turnstile, _front_end_failed, self._has_left)

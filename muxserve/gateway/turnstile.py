@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from muxserve.deployment import ModelDeployment
-from muxserve.gateway.admission import Gate, Verdict
+from muxserve.gateway.admission import Gate, Verdict, part_of
 from muxserve.gateway.body import ClientGoneError, Replay
 from muxserve.gateway.errors import RequestError
 from muxserve.gateway.measure import Measures
@@ -21,12 +20,14 @@ class Turnstile:
 
     Args:
         models: the models.
+        index: which gateway this is.
         gateways: among how many gateways their limits are divided; the kernel gives each as many clients.
         measures: where rejections are counted.
     """
 
-    def __init__(self, models: Iterable[ModelDeployment], gateways: int, measures: Measures) -> None:
+    def __init__(self, models: Iterable[ModelDeployment], index: int, gateways: int, measures: Measures) -> None:
         self.gates: dict[str, Gate] = {}
+        self._index = index
         self._gateways = gateways
         for model in models:
             self.add(model)
@@ -35,7 +36,8 @@ class Turnstile:
 
     def add(self, model: ModelDeployment) -> None:
         """Make a gate for `model`, or give the one it has these limits."""
-        concurrency, queue = (math.ceil(n / self._gateways) for n in (model.max_concurrency, model.max_queue))
+        limits = model.max_concurrency, model.max_queue
+        concurrency, queue = (part_of(limit, self._index, self._gateways) for limit in limits)
         gate = self.gates.get(model.name)
         if gate is None:
             self.gates[model.name] = Gate(concurrency, queue)

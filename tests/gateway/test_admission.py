@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Keys, Verdict, presented_key
+from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Keys, Verdict, part_of, presented_key
 from muxserve.gateway.body import ClientGoneError, Replay
 from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.measure import HttpRequest, Measures
@@ -106,6 +106,13 @@ def test_gate_never_exceeds_its_limits_and_loses_nobody(steps: list[str], most: 
         assert not waiting or len(inside) == most
 
 
+@given(st.integers(0, 300), st.integers(1, 9))
+def test_gateways_share_a_limit(limit: int, count: int) -> None:
+    parts = [part_of(limit, index, count) for index in range(count)]
+    assert sum(parts) == (max(limit, count) if limit else 0)
+    assert max(parts) - min(parts) <= 1
+
+
 class Client:
     """A connection whose request is read and that closes when told."""
 
@@ -121,7 +128,7 @@ class Client:
 
 def turnstile(**limits: int) -> Turnstile:
     models = [model("m", **limits)]
-    return Turnstile(models, 1, Measures(models, CollectorRegistry()))
+    return Turnstile(models, 0, 1, Measures(models, CollectorRegistry()))
 
 
 async def test_turns_are_taken_one_after_another() -> None:

@@ -1,0 +1,126 @@
+"""The endpoint around applications that do as the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from muxserve.gateway.admission import Keys
+from muxserve.gateway.app import Endpoint, Served
+from muxserve.gateway.errors import App, Message, Receive, Scope, Send
+from muxserve.gateway.measure import Measures
+from muxserve.gateway.priorities import Priorities
+from muxserve.gateway.turnstile import Turnstile
+from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
+from tests.gateway.deployments import model
+
+BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+@dataclass
+class Answer:
+    """What a client was sent."""
+
+    messages: list[Message] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        assert [m["type"] for m in self.messages].count("http.response.start") == 1
+        status = self.messages[0]["status"]
+        assert isinstance(status, int)
+        return status
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = json.loads(b"".join(m.get("body", b"") for m in self.messages[1:]))["error"]
+        assert isinstance(error, dict)
+        return error
+
+
+def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> Endpoint:
+    models = [model("m", max_concurrency=1, max_queue=1)]
+    measures = Measures(models, CollectorRegistry())
+    return Endpoint(
+        {"m": Served(app, {})},
+        Keys([]),
+        Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
+        Turnstile(models, 0, 1, measures),
+        measures,
+        {"/health": page} if page is not None else {},
+        frozenset(),
+        1000,
+    )
+
+
+async def ask(
+    served: Endpoint, path: str = "/v1/completions", body: bytes = b'{"model": "m"}', method: str = "POST"
+) -> Answer:
+    answer, sent = Answer(), False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:
+            await asyncio.Event().wait()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        answer.messages.append(message)
+
+    await served({"type": "http", "method": method, "path": path, "headers": []}, receive, send)
+    return answer
+
+
+async def failing(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ZeroDivisionError("of the server's own making")
+
+
+async def test_a_failure_of_the_server_is_an_error_like_others(caplog: pytest.LogCaptureFixture) -> None:
+    served = endpoint(failing)
+    answer = await ask(served)
+    assert answer.status == 500
+    assert answer.error["type"] == "InternalServerError"
+    assert "ZeroDivisionError" not in answer.error["message"]  # for the log only
+    assert "of the server's own making" in caplog.text
+    # And nobody is kept out by it.
+    assert (await ask(served)).status == 500
+
+
+async def test_a_page_that_fails_says_so() -> None:
+    async def page(send: Send) -> None:
+        raise KeyError("nothing")
+
+    assert (await ask(endpoint(failing, page), "/health", b"", "GET")).error["code"] == 500
+
+
+async def test_an_answer_that_has_begun_is_broken_off() -> None:
+    async def half(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(dict(BEGIN))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await ask(endpoint(half))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/models/m/v1/completions"])
+async def test_a_model_may_be_removed_while_its_request_is_read(path: str) -> None:
+    served = endpoint(failing)
+    answer, halves = Answer(), [b'{"model": ', b'"m"}']
+
+    async def receive() -> Message:
+        if len(halves) == 1:
+            served.models = {}
+        return {"type": "http.request", "body": halves.pop(0), "more_body": bool(halves)}
+
+    async def send(message: Message) -> None:
+        answer.messages.append(message)
+
+    await served({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    assert answer.status == 404
+    assert "'m' does not exist" in answer.error["message"]
