@@ -31,12 +31,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def fleet_file(directory: Path, model_changes: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """The quickstart fleet with changes; model paths made absolute."""
+def fleet_file(
+    directory: Path,
+    model_changes: dict[str, Any] | None = None,
+    changes_of: dict[str, dict[str, Any]] | None = None,
+    **changes: Any,
+) -> Path:
+    """The quickstart fleet with changes of every model, of some by name, and of the fleet; model paths made
+    absolute."""
     fleet = yaml.safe_load(QUICKSTART.read_text())
     for model in fleet["models"]:
         model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
         model.update(model_changes or {})
+        model.update((changes_of or {}).get(model["name"], {}))
     fleet.update(changes)
     path = directory / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet))
@@ -49,14 +56,26 @@ class Fleet:
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        # Reading certificates, which nobody needs here, would take more time than most questions.
+        self.client = openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=120,
+            http_client=openai.DefaultHttpxClient(verify=False),
+        )
+        # Any gateway may answer.
+        self._http = httpx.Client(verify=False, timeout=10, limits=httpx.Limits(max_keepalive_connections=0))
 
     def async_client(self) -> openai.AsyncOpenAI:
         """A new client; one belongs to the event loop that it was first used in."""
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
+        http_client = openai.DefaultAsyncHttpxClient(verify=False)
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240, http_client=http_client
+        )
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=10)
+        return self._http.get(f"{self.url}{path}")
 
     def processes(self) -> list[psutil.Process]:
         """All of the fleet, including those whose parent has died."""
@@ -102,7 +121,7 @@ class Fleet:
         while not condition():
             assert time.monotonic() < deadline, f"not {what} within {seconds:.0f} s"
             assert self.process.poll() is None, f"muxserve deploy ended with {self.process.returncode}"
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def memory(self) -> list[dict[str, Any]]:
         """The memory managers' own statistics."""

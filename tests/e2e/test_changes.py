@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -18,18 +19,18 @@ import pytest
 import yaml
 
 from tests.e2e.fleet import ROOT, Fleet, running
+from tests.e2e.load import stream_chat
+from tests.e2e.reference import requests_for
 
 MODELS = ROOT / "configs/models"
+SLEEPS = {"dtype": "float32", "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "hold": "1s", "wake": "60s"}}
 FLEET = {
     "kv_pool": {"size": "32MiB"},
+    "gateway": {"count": 2},
     "models": [
         {"name": "arithmetic", "path": str(MODELS / "arithmetic"), "dtype": "float32"},
-        {
-            "name": "atlas",
-            "path": str(MODELS / "atlas"),
-            "dtype": "float32",
-            "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "hold": "1s", "wake": "60s"},
-        },
+        {"name": "atlas", "path": str(MODELS / "atlas"), **SLEEPS},
+        {"name": "nap", "path": str(MODELS / "frontdesk"), **SLEEPS},
     ],
 }
 
@@ -70,6 +71,16 @@ def processes(fleet: Fleet) -> set[int]:
     return {process.pid for process in fleet.processes() if process.status() != psutil.STATUS_ZOMBIE}
 
 
+def managers(fleet: Fleet) -> int:
+    """How many memory managers there are."""
+    found = 0
+    for process in fleet.processes():
+        with contextlib.suppress(psutil.Error):
+            zombie = process.status() == psutil.STATUS_ZOMBIE
+            found += not zombie and "muxserve-memory-manager" in " ".join(process.cmdline())
+    return found
+
+
 async def keep_asking(fleet: Fleet, stop: asyncio.Event) -> list[str]:
     """Answers to the same question, one after the other, until `stop`; any failure is raised."""
     client, answers = fleet.async_client(), []
@@ -103,12 +114,19 @@ async def test_replicas_come_and_go_under_load(fleet: Fleet) -> None:
     assert [served for served in units(fleet).values() if served] == [["arithmetic"]]
 
 
-def test_a_model_sleeps_until_somebody_asks(fleet: Fleet) -> None:
-    fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", 30, "asleep")
+async def test_a_model_sleeps_until_somebody_asks(fleet: Fleet, reference: dict[str, Any]) -> None:
+    def asleep() -> bool:
+        """Units that serve nothing end, and their pools go."""
+        return model(fleet, "atlas")["status"] == "asleep" and managers(fleet) == 1
+
+    await asyncio.to_thread(fleet.wait, asleep, 60, "asleep")
     assert fleet.get("/health").json()["status"] == "ok"
-    assert "Paris" in ask(fleet, "atlas", "What is the capital of France?")
-    assert model(fleet, "atlas")["status"] == "up"
-    fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", 30, "asleep again")
+    requests = requests_for("atlas")[:6]
+    for _ in range(2):
+        answers = await asyncio.gather(*(stream_chat(fleet.async_client(), "atlas", each) for each in requests))
+        assert answers == reference["atlas"][:6]
+        assert model(fleet, "nap")["status"] == "asleep"
+        await asyncio.to_thread(fleet.wait, asleep, 60, "asleep again")
 
 
 def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
@@ -118,7 +136,7 @@ def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
     assert added.returncode == 0, added.stderr
     assert "done: frontdesk is served (u" in added.stdout
     assert ask(fleet, "frontdesk", "When does the library open on Tuesday?")
-    assert [each.id for each in fleet.client.models.list()] == ["arithmetic", "atlas", "frontdesk"]
+    assert [each.id for each in fleet.client.models.list()] == ["arithmetic", "atlas", "nap", "frontdesk"]
     again = command("add", str(file))
     assert again.returncode == 2
     assert f"{file}:1: models[0].name: the fleet has a model 'frontdesk' already" in again.stderr
@@ -149,3 +167,13 @@ def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> No
     fleet.wait(lambda: processes(fleet) == running_before, 10, "without the processes that failed")
     assert "broken" not in fleet.get("/health").json()["models"]
     assert ask(fleet, "arithmetic", "What is 14 plus 29?")
+
+
+def test_a_fleet_without_any_unit_is_woken(fleet: Fleet) -> None:
+    """The last test of this fleet: what never sleeps is taken out."""
+    removed = command("remove", "arithmetic")
+    assert removed.returncode == 0, removed.stderr
+    fleet.wait(lambda: units(fleet) == {} and managers(fleet) == 0, 60, "without units")
+    assert fleet.get("/health").json()["status"] == "ok"
+    assert "Paris" in ask(fleet, "atlas", "What is the capital of France?")
+    assert model(fleet, "atlas")["status"] == "up"

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.fleet import Fleet, fleet_file, running
+from tests.e2e.fleet import Fleet
 from tests.e2e.load import all_requests, differences, stream_chat
 from tests.e2e.reference import requests_for
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with running(fleet_file(tmp_path_factory.mktemp("fleet"))) as deployed:
-        yield deployed
+def fleet(quickstart: Fleet) -> Fleet:
+    return quickstart
 
 
 PARTS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,15 +11,14 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.fleet import Fleet, fleet_file, running
+from tests.e2e.fleet import Fleet
 from tests.e2e.reference import MODELS
 from tests.models.questions import MAX_TOKENS, QUESTIONS
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with running(fleet_file(tmp_path_factory.mktemp("fleet"))) as deployed:
-        yield deployed
+def fleet(quickstart: Fleet) -> Fleet:
+    return quickstart
 
 
 def ask(fleet: Fleet, model: str, question: str, **params: object) -> str:
