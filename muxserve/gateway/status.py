@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from muxserve.deployment import EnginePhase, FleetDeployment, UnitEntry
 from muxserve.gateway.broker import Broker
@@ -15,12 +15,24 @@ from muxserve.gateway.gpus import GpuStatus
 MAX_AGE_SECONDS = 0.2
 # A unit scheduler that does not answer for this long is busy dying.
 TIMEOUT_SECONDS = 1.0
+# Of one that did not answer the last time: one unit that hangs must not make every probe of the gateway late.
+BRIEF_SECONDS = 0.05
+
+
+class Asked(Protocol):
+    """Who asks units: the broker."""
+
+    def unit_is_up(self, unit: str) -> bool:
+        """Whether the unit scheduler is there."""
+
+    async def unit_state(self, unit: str, timeout: float) -> dict[str, object] | None:
+        """The unit's state, None if it does not answer within `timeout` seconds."""
 
 
 class UnitStatus:
     """A unit's state as last heard, at most `MAX_AGE_SECONDS` old after `refresh`."""
 
-    def __init__(self, entry: UnitEntry, broker: Broker, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, entry: UnitEntry, broker: Asked, clock: Callable[[], float] = time.monotonic) -> None:
         self.entry = entry
         self.state: dict[str, Any] = {}
         self.answered = False
@@ -29,6 +41,8 @@ class UnitStatus:
         self._broker = broker
         self._clock = clock
         self._heard_at = -1e9
+        self._asking: asyncio.Task[None] | None = None
+        self._silent = False
 
     @property
     def name(self) -> str:
@@ -37,10 +51,21 @@ class UnitStatus:
 
     async def refresh(self, max_age: float = MAX_AGE_SECONDS) -> None:
         """Ask the unit if what is known is too old; `answered` says whether the unit is there."""
-        if self.answered and self._broker.unit_is_up(self.name) and self.age <= max_age:
+        up = self._broker.unit_is_up(self.name)
+        if self.answered and up and self.age <= max_age:
             return
+        if not up:
+            self.answered = False
+            return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask())
+        # An answer counts however late it comes.
+        await asyncio.wait((self._asking,), timeout=BRIEF_SECONDS if self._silent else None)
+
+    async def _ask(self) -> None:
         state = await self._broker.unit_state(self.name, TIMEOUT_SECONDS)
         self.answered = state is not None
+        self._silent = state is None
         if state is not None:
             self.state = state
             self._heard_at = self._clock()
