@@ -240,10 +240,10 @@ class Broker:
         self._flush()
 
     def _take(self, unit: str, message: Message) -> None:
-        if isinstance(message, UnitState):
-            self._states.answer(unit, message.state)
-        elif self.router.take(unit, message, time.monotonic()):
+        if self.router.take(unit, message, time.monotonic()):
             self._flush()
+        elif isinstance(message, UnitState):
+            self._states.answer(unit, message.state)
         else:
             log.warning("unexpected %s from the unit scheduler of %s", type(message).__name__, unit)
 

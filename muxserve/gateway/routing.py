@@ -16,7 +16,7 @@ from muxserve.gateway.outbox import Failure, Outbox
 from muxserve.gateway.placing import Placing
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.tracked import Tracked
-from muxserve.wire import Cancel, Elsewhere, Lost, Message, Refused, TookOver
+from muxserve.wire import Cancel, Elsewhere, Lost, Message, Refused, StateRequest, TookOver
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class Router:
         self._epochs: dict[str, str] = {}
         # Old lives of requests, (id, attempt), in units that cannot be told at the moment.
         self._stale: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+        # Units that have said nothing since requests were submitted to them once more.
+        self._mute: set[str] = set()
 
     # ------------------------------------------------------------ the fleet
 
@@ -66,6 +68,7 @@ class Router:
         before = self._epochs.get(unit)
         self._epochs[unit] = epoch
         self.placing.up.add(unit)
+        self._mute.discard(unit)
         stale = self._stale.pop(unit, [])
         here = self.table.at(unit)
         if before is not None and before != epoch:
@@ -109,6 +112,7 @@ class Router:
 
     def take(self, unit: str, message: Message, now: float) -> bool:
         """A message of a unit scheduler; False if it is none of those that are about requests."""
+        self._mute.discard(unit)
         match message:
             case Lost():
                 lost = self._of(unit, message.request_ids)
@@ -154,8 +158,14 @@ class Router:
 
     def repeat_quiet(self, now: float) -> None:
         """Ask units again for requests of which nothing was heard for long."""
-        for request in self.table.quiet(now, self.placing.up):
+        asked: dict[str, None] = {}
+        for request in self.table.quiet(now, self.placing.up - self._mute):
             self.out.units.append((request.unit, request.submit()))
+            asked[request.unit] = None
+        # A unit scheduler takes no notice of what it has, so it is asked for a word: on the way to one that hangs,
+        # bodies would pile up without end.
+        self.out.units += [(unit, StateRequest()) for unit in asked]
+        self._mute |= asked.keys()
 
     # ------------------------------------------------------------ inside
 

@@ -22,8 +22,10 @@ from muxserve.wire import (
     Place,
     Placed,
     Refused,
+    StateRequest,
     Submit,
     TookOver,
+    UnitState,
     Unplace,
     Waits,
 )
@@ -148,6 +150,28 @@ def test_what_an_engine_drops_is_served_anew_where_it_was() -> None:
     assert told.router.out.units == [(unit, Cancel([old_id], [0])), (unit, request.submit())]
     assert (request.attempt, request.unit) == (1, unit)
     assert request.request_id != old_id
+
+
+def test_a_unit_that_hangs_is_sent_nothing_twice_again() -> None:
+    told = Told("ab")
+    requests = [told.submit("one"), told.submit("two")]
+    assert [request.unit for request in requests] == ["a", "b"]
+    told.sent()
+
+    def repeated() -> list[str]:
+        told.now += 100.0
+        told.router.repeat_quiet(told.now)
+        sent = [(unit, type(message)) for unit, message in told.router.out.units]
+        told.router.out.units.clear()
+        assert [unit for unit, kind in sent if kind is Submit] == [unit for unit, kind in sent if kind is StateRequest]
+        return sorted(unit for unit, kind in sent if kind is Submit)
+
+    assert repeated() == ["a", "b"]
+    assert not told.router.take("b", UnitState({}), told.now)  # not about requests, but a sign of life
+    assert repeated() == ["b"]
+    told.router.unit_up("a", "a1", told.now)  # the connection was lost meanwhile
+    told.sent()
+    assert repeated() == ["a"]
 
 
 def test_what_kills_whoever_serves_it_is_given_up() -> None:

@@ -12,7 +12,20 @@ from muxserve.gateway.placing import PLACE_SECONDS
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tracked import Tracked
-from muxserve.wire import Cancel, Elsewhere, Lost, Message, Place, Placed, Submit, TookOver, Unplace, Waits
+from muxserve.wire import (
+    Cancel,
+    Elsewhere,
+    Lost,
+    Message,
+    Place,
+    Placed,
+    StateRequest,
+    Submit,
+    TookOver,
+    UnitState,
+    Unplace,
+    Waits,
+)
 
 STOP = 0
 MODEL = "m"
@@ -196,6 +209,8 @@ class World:
                 for request_id, attempt in zip(cancel.request_ids, cancel.attempts, strict=True):
                     if request_id in unit.serving and unit.serving[request_id].attempt <= attempt:
                         del unit.serving[request_id]
+            case StateRequest():
+                self.tell(unit, UnitState({}))
 
     def say(self, unit: Unit) -> None:
         """A message of the unit arrives."""
