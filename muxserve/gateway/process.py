@@ -37,6 +37,9 @@ def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Ca
     """See `muxserve.gateway.main.run`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what may have changed meanwhile is read as soon as that can be
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_CHOICES)
+    if fleet.gateway.api_keys and os.environ.pop("VLLM_API_KEY", ""):
+        # vLLM's routes would want it beside the fleet's own keys, of which a request can bring one only.
+        log.warning("VLLM_API_KEY is not used: the fleet file has its own keys")
     ours = logging.getLogger("muxserve")
     ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them

@@ -65,7 +65,8 @@ def guarded(rig: Rig, gateway: Running) -> Running:
             unit="guarded",
             port=free_port(),
             api_keys=["first-key", "second-key"],
-        )
+        ),
+        VLLM_API_KEY="of-a-vllm-server",  # the fleet file's count
     )
     running.engines()
     return running

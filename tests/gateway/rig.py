@@ -124,18 +124,18 @@ class Rig:
             self.unit.send("serve", deployment=str(path))
             self.unit.wait("serving", when=lambda e: e["unit"] == deployment.unit)
 
-    def start(self, deployment: Deployment) -> Running:
+    def start(self, deployment: Deployment, **environment: str) -> Running:
         """Start a gateway and, unless it has one, its unit."""
-        return self.start_fleet(deployments.fleet_of(deployment, deployment.gateway))
+        return self.start_fleet(deployments.fleet_of(deployment, deployment.gateway), **environment)
 
-    def start_fleet(self, fleet: FleetDeployment, index: int = 0) -> Running:
+    def start_fleet(self, fleet: FleetDeployment, index: int = 0, **environment: str) -> Running:
         """Start a gateway and the units that there are not yet."""
         for unit in fleet.units:
             self.serve(unit.deployment)
         deployments.save_fleet(fleet)
         mark = self.spawner.mark()
         log = f"gateway-{Path(fleet.run_dir).name}-{index}.log"
-        self.spawner.send("fork", fleet=str(fleet.file), index=index, log=log)
+        self.spawner.send("fork", fleet=str(fleet.file), index=index, log=log, environment=environment)
         pid = self.spawner.wait("forked", mark)["pid"]
         self.spawner.wait("up", mark, lambda e: e["pid"] == pid, START_SECONDS)
         return Running(self, fleet, pid, self.directory / log)

@@ -94,7 +94,9 @@ def main() -> None:
                     index: int = index,
                     lifeline: int = lifeline,
                     held: int = held,
+                    more: dict[str, str] = command["environment"],
                 ) -> None:
+                    os.environ.update(more)
                     for fd in (held, *lifelines.values()):
                         os.close(fd)
                     gateway.run(fleet, index, lifeline, lambda: tell("up", pid=os.getpid()))
