@@ -104,8 +104,12 @@ class HeldLease:
             self._admitted = False
             self._report(news)
 
-    def drained(self, news: News) -> None:
-        """A micro-batch came out of the pipeline and none went in, so that nothing of the lease is used."""
+    def drained(self, seconds: float, news: News) -> None:
+        """A micro-batch came out of the pipeline after `seconds` and none went in, so that nothing of the lease is
+        used. The time is told with the steps, which returned when they had put theirs in."""
+        self._untold_seconds += seconds
+        if self._phase == "prefill":
+            self._untold_prefill_seconds += seconds
         if news:
             self._report(news)
 
@@ -119,12 +123,13 @@ class HeldLease:
         self._send(StepReport(self._id, self._remaining(), 0.0, 0, *self._counts(), request_ids, steps=0))
 
     def _report(self, news: News) -> None:
+        stepped = self._untold_steps > 0
         running, waiting = self._counts()
         self._send(
             StepReport(
                 lease_id=self._id,
                 lease_left=self._remaining(),
-                seconds=self._untold_seconds,
+                seconds=self._untold_seconds if stepped else 0.0,
                 tokens=self._untold_tokens,
                 running=running,
                 waiting=waiting,
@@ -134,11 +139,12 @@ class HeldLease:
                 steps=self._untold_steps,
                 prefilled=news.prefilled,
                 prefill_tokens=self._untold_prefill_tokens,
-                prefill_seconds=self._untold_prefill_seconds,
+                prefill_seconds=self._untold_prefill_seconds if stepped else 0.0,
                 bubbles=self._bubbles(),
             )
         )
-        self._settle()
+        if stepped:
+            self._settle()
 
     def _settle(self) -> None:
         """Nothing is untold."""

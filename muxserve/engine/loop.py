@@ -288,7 +288,7 @@ class EngineLoop:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
             self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens)
         else:
-            self._lease.drained(news)
+            self._lease.drained(seconds, news)
 
     def _hand_over(self) -> list[HandOver]:
         handed = []

@@ -140,3 +140,19 @@ def test_a_first_token_is_told_at_once(engine: Engine) -> None:
     started = Prefilled("r", 1, [5])
     (report,) = engine.run(1, prefilled=[started])
     assert report.prefilled == [started]
+
+
+def test_waiting_for_what_is_in_flight_is_told_with_the_steps(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 8, 10.0))
+    assert engine.run(2) == []
+    engine.lease.drained(0.5, News())
+    assert engine.told == []
+    engine.lease.drained(0.25, News(finished=["r"]))
+    (report,) = engine.told
+    assert (report.steps, report.finished) == (2, ["r"])
+    assert report.seconds == pytest.approx(0.752)
+    # Without a step all that is told of steps is 0; the time is kept for the next.
+    engine.lease.drained(0.25, News(finished=["s"]))
+    assert (engine.told[-1].steps, engine.told[-1].seconds, engine.told[-1].lease_left) == (0, 0.0, 6)
+    (report,) = engine.run(1, finished=["t"])
+    assert report.seconds == pytest.approx(0.251)
