@@ -88,7 +88,7 @@ class MacroInstance:
             if not ring[place].leaving and check(ring[place], demand, self.objectives, now) is Verdict.FITS:
                 self._last = place
                 return ring[place]
-        if now - demand.arrival + demand.prefill_seconds <= self.objectives.ttft:
+        if now <= self._latest(demand):
             return None
         with_room = [m for m in ring if not m.leaving and m.promised + demand.tokens <= m.capacity]
         return min(with_room, key=lambda m: (m.pending_seconds, m.promised, m.name), default=None)
@@ -97,8 +97,12 @@ class MacroInstance:
         """When the first waiting request becomes overdue; None without any."""
         if not self.waiting:
             return None
-        first = self.waiting[0]
-        return max(now, first.arrival + self.objectives.ttft - first.prefill_seconds)
+        return max(now, self._latest(self.waiting[0]))
+
+    def _latest(self, demand: Demand) -> float:
+        """When its prefill has to begin, where prefills take least longer than predicted."""
+        bias = min((member.bias for member in self.ring if not member.leaving), default=1.0)
+        return demand.arrival + self.objectives.ttft - demand.prefill_seconds * max(1.0, bias)
 
     # ------------------------------------------------------------ members
 

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+# Of an observed prefill as long as usual in what is predicted from then on, and of the longest.
+_WEIGHT, _MOST_WEIGHT = 0.1, 0.5
+
 
 class Window(StrEnum):
     """What a member does at present."""
@@ -64,8 +67,8 @@ class Member:
     `L * SLO_TPOT - (now - since)`, is the same number for all, `steps * SLO_TPOT - now`, plus a constant of its own,
     its place: `since - steps_at_since * SLO_TPOT`. `places` are those, sorted: no event touches more than one.
 
-    `bias` corrects predicted prefills by what was observed; `unattributed` are measured seconds of prefills of which
-    none is done yet. A member that is `leaving` gets nothing more.
+    `bias` corrects predicted prefills by what was observed, of which `usual` is the mean, predicted; `unattributed` are
+    measured seconds of prefills of which none is done yet. A member that is `leaving` gets nothing more.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Member:
     places: list[float] = field(default_factory=list)
     sum_of_places: float = 0.0
     bias: float = 1.0
+    usual: float = 0.0
     unattributed: float = 0.0
     leaving: bool = False
     requests: dict[str, Admitted] = field(default_factory=dict)
@@ -207,19 +211,24 @@ class Member:
         """Saved time of one of its requests, seconds; nothing before it decodes."""
         return 0.0 if request.place is None else self.steps * self.tpot - now + request.place
 
-    def observed(self, predicted: float, measured: float, weight: float = 0.1) -> None:
+    def observed(self, predicted: float, measured: float, weight: float = _WEIGHT) -> None:
         """A prefill that was predicted, uncorrected, to take `predicted` seconds has taken `measured`."""
         if predicted > 0 and measured > 0:
             self.bias += weight * (measured / predicted - self.bias)
 
     def measured(self, seconds: float, done: Iterable[str]) -> None:
         """Prefill has taken so many seconds since this was last said, and these have their first token now; to be said
-        before `prefilled`. What chunks of a prompt took counts with the last of them."""
+        before `prefilled`. What chunks of a prompt took counts with the last of them.
+
+        A prefill weighs as much as it is long: what short prompts take beyond their prediction, which has little to do
+        with their length, would be taken for so many times the length of long ones.
+        """
         self.unattributed += seconds
         known = [self.requests[request_id] for request_id in done if request_id in self.requests]
         predicted = sum(request.predicted for request in known if not request.prefilled)
         if predicted > 0:
-            self.observed(predicted, self.unattributed)
+            self.usual = self.usual + _WEIGHT * (predicted - self.usual) if self.usual else predicted
+            self.observed(predicted, self.unattributed, min(_MOST_WEIGHT, _WEIGHT * predicted / self.usual))
             self.unattributed = 0.0
 
     def _decodes(self, place: float) -> None:

@@ -124,3 +124,16 @@ def test_sparing_more_than_the_mean_admits_less() -> None:
     demand = Demand("a", 0.3, 10)
     assert check(member, demand, SLO, 1.0) is Verdict.FITS
     assert check(member, demand, Objectives(1.0, 0.1, spared=0.0), 1.0) is Verdict.TPOT
+
+
+def test_what_takes_longer_than_predicted_everywhere_is_overdue_earlier() -> None:
+    macro = MacroInstance("m", SLO, members(2))
+    for member in macro.ring:
+        member.bias = 3.0
+    macro.ring[0].bias = 2.0
+    assert names(macro.arrive(Demand("a", 0.4, 10, arrival=0.0), 0.0)) == ["u0"]
+    assert names(macro.arrive(Demand("b", 0.4, 10, arrival=0.0), 0.0)) == [], "1.2 s there, but 0.8 s beside another"
+    assert macro.due(0.0) == pytest.approx(0.2)
+    assert macro.retry(0.19) == []
+    assert names(macro.retry(0.21)) == ["u1"]
+    assert names(macro.arrive(Demand("c", 0.6, 10, arrival=0.3), 0.3)) == ["u0"], "too long in any case: at once"

@@ -172,3 +172,14 @@ def test_other_objectives_hold_from_the_beginning() -> None:
     assert member.saved_by(member.requests["a"], 2.5) == pytest.approx(a)
     member.admitted("c", 10, 0.1, now=3.0)
     assert member.saved_by(member.requests["c"], 3.0) == 0.0
+
+
+def test_long_prefills_weigh_more_than_short_ones() -> None:
+    member = Member("u0", 1000, 0.1)
+    for number in range(600):
+        # Each takes a tenth of a second beyond its prediction; the long ones are almost right.
+        seconds = 0.01 if number % 2 else 1.0
+        member.admitted("a", 10, seconds, now=0.0)
+        member.measured(seconds + 0.1, ["a"])
+        member.left("a", 0.0)
+    assert 1.05 < member.bias < 1.5, "1.2 s were measured of 1.01 s; the mean of the ratios is 6.05"
