@@ -48,7 +48,4 @@ def stages_of(fleet: Fleet, model: Model, layers: int, gpus: int) -> tuple[int, 
         message = f"{model.stages} stages do not divide the {gpus} GPUs of a unit evenly"
         hint = "those of a stage split its tensors; give a divisor, or another number of GPUs"
         return model.stages, fleet.model_problem(model.name, "stages", f"{message} ({hint})")
-    if not gpus and model.stages > 1 and fleet.cluster.ranks > 1:
-        message = f"on CPU either a pipeline or tensor parallelism is tried out; leave ranks ({fleet.cluster.ranks})"
-        return model.stages, fleet.problem(("cluster", "ranks"), f"{message} out, or stages of {model.name}")
     return model.stages, None

@@ -187,12 +187,11 @@ class TestStages:
         said = refused(only("phases: pipelined, stages: 5"))
         assert said == "fleet.yaml:3: models[0].stages: 5 stages are more than the model has layers (4)"
 
-    def test_either_stages_or_ranks_on_a_cpu(self) -> None:
+    def test_of_several_ranks_each_on_a_cpu(self) -> None:
         head = "kv_pool: {size: 64MiB}\ncluster: {ranks: 2}"
-        said = refused(only("phases: pipelined, stages: 2", head=head))
-        assert said.startswith(
-            "fleet.yaml:2: cluster.ranks: on CPU either a pipeline or tensor parallelism is tried out"
-        )
+        unit = unit_of(plan(only("phases: pipelined, stages: 2", head=head)))
+        (model,) = unit.models
+        assert (unit.ranks, unit.stages, model.layers, model.kv_heads, model.threads) == (4, 2, 2, 2, 2)
         assert unit_of(plan(only("phases: pipelined, stages: 1", head=head))).ranks == 2
         assert unit_of(plan(only(ROLLING, head=head))).ranks == 2
 
