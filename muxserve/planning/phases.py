@@ -38,7 +38,7 @@ SHARE = 0.9
 # Goodputs that differ by less are equal: then the simpler arrangement is taken.
 EQUAL = 0.05
 # Layouts of one arrangement that are looked at; more of them only come up on dozens of devices.
-_LAYOUTS = 8
+_LAYOUTS = 6
 
 
 def silent(part: float, text: str) -> None:
@@ -90,28 +90,28 @@ def _arrangement(
     """
     places = _places(wanted, ground, phases)
     rate = wanted.demand.rate
-    searches = [Search(wanted, ground, place, latency, load) for place in places]
-    best, coarse = searches[0], None
-    start = point_of(rate, COARSE)
-    if len(searches) > 1:
+    start, place, simulations = point_of(rate, COARSE), places[0], 0
+    if len(places) > 1:
+        # A brief look at each layout, on the coarse grid; the next one begins where the last one ended.
         most = -1.0
-        for number, search in enumerate(searches):
-            tell(0.7 * number / len(searches), search.place.layout.words)
-            goodput = search.goodput(SHARE, start, COARSE)
-            if goodput > most:
-                best, most = search, goodput
-            # The next one begins where this one ended.
-            start = point_of(goodput, COARSE) if goodput else start
-        coarse = point_of(most) if most > 0 else None
-    tell(0.75, best.place.layout.words)
-    # If even the coarse search found nothing, neither will a finer one.
-    goodput = best.goodput(SHARE, coarse or start) if coarse is not None or len(searches) == 1 else 0.0
-    tell(0.9, best.place.layout.words)
+        for number, each in enumerate(places):
+            tell(0.7 * number / len(places), each.layout.words)
+            search = Search(wanted, ground, each, latency, load, brief=True)
+            found = search.goodput(SHARE, start, COARSE)
+            simulations += search.simulations
+            if found > most:
+                place, most = each, found
+            start = point_of(found, COARSE) if found else start
+        start = point_of(most) if most > 0 else start
+    tell(0.75, place.layout.words)
+    best = Search(wanted, ground, place, latency, load)
+    goodput = best.goodput(SHARE, start)
+    tell(0.9, place.layout.words)
     smooth = goodput
     if phases == "rolling" and goodput:
         smooth = best.goodput(SHARE, point_of(goodput), switch=False)
     figures = _figures(wanted, best, goodput, smooth, rate, load)
-    return figures, sum(search.simulations for search in searches) + 1
+    return figures, simulations + best.simulations + 1
 
 
 def _places(wanted: Wanted, ground: Ground, phases: PhasesName) -> list[Place]:

@@ -26,6 +26,8 @@ from muxserve.simulator.world import SimulationError
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import PlacedModel, PlacedUnit
 
+# Replicas that do not know of each other are alike: of more than so many only these are simulated.
+_REPLICAS = 4
 # Seconds that an output token is taken to need where requests are dealt out to replicas without an objective for it.
 _TOKEN_SECONDS = 0.05
 
@@ -65,7 +67,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of all requests. `bubbles` is the part of a pipeline's active time in which each stage did nothing,
+    """What came of all requests that were simulated. `bubbles` is the part of a pipeline's active time in which each stage did nothing,
     `balance` the busiest replica's, or stage's, seconds of work over their mean (1: all work equally long)."""
 
     outcomes: list[Outcome]
@@ -85,7 +87,7 @@ def play(
     """
     if place.layout.phases == "rolling":
         return _rolling(wanted, place, latency, requests)
-    parts = dealt(requests, place.layout.replicas, wanted.demand.slo_tpot or _TOKEN_SECONDS)
+    parts = dealt(requests, place.layout.replicas, wanted.demand.slo_tpot or _TOKEN_SECONDS)[:_REPLICAS]
     if place.layout.phases == "pipelined":
         return _pipelined(wanted, place, latency, parts)
     return _multiplexed(wanted, ground, place, latency, parts, rate)

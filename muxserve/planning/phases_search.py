@@ -16,8 +16,10 @@ from muxserve.workload.trace import TraceRequest
 # Rates are tried on a geometric grid of 5 %, coarse ones of every fourth point (22 %).
 STEP, COARSE = 1.05, 4
 # How long requests come: so many times what one may take, and within these many requests.
-_LONG, _FEWEST, _MOST = 4.0, 200, 2500
+_LONG, _FEWEST, _MOST = 4.0, 200, 2000
 _SECONDS = (20.0, 120.0)
+# Layouts of one arrangement are told apart by this part of that.
+_BRIEF = 0.4
 # Of the first part nothing is counted: the devices are empty then.
 WARM = 0.25
 # Where there is no objective for the first token, one that waits as long has come into a queue that grows.
@@ -41,17 +43,18 @@ class Load:
         takes = (demand.slo_ttft or 1.0) + demand.output_tokens * (demand.slo_tpot or 0.05)
         self._seconds = min(max(_LONG * takes, _SECONDS[0]), _SECONDS[1])
 
-    def seconds(self, rate: float) -> float:
+    def seconds(self, rate: float, brief: bool = False) -> float:
         """How long requests come at that rate."""
-        return self.count(rate) / rate
+        return self.count(rate, brief) / rate
 
-    def count(self, rate: float) -> int:
-        """How many come."""
-        return int(min(max(rate * self._seconds, _FEWEST), _MOST))
+    def count(self, rate: float, brief: bool = False) -> int:
+        """How many come; for a `brief` look not as many."""
+        part = _BRIEF if brief else 1.0
+        return int(min(max(part * rate * self._seconds, _FEWEST), part * _MOST))
 
-    def requests(self, rate: float) -> list[TraceRequest]:
+    def requests(self, rate: float, brief: bool = False) -> list[TraceRequest]:
         """All requests at that rate."""
-        count = self.count(rate)
+        count = self.count(rate, brief)
         at = self._drawn[-1][0] if self._drawn else 0.0
         while len(self._drawn) < count:
             at += self._rng.expovariate(1.0)
@@ -66,10 +69,13 @@ def objectives_of(wanted: Wanted) -> Objectives:
 
 
 class Search:
-    """The rates of one layout. What was simulated once is kept."""
+    """The rates of one layout; `brief`: with fewer requests. What was simulated once is kept."""
 
-    def __init__(self, wanted: Wanted, ground: Ground, place: Place, latency: LatencyModel, load: Load) -> None:
+    def __init__(
+        self, wanted: Wanted, ground: Ground, place: Place, latency: LatencyModel, load: Load, brief: bool = False
+    ) -> None:
         self.place = place
+        self._brief = brief
         self._wanted, self._ground, self._latency, self._load = wanted, ground, latency, load
         self._objectives = objectives_of(wanted)
         self._found: dict[int, dict[bool, float]] = {}
@@ -90,11 +96,11 @@ class Search:
         Raises:
             NoPlaceError, CostError: as `play`.
         """
-        return play(self._wanted, self._ground, self.place, self._latency, self._load.requests(rate), rate)
+        return play(self._wanted, self._ground, self.place, self._latency, self._load.requests(rate, self._brief), rate)
 
     def part_met(self, played: Played, rate: float, switch: bool) -> float:
         """Part of the requests within the objectives, but for the first ones; see `Outcome.times` for `switch`."""
-        return part_met(played, self._objectives, WARM * self._load.seconds(rate), switch)
+        return part_met(played, self._objectives, WARM * self._load.seconds(rate, self._brief), switch)
 
     def attained(self, point: int, switch: bool = True) -> float:
         """The same at a point of the grid."""
