@@ -9,6 +9,7 @@ import pytest
 
 from muxserve.global_scheduler.books import EXPECTED_OUTPUT
 from muxserve.global_scheduler.outbox import Client, Unit
+from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.wire import (
@@ -609,3 +610,80 @@ def test_loads_of_units_without_reports_are_not_asked_about_too_often() -> None:
         world.say(Unit("u0"), Loads("u0", "e1", [load()]))
         world.wait(0.1)
     assert len(world.heard(SchedulerHello)) == 3
+
+
+def test_other_levels_and_bounds_are_taken_over_while_some_wait_and_some_drain() -> None:
+    world = rolling(("u0", "u1"))
+    up(world, "u0", "u1")
+    world.say(CONTROLLER, DrainReplicas("u1", ["m"]))
+    assert ask(world, "a", "b") == ["u0", "u0"]
+    assert ask(world, "high", scheduling="high") == [""]
+    assert ask(world, "c") == [""]
+    world.change(
+        fleet(
+            {"u0": ["m"], "u1": ["m"]},
+            rolling={"m": msgspec.structs.replace(RULES, ttft=0.13)},
+            levels=(Level("normal", 0),),
+        )
+    )
+    (refused,) = world.heard(NotPlaced)
+    assert refused.request_id == "high"
+    # The longer window holds one more, and the one that drains still gets nothing.
+    assert set(member(world, "u0").requests) == {"a", "b", "c"}
+    assert ask(world, "d") == [""]
+    assert world.state()["models"]["m"]["macro_instances"] == {"m1": ["u0"]}
+
+
+def test_a_replica_that_is_to_go_gets_nothing_when_it_comes_back() -> None:
+    world = rolling(("u0", "u1"))
+    up(world, "u0")
+    world.say(CONTROLLER, DrainReplicas("u0", ["m"]))
+    world.heard(Terminating)
+    world.core.unit_gone("u0", world.now)
+    up(world, "u0", epoch="e2")
+    assert world.heard(Terminating, Unit("u0")) == [Terminating("m", True)]
+    assert ask(world, "a") == [""]
+
+
+def test_only_who_asks_can_take_the_question_back() -> None:
+    world = rolling(("u0", "u1"))
+    up(world, "u0")
+    assert ask(world, "a", "b") == ["u0", "u0"]
+    assert ask(world, "c") == [""]
+    assert ask(world, "large", tokens=CAPACITY) == [""]
+    world.say(G1, Unplace(["c", "large"]))
+    assert world.state()["models"]["m"]["waiting"] == 2
+    world.say(G0, Unplace(["c", "large", "a", "nobody"]))
+    assert world.state()["models"]["m"]["waiting"] == 0
+    up(world, "u1", capacity=10 * CAPACITY)
+    assert world.heard(Placed) == []
+
+
+def test_what_comes_with_its_kv_decodes_or_waits_to() -> None:
+    world = rolling(("u0",))
+    up(world, "u0")
+    moved = RollingRequest("moved", 40, 10, prefilled=True, decoding_seconds=0.0)
+    fresh = RollingRequest("fresh", 40, 10, prefilled=True)
+    world.say(Unit("u0"), RollingReport("u0", "e1", "m", requests=[moved, fresh]))
+    known = member(world, "u0")
+    assert (known.decoding, known.pending, known.promised) == (2, 0, 100)
+    # Who was placed may have its first token before it is named.
+    world.now += 0.5
+    tell(world, "u0", steps=500)
+    assert ask(world, "a") == ["u0"]
+    world.say(Unit("u0"), RollingReport("u0", "e1", "m", requests=[RollingRequest("a", 40, 10, True)], steps=500))
+    assert (known.decoding, known.pending) == (3, 0)
+
+
+def test_a_replica_that_died_is_replaced_when_it_has_been_away_for_long() -> None:
+    scaling = scaled(2, 4, hold=5)
+    world = World(fleet({"u0": ["m"], "u1": ["m"]}, rolling={"m": RULES}, scaling=scaling))
+    world.controller()
+    up(world, "u0", "u1")
+    world.core.unit_gone("u1", world.now)
+    for second in range(70):
+        world.report("u0", load())
+        world.wait(1)
+        if second == 50:
+            assert world.heard(StartReplicas) == []
+    assert world.heard(StartReplicas) == [StartReplicas("m", 1)]
