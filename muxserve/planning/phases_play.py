@@ -67,8 +67,9 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of all requests that were simulated. `bubbles` is the part of a pipeline's active time in which each stage did nothing,
-    `balance` the busiest replica's, or stage's, seconds of work over their mean (1: all work equally long)."""
+    """What came of all requests that were simulated. `bubbles` is the part of a pipeline's active time in which each
+    stage did nothing, `balance` the busiest replica's, or stage's, seconds of work over their mean (1: all work equally
+    long)."""
 
     outcomes: list[Outcome]
     balance: float = 1.0
