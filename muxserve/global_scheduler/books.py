@@ -89,9 +89,9 @@ def apply(
         member.prefilled(request_id, now)
     for request_id in report.left:
         if request_id not in past or request_id in came:
-            request = member.left(request_id, now)
-            if request is not None:
-                news.ended.append((request_id, request))
+            was = member.left(request_id, now)
+            if was is not None:
+                news.ended.append((request_id, was))
     return news
 
 

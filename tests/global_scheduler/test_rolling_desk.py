@@ -111,7 +111,7 @@ def test_decode_steps_are_counted_and_save_time() -> None:
 
 
 def test_predictions_are_corrected_by_what_prefills_took() -> None:
-    world = rolling(("u0",))
+    world = rolling(("u0", "u1"))
     up(world, "u0")
     for number in range(60):
         assert ask(world, str(number)) == ["u0"]
@@ -120,7 +120,9 @@ def test_predictions_are_corrected_by_what_prefills_took() -> None:
         tell(world, "u0", prefill_tokens=20, prefill_seconds=0.03)
         tell(world, "u0", prefilled=[str(number)], prefill_tokens=20, prefill_seconds=0.05, left=[str(number)])
     assert member(world, "u0").bias == pytest.approx(2.0, rel=0.01)
-    assert ask(world, "x", "y") == ["u0", ""], "two of them are too long for the window now"
+    up(world, "u1")
+    assert member(world, "u1").bias == member(world, "u0").bias, "the best guess for one that is new"
+    assert ask(world, "x", "y", "z") == ["u0", "u1", ""], "two of them are too long for a window now"
 
 
 def test_an_overdue_request_goes_where_there_is_memory() -> None:
