@@ -1,0 +1,123 @@
+"""Prefill and decode in one engine: a model whose prefill rolls over its replicas, and one that is a pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
+from tests.e2e.several import Busy, command, load, of_model, processes_of, units, until
+
+MODEL = "arithmetic"
+COUNT = 64
+ALL = {f"u{n}": {f"{MODEL}/both"} for n in range(3)}
+
+
+def configured(name: str, directory: Path, **changes: Any) -> Path:
+    """A fleet file of `configs/` with changes, to be deployed from elsewhere."""
+    source = ROOT / "configs" / name
+    fleet = yaml.safe_load(source.read_text())
+    for model in fleet["models"]:
+        model["path"] = str((source.parent / model["path"]).resolve())
+    path = directory / "fleet.yaml"
+    path.write_text(yaml.safe_dump({**fleet, **changes}))
+    return path
+
+
+def engines(fleet: Fleet) -> dict[str, set[str]]:
+    """The engines of each unit that is up."""
+    return {name: {e for e, each in state["engines"].items() if each["up"]} for name, state in units(fleet).items()}
+
+
+@pytest.fixture(scope="module")
+def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    # One replica does not hold all of the load, so that it has to roll on.
+    path = configured("rolling.yaml", tmp_path_factory.mktemp("rolling"), kv_pool={"size": "24MiB"})
+    with running(path) as deployed:
+        # It serves as soon as one replica does.
+        deployed.wait(lambda: engines(deployed) == ALL, START_SECONDS, "up in all replicas")
+        yield deployed
+
+
+async def test_prefill_rolls_over_all_replicas(rolling: Fleet, reference: dict[str, Any]) -> None:
+    assert not await load(rolling, MODEL, reference, COUNT, COUNT)
+    switches = of_model(rolling, MODEL, "phase_switches")
+    assert all(switches.values()), f"a replica has had no request: {switches}"
+    # A request waits at most once for each time that it is prefilled.
+    assert sum(switches.values()) <= COUNT + sum(of_model(rolling, MODEL, "returned").values())
+    assert rolling.get("/health").json()["scheduler"] == "up"
+    await asyncio.to_thread(rolling.wait_pages_free)
+
+
+async def test_a_rolling_replica_that_is_killed_loses_no_request(rolling: Fleet, reference: dict[str, Any]) -> None:
+    streams = asyncio.create_task(load(rolling, MODEL, reference, COUNT, COUNT))
+    await until(lambda: of_model(rolling, MODEL, "decoding").get("u1", 0) >= 2, 60, "busy")
+    for process in await asyncio.to_thread(processes_of, rolling, "u1"):
+        process.send_signal(signal.SIGKILL)
+    assert not await streams
+    await until(lambda: engines(rolling) == ALL, 60, "back")
+    # It is a member of the ring again; its unit scheduler is a new one, and has counted nothing before.
+    assert not await load(rolling, MODEL, reference, COUNT, COUNT)
+    assert of_model(rolling, MODEL, "phase_switches")["u1"] > 0
+
+
+async def test_the_ring_is_known_to_a_new_global_scheduler(rolling: Fleet, reference: dict[str, Any]) -> None:
+    streams = asyncio.create_task(load(rolling, MODEL, reference, COUNT))
+    await until(lambda: sum(of_model(rolling, MODEL, "decoding").values()) >= 4, 60, "busy")
+    rolling.kill("muxserve.global_scheduler.process")
+    assert not await streams
+    await until(lambda: rolling.get("/health").json()["scheduler"] == "up", 60, "there again")
+    assert not await load(rolling, MODEL, reference, COUNT)
+
+
+async def test_replicas_join_and_leave_the_ring_under_load(rolling: Fleet, reference: dict[str, Any]) -> None:
+    async with Busy(rolling, MODEL, reference) as busy:
+        more = await asyncio.to_thread(command, rolling, "scale", f"{MODEL}=4")
+        assert more.returncode == 0, more.stdout + more.stderr
+        (new,) = set(units(rolling)) - {"u0", "u1", "u2"}
+        await until(lambda: of_model(rolling, MODEL, "decoding").get(new, 0) > 0, 60, "used")
+        fewer = await asyncio.to_thread(command, rolling, "scale", f"{MODEL}=3")
+        assert fewer.returncode == 0, fewer.stdout + fewer.stderr
+        assert len(units(rolling)) == 3
+    assert not busy.wrong
+    await asyncio.to_thread(rolling.wait_pages_free)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with running(configured("pipeline.yaml", tmp_path_factory.mktemp("pipeline"))) as deployed:
+        yield deployed
+
+
+def stages(fleet: Fleet) -> list[int]:
+    """The processes that compute the stages."""
+    lines = ((process.pid, " ".join(process.cmdline())) for process in fleet.processes())
+    return [pid for pid, line in lines if f"worker {MODEL}/both" in line]
+
+
+async def test_two_stages_answer_as_one_engine(pipeline: Fleet, reference: dict[str, Any]) -> None:
+    assert engines(pipeline) == {"u0": {f"{MODEL}/both"}}
+    assert len(await asyncio.to_thread(stages, pipeline)) == 2
+    assert not await load(pipeline, MODEL, reference, COUNT)
+    (bubbles,) = of_model(pipeline, MODEL, "bubbles").values()
+    assert len(bubbles) == 2
+    assert all(seconds > 0 for seconds in bubbles), bubbles
+    await asyncio.to_thread(pipeline.wait_pages_free)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_requests_survive_the_death_of_a_stage(pipeline: Fleet, reference: dict[str, Any], stage: int) -> None:
+    before = await asyncio.to_thread(stages, pipeline)
+    streams = asyncio.create_task(load(pipeline, MODEL, reference, COUNT))
+    await until(lambda: of_model(pipeline, MODEL, "decoding")["u0"] >= 4, 60, "busy")
+    pipeline.kill(f"worker {MODEL}/both", f"rank {stage}")
+    assert not await streams
+    await asyncio.to_thread(pipeline.wait_healthy)
+    assert not set(before) & set(await asyncio.to_thread(stages, pipeline)), "a pipeline starts again as a whole"
+    await asyncio.to_thread(pipeline.wait_pages_free)
