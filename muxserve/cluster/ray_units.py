@@ -144,7 +144,8 @@ class RayUnits:
             while not await asyncio.to_thread(group.wait, 1):
                 waited = time.monotonic() - began
                 state = placement_group_table(group).get("stats", {}).get("scheduling_state", "")
-                if waited > (INFEASIBLE_SECONDS if state == "INFEASIBLE" else self._place_seconds):
+                patience = INFEASIBLE_SECONDS if state == "INFEASIBLE" else self._place_seconds
+                if waited > min(patience, self._place_seconds):
                     raise GaveUp(HOST, _no_place(ray, bundle, waited))
                 if not said:
                     emit(Progress(HOST, f"waiting for a node with {_words(bundle)}"))

@@ -9,22 +9,20 @@ from typing import Any
 
 import psutil
 
-# Ray takes 127.0.0.1 for a mistake, and asks for another address.
-HEAD = "127.0.0.2"
 MEMORY = 80 << 20
 
 
 class Nodes:
-    """A head that has no CPUs, and nodes that have."""
+    """A head at that address that has no CPUs, and nodes that have. (Ray takes 127.0.0.1 for a mistake.)"""
 
-    def __init__(self) -> None:
+    def __init__(self, head: str) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         from ray.cluster_utils import Cluster
 
         self._cluster: Any = Cluster()
         # A dead node, which refuses connections, is found out in seconds; one that is slow is not taken for dead.
         health = {
-            "health_check_period_ms": 1000,
+            "health_check_period_ms": 500,
             "health_check_failure_threshold": 5,
             "health_check_timeout_ms": 10_000,
         }
@@ -32,7 +30,7 @@ class Nodes:
             num_cpus=0,
             object_store_memory=MEMORY,
             include_dashboard=False,
-            node_ip_address=HEAD,
+            node_ip_address=head,
             _system_config=health,
         )
         self._nodes: dict[str, Any] = {}
@@ -68,9 +66,9 @@ class Nodes:
 
 
 @contextmanager
-def nodes() -> Iterator[Nodes]:
+def nodes(head: str) -> Iterator[Nodes]:
     """A cluster while it lasts."""
-    made = Nodes()
+    made = Nodes(head)
     try:
         yield made
     finally:

@@ -26,7 +26,7 @@ from tests.global_scheduler.support import entry
 from tests.ray.cluster import nodes
 
 FAKE = [sys.executable, "-m", "tests.ray.fake_host"]
-ONE, OTHER = "127.0.0.3", "127.0.0.4"
+HEAD, ONE, OTHER = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 
 
 def planned(name: str, checkpoint: str, cores: int = 1) -> PlannedUnit:
@@ -176,7 +176,7 @@ def orphaned(address: str) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mux-ray-") as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory
-        with nodes() as cluster:
+        with nodes(HEAD) as cluster:
             for host in (ONE, OTHER):
                 cluster.add(host, 2)
             orphaned(cluster.address)
