@@ -35,6 +35,12 @@ def engines(fleet: Fleet) -> dict[str, set[str]]:
     return {name: {e for e, each in state["engines"].items() if each["up"]} for name, state in units(fleet).items()}
 
 
+def exported(fleet: Fleet, name: str) -> float:
+    """The sum of a metric, as Prometheus would read it."""
+    lines = fleet.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
 @pytest.fixture(scope="module")
 def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     # One replica does not hold all of the load, so that it has to roll on.
@@ -51,7 +57,8 @@ async def test_prefill_rolls_over_all_replicas(rolling: Fleet, reference: dict[s
     assert all(switches.values()), f"a replica has had no request: {switches}"
     # A request waits at most once for each time that it is prefilled.
     assert sum(switches.values()) <= COUNT + sum(of_model(rolling, MODEL, "returned").values())
-    assert rolling.get("/health").json()["scheduler"] == "up"
+    assert exported(rolling, "muxserve_phase_switches_total") == sum(switches.values())
+    assert exported(rolling, "muxserve_phase_switch_seconds_total") > 0
     await asyncio.to_thread(rolling.wait_pages_free)
 
 
@@ -108,6 +115,7 @@ async def test_two_stages_answer_as_one_engine(pipeline: Fleet, reference: dict[
     (bubbles,) = of_model(pipeline, MODEL, "bubbles").values()
     assert len(bubbles) == 2
     assert all(seconds > 0 for seconds in bubbles), bubbles
+    assert exported(pipeline, "muxserve_stage_bubble_seconds_total") >= sum(bubbles)
     await asyncio.to_thread(pipeline.wait_pages_free)
 
 
