@@ -15,7 +15,8 @@ COSTS = Roofline()
 L20 = device("L20-48GB")
 # Few layers, so that a device holds it easily; wide ones, so that its steps take long and few are simulated.
 WIDE = ModelArchitecture("Wide", 8, 64, 8, 128, 8192, 28672, 32000, 4096, 4096, "bfloat16")
-TINY = ModelArchitecture("Tiny", 4, 4, 4, 64, 256, 1024, 8000, 2048, 2048, "float32")
+# For a CPU, whose steps take about a tenth of a second with it.
+TINY = ModelArchitecture("Tiny", 4, 32, 32, 64, 2048, 8192, 8000, 2048, 2048, "float32")
 
 
 def wanted(rate: float = 8.0, ttft: float | None = 2.0, tpot: float | None = 0.1, **more: object) -> Wanted:
@@ -23,8 +24,8 @@ def wanted(rate: float = 8.0, ttft: float | None = 2.0, tpot: float | None = 0.1
     return Wanted(demand, **more)  # type: ignore[arg-type]
 
 
-def tiny(rate: float = 20.0, **more: object) -> Wanted:
-    return Wanted(Demand("tiny", TINY, rate, 100, 20, "float32", 1.0, 0.1, 32, 2048), **more)  # type: ignore[arg-type]
+def tiny(rate: float = 0.5, **more: object) -> Wanted:
+    return Wanted(Demand("tiny", TINY, rate, 100, 20, "float32", 8.0, 0.5, 32, 2048), **more)  # type: ignore[arg-type]
 
 
 def gpus(*nodes: int, kind: str = "L20-48GB", network: float = 1.25e9, memory: float | None = None) -> GpuGround:
@@ -32,7 +33,7 @@ def gpus(*nodes: int, kind: str = "L20-48GB", network: float = 1.25e9, memory: f
     return GpuGround(kind, nodes, size, MemoryRules.served(0.92), network)
 
 
-def cores(count: int = 2, pool: int | None = 256 << 20, memory: int = 8 << 30) -> CpuGround:
+def cores(count: int = 2, pool: int | None = 1 << 30, memory: int = 16 << 30) -> CpuGround:
     return CpuGround(Machine(count, memory), count, pool)
 
 

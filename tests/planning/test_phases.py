@@ -142,8 +142,8 @@ class TestPlaces:
         assert multiplexed.cost_share <= multiplexed.prefill_share <= 1.0
 
     def test_memory_of_a_cpu(self) -> None:
-        with pytest.raises(NoPlaceError, match="64 replicas need"):
-            cores(memory=8 << 30).place(replace(tiny(), replicas=64), Layout("rolling", 64, 1, 1))
+        with pytest.raises(NoPlaceError, match="16 replicas need"):
+            cores(memory=8 << 30).place(replace(tiny(), replicas=16), Layout("rolling", 16, 1, 1))
 
 
 class TestLoad:
@@ -256,7 +256,7 @@ class TestComparison:
         assert comparison.layout == comparison.of(comparison.recommended).figures.layout  # type: ignore[union-attr]
 
     def test_the_same_seed_gives_the_same_figures(self, comparison: Comparison) -> None:
-        assert compare(wanted(), gpus(2), COSTS) == comparison
+        assert compare(wanted(), gpus(2), COSTS, only=("rolling",)).of("rolling") == comparison.of("rolling")
 
     def test_without_objectives_prefill_cannot_roll(self) -> None:
         found = compare(wanted(ttft=None), gpus(2), COSTS, only=("rolling",))
@@ -386,12 +386,13 @@ class TestMeasuredCosts:
 
     def test_time_between_steps_is_in_every_arrangement(self) -> None:
         assert between_steps(COSTS, "CPU") == 0.0
-        asked, ground = replace(tiny(5.0), replicas=2), cores(2)
-        requests = Load(asked, 0).requests(5.0)
+        asked, ground = replace(tiny(0.1), replicas=2), cores(2)
+        requests = Load(asked, 0).requests(0.1)[:40]
         for phases in ("multiplexed", "pipelined", "rolling"):
             (layout,) = ground.layouts(asked, phases)
             place = ground.place(asked, layout)
-            quick = play(asked, ground, place, self.profile(), requests, 5.0)
-            slow = play(asked, ground, place, self.profile(between=0.05), requests, 5.0)
-            for a, b in zip(quick.outcomes, slow.outcomes, strict=True):
-                assert b.latency >= a.latency + 0.05 * (a.tokens - 1) * 0.99
+            quick = play(asked, ground, place, self.profile(), requests, 0.1)
+            slow = play(asked, ground, place, self.profile(between=0.05), requests, 0.1)
+            longer = sum(each.latency for each in slow.outcomes) - sum(each.latency for each in quick.outcomes)
+            # One for each token, about: batches are others then.
+            assert longer == pytest.approx(0.05 * sum(each.tokens for each in quick.outcomes), rel=0.25)
