@@ -216,7 +216,7 @@ class Scheduler:
 
     def report(self, message: Any) -> None:
         member = self.macro.member(message.unit)
-        apply(member, message, RULES, (), (), time.monotonic())
+        apply(member, message, RULES, (), time.monotonic())
         self.macro.retry(time.monotonic())
 
 

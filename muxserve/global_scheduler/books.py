@@ -61,19 +61,12 @@ def rebuild(
     return list(named)
 
 
-def apply(
-    member: Member,
-    report: RollingReport,
-    rules: RollingRules,
-    unnamed: Container[str],
-    past: Container[str],
-    now: float,
-) -> News:
+def apply(member: Member, report: RollingReport, rules: RollingRules, unnamed: Container[str], now: float) -> News:
     """What has happened in the replica since its last report.
 
     Args:
-        unnamed: requests that were sent there and that it has not named yet.
-        past: of these, those whose former life there had not ended when they were sent.
+        unnamed: requests that were sent there and that it has not named yet. What it tells of these before it names
+            them is about former lives.
     """
     news = News()
     member.counted(report.steps)
@@ -84,11 +77,12 @@ def apply(
             _came(member, request, rules, now)
         elif request.prefilled:
             member.prefilled(request.request_id, now)
-    member.measured(report.prefill_seconds, report.prefilled)
-    for request_id in report.prefilled:
+    done = [request_id for request_id in report.prefilled if request_id not in unnamed or request_id in came]
+    member.measured(report.prefill_seconds, done)
+    for request_id in done:
         member.prefilled(request_id, now)
     for request_id in report.left:
-        if request_id not in past or request_id in came:
+        if request_id not in unnamed or request_id in came:
             was = member.left(request_id, now)
             if was is not None:
                 news.ended.append((request_id, was))

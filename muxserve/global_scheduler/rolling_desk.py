@@ -117,8 +117,7 @@ class RollingDesk(RollingMembers):
         self._placements.take_back(key)
         scheduler = self._scheduler
         for member in [*self._apart.values(), *scheduler.members.values(), *scheduler.draining.values()]:
-            if member.left(key, now) is not None:
-                self._placements.died(key, member.name, now)
+            member.left(key, now)
 
     def _deliver(self, sent: Sent, now: float) -> None:
         for demand, member in sent:

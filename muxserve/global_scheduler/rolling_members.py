@@ -93,13 +93,13 @@ class RollingMembers(Desk):
             self._forget(before - member.requests.keys())
             self._doubted.pop(unit, None)
         else:
-            news = apply(member, report, self._rolling, unnamed, self._placements.past(unit), now)
+            news = apply(member, report, self._rolling, unnamed, now)
             named = news.named
-            self._placements.told(unit, report.left)
             if self._scaler is not None:
                 self._scaler.take(report, news.ended, member, now)
         for key in named:
-            elsewhere = self._member(self._placements.named(key, unit))
+            expected = self._placements.take_back(key)
+            elsewhere = None if expected == unit else self._member(expected)
             if elsewhere is not None:
                 elsewhere.left(key, now)
         self._join(unit, now)
