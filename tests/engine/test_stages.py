@@ -15,6 +15,7 @@ from muxserve.memory import server
 from muxserve.wire import Detach, Detached, StepReport
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
 from tests.engine.test_engines import bodies, check, owned
+from tests.engine.test_ranks import gone, wait_for, workers
 
 MODEL = "arithmetic"
 # The same model, with a budget and without.
@@ -189,6 +190,23 @@ def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engin
     free(family)
 
 
+def test_an_engine_goes_down_with_a_stage_and_comes_back(family: Engines, answers: dict[str, Any]) -> None:
+    requests = equal(family, "stage", answers, 4, 900)
+    family.lease(f"{PLAIN}/both", [family.admit(name, body) for name, body in requests.items()], steps=100_000)
+    family.until(lambda: len(family.tokens["stage-0"]) > 3)
+    engine = family.pids[PLAIN, "both"]
+    stages = workers(engine)
+    assert len(stages) == 2
+    os.kill(stages[1], signal.SIGKILL)
+    assert family.expect_exit(engine) == 1
+    wait_for(lambda: gone(stages))
+    free(family)
+    family.reborn(PLAIN, "both")
+    again = bodies(family, answers, "stage-anew", ["greedy", "seed"])
+    family.serve_both(PLAIN, again, mixed=True)
+    check(family, answers, "stage-anew", ["greedy", "seed"])
+
+
 def test_a_new_memory_manager_is_bound_to_with_micro_batches_in_flight(
     family: Engines, answers: dict[str, Any]
 ) -> None:
@@ -207,3 +225,18 @@ def test_a_new_memory_manager_is_bound_to_with_micro_batches_in_flight(
         family.serve_both(model, bodies(family, answers, f"anew-{model}"), mixed=True)
         check(family, answers, f"anew-{model}")
     free(family)
+
+
+def test_stages_of_two_ranks_each(answers: dict[str, Any]) -> None:
+    """Four processes, each with half of the layers and half of the heads."""
+    cases = ["greedy", "chunked", "stop-token", "penalties", "json"]
+    model = deployed_model(
+        MODEL, MODELS[MODEL], ranks=2, layers=2, max_num_batched_tokens=128, phases="pipelined", num_blocks=64
+    )
+    with engines([model], ranks=4, stages=2) as family:
+        assert len(workers(family.pids[MODEL, "both"])) == 4
+        for again in range(2):
+            family.serve_both(MODEL, bodies(family, answers, f"four-{again}", cases), mixed=True)
+            check(family, answers, f"four-{again}", cases)
+        assert all(len(report.bubbles) == 2 for report in reports(family))
+        free(family)
