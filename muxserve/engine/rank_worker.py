@@ -41,6 +41,9 @@ class RankWorker(WorkerWrapperBase):
     ends with the engine; a worker that has not died yet goes on writing behind a guard of its own.
     """
 
+    # Counts what a stage of a pipeline computes.
+    _clock: StageClock | None = None
+
     def init_worker(self, all_kwargs: list[dict[str, Any]]) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
