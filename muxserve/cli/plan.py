@@ -129,7 +129,7 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: Made, seconds: float) ->
     if arguments.html is not None:
         from muxserve.planning.html import write_plan_html
 
-        write_plan_html(arguments.html, made.plan, about, made.simulated, made.points)
+        write_plan_html(arguments.html, made.plan, about, made.simulated, made.points, comparisons)
         errors.print(f"page written to {escape(str(arguments.html))}")
 
 

@@ -10,26 +10,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from muxserve.cli.output import console, errors, escape
-from muxserve.cli.plan_tables import attainment_words, seconds_words
 from muxserve.config import Fleet
 from muxserve.planning.phases import SHARE
-from muxserve.planning.phases_figures import Compared, Comparison, Figures, Spread
-from placement.words import format_size
-
-_COLUMNS = (
-    "arrangement",
-    "layout",
-    "goodput",
-    "within",
-    "TTFT p50/p90/p99",
-    "with wait p99",
-    "TPOT p50/p90/p99",
-    "bubbles",
-    "balance",
-    "device-h per 1000",
-    "links, per token",
-    "at the goodput",
-)
+from muxserve.planning.phases_figures import Compared, Comparison, Spread
+from muxserve.planning.phases_words import COLUMNS, WITHIN, cells
 
 
 @contextmanager
@@ -74,37 +58,16 @@ def show_comparisons(fleet: Fleet, comparisons: Sequence[Comparison]) -> None:
 
 def _table(comparison: Comparison) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for index, name in enumerate(_COLUMNS):
+    for index, name in enumerate(COLUMNS):
         table.add_column(name, no_wrap=True, justify="left" if index < 2 else "right")
     for each in comparison.arrangements:
-        mark = "[bold]" if each.phases == comparison.recommended else ""
-        cells = [each.phases, "not possible"] if each.figures is None else _row(each.phases, each.figures)
-        table.add_row(*(f"{mark}{cell}{'[/]' if mark else ''}" for cell in cells))
+        row = [escape(cell) for cell in cells(each)]
+        if each.figures is not None and each.figures.attainment < SHARE:
+            row[WITHIN] = f"[red]{row[WITHIN]}[/]"
+        if each.phases == comparison.recommended:
+            row = [f"[bold]{cell}[/]" if cell else "" for cell in row]
+        table.add_row(*row)
     return table
-
-
-def _row(name: str, figures: Figures) -> list[str]:
-    wait = figures.ttft_with_wait
-    return [
-        name,
-        escape(figures.layout.words),
-        f"{figures.goodput:.3g}/s" if figures.goodput else "0",
-        attainment_words(figures.attainment, SHARE),
-        _spread(figures.ttft),
-        seconds_words(wait.p99) if wait else "-",
-        _spread(figures.tpot),
-        "-" if not figures.bubbles else " ".join(f"{part:.0%}" for part in figures.bubbles),
-        f"{figures.balance:.2f}",
-        "-" if figures.device_hours is None else f"{figures.device_hours:.3g}",
-        format_size(int(figures.link_bytes)) if figures.link_bytes else "-",
-        f"{figures.link_rate / 1e9:.3g} GB/s" if figures.link_bytes else "-",
-    ]
-
-
-def _spread(times: Spread | None) -> str:
-    if times is None:
-        return "-"
-    return " / ".join(seconds_words(each) for each in (times.p50, times.p90, times.p99))
 
 
 # ---------------------------------------------------------------- plain data

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from muxserve.cli.output import console, escape
 from muxserve.planning.document import SweepPoint, needed
+from muxserve.planning.phases_words import part_words, seconds_words, unit_phases
 from muxserve.planning.predict import Prediction, falls_short
-from placement.cluster import PlacedUnit
 from placement.planner import ClusterPlan
 from placement.words import format_size
 
@@ -49,7 +49,7 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
                 escape(unit.name) if index == 0 else "",
                 f"{len(unit.devices)} x {unit.device} ({_range(unit.devices)})" if index == 0 else "",
                 escape(demand.name) + replicas,
-                _phases(unit) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                unit_phases(unit) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                 f"{model.rate:.2f}/s",
                 served if model.meets_rate else f"[red]{served}[/]",
                 "grows" if math.isinf(model.ttft) else seconds_words(model.ttft),
@@ -62,13 +62,6 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
                 row += _simulated(simulated, demand.name)
             table.add_row(*row)
     return table
-
-
-def _phases(unit: PlacedUnit) -> str:
-    """How the model of a unit that is not multiplexed is arranged."""
-    if unit.phases == "multiplexed":
-        return ""
-    return f"{unit.phases}, {unit.stages} stages" if unit.phases == "pipelined" else unit.phases
 
 
 def units_table(plan: ClusterPlan) -> Table:
@@ -118,15 +111,9 @@ def totals_words(plan: ClusterPlan) -> str:
     )
 
 
-def seconds_words(seconds: float) -> str:
-    """`12 ms`, `1.25 s`."""
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
 def attainment_words(part: float, target: float) -> str:
     """A part of requests, marked if below the target."""
-    text = f"{part:.0%}" if part < 0.995 else f"{part:.1%}"
-    return text if part >= target else f"[red]{text}[/]"
+    return part_words(part) if part >= target else f"[red]{part_words(part)}[/]"
 
 
 def _simulated(simulated: Prediction, name: str) -> list[str]:

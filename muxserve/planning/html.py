@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.planning.document import SweepPoint, needed
+from muxserve.planning.phases_figures import Comparison
+from muxserve.planning.phases_words import COLUMNS, cells, unit_phases
 from muxserve.planning.predict import Prediction
 from placement.planner import ClusterPlan, limits_in_words
 from placement.words import format_size
@@ -30,8 +32,9 @@ def write_plan_html(
     about: str,
     simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
+    comparisons: Sequence[Comparison] = (),
 ) -> None:
-    """Write the page: totals, throughput per model, SM shares and memory per unit, the sweep.
+    """Write the page: totals, throughput per model, SM shares and memory per unit, the sweep, arrangements compared.
 
     Raises:
         OSError: it cannot be written.
@@ -47,7 +50,8 @@ def write_plan_html(
     for number, (heading, figure) in enumerate(figures):
         parts.append(f"<h2>{html.escape(heading)}</h2>")
         parts.append(figure.to_html(full_html=False, include_plotlyjs=number == 0, default_height="420px"))
-    parts += ["<h2>Units</h2>", _units(plan), "<h2>Models</h2>", _models(plan), "<h2>Notes</h2><ul>"]
+    parts += ["<h2>Units</h2>", _units(plan), "<h2>Models</h2>", _models(plan), *map(_compared, comparisons)]
+    parts.append("<h2>Notes</h2><ul>")
     parts += [f"<li>{html.escape(note)}</li>" for note in plan.placement.notes]
     parts.append("</ul></body></html>\n")
     Path(path).write_text("\n".join(parts), encoding="utf-8")
@@ -152,7 +156,7 @@ def _models(plan: ClusterPlan) -> str:
                 [
                     plan.demands[model.member.model].name,
                     unit.name,
-                    f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                    unit_phases(unit) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                     f"{model.rate:.2f}",
                     f"{model.throughput:.2f}",
                     "grows" if math.isinf(model.ttft) else f"{model.ttft:.3f} s",
@@ -160,7 +164,16 @@ def _models(plan: ClusterPlan) -> str:
                     f"{model.attainment:.1%}",
                 ]
             )
-    return _table(["model", "unit", "SMs prefill/decode", "rate", "served", "TTFT", "TPOT", "SLO"], rows)
+    return _table(["model", "unit", "phases, or SMs", "rate", "served", "TTFT", "TPOT", "SLO"], rows)
+
+
+def _compared(comparison: Comparison) -> str:
+    """The arrangements of one model."""
+    heading = f"Arrangements of {comparison.model}, {comparison.rate:g} requests/s on {comparison.devices}"
+    impossible = [f"{each.phases}: {each.why_not}" for each in comparison.arrangements if each.figures is None]
+    words = [f"Recommended: {comparison.recommended}; {comparison.reason}", *comparison.notes, *impossible]
+    table = _table(COLUMNS, [cells(each) for each in comparison.arrangements])
+    return f"<h2>{html.escape(heading)}</h2>{table}" + "".join(f"<p>{html.escape(each)}</p>" for each in words)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -147,8 +147,10 @@ class TestCommand:
 
     def test_a_comparison_that_was_asked_for_changes_nothing(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(phases="multiplexed", more=OTHER))
-        code, out, err = run(fleet, "--compare-phases", "open")
+        page = fleet.with_name("page.html")
+        code, out, err = run(fleet, "--compare-phases", "open", "--html", page)
         assert code == 0, err
+        assert "Arrangements of open, 8 requests/s on" in page.read_text()
         assert "recommended: " in out
         for words in ("goodput", "bubbles", "balance", "open: 8 requests/s on"):
             assert words in out, words
