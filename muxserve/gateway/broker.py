@@ -9,13 +9,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Protocol
 
 import zmq
 
-from muxserve.deployment import FleetDeployment, UnitEntry
-from muxserve.gateway.link import SchedulerLink, UnitLink
+from muxserve.deployment import FleetDeployment
+from muxserve.gateway.fleet_links import FleetLinks
+from muxserve.gateway.link import SchedulerLink
 from muxserve.gateway.measure import Measures, Outcome
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.questions import Questions
@@ -23,7 +23,6 @@ from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.gateway.tracked import Output, Tracked
-from muxserve.network import NetworkError
 from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState, Waits
 
 log = logging.getLogger(__name__)
@@ -60,13 +59,10 @@ class Broker:
         self.table = RequestTable(epoch)
         self.router = Router(self.table)
         self.measures = measures
-        self.links: dict[str, UnitLink] = {}
-        self.scheduler: SchedulerLink | None = None
         self._fleet = fleet
-        self._index = index
-        self._epoch = epoch
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tokens = TokensSocket(self._context, epoch, fleet.tokens_address(index), self._take_tokens)
+        self._links = FleetLinks(self._context, self._tokens, index, epoch, self)
         self._front_ends: dict[str, FrontEnd] = {}
         self._states = Questions()
         self._timer: asyncio.TimerHandle | None = None
@@ -97,24 +93,10 @@ class Broker:
             muxserve.network.NetworkError: a unit of another machine cannot be linked, see `start`; all others are.
         """
         self._fleet = fleet
-        addresses = {unit.name: unit.unit_address for unit in fleet.units}
-        for name, link in list(self.links.items()):
-            if addresses.get(name) != link.address:
-                log.info("unit %s is gone from the fleet", name)
-                link.close()
-                del self.links[name]
-                self._unit_down(name)
-        unreachable: NetworkError | None = None
-        for unit in fleet.units:
-            if unit.name not in self.links:
-                try:
-                    self._open(unit)
-                except NetworkError as error:  # the others are reached all the same
-                    unreachable = error
-        self._learn_scheduler(fleet)
+        unreachable = self._links.learn(fleet)
         names = [model.name for model in fleet.models]
         self.router.learn(
-            {name: fleet.unit(name).serves for name in self.links},
+            {name: fleet.unit(name).serves for name in self._links.units},
             filter(fleet.placed_by_scheduler, names),
             names,
             time.monotonic(),
@@ -133,14 +115,16 @@ class Broker:
         for timer in (self._timer, self._deadline):
             if timer is not None:
                 timer.cancel()
-        for link in self.links.values():
-            link.close()
-        if self.scheduler is not None:
-            self.scheduler.close()
+        self._links.close()
         self._tokens.close()
         self._context.term()
 
     # ------------------------------------------------------------ from the front ends
+
+    @property
+    def scheduler(self) -> SchedulerLink | None:
+        """The connection to the global scheduler, where there is something to choose."""
+        return self._links.scheduler
 
     @property
     def scheduler_word(self) -> str:
@@ -179,67 +163,26 @@ class Broker:
 
     async def unit_state(self, unit: str, timeout: float) -> dict[str, object] | None:
         """A unit's state, asked for now; None if it does not answer within `timeout` seconds."""
-        link = self.links.get(unit)
+        link = self._links.units.get(unit)
         if link is None or not link.up:
             return None
         return await self._states.ask(unit, lambda: link.send(StateRequest()), timeout)
 
     # ------------------------------------------------------------ from the links
 
-    def _link(self, unit: UnitEntry) -> UnitLink:
-        name, keys = unit.name, self._fleet.keys
-        reply_to = self._tokens.address
-        if unit.remote and keys is not None:
-            reply_to = self._tokens.open_tcp(self._fleet.tokens_host, keys)
-        return UnitLink(
-            self._context,
-            name,
-            self._epoch,
-            self._index,
-            unit.unit_address,
-            reply_to,
-            keys,
-            on_up=partial(self._unit_up, name),
-            on_down=partial(self._unit_down, name),
-            on_message=partial(self._take, name),
-        )
-
-    def _open(self, unit: UnitEntry) -> None:
-        link = self._link(unit)
-        try:
-            link.start()
-        except NetworkError:
-            link.close()
-            raise
-        self.links[unit.name] = link
-
-    def _learn_scheduler(self, fleet: FleetDeployment) -> None:
-        wanted = any(fleet.placed_by_scheduler(model.name) for model in fleet.models)
-        if wanted and self.scheduler is None:
-            self.scheduler = SchedulerLink(
-                self._context,
-                self._epoch,
-                fleet.scheduler_address,
-                on_up=self._scheduler_up,
-                on_down=self._scheduler_down,
-                on_message=self._take_scheduled,
-            )
-            self.scheduler.start()
-        elif not wanted and self.scheduler is not None:
-            self.scheduler.close()
-            self.scheduler = None
-            self.router.placing.scheduler_gone(time.monotonic())
-
-    def _unit_up(self, unit: str, epoch: str) -> None:
+    def unit_up(self, unit: str, epoch: str) -> None:
+        """See `Listener`."""
         self.router.unit_up(unit, epoch, time.monotonic())
         self._flush()
 
-    def _unit_down(self, unit: str) -> None:
+    def unit_down(self, unit: str) -> None:
+        """See `Listener`."""
         self._states.answer(unit, None)
         self.router.unit_down(unit, time.monotonic())
         self._flush()
 
-    def _take(self, unit: str, message: Message) -> None:
+    def unit_said(self, unit: str, message: Message) -> None:
+        """See `Listener`."""
         if self.router.take(unit, message, time.monotonic()):
             self._flush()
         elif isinstance(message, UnitState):
@@ -247,15 +190,18 @@ class Broker:
         else:
             log.warning("unexpected %s from the unit scheduler of %s", type(message).__name__, unit)
 
-    def _scheduler_up(self) -> None:
+    def scheduler_up(self) -> None:
+        """See `Listener`."""
         self.router.placing.scheduler_connected(time.monotonic())
         self._flush()
 
-    def _scheduler_down(self) -> None:
+    def scheduler_down(self) -> None:
+        """See `Listener`."""
         self.router.placing.scheduler_gone(time.monotonic())
         self._flush()
 
-    def _take_scheduled(self, message: Message) -> None:
+    def scheduler_said(self, message: Message) -> None:
+        """See `Listener`."""
         match message:
             case Placed():
                 self.router.placing.placed(message, time.monotonic())
@@ -296,7 +242,7 @@ class Broker:
         while out.units or out.scheduler or out.failed or out.again or out.moved:
             units, out.units = out.units, []
             for unit, message in units:
-                link = self.links.get(unit)
+                link = self._links.units.get(unit)
                 if link is not None:
                     link.send(message)
             scheduler, out.scheduler = out.scheduler, []

@@ -1,0 +1,127 @@
+"""A gateway's connections to everyone in the fleet, made and ended as the fleet changes."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Protocol
+
+import zmq
+
+from muxserve.deployment import FleetDeployment, UnitEntry
+from muxserve.gateway.link import SchedulerLink, UnitLink
+from muxserve.gateway.tokens import TokensSocket
+from muxserve.network import NetworkError
+from muxserve.wire import Message
+
+log = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Who is told what becomes of connections, and what comes over them."""
+
+    def unit_up(self, unit: str, epoch: str) -> None:
+        """A unit scheduler has greeted."""
+
+    def unit_down(self, unit: str) -> None:
+        """It is gone, or has left the fleet."""
+
+    def unit_said(self, unit: str, message: Message) -> None:
+        """A unit scheduler has said something."""
+
+    def scheduler_up(self) -> None:
+        """The global scheduler is there."""
+
+    def scheduler_down(self) -> None:
+        """It is gone, or not needed any more."""
+
+    def scheduler_said(self, message: Message) -> None:
+        """The global scheduler has said something."""
+
+
+class FleetLinks:
+    """To all unit schedulers, and to the global scheduler where there is something to choose.
+
+    Args:
+        tokens: where engines send tokens to; its address is told to units.
+        index: which of the fleet's gateways this is.
+        epoch: this process.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], tokens: TokensSocket, index: int, epoch: str, listener: Listener
+    ) -> None:
+        self.units: dict[str, UnitLink] = {}
+        self.scheduler: SchedulerLink | None = None
+        self._context = context
+        self._tokens = tokens
+        self._index = index
+        self._epoch = epoch
+        self._listener = listener
+
+    def learn(self, fleet: FleetDeployment) -> NetworkError | None:
+        """The fleet has changed: link the units that are new, and leave those that are gone. Returns why a unit of
+        another machine cannot be linked, if one cannot; all others are."""
+        addresses = {unit.name: unit.unit_address for unit in fleet.units}
+        for name, link in list(self.units.items()):
+            if addresses.get(name) != link.address:
+                log.info("unit %s is gone from the fleet", name)
+                link.close()
+                del self.units[name]
+                self._listener.unit_down(name)
+        unreachable: NetworkError | None = None
+        for unit in fleet.units:
+            if unit.name not in self.units:
+                try:
+                    self._open(unit, fleet)
+                except NetworkError as error:  # the others are reached all the same
+                    unreachable = error
+        self._learn_scheduler(fleet)
+        return unreachable
+
+    def close(self) -> None:
+        """Close all."""
+        for link in self.units.values():
+            link.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
+
+    def _open(self, unit: UnitEntry, fleet: FleetDeployment) -> None:
+        name, reply_to = unit.name, self._tokens.address
+        if unit.remote and fleet.keys is not None:
+            reply_to = self._tokens.open_tcp(fleet.tokens_host, fleet.keys)
+        link = UnitLink(
+            self._context,
+            name,
+            self._epoch,
+            self._index,
+            unit.unit_address,
+            reply_to,
+            fleet.keys,
+            on_up=partial(self._listener.unit_up, name),
+            on_down=partial(self._listener.unit_down, name),
+            on_message=partial(self._listener.unit_said, name),
+        )
+        try:
+            link.start()
+        except NetworkError:
+            link.close()
+            raise
+        self.units[name] = link
+
+    def _learn_scheduler(self, fleet: FleetDeployment) -> None:
+        wanted = any(fleet.placed_by_scheduler(model.name) for model in fleet.models)
+        if wanted and self.scheduler is None:
+            self.scheduler = SchedulerLink(
+                self._context,
+                self._epoch,
+                fleet.scheduler_address,
+                on_up=self._listener.scheduler_up,
+                on_down=self._listener.scheduler_down,
+                on_message=self._listener.scheduler_said,
+            )
+            self.scheduler.start()
+        elif not wanted and self.scheduler is not None:
+            self.scheduler.close()
+            self.scheduler = None
+            self._listener.scheduler_down()
