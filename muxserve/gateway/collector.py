@@ -75,7 +75,8 @@ class GatewayCollector(Collector):
         self._turnstile = turnstile
 
     def collect(self) -> Iterator[Metric]:
-        gates, fleet = self._turnstile.gates, self._status.fleet
+        # A copy: this is read in another thread, while models may come and go.
+        gates, fleet = self._turnstile.gates.copy(), self._status.fleet
         yield _gauge(
             "muxserve_gateway_requests_running",
             "Requests past admission at the gateway.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 
 import msgspec
@@ -52,7 +51,7 @@ class Gateway:
         self.turnstile = Turnstile(fleet.models, index, fleet.gateway.count, self.measures)
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.turnstile)
-        self.offered = Offered(self.broker, self.turnstile, _front_end_failed, self._has_left)
+        self.offered = Offered(self.broker, self.turnstile, self._has_left)
         self._endpoint: Endpoint | None = None
         self._changed = asyncio.Event()
         self._to_offer = asyncio.Event()
@@ -170,10 +169,3 @@ class Gateway:
 def _is_refusal(error: Exception) -> bool:
     """Whether the words of `error` are for the user."""
     return isinstance(error, (OSError, ValueError))
-
-
-def _front_end_failed(model: str, error: BaseException | None) -> None:
-    # Its output handler is vLLM's own loop and cannot be started again. A new gateway can.
-    log.critical("the front end of %s stopped: %r; the gateway ends", model, error)
-    logging.shutdown()
-    os._exit(1)

@@ -24,7 +24,6 @@ class Offered:
     Args:
         broker: what they send requests to.
         turnstile: says when a model's last request has ended.
-        failed: called with a model's name and the error when its front end has stopped.
         left: called when one that was withdrawn is gone.
     """
 
@@ -32,20 +31,19 @@ class Offered:
         self,
         broker: Broker,
         turnstile: Turnstile,
-        failed: Callable[[str, BaseException | None], None],
         left: Callable[[], None],
     ) -> None:
         self.models: dict[str, Served] = {}
         self._broker = broker
         self._turnstile = turnstile
-        self._failed = failed
         self._left = left
         self._front_ends: dict[str, seam.ModelFrontEnd] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
     def registries(self) -> Iterable[Collector]:
         """vLLM's metrics of each model."""
-        return [front_end.registry for front_end in self._front_ends.values()]
+        # Read in another thread, while models may come and go.
+        return [front_end.registry for front_end in list(self._front_ends.values())]
 
     async def build(self, models: Iterable[ModelDeployment]) -> None:
         """Offer these models, none of which `is_leaving`; in the order in which they are given. One call at a time.
@@ -65,7 +63,7 @@ class Offered:
             except BaseException:
                 self._broker.detach(model.name)
                 raise
-            seam.on_failure(front_end, self._failed)
+            seam.go_on(front_end)
             self._front_ends[model.name] = front_end
             self.models[model.name] = served
             log.info("front end of %s is ready", model.name)

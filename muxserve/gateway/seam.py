@@ -6,11 +6,13 @@ import asyncio
 import copy
 import dataclasses
 import json
+import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -32,6 +34,8 @@ from muxserve.engine.vllm_args import frontend_args
 from muxserve.gateway.app import Served
 from muxserve.gateway.engine_client import TASKS, UnitEngineClient
 from muxserve.gateway.vllm_metrics import stat_logger
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -75,6 +79,8 @@ async def serve(front_end: ModelFrontEnd) -> Served:
     front_end.llm._run_output_handler()
     app: FastAPI = build_app(front_end.args, TASKS, front_end.llm.model_config)
     await init_app_state(front_end.llm, app.state, front_end.args, TASKS)
+    # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
+    app.state.server = SimpleNamespace(should_exit=False)
     listed = await app.state.openai_serving_models.show_available_models()
     return Served(app, listed.data[0].model_dump())
 
@@ -89,15 +95,32 @@ def settle() -> None:
     enable_envs_cache()
 
 
-def on_failure(front_end: ModelFrontEnd, failed: Callable[[str, BaseException | None], None]) -> None:
-    """Call `failed` with the model's name and the error if the front end's output loop ever ends by itself."""
+def go_on(front_end: ModelFrontEnd) -> None:
+    """Start the front end's output loop again whenever it ends by itself, because an output made no sense to vLLM.
+
+    The loop has told the error to all requests that the front end had, which end with it; those that come are served,
+    and other models' notice nothing. A server of one model would end here.
+    """
+    llm = front_end.llm
+    tell_all = llm.output_processor.propagate_error
+
+    def failed(error: Exception) -> None:
+        log.error("the output loop of %s failed, and the requests that it had with it", front_end.model.name)
+        # Its last deed. To whoever hears the error this front end shall not look dead.
+        llm.output_handler = None
+        tell_all(error)
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            failed(front_end.model.name, task.exception())
+            watch()
 
-    assert front_end.llm.output_handler is not None
-    front_end.llm.output_handler.add_done_callback(ended)
+    def watch() -> None:
+        llm._run_output_handler()  # unless a new request has done so already
+        assert llm.output_handler is not None
+        llm.output_handler.add_done_callback(ended)
+
+    llm.output_processor.propagate_error = failed
+    watch()
 
 
 def register_architectures(models: Iterable[ModelDeployment]) -> None:

@@ -113,13 +113,14 @@ class FleetStatus:
     def learn(self, fleet: FleetDeployment) -> None:
         """The fleet has changed."""
         self.fleet = fleet
-        known, self.units = self.units, {}
+        units: dict[str, UnitStatus] = {}
         for entry in fleet.units:
-            status = known.get(entry.name)
+            status = self.units.get(entry.name)
             if status is None or status.entry.deployment != entry.deployment:
                 status = UnitStatus(entry, self.broker)
             status.entry = entry
-            self.units[entry.name] = status
+            units[entry.name] = status
+        self.units = units  # at once: another thread may be reading for a scrape
         self._were_up = {(unit, model) for unit, model in self._were_up if unit in self.units}
 
     async def refresh(self, max_age: float = MAX_AGE_SECONDS) -> None:

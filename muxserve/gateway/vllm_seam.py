@@ -25,6 +25,7 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.engine.async_llm", "AsyncLLM._run_output_handler", ()),
     ("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ()),
     ("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests", ("request_ids", "internal")),
+    ("vllm.v1.engine.output_processor", "OutputProcessor.propagate_error", ("e",)),
     ("vllm.v1.engine.output_processor", "RequestState", ("request_id", "parent_req", "queue")),
     ("vllm.v1.engine.output_processor", "RequestOutputCollector.put", ("output",)),
     (

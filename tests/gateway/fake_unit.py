@@ -13,6 +13,7 @@ the prefill engine, the others from the decode engine, one message each. More ke
     abort: n       on the first id, finish with reason "abort" after n tokens
     forget: n      the first time, believe after n tokens that it is finished
     error: n       finish with reason "error" after n tokens
+    odd: n         send logprobs that are none with token n
     refuse: text   refuse the request
     drain          on the first attempt, give it back because the unit is drained
     move: [n, u]   on the first attempt, be at unit u from token n on
@@ -263,6 +264,8 @@ class FakeUnit:
         output = EngineCoreOutput(request_id=play.submit.request_id, new_token_ids=tokens, finish_reason=finish)
         if params.logprobs is not None and tokens:
             output.new_logprobs = logprobs_of(tokens, params.logprobs)
+            if script.get("odd") == play.at:
+                output.new_logprobs = LogprobsLists(*(np.array(0),) * 3, None)
         if first:
             prompt = play.request.prompt_token_ids or []
             output.prefill_stats = PrefillStats(

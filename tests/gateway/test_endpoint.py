@@ -318,6 +318,23 @@ def test_engine_errors_are_server_errors(client: openai.OpenAI) -> None:
         client.completions.create(model="alpha", prompt=play("boom", error=2))
 
 
+def test_an_output_that_makes_no_sense_ends_the_requests_of_its_model_only(
+    client: openai.OpenAI, gateway: Running
+) -> None:
+    mark = gateway.mark()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(client.completions.create, model="beta", prompt=play("nothing noticed", hold=4))
+        gateway.wait("held", mark)
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="alpha", prompt=play("odd words", odd=3), logprobs=1)
+        assert isinstance(caught.value.body, dict)
+        assert caught.value.body["type"] == "InternalServerError"
+        assert client.completions.create(model="alpha", prompt=play("as before")).choices[0].text == "as before"
+        gateway.tell_unit("go")
+        assert other.result(20).choices[0].text == "nothing noticed"
+    assert "the output loop of alpha failed" in gateway.log
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_cancelled(gateway: Running, stream: bool) -> None:
     mark = gateway.mark()
