@@ -7,7 +7,7 @@ import pytest
 
 from muxserve.global_scheduler.outbox import Unit
 from muxserve.replicas.migration import MigrationRules
-from muxserve.replicas.priorities import Level
+from muxserve.replicas.priorities import Level, PriorityError
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.wire import (
     DrainReplicas,
@@ -575,3 +575,16 @@ def test_the_state_is_json() -> None:
     assert shown["models"]["m"]["replicas"]["u1"]["freeness"] is None
     assert shown["models"]["m"]["replicas"]["u0"]["running"] == 4
     assert shown["units"]["u0"] == {"up": True, "epoch": "e1"}
+
+
+def test_levels_that_contradict_each_other_change_nothing() -> None:
+    world = two()
+    with pytest.raises(PriorityError, match="is not declared"):
+        world.change(fleet({"u1": ["m"], "u2": ["n"]}, levels=(Level("low", 0),), generation=9))
+    assert world.state()["generation"] == 0
+    assert list(world.state()["units"]) == ["u0", "u1"]
+    world.say(G0, place("r"))
+    assert len(world.heard(Placed)) == 1
+    world.say(G0, place("s", "n"))
+    world.wait(1.5)
+    assert len(world.heard(NotPlaced)) == 1
