@@ -40,6 +40,7 @@ class Leases:
             self._decode_begins(model, now)
         if not grant.admit:
             return
+        engine.entered_with = lease_id
         engine.of(grant.phase).fed()
         tokens = 0
         for request_id in grant.admit:
@@ -105,8 +106,9 @@ class Leases:
             if prefill_tokens:
                 model.promise(max(0, model.outstanding - prefill_tokens))
         lease = engine.lease
-        if not remaining and not engine.inside:
-            # Whatever lease the report is about, a later one brought nothing in.
+        if not remaining and not engine.inside and lease_id >= engine.entered_with:
+            # Whatever lease the report is about, a later one brought nothing in. (If one did, and that was cancelled on
+            # its way, the engine may take a step for it yet, and then tells of that one.)
             self._end_lease(engine)
         elif lease is not None and lease.lease_id == lease_id:
             self._reported(model, engine, lease, left, seconds, tokens, remaining, now)

@@ -405,6 +405,22 @@ def test_a_request_that_stays_waits_for_its_engine_again() -> None:
     assert book.finished("r", Phase.DECODE, 7, 3.0)
 
 
+@pytest.mark.parametrize("reported", [2, 3])
+def test_a_lease_stays_for_a_request_that_is_cancelled_on_its_way_in(reported: int) -> None:
+    book = ledger()
+    arrive(book, "first")
+    prefill(book, "first", lease=1)
+    arrive(book, "second", at=0.05)
+    prefill(book, "second", lease=2, now=0.05)
+    prefill(book, lease=3, now=0.06)
+    book.cancelled("second", 0.07)
+    # The engine has not yet seen the second one when it says that it has nothing left, and will take a step for it.
+    hand_over(book, "first", lease=1)
+    assert book.share_used == book.by_name["a"].prefill.share
+    book.stepped("a", Phase.PREFILL, reported, 1, 0.01, 20, 0, 0.2)
+    assert book.share_used == 0
+
+
 @pytest.mark.parametrize("way", ["cancelled", "lost", "engine dies"])
 def test_the_end_of_a_moving_request(way: str) -> None:
     book = ledger()
