@@ -88,7 +88,7 @@ def _arrangement(
         NoPlaceError: none is possible.
         CostError: nothing is known of the model on these devices.
     """
-    places = _places(wanted, ground, phases)
+    places = places_of(wanted, ground, phases)
     rate = wanted.demand.rate
     start, place, simulations = point_of(rate, COARSE), places[0], 0
     if len(places) > 1:
@@ -114,9 +114,13 @@ def _arrangement(
     return figures, simulations + best.simulations + 1
 
 
-def _places(wanted: Wanted, ground: Ground, phases: PhasesName) -> list[Place]:
+def places_of(wanted: Wanted, ground: Ground, phases: PhasesName) -> list[Place]:
     """The layouts of an arrangement that are possible, of those that leave the fewest devices idle; on many devices the
-    ones whose parts are neither smallest nor largest are left out."""
+    ones whose parts are neither smallest nor largest are left out.
+
+    Raises:
+        NoPlaceError: none is possible.
+    """
     demand = wanted.demand
     if phases == "rolling" and (demand.slo_ttft is None or demand.slo_tpot is None):
         raise NoPlaceError("needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next one would miss them")

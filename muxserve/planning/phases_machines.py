@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from muxserve.config import Fleet
 from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.phases import Tell, silent
+from muxserve.planning.phases import Tell, places_of, silent
 from muxserve.planning.phases_arrange import Arrangements, arrange
 from muxserve.planning.phases_ground import CPU, CpuGround, GpuGround
-from muxserve.planning.phases_layout import Ground, Layout
-from muxserve.planning.phases_plan import Carving, joined, part_of
+from muxserve.planning.phases_layout import Ground, Layout, NoPlaceError, wanted_of
+from muxserve.planning.phases_plan import Carving, joined, nodes_of, part_of
 from placement.cluster import Cluster, Node, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -72,10 +73,22 @@ def divide_gpus(
     """
     cluster = made.placement.cluster
     carving = Carving(cluster)
+    asked_for = {demand.name: demand for demand in demands}
 
     def ground_of(name: str) -> Ground:
         kind, nodes = part_of(made, name)
-        return GpuGround(kind, nodes, device(kind).memory_bytes, rules, network)
+        part = GpuGround(kind, nodes, device(kind).memory_bytes, rules, network)
+        model = fleet.model(name)
+        if model.phases == "auto":
+            return part
+        # What the file says must be possible: then as many more as that takes.
+        wanted = wanted_of(model, asked_for[name], free=True)
+        for count in range(part.devices, sum(n.count for n in cluster.nodes if n.device == kind) + 1):
+            ground = replace(part, nodes=nodes_of(cluster, kind, count))
+            with suppress(NoPlaceError):
+                places_of(wanted, ground, model.phases)
+                return ground
+        return part
 
     def take(ground: Ground, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
         return carving.take(ground.kind, layout)

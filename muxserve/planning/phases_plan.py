@@ -96,12 +96,17 @@ def part_of(plan: ClusterPlan, name: str) -> tuple[str, tuple[int, ...]]:
     else:
         kind = max(by_kind, key=lambda each: by_kind[each])
         count = max(1, round(by_kind[kind]))
+    return kind, nodes_of(cluster, kind, count)
+
+
+def nodes_of(cluster: Cluster, kind: str, count: int) -> tuple[int, ...]:
+    """How many of `count` devices of a type are on each machine, if they are taken from the largest first."""
     nodes = []
     for size in sorted((node.count for node in cluster.nodes if node.device == kind), reverse=True):
         if count > 0:
             nodes.append(min(size, count))
             count -= nodes[-1]
-    return kind, tuple(nodes)
+    return tuple(nodes)
 
 
 def _work(demand: Demand, rate: float) -> float:

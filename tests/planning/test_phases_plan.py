@@ -164,6 +164,21 @@ class TestCommand:
         assert code == 1
         assert "open is placed nowhere: prefill rolls over replicas, and there is one GPU" in out
 
+    def test_what_the_file_says_gets_the_devices_that_it_takes(self, fleet: Path) -> None:
+        # By its load the model would have one GPU of the two, which nothing can roll over.
+        other = OTHER.replace("rate: 2", "rate: 30")
+        text = FLEET.format(phases="rolling", more=other).replace("rate: 8", "rate: 1")
+        fleet.write_text(text.replace("gpus: 4", "gpus: 3"))
+        code, out, err = run(fleet, "--json")
+        assert code == 0, err
+        units = {unit["name"]: (unit["phases"], len(unit["devices"])) for unit in json.loads(out)["units"]}
+        assert sorted(units.values()) == [("multiplexed", 1), ("rolling", 1), ("rolling", 1)]
+        fleet.write_text(text.replace("gpus: 4", "gpus: 2"))
+        code, out, _ = run(fleet)
+        assert code == 1
+        assert "other is placed nowhere: models that have devices to themselves leave none" in out
+        assert "of 31.00 requests/s served" in out
+
     def test_sweeps_and_baselines_say_that_they_know_no_arrangements(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(phases="auto", more=""))
         code, out, err = run(fleet, "--mode", "temporal")
