@@ -13,6 +13,8 @@ from muxserve.gateway.measure import HttpRequest
 # A client that is told "too large" while it still sends may never read it. So this much more is read and thrown away.
 DISCARD_BYTES = 16 << 20
 CLOSE = (b"connection", b"close")
+# A client that sends no more of its body for so long will not.
+STALL_SECONDS = 60.0
 
 
 class ClientGoneError(Exception):
@@ -32,7 +34,7 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
     """The whole body.
 
     Raises:
-        RequestError: it is larger than `limit` bytes (413).
+        RequestError: it is larger than `limit` bytes (413), or stopped coming (408).
         ClientGoneError: the client closed the connection.
     """
     announced = 0
@@ -45,7 +47,15 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
     while more:
         if max(size, announced) > limit + DISCARD_BYTES:
             break
-        message = await receive()
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                message = await receive()
+        except TimeoutError:
+            raise RequestError(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the request body stopped after {size} bytes, and nothing came for {STALL_SECONDS:g} s",
+                headers=[CLOSE],
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         chunk = message.get("body", b"")

@@ -22,6 +22,7 @@ TYPES = {
     HTTPStatus.FORBIDDEN: "PermissionDeniedError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.METHOD_NOT_ALLOWED: "BadRequestError",
+    HTTPStatus.REQUEST_TIMEOUT: "BadRequestError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "BadRequestError",
     HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",

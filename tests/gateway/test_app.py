@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from muxserve.gateway import body
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
@@ -59,7 +60,7 @@ def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> Endpoint:
 
 
 async def ask(
-    served: Endpoint, path: str = "/v1/completions", body: bytes = b'{"model": "m"}', method: str = "POST"
+    served: Endpoint, path: str = "/v1/completions", content: bytes = b'{"model": "m"}', method: str = "POST"
 ) -> Answer:
     answer, sent = Answer(), False
 
@@ -68,7 +69,7 @@ async def ask(
         if sent:
             await asyncio.Event().wait()
         sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": content, "more_body": False}
 
     async def send(message: Message) -> None:
         answer.messages.append(message)
@@ -124,3 +125,21 @@ async def test_a_model_may_be_removed_while_its_request_is_read(path: str) -> No
     await served({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
     assert answer.status == 404
     assert "'m' does not exist" in answer.error["message"]
+
+
+async def test_a_body_that_stops_coming_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "STALL_SECONDS", 0.01)
+    answer, halves = Answer(), [b'{"model": ']
+
+    async def receive() -> Message:
+        if not halves:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": halves.pop(), "more_body": True}
+
+    async def send(message: Message) -> None:
+        answer.messages.append(message)
+
+    await endpoint(failing)({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    assert answer.status == 408
+    assert "stopped after 10 bytes" in answer.error["message"]
+    assert (b"connection", b"close") in answer.messages[0]["headers"]
