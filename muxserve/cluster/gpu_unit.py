@@ -78,8 +78,9 @@ class GpuUnit:
         """GPUs and shares in words."""
         gpus = ", ".join(f"{gpu.index} ({gpu.name}, {format_size(gpu.memory_bytes)})" for gpu in self.gpus)
         if self.phases != "multiplexed":
-            each = self.ranks // self.stages
-            split = f"; its layers in {self.stages} stages of {each} GPU{'s' * (each > 1)}" if self.stages > 1 else ""
+            per_stage = self.ranks // self.stages
+            stages = f"; its layers in {self.stages} stages of {per_stage} GPU{'s' * (per_stage > 1)}"
+            split = stages if self.stages > 1 else ""
             return [f"GPU {gpus}: one engine of both phases has all SMs ({self.phases}){split}", *self.notes]
         how = {
             "mps": "engines share the SMs by percentages of MPS",
