@@ -25,7 +25,7 @@ WARM = 0.25
 # Where there is no objective for the first token, one that waits as long has come into a queue that grows.
 QUEUED = 10.0
 # Below this part of the rate that is asked for, nobody looks for the goodput.
-_LEAST = 1 / 64
+_LEAST = 1 / 4096
 
 
 class Load:

@@ -216,13 +216,13 @@ class TestGoodput:
         assert search.attained(point) >= 0.9 > search.attained(point + 1)
         # From elsewhere, and on the coarse grid, it ends close by.
         assert search.goodput(0.9, point_of(1.0)) == pytest.approx(found, rel=0.11)
-        assert search.goodput(0.9, point_of(30.0, 4), 4) == pytest.approx(found, rel=0.3)
+        assert search.goodput(0.9, point_of(300.0, 4), 4) == pytest.approx(found, rel=0.3)
 
     def test_what_never_attains_has_none(self) -> None:
         asked, ground = wanted(tpot=1e-4), gpus(2)
         search = Search(asked, ground, ground.place(asked, Layout("multiplexed", 2, 1, 1)), COSTS, Load(asked, 0))
         assert search.goodput(0.9, point_of(8.0)) == 0.0
-        assert search.simulations < 8
+        assert search.simulations < 10
 
 
 @pytest.fixture(scope="module")
