@@ -28,6 +28,8 @@ from placement.cluster import PlacedModel, PlacedUnit
 
 # Replicas that do not know of each other are alike: of more than so many only these are simulated.
 _REPLICAS = 4
+# Tokens of an answer that are promised to a request.
+_EXPECTED_OUTPUT = 256
 # Seconds that an output token is taken to need where requests are dealt out to replicas without an objective for it.
 _TOKEN_SECONDS = 0.05
 
@@ -132,7 +134,8 @@ def _rolling(wanted: Wanted, place: Place, latency: LatencyModel, requests: Sequ
         place.layout.replicas,
         RollingObjectives(demand.slo_ttft, demand.slo_tpot, wanted.spared),
         wanted.bounds,
-        demand.output_tokens,
+        # The live global scheduler does not know the mean either, and expects as much.
+        _EXPECTED_OUTPUT,
     )
     result: PhasedResult = Rolling(spec, latency, options).run(requests)
     outcomes = [
