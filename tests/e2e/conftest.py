@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +14,26 @@ import pytest
 
 from tests.e2e.fleet import ROOT, Fleet, fleet_file, running
 from tests.e2e.reference import MODELS
+from tests.support.beside import beside, wanted
 
-
-class Stock:
-    """A process in which stock vLLM answers one model after the other."""
-
-    def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="mux-reference-"))
-        models = [str(ROOT / "configs/models" / model) for model in MODELS]
-        # Politely: what is tested meanwhile goes first.
-        command = ["nice", "-n", "5", sys.executable, "-m", "tests.e2e.reference", str(self.directory), *models]
-        with open(self.directory / "log", "wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-
-    def answers(self) -> dict[str, Any]:
-        """By model, in the order of `requests_for`."""
-        assert self.process.wait() == 0, (self.directory / "log").read_text()[-3000:]
-        return {model: json.loads((self.directory / f"{model}.json").read_text()) for model in MODELS}
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        shutil.rmtree(self.directory)
-
-
-STOCK = pytest.StashKey[Stock]()
+_STOCK = pytest.StashKey[tuple[tempfile.TemporaryDirectory[str], Future[str]]]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Stock vLLM begins as soon as it is known to be needed: it takes half a minute."""
-    wanted = any("reference" in getattr(item, "fixturenames", ()) for item in session.items)
-    if wanted and not session.config.option.collectonly:
-        session.config.stash[STOCK] = Stock()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if STOCK in config.stash:
-        config.stash[STOCK].close()
+    if wanted(session, "reference", Path(__file__).parent):
+        directory = tempfile.TemporaryDirectory(prefix="mux-reference-")
+        models = [str(ROOT / "configs/models" / model) for model in MODELS]
+        command = [sys.executable, "-m", "tests.e2e.reference", directory.name, *models]
+        session.config.stash[_STOCK] = directory, beside(session.config).add(command)
 
 
 @pytest.fixture(scope="session")
-def reference(pytestconfig: pytest.Config) -> dict[str, Any]:
-    """Stock vLLM's answers by model."""
-    return pytestconfig.stash[STOCK].answers()
+def reference(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
+    """Stock vLLM's answers by model, in the order of `requests_for`."""
+    directory, done = pytestconfig.stash[_STOCK]
+    with directory:
+        done.result()
+        yield {model: json.loads((Path(directory.name) / f"{model}.json").read_text()) for model in MODELS}
 
 
 @pytest.fixture(scope="package")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from tests.ray.conftest import Programs
+import pytest
 
 
 @pytest.mark.program("live")
 @pytest.mark.timeout(420)
-def test_requests_of_a_node_that_is_killed_are_served_on_the_other_one(programs: Programs) -> None:
-    said = programs.said("live", 400)
+def test_requests_of_a_node_that_is_killed_are_served_on_the_other_one(said: Callable[[float], str]) -> None:
+    text = said(400)
     for step in ("a fleet of two units", "streams served over TCP", "every stream complete and as before"):
-        assert step in said, said[-6000:]
+        assert step in text, text[-6000:]

@@ -7,14 +7,14 @@ Needs Ray beside the environment, which `make unit` installs:
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from tests.ray.conftest import Programs
+import pytest
 
 
 @pytest.mark.program("scenario")
-def test_units_on_two_nodes_are_started_moved_and_ended(programs: Programs) -> None:
-    said = programs.said("scenario", 240)
+def test_units_on_two_nodes_are_started_moved_and_ended(said: Callable[[float], str]) -> None:
+    text = said(240)
     for step in (
         "a controller that dies takes its units along",
         "two units on two nodes",
@@ -25,4 +25,4 @@ def test_units_on_two_nodes_are_started_moved_and_ended(programs: Programs) -> N
         "a host that failed is told with its reason",
         "stopped, started again, killed",
     ):
-        assert step in said, said[-6000:]
+        assert step in text, text[-6000:]

@@ -1,0 +1,76 @@
+"""Programs that tests need the results of, run beside the tests from the beginning of the session.
+
+Most tests use one core at a time. What takes long, and is needed only later, is begun when it is known which tests were
+chosen: one program after the other, politely.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_END_SECONDS = 15.0
+
+
+class Beside:
+    """Runs programs in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._running: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def add(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[str]:
+        """What the program says, once it has ended well; an `AssertionError` with its last words if it does not."""
+        return self._thread.submit(self._run, command, environment)
+
+    def _run(self, command: Sequence[str], environment: Mapping[str, str] | None) -> str:
+        with tempfile.TemporaryFile() as said:
+            # What is tested meanwhile goes first.
+            polite = ["nice", "-n", "5", *command]
+            self._running = subprocess.Popen(polite, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT)
+            if self._closed:
+                self._running.kill()
+            status = self._running.wait()
+            said.seek(0)
+            text = said.read().decode(errors="replace")
+        assert status == 0, text[-6000:]
+        return text
+
+    def close(self) -> None:
+        """End the program that runs, and begin no other."""
+        self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._running is not None and self._running.poll() is None:
+            # It has processes of its own to end.
+            self._running.send_signal(signal.SIGINT)
+            try:
+                self._running.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._running.kill()
+        self._thread.shutdown()
+
+
+_BESIDE = pytest.StashKey[Beside]()
+
+
+def beside(config: pytest.Config) -> Beside:
+    """The one of this session."""
+    if _BESIDE not in config.stash:
+        config.stash[_BESIDE] = Beside()
+        config.add_cleanup(config.stash[_BESIDE].close)
+    return config.stash[_BESIDE]
+
+
+def wanted(session: pytest.Session, fixture: str, below: Path) -> bool:
+    """Whether a chosen test in the directory `below` uses that fixture, and is going to be run."""
+    if session.config.option.collectonly:
+        return False
+    return any(below in item.path.parents and fixture in getattr(item, "fixturenames", ()) for item in session.items)
