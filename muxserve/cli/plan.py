@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,7 +82,7 @@ def _plan(arguments: PlanArguments) -> int:
         fleet, (arguments.gpus or sizes[-1]) if sizes else arguments.gpus, arguments.gpu_type, arguments.nodes
     )
     began = time.monotonic()
-    with _progress() as told:
+    with _progress() as (told, alone):
         planning = Planning(
             file=arguments.fleet,
             fleet=fleet,
@@ -94,6 +94,7 @@ def _plan(arguments: PlanArguments) -> int:
             compare=compare,
             network=NETWORK if arguments.network is None else arguments.network * 1e9 / 8,
             told=told,
+            alone=alone,
         )
         if cluster is None:
             _check_cpu(arguments)
@@ -186,10 +187,19 @@ def _sweep(text: str | None) -> list[int]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that says what is going on; nothing elsewhere."""
+def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[], AbstractContextManager[None]]]]:
+    """A line on the terminal that says what is going on, and what takes it away for a while; nothing elsewhere."""
     if not errors.is_terminal:
-        yield lambda _: None
+        yield lambda _: None, nullcontext
         return
     with errors.status("planning") as status:
-        yield lambda text: status.update(escape(text))
+
+        @contextmanager
+        def alone() -> Iterator[None]:
+            status.stop()
+            try:
+                yield
+            finally:
+                status.start()
+
+        yield lambda text: status.update(escape(text)), alone

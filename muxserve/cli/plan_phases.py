@@ -15,6 +15,9 @@ from muxserve.planning.phases import SHARE
 from muxserve.planning.phases_figures import Compared, Comparison, Spread
 from muxserve.planning.phases_words import COLUMNS, WITHIN, cells
 
+# Columns of a screen that has room for a row with all figures of an arrangement.
+_WIDE = 220
+
 
 @contextmanager
 def progress() -> Iterator[Callable[[float, str], None]]:
@@ -57,17 +60,28 @@ def show_comparisons(fleet: Fleet, comparisons: Sequence[Comparison]) -> None:
 
 
 def _table(comparison: Comparison) -> Table:
+    """A row for each arrangement, or where that is too wide for the screen a column."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for index, name in enumerate(COLUMNS):
-        table.add_column(name, no_wrap=True, justify="left" if index < 2 else "right")
-    for each in comparison.arrangements:
-        row = [escape(cell) for cell in cells(each)]
-        if each.figures is not None and each.figures.attainment < SHARE:
-            row[WITHIN] = f"[red]{row[WITHIN]}[/]"
-        if each.phases == comparison.recommended:
-            row = [f"[bold]{cell}[/]" if cell else "" for cell in row]
-        table.add_row(*row)
+    rows = [_row(each, comparison.recommended) for each in comparison.arrangements]
+    if console.width >= _WIDE:
+        for index, name in enumerate(COLUMNS):
+            table.add_column(name, no_wrap=True, justify="left" if index < 2 else "right")
+        for row in rows:
+            table.add_row(*row)
+        return table
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        table.add_column(row[0], justify="left")
+    for index, name in enumerate(COLUMNS[1:], 1):
+        table.add_row(name, *(row[index] for row in rows))
     return table
+
+
+def _row(each: Compared, recommended: str) -> list[str]:
+    row = [escape(cell) for cell in cells(each)]
+    if each.figures is not None and each.figures.attainment < SHARE:
+        row[WITHIN] = f"[red]{row[WITHIN]}[/]"
+    return [f"[bold]{cell}[/]" if cell else "" for cell in row] if each.phases == recommended else row
 
 
 # ---------------------------------------------------------------- plain data

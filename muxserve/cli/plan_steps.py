@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +48,8 @@ class Made:
 class Planning:
     """One run of the command. `seconds` may be spent on the local search; `simulate` is how long the plan is simulated
     (None: as long as makes sense). `compare` are the models whose arrangements are compared whatever the file says,
-    `network` is bytes per second between machines."""
+    `network` is bytes per second between machines. `told` is told what goes on; `alone` takes that off the screen for a
+    while."""
 
     file: Path
     fleet: Fleet
@@ -59,6 +61,7 @@ class Planning:
     compare: tuple[str, ...]
     network: float
     told: Tell
+    alone: Callable[[], AbstractContextManager[None]]
 
     @property
     def arranges(self) -> bool:
@@ -77,7 +80,7 @@ class Planning:
             return self._borne_out(made, demands, cluster)
         from muxserve.planning.phases_machines import divide_gpus
 
-        with progress() as tell:
+        with self.alone(), progress() as tell:
             divided = divide_gpus(
                 self.fleet, demands, made, self.latency, self.options.rules, self.network, self.compare, self.seed, tell
             )
@@ -160,7 +163,7 @@ class Planning:
         if self.arranges:
             own = self.fleet.cluster
             ground = ground_on_cpu(machine, own.cores, self.fleet.kv_pool.size, own.ranks)
-            with progress() as tell:
+            with self.alone(), progress() as tell:
                 divided = divide_cpu(self.fleet, demands, ground, self.latency, self.compare, self.seed, tell)
             shared = divided.arrangements.shared
         made: ClusterPlan | None = None

@@ -19,7 +19,7 @@ COLUMNS = (
     "balance",
     "device-h per 1000",
     "links, per token",
-    "at the goodput",
+    "links, at the goodput",
 )
 WITHIN = COLUMNS.index("within")
 

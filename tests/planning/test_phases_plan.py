@@ -1,14 +1,18 @@
 """Rolling and pipelined models in plans: devices of their own, plan files, what the command prints."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
+from muxserve.cli import plan_phases
 from muxserve.cli.app import app
 from muxserve.config import load_fleet
+from muxserve.planning.phases_figures import Compared, Comparison, Figures, Spread
 from muxserve.planning.phases_layout import Layout
 from muxserve.planning.phases_plan import Carving, part_of
 from muxserve.planning.planfile import load_plan
@@ -219,3 +223,36 @@ class TestCommand:
             ("rolling", (2,), ["a"]),
         ]
         assert "rolling" in out
+
+
+class TestTables:
+    @staticmethod
+    def shown(width: int, monkeypatch: pytest.MonkeyPatch) -> str:
+        console = Console(file=io.StringIO(), width=width)
+        monkeypatch.setattr(plan_phases, "console", console)
+        layout = Layout("multiplexed", 4, 1, 2)
+        spread = Spread(0.1, 0.1, 0.2, 2.5)
+        figures = Figures(
+            layout, 8, 6.0, 6.0, 0.5, 0.5, spread, spread, spread, spread, 5.0, 20.0, 0, 1.25, (), 2e6, 0.0, 0.4, 490
+        )
+        compared = (Compared("multiplexed", figures), Compared("rolling", None, "no objectives"))
+        plan_phases.show(Comparison("chat", "8 L20-48GB", 5.0, compared, "multiplexed", "it is", ("a note",)), True)
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    def test_a_wide_screen_has_a_row_for_each_arrangement(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lines = self.shown(240, monkeypatch).splitlines()
+        assert lines[2].split()[:3] == ["arrangement", "layout", "goodput"]
+        assert lines[3].startswith("multiplexed  4 replicas, tensor parallel over 2      6/s     50%  100 ms / 200 ms")
+        assert lines[4].split() == ["rolling", "not", "possible"]
+        assert lines[5:] == [
+            "rolling is not possible: no objectives",
+            "- a note",
+            "chosen: multiplexed; it is",
+        ]
+
+    def test_a_narrow_one_has_a_column(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = self.shown(80, monkeypatch)
+        assert "…" not in text
+        rows = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()[2:]}
+        assert rows["goodput"] == "6/s"
+        assert rows["balance"] == "1.25"
