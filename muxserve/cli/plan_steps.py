@@ -18,6 +18,7 @@ from muxserve.planning.fleets import demands_of, equal_nodes, memory_of
 from placement.cluster import Cluster
 from placement.demand import Demand
 from placement.planner import ClusterPlan, PlanOptions, plan_cluster
+from placement.words import enumerate_words
 
 if TYPE_CHECKING:
     from muxserve.planning.phases_arrange import Arrangements
@@ -91,8 +92,15 @@ class Planning:
             rest = None
             if shared and divided.left.devices:
                 rest = self._borne_out(self._place(shared, divided.left), shared, divided.left)
-            found = rest or Made(made)
-            found.plan = divided.joined(rest.plan if rest else None, self.options.objective)
+            if divided.crowds_out(self.fleet, made, rest.plan if rest else None):
+                found = self._borne_out(made, demands, cluster)
+                names = enumerate_words([each.demand.name for each in divided.arrangements.arranged])
+                divided.arrangements.notes.append(
+                    f"{names}: multiplexed after all, or other models would have no place"
+                )
+            else:
+                found = rest or Made(made)
+                found.plan = divided.joined(rest.plan if rest else None, self.options.objective)
         found.arrangements = divided.arrangements
         return found
 

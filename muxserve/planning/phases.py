@@ -97,7 +97,11 @@ def _arrangement(
         for number, each in enumerate(places):
             tell(0.7 * number / len(places), each.layout.words)
             search = Search(wanted, ground, each, latency, load, brief=True)
-            found = search.goodput(SHARE, start, COARSE)
+            try:
+                found = search.goodput(SHARE, start, COARSE)
+            except NoPlaceError:
+                # Another one may be possible. If none is, the first says why when it is looked at below.
+                continue
             simulations += search.simulations
             if found > most:
                 place, most = each, found

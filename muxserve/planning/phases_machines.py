@@ -31,6 +31,14 @@ class Divided:
     left: Cluster
     numbers: list[int]
 
+    def crowds_out(self, fleet: Fleet, before: ClusterPlan, rest: ClusterPlan | None) -> bool:
+        """Whether models that were free to share have taken the place of others, which had one in `before`."""
+        chosen = [each for each in self.arrangements.arranged if fleet.model(each.demand.name).phases == "auto"]
+        if len(chosen) < len(self.arrangements.arranged) or self.arrangements.missing:
+            return False
+        missing = rest.missing if rest else {demand.name: "" for demand in self.arrangements.shared}
+        return bool(set(missing) - set(before.missing))
+
     @property
     def apart(self) -> bool:
         """Whether some model is not to be planned with the others."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,17 @@ from typer.testing import CliRunner
 from muxserve.cli import plan_phases
 from muxserve.cli.app import app
 from muxserve.config import load_fleet
+from muxserve.planning.phases_arrange import Arrangements
 from muxserve.planning.phases_figures import Compared, Comparison, Figures, Spread
-from muxserve.planning.phases_layout import Layout
-from muxserve.planning.phases_plan import Carving, part_of
+from muxserve.planning.phases_layout import Layout, Wanted
+from muxserve.planning.phases_machines import Divided
+from muxserve.planning.phases_plan import Arranged, Carving, part_of
 from muxserve.planning.planfile import load_plan
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.memory import MemoryRules
 from placement.planner import PlanOptions, plan_cluster
-from tests.planning.phases_support import COSTS, L20, WIDE
+from tests.planning.phases_support import COSTS, L20, WIDE, gpus
 
 runner = CliRunner()
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,3 +259,44 @@ class TestTables:
         rows = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()[2:]}
         assert rows["goodput"] == "6/s"
         assert rows["balance"] == "1.25"
+
+
+class TestCrowding:
+    @pytest.mark.parametrize(("phases", "crowds"), [("auto", True), ("rolling", False)])
+    def test_only_those_that_chose_give_way(self, fleet: Path, phases: str, crowds: bool) -> None:
+        fleet.write_text(FLEET.format(phases=phases, more=OTHER))
+        declared = load_fleet(fleet, serving=False)
+        made = TestParts.plan([8.0, 2.0], (Node(L20.name, 2),))
+        first, other = (
+            replace(demand, name=name) for demand, name in zip(made.demands, ("open", "other"), strict=True)
+        )
+        place = gpus(2).place(Wanted(first), Layout("rolling", 2, 1, 1))
+        spread = Spread(0.1, 0.1, 0.1, 0.1)
+        figures = Figures(
+            place.layout,
+            2,
+            9.0,
+            9.0,
+            1.0,
+            1.0,
+            spread,
+            spread,
+            spread,
+            spread,
+            8.0,
+            9.0,
+            0,
+            1.0,
+            (),
+            0.0,
+            0.0,
+            0.1,
+            240,
+        )
+        found = Arrangements([Arranged(first, place, figures, ((0,), (1,)))], [other])
+        divided = Divided(made.placement.cluster, found, Cluster(()), [])
+        assert divided.crowds_out(declared, made, None) == crowds
+        whole = divided.joined(None, made.objective)
+        assert whole.missing == {"other": "models that have devices to themselves leave none"}
+        assert [unit.phases for unit in whole.placement.units] == ["rolling", "rolling"]
+        assert whole.asked == pytest.approx(10.0)
