@@ -102,9 +102,10 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
         if ranks > 1:
             # Not later: vLLM lets nobody change it once a worker is up.
             torch.set_num_threads(bind_worker(self.vllm_config, self.rank).model.threads)
-            if self.compilation_config.mode == CompilationMode.NONE:
-                # The embedding of a split vocabulary would call a C++ compiler also in eager engines, for seconds.
-                torch.compiler.set_stance("force_eager")
+        if self.compilation_config.mode == CompilationMode.NONE:
+            # The embedding of a split vocabulary, and the first request for logprobs, would call a C++ compiler also in
+            # eager engines, for seconds.
+            torch.compiler.set_stance("force_eager")
         super().init_device()
         if ranks > 1:
             _unlink_shared_memory()
