@@ -4,18 +4,8 @@ plan = plan_unit(demands, Machine(...))             # pools, quotas and shares o
 """
 
 from placement.pools import KVShape, PoolGroup, group_pools
-from placement.unit import (
-    Machine,
-    ModelDemand,
-    ModelPlan,
-    PlanError,
-    PlanProblem,
-    PoolPlan,
-    UnitPlan,
-    least_pool_bytes,
-    plan_unit,
-    pool_groups,
-)
+from placement.unit import least_pool_bytes, plan_unit, pool_groups
+from placement.unit_types import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
 
 __all__ = [
     "KVShape",

@@ -9,152 +9,21 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
-from muxserve.costs.architecture import ModelArchitecture
-from placement.demand import splits_evenly
 from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
 from placement.shares import share_out
+from placement.unit_checks import check_memory, check_models, check_pool, check_tables
+from placement.unit_types import Machine, ModelDemand, ModelPlan, PoolPlan, UnitPlan
 from placement.words import enumerate_words, format_size
 
-HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
-FLASH_STEP, FLASH_MOST = 8, 256  # head sizes of FlashAttention: multiples of 8 up to 256
 MIN_AUTO_LEN = 256  # tokens that a model with max_len auto gets at least
-AUTO_MEMORY = 0.10  # of the machine's memory: what a pool of size auto may take at most
-FORCED_MEMORY = 0.50  # ... unless one sequence per model needs more
+AUTO_MEMORY = 0.10  # of the machine's memory: what a pool of size auto takes at most, unless one sequence needs more
 SHARED_MEMORY = 0.80  # of the free shared memory (/dev/shm), where the pool lies
 _RESIDENCE = 10.0  # seconds that a request is assumed to hold pages, for the size of an auto pool
 MAX_BLOCKS = 1 << 20  # of one page table, the memory manager's limit; met by toy models on large GPUs alone
-_TABLE_ENTRY = 4  # bytes of a page table per page
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited)."""
-
-    cores: int
-    memory_bytes: int
-    shared_memory_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class ModelDemand:
-    """A model to be placed, split over `ranks` devices: its layers over `stages` of a pipeline, and each stage over
-    `ranks / stages` that split its tensors. None stands for auto; `rate` is in requests per second.
-
-    `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
-    equally large in both.
-    """
-
-    name: str
-    architecture: ModelArchitecture
-    dtype: str | None = None
-    rate: float = 1.0
-    max_len: int | None = None
-    max_num_seqs: int = 64
-    threads: int | None = None
-    ranks: int = 1
-    block_tokens: int | None = None
-    stages: int = 1
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Ranks that the tensors of one stage are split over."""
-        return max(1, self.ranks // self.stages)
-
-    @property
-    def layers(self) -> int:
-        """Layers of the stage with the most. vLLM gives the rest of an uneven division to as many stages, one each."""
-        return math.ceil(self.architecture.layers / self.stages)
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads on each of the tensor-parallel ranks; those beyond the model's heads hold copies."""
-        return max(1, self.architecture.kv_heads // self.tensor_parallel)
-
-    @property
-    def pages_per_block(self) -> int:
-        """Pages on each rank behind one token block."""
-        return self.layers * self.kv_heads
-
-    @property
-    def resolved_dtype(self) -> str:
-        """The type served in: the one asked for, or the checkpoint's."""
-        return self.dtype or self.architecture.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of K and V per token on each rank."""
-        whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
-        return whole * self.pages_per_block // self.architecture.pages_per_block
-
-    @property
-    def demand(self) -> float:
-        """Weight in the sharing of memory: KV bytes per second and token of length."""
-        return self.rate * self.bytes_per_token
-
-
-@dataclass(frozen=True)
-class PoolPlan:
-    """One pool, on every rank; its page 0 is the null page and belongs to nobody."""
-
-    name: str
-    dtype: str
-    page_bytes: int
-    num_pages: int
-    models: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """One placed model. Pages are of its pool on each rank, lengths in tokens, `threads` those of each rank, shares of
-    the machine's cores in (0, 1]."""
-
-    name: str
-    pool: str
-    dtype: str
-    block_tokens: int
-    num_blocks: int
-    quota_pages: int
-    floor_pages: int
-    max_len: int
-    threads: int
-    share: float
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """The plan of one unit. `notes` says in words what was decided for the user."""
-
-    cores: int
-    pools: tuple[PoolPlan, ...]
-    models: tuple[ModelPlan, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def pool_bytes(self) -> int:
-        """All pools together, on each rank."""
-        return sum(pool.page_bytes * pool.num_pages for pool in self.pools)
-
-
-@dataclass(frozen=True)
-class PlanProblem:
-    """Why there is no plan. `key` is the fleet file's key to change, of `model` if given, else of the whole fleet."""
-
-    message: str
-    key: str
-    model: str | None = None
-
-
-class PlanError(ValueError):
-    """The fleet does not fit the machine."""
-
-    def __init__(self, problems: Sequence[PlanProblem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("; ".join(problem.message for problem in problems))
 
 
 def plan_unit(
@@ -184,15 +53,15 @@ def plan_unit(
     if device == "cuda" and pool_bytes is None:
         raise ValueError("the pools of a GPU have the size that its budget leaves")
     cores = machine.cores if cores is None else cores
-    _check(models, machine, cores, device)
+    check_models(models, machine, cores, device)
     groups = pool_groups(models)
     by_name = {model.name: model for model in models}
     block_tokens = {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
     needed = _needed(models, groups)
     total = _pool_size(models, machine, pool_bytes, sum(needed), units)
-    _check_pool(models, total, sum(needed), device)
+    check_pool(models, total, sum(needed), device)
     if device == "cpu":
-        _check_memory(models, machine, total, sum(needed), pool_bytes)
+        check_memory(models, machine, total, sum(needed), pool_bytes)
 
     notes: list[str] = []
     weights = [sum(by_name[name].demand for name in group.models) for group in groups]
@@ -229,7 +98,7 @@ def plan_unit(
                 share=min(1.0, threads * member.ranks / cores),
             )
     if device == "cuda":
-        _check_tables(models, plans, machine)
+        check_tables(models, plans, machine)
     return UnitPlan(cores, tuple(pools), tuple(plans[m.name] for m in models), (*_describe(pools, groups), *notes))
 
 
@@ -255,45 +124,6 @@ def _needed(models: Sequence[ModelDemand], groups: Sequence[PoolGroup]) -> list[
     return [(1 + count) * group.page_bytes for count, group in zip(pages, groups, strict=True)]
 
 
-def _check(models: Sequence[ModelDemand], machine: Machine, cores: int, device: str) -> None:
-    problems = []
-    if cores > machine.cores:
-        problems.append(
-            PlanProblem(f"{cores} cores are asked for, but this machine has {machine.cores}", "cluster.cores")
-        )
-    for model in models:
-        architecture = model.architecture
-        known = _unknown_head_dim(architecture.head_dim, device)
-        if known:
-            message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
-            problems.append(PlanProblem(message, "path", model.name))
-        if not splits_evenly(architecture, model.tensor_parallel):
-            message = (
-                f"its {architecture.heads} heads, {architecture.kv_heads} KV heads and MLP of "
-                f"{architecture.intermediate} columns cannot be split over {model.tensor_parallel} ranks"
-            )
-            problems.append(PlanProblem(message, "path", model.name))
-        if model.stages > architecture.layers:
-            message = f"{model.stages} stages are more than the model has layers ({architecture.layers})"
-            problems.append(PlanProblem(message, "stages", model.name))
-        if model.max_len is not None and model.max_len > architecture.max_len:
-            message = f"{model.max_len} tokens are more than the model was made for ({architecture.max_len})"
-            problems.append(PlanProblem(message, "max_len", model.name))
-        if model.threads is not None and model.threads > cores:
-            message = f"{model.threads} threads are more than the {cores} cores of the cluster"
-            problems.append(PlanProblem(message, "threads", model.name))
-    if problems:
-        raise PlanError(problems)
-
-
-def _unknown_head_dim(head_dim: int, device: str) -> str:
-    """What the attention kernel has instead of that head size; empty if it has it."""
-    if device == "cuda":
-        good = head_dim % FLASH_STEP == 0 and head_dim <= FLASH_MOST
-        return "" if good else f"multiples of {FLASH_STEP} up to {FLASH_MOST}"
-    return "" if head_dim in HEAD_DIMS else enumerate_words([str(dim) for dim in sorted(HEAD_DIMS)])
-
-
 def _least_auto(model: ModelDemand) -> int:
     return min(MIN_AUTO_LEN, model.architecture.default_max_len)
 
@@ -316,61 +146,6 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
         limit = min(limit, machine.shared_memory_bytes * SHARED_MEMORY)
     size = max(min(wanted, limit / models[0].ranks / units), needed)
     return math.ceil(size / _MIB) * _MIB
-
-
-def _check_pool(models: Sequence[ModelDemand], total: int, needed: int, device: str) -> None:
-    if needed <= total:
-        return
-    at_least = f"{math.ceil(needed / _MIB)}MiB"
-    largest = max(models, key=lambda m: (m.max_len or 0) * m.bytes_per_token)
-    where = "" if device == "cpu" else " of each GPU"
-    message = (
-        f"{format_size(max(0, total))}{where} cannot hold one sequence of every model; it must be at least {at_least}"
-    )
-    if largest.max_len:
-        size = format_size(largest.max_len * largest.bytes_per_token)
-        message += f", or lower max_len: {largest.max_len} tokens of {largest.name} alone take {size}"
-    raise PlanError([PlanProblem(message, "kv_pool.size")])
-
-
-def _check_memory(models: Sequence[ModelDemand], machine: Machine, total: int, needed: int, asked: int | None) -> None:
-    problems = []
-    at_least = f"{math.ceil(needed / _MIB)}MiB"
-    total *= models[0].ranks  # all ranks are on this machine
-    shared = machine.shared_memory_bytes
-    if shared is not None and total > shared:
-        message = (
-            f"the pool takes {format_size(total)}, but only {format_size(shared)} of shared memory (/dev/shm) "
-            f"are free; make /dev/shm larger (docker run --shm-size, or mount -o remount,size=...) or the pool smaller"
-        )
-        problems.append(PlanProblem(message, "kv_pool.size"))
-    if asked is None and total > machine.memory_bytes * FORCED_MEMORY:
-        message = (
-            f"one sequence of every model needs a pool of {at_least}, more than half of the memory "
-            f"({format_size(machine.memory_bytes)}); lower max_len, or set kv_pool.size yourself"
-        )
-        problems.append(PlanProblem(message, "kv_pool.size"))
-    weights = sum(model.architecture.weight_bytes(model.resolved_dtype) for model in models)
-    if weights + total > machine.memory_bytes:
-        message = (
-            f"the weights (about {format_size(weights)}) and the pool ({format_size(total)}) do not fit into the "
-            f"memory ({format_size(machine.memory_bytes)}); serve fewer or smaller models, or use dtype: bfloat16"
-        )
-        problems.append(PlanProblem(message, "models"))
-    if problems:
-        raise PlanError(problems)
-
-
-def _check_tables(models: Sequence[ModelDemand], plans: Mapping[str, ModelPlan], machine: Machine) -> None:
-    """Pools of GPUs are not in shared memory, but page tables are."""
-    tables = sum(_TABLE_ENTRY * plans[model.name].num_blocks * model.pages_per_block for model in models)
-    shared = machine.shared_memory_bytes
-    if shared is not None and tables > shared:
-        message = (
-            f"the page tables take {format_size(tables)}, but only {format_size(shared)} of shared memory (/dev/shm) "
-            f"are free; make /dev/shm larger (docker run --shm-size, or mount -o remount,size=...) or the pool smaller"
-        )
-        raise PlanError([PlanProblem(message, "kv_pool.size")])
 
 
 def _lengths(models: Sequence[ModelDemand], block_tokens: Sequence[int], pages: int) -> list[int]:

@@ -1,0 +1,135 @@
+"""What goes into the plan of one unit, and what comes out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from muxserve.costs.architecture import ModelArchitecture
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited)."""
+
+    cores: int
+    memory_bytes: int
+    shared_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelDemand:
+    """A model to be placed, split over `ranks` devices: its layers over `stages` of a pipeline, and each stage over
+    `ranks / stages` that split its tensors. None stands for auto; `rate` is in requests per second.
+
+    `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
+    equally large in both.
+    """
+
+    name: str
+    architecture: ModelArchitecture
+    dtype: str | None = None
+    rate: float = 1.0
+    max_len: int | None = None
+    max_num_seqs: int = 64
+    threads: int | None = None
+    ranks: int = 1
+    block_tokens: int | None = None
+    stages: int = 1
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that the tensors of one stage are split over."""
+        return max(1, self.ranks // self.stages)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the stage with the most. vLLM gives the rest of an uneven division to as many stages, one each."""
+        return math.ceil(self.architecture.layers / self.stages)
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads on each of the tensor-parallel ranks; those beyond the model's heads hold copies."""
+        return max(1, self.architecture.kv_heads // self.tensor_parallel)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages on each rank behind one token block."""
+        return self.layers * self.kv_heads
+
+    @property
+    def resolved_dtype(self) -> str:
+        """The type served in: the one asked for, or the checkpoint's."""
+        return self.dtype or self.architecture.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V per token on each rank."""
+        whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
+        return whole * self.pages_per_block // self.architecture.pages_per_block
+
+    @property
+    def demand(self) -> float:
+        """Weight in the sharing of memory: KV bytes per second and token of length."""
+        return self.rate * self.bytes_per_token
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """One pool, on every rank; its page 0 is the null page and belongs to nobody."""
+
+    name: str
+    dtype: str
+    page_bytes: int
+    num_pages: int
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One placed model. Pages are of its pool on each rank, lengths in tokens, `threads` those of each rank, shares of
+    the machine's cores in (0, 1]."""
+
+    name: str
+    pool: str
+    dtype: str
+    block_tokens: int
+    num_blocks: int
+    quota_pages: int
+    floor_pages: int
+    max_len: int
+    threads: int
+    share: float
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The plan of one unit. `notes` says in words what was decided for the user."""
+
+    cores: int
+    pools: tuple[PoolPlan, ...]
+    models: tuple[ModelPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def pool_bytes(self) -> int:
+        """All pools together, on each rank."""
+        return sum(pool.page_bytes * pool.num_pages for pool in self.pools)
+
+
+@dataclass(frozen=True)
+class PlanProblem:
+    """Why there is no plan. `key` is the fleet file's key to change, of `model` if given, else of the whole fleet."""
+
+    message: str
+    key: str
+    model: str | None = None
+
+
+class PlanError(ValueError):
+    """The fleet does not fit the machine."""
+
+    def __init__(self, problems: Sequence[PlanProblem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(problem.message for problem in problems))
