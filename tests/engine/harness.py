@@ -38,6 +38,7 @@ from muxserve.wire import (
     decode,
     encode,
 )
+from tests.engine.nursery import end, nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 # One with as many KV heads as heads, one with fewer.
@@ -381,15 +382,7 @@ def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1, st
         deployments.save(deployment, path)
         manager = server.start(deployment)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        log = open(deployment.log_dir / "warm-parent.log", "wb")  # noqa: SIM115
-        command = [sys.executable, "-m", "muxserve.engine.warm_parent", "--deployment", str(path)]
-        parent = subprocess.Popen(
-            [*command, "--control-fd", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
+        parent = nursery().fork(deployment.unit, path, deployment.log_dir / "warm-parent.log", theirs)
         theirs.close()
         family = Engines(deployment, ours, manager)
         try:
@@ -406,7 +399,6 @@ def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1, st
         finally:
             family.close()
             ours.close()
-            for process in (parent, family.manager):
-                process.terminate()
-                process.wait(10)
-            log.close()
+            end(parent)
+            family.manager.terminate()
+            family.manager.wait(10)
