@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +11,19 @@ import pytest
 
 from tests.e2e.fleet import ROOT, Fleet, fleet_file, running
 from tests.e2e.reference import MODELS
-from tests.support.beside import beside, wanted
-
-_STOCK = pytest.StashKey[tuple[tempfile.TemporaryDirectory[str], Future[str]]]()
+from tests.support.beside import begin, output
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if wanted(session, "reference", Path(__file__).parent):
-        directory = tempfile.TemporaryDirectory(prefix="mux-reference-")
-        models = [str(ROOT / "configs/models" / model) for model in MODELS]
-        command = [sys.executable, "-m", "tests.e2e.reference", directory.name, *models]
-        session.config.stash[_STOCK] = directory, beside(session.config).add(command)
+    models = [str(ROOT / "configs/models" / model) for model in MODELS]
+    begin(session, "reference", Path(__file__).parent, "tests.e2e.reference", *models)
 
 
 @pytest.fixture(scope="session")
-def reference(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
+def reference(pytestconfig: pytest.Config) -> dict[str, Any]:
     """Stock vLLM's answers by model, in the order of `requests_for`."""
-    directory, done = pytestconfig.stash[_STOCK]
-    with directory:
-        done.result()
-        yield {model: json.loads((Path(directory.name) / f"{model}.json").read_text()) for model in MODELS}
+    with output(pytestconfig, "reference") as directory:
+        return {model: json.loads((directory / f"{model}.json").read_text()) for model in MODELS}
 
 
 @pytest.fixture(scope="package")

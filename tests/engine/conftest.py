@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.harness import MODELS
-from tests.support.beside import beside, wanted
+from tests.support.beside import begin, output
 
-_STOCK = pytest.StashKey[tuple[tempfile.TemporaryDirectory[str], Future[str]]]()
+# The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
+# gathered, sampling on each rank, a grammar.
+SPLIT = "arithmetic"
+TRIED = ["greedy", "chunked", "logprobs", "penalties", "seed-top-p", "json"]
+HERE = Path(__file__).parent
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if wanted(session, "stock", Path(__file__).parent):
-        directory = tempfile.TemporaryDirectory(prefix="mux-stock-")
-        command = [sys.executable, "-m", "tests.engine.stock", directory.name, *map(str, MODELS.values())]
-        session.config.stash[_STOCK] = directory, beside(session.config).add(command)
+    begin(session, "stock", HERE, "tests.engine.stock", *map(str, MODELS.values()))
+    split = [str(MODELS[SPLIT]), "--cases", *TRIED, "--ranks", "1", "2"]
+    begin(session, "stock_by_ranks", HERE, "tests.engine.stock", *split)
 
 
 @pytest.fixture(scope="session")
-def stock(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
+def stock(pytestconfig: pytest.Config) -> dict[str, Any]:
     """Stock vLLM's answers to all cases, by model and case."""
-    directory, done = pytestconfig.stash[_STOCK]
-    with directory:
-        done.result()
-        found = {name: Path(directory.name) / f"{path.name}.json" for name, path in MODELS.items()}
-        yield {name: json.loads(file.read_text()) for name, file in found.items()}
+    with output(pytestconfig, "stock") as directory:
+        return {name: json.loads((directory / f"{path.name}.json").read_text()) for name, path in MODELS.items()}
+
+
+@pytest.fixture(scope="session")
+def stock_by_ranks(pytestconfig: pytest.Config) -> dict[int, dict[str, Any]]:
+    """Stock vLLM's answers to some cases with one rank and with two."""
+    with output(pytestconfig, "stock_by_ranks") as directory:
+        files = {1: directory / f"{SPLIT}.json", 2: directory / f"{SPLIT}-2.json"}
+        return {ranks: json.loads(file.read_text()) for ranks, file in files.items()}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,33 +17,18 @@ import pytest
 from muxserve import deployment as deployments
 from muxserve.memory import server
 from tests.engine.cases import CASES, sampling
+from tests.engine.conftest import SPLIT, TRIED
 from tests.engine.harness import Engines, deployed_model, engines
 from tests.engine.test_engines import bodies, check, owned
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = "arithmetic"
+MODEL = SPLIT
 PATH = ROOT / "configs/models" / MODEL
-# One of each kind that could go wrong between ranks: chunks, logits gathered, sampling on each rank, a grammar.
-TRIED = ["greedy", "chunked", "logprobs", "penalties", "seed-top-p", "json"]
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process in which stock vLLM answers, while the engines of the test start."""
-    out = tmp_path_factory.mktemp("stock")
-    command = [sys.executable, "-m", "tests.engine.stock", str(out), str(PATH), "--cases", *TRIED, "--ranks", "1", "2"]
-    with open(out / "log", "wb") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
-        yield process, out
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def answers(asked: tuple[subprocess.Popen[bytes], Path], family: Engines) -> dict[int, dict[str, Any]]:
-    """Stock vLLM's answers with one rank and with two."""
-    process, out = asked
-    assert process.wait() == 0, (out / "log").read_text()[-3000:]
-    files = {1: out / f"{MODEL}.json", 2: out / f"{MODEL}-2.json"}
-    return {ranks: json.loads(file.read_text()) for ranks, file in files.items()}
+def answers(stock_by_ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return stock_by_ranks
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +37,7 @@ def stock(answers: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def family(asked: object) -> Iterator[Engines]:
+def family() -> Iterator[Engines]:
     with engines([deployed_model(MODEL, PATH, ranks=2, max_num_batched_tokens=128)], ranks=2) as running:
         yield running
 

@@ -1,6 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+
+from tests.support.beside import begin, output
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    begin(session, "served", Path(__file__).parent, "tests.engine_cuda.serve_on_cpu")
+
+
+@pytest.fixture(scope="session")
+def served(pytestconfig: pytest.Config) -> Iterator[Path]:
+    """What `serve_on_cpu` has written, while other tests ran."""
+    with output(pytestconfig, "served") as directory:
+        yield directory
 
 
 @pytest.fixture

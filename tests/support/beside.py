@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,23 @@ def wanted(session: pytest.Session, fixture: str, below: Path) -> bool:
     if session.config.option.collectonly:
         return False
     return any(below in item.path.parents and fixture in getattr(item, "fixturenames", ()) for item in session.items)
+
+
+_OUTPUTS = pytest.StashKey[dict[str, tuple["tempfile.TemporaryDirectory[str]", Future[str]]]]()
+
+
+def begin(session: pytest.Session, fixture: str, below: Path, module: str, *arguments: str) -> None:
+    """For a fixture that is `wanted`: run `python -m MODULE DIRECTORY ARGUMENTS`, which writes into the directory."""
+    if wanted(session, fixture, below):
+        directory = tempfile.TemporaryDirectory(prefix=f"mux-{fixture}-")
+        done = beside(session.config).add([sys.executable, "-m", module, directory.name, *arguments])
+        session.config.stash.setdefault(_OUTPUTS, {})[fixture] = directory, done
+
+
+@contextmanager
+def output(config: pytest.Config, fixture: str) -> Iterator[Path]:
+    """The directory into which the program of that fixture has written, when it has ended."""
+    directory, done = config.stash[_OUTPUTS][fixture]
+    with directory:
+        done.result()
+        yield Path(directory.name)
