@@ -212,8 +212,9 @@ class Fleet:
 
     def tell(self, name: str, text: str = "") -> Path:
         file = self.run_dir.path / name
-        file.write_text(text)
-        return file
+        # Whoever looks for it finds all of it.
+        (whole := file.with_name(f"{file.name}.new")).write_text(text)
+        return whole.replace(file)
 
     def journal(self) -> list[str]:
         file = self.run_dir.path / "journal"

@@ -132,9 +132,10 @@ def scheduler(file: str, journal: Journal) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     sock = zmq.Context().socket(zmq.ROUTER)
     sock.bind(fleet.scheduler_address)
-    orders = Path(fleet.run_dir) / "orders"
+    orders, greeted = Path(fleet.run_dir) / "orders", False
     while True:
-        if orders.exists():
+        # Before it has greeted, there is no way to the controller.
+        if greeted and orders.exists():
             lines = orders.read_text().splitlines()
             orders.unlink()
             for line in lines:
@@ -145,6 +146,7 @@ def scheduler(file: str, journal: Journal) -> None:
             continue
         identity, frame = sock.recv_multipart()
         message = wire.decode(frame)
+        greeted |= identity == b"controller"
         journal.write(f"scheduler got {type(message).__name__} from {identity.decode()}")
         if isinstance(message, wire.StartFailed):
             journal.write(f"start of {message.model} failed: {message.reason}")
