@@ -97,6 +97,8 @@ class RollingWorld:
         self.now = 1000.0
         self.units = {f"u{n}": FakeUnit(f"u{n}") for n in range(units)}
         self.serving = set(self.units)
+        # Of which nobody wants all: then requests are refused, and rightly.
+        self.unwanted: set[str] = set()
         self.requests: dict[str, Asked] = {}
         self.done = 0
         self.count = 0
@@ -350,15 +352,17 @@ class RollingWorld:
     # ------------------------------------------------------------ the fleet
 
     def drain(self, unit: FakeUnit) -> None:
-        if len(self.serving) > 1 and unit.name in self.serving:
+        if len(self.serving - self.unwanted) > 1 and unit.name in self.serving:
+            self.unwanted.add(unit.name)
             self.hear(CONTROLLER, DrainReplicas(unit.name, [MODEL]))
 
     def end_stopped(self) -> None:
         """The controller ends what is drained, and writes the fleet file."""
         for name in self.stopped:
             unit = self.units[name]
-            if len(self.serving) > 1 and name in self.serving:
+            if len(self.serving) > 1 and name in self.unwanted:
                 self.serving.discard(name)
+                self.unwanted.discard(name)
                 self.lose(unit)
                 unit.terminating = False
         self.stopped.clear()
