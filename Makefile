@@ -56,7 +56,7 @@ build/ray/.installed: requirements/ray.txt | setup
 	@touch $@
 
 unit: setup build/triton/.installed build/ray/.installed
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@tests/run_all.sh $(BIN)/python $(PYTEST_ARGS)
 
 bench: setup
 	@for b in memory_manager scheduler gateway serving_cpu; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
