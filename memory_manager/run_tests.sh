@@ -31,16 +31,30 @@ run() {
     -DMUXSERVE_BUILD_TESTS=ON -DMUXSERVE_SANITIZE="$sanitizers" "${prefix[@]}" >/dev/null
   ninja -C "$dir" -j "${JOBS:-2}" --quiet memory_manager_tests
   local log=$dir/tests.log
-  for attempt in 1 2 3; do
-    if "$dir/memory_manager_tests" --gtest_brief=1 2>&1 | tee "$log"; then return 0; fi
-    # The leak checker stops all threads with ptrace when the tests are over, and its own tracer now and then crashes
-    # there. That says nothing about the tests: only then is the run repeated. A failed test or a leak ends it at once.
-    if ! grep -q 'PASSED' "$log" || grep -q 'FAILED' "$log" || ! grep -q 'LeakSanitizer has encountered a fatal error' "$log"; then
-      return 1
-    fi
-    echo "The leak checker itself crashed (attempt $attempt of 3): running the tests again" >&2
-  done
-  return 1
+  if "$dir/memory_manager_tests" --gtest_brief=1 2>&1 | tee "$log"; then return 0; fi
+  # The leak checker stops all threads with ptrace when the tests are over. On some machines its own tracer crashes
+  # there, every time, which says nothing about the tests: only then does valgrind look for leaks instead. A failed
+  # test, an error of an address or a leak never gets here.
+  if grep -q PASSED "$log" && ! grep -qE 'FAILED|ERROR: |runtime error' "$log" &&
+    grep -q 'LeakSanitizer has encountered a fatal error' "$log"; then
+    leaks_by_valgrind
+  else
+    return 1
+  fi
+}
+
+# Only leaks and bad accesses count here (exit status 9): all tests have passed by now, and valgrind is
+# forty times slower than the deadlines in them expect.
+leaks_by_valgrind() {
+  if ! command -v valgrind >/dev/null; then
+    echo "WARNING: leaks were NOT looked for: LeakSanitizer's tracer crashed, and valgrind is not installed" >&2
+    return 0
+  fi
+  echo "== C++ tests: LeakSanitizer's tracer crashed on this machine; valgrind looks for leaks (a minute)"
+  local status=0
+  valgrind --quiet --leak-check=full --errors-for-leak-kinds=definite --undef-value-errors=no --error-exitcode=9 \
+    build/cpp-plain/memory_manager_tests --gtest_brief=1 || status=$?
+  if [ "$status" = 9 ]; then return 1; fi
 }
 
 export ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1" UBSAN_OPTIONS="print_stacktrace=1"
