@@ -115,12 +115,12 @@ class Router:
         self._mute.discard(unit)
         match message:
             case Lost():
-                lost = self._of(unit, message.request_ids)
+                lost = self._of(unit, message)
                 if lost:
                     log.warning("%s lost %d requests: %s", unit, len(lost), message.reason)
                 self._leave(lost, now, "engine_lost", died=True, last=message.reason)
             case Elsewhere():
-                back = self._of(unit, message.request_ids)
+                back = self._of(unit, message)
                 for request in back:
                     request.refused_by = (*request.refused_by, unit)
                 self._leave(back, now, "drained", died=False)
@@ -169,10 +169,12 @@ class Router:
 
     # ------------------------------------------------------------ inside
 
-    def _of(self, unit: str, request_ids: Iterable[str]) -> list[Tracked]:
-        """Those of `request_ids` that are at `unit`: what it says of others is stale."""
-        known = (self.table.get(request_id) for request_id in dict.fromkeys(request_ids))
-        return [request for request in known if request is not None and request.unit == unit]
+    def _of(self, unit: str, message: Lost | Elsewhere) -> list[Tracked]:
+        """Those requests of `message` that are at `unit` as the attempt that it means: what it says of others is
+        stale."""
+        lives = dict(zip(message.request_ids, message.attempts, strict=False))
+        known = ((self.table.get(request_id), attempt) for request_id, attempt in lives.items())
+        return [r for r, attempt in known if r is not None and r.unit == unit and r.attempt == attempt]
 
     def _refused(self, request: Tracked, reason: str, now: float) -> None:
         """Its unit can never serve it; one that has more room may."""

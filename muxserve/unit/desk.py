@@ -142,7 +142,7 @@ class RequestDesk:
             self._refuse(peer, submit.request_id, submit.attempt, f"this unit has no model {submit.model!r}")
             return
         if model.retired:
-            self._out.send(peer, Elsewhere([submit.request_id]))
+            self._out.send(peer, Elsewhere([submit.request_id], [submit.attempt]))
             return
         done = len(submit.output_tokens)
         # The last token is not computed upon, so it needs no place; one token is generated whatever was asked for.
@@ -219,13 +219,12 @@ class RequestDesk:
 
     def give_back(self, model: ModelState, now: float) -> None:
         """What waits in the model's queue is to be served by other units."""
-        by_gateway: defaultdict[bytes, list[str]] = defaultdict(list)
-        for live in list(model.queue.first(len(model.queue))):
-            self._ledger.given_back(live.request_id, now)
-            by_gateway[self.held.pop(live.request_id).gateway].append(live.request_id)
-        for gateway, ids in by_gateway.items():
+        waiting = [live.request_id for live in model.queue.first(len(model.queue))]
+        for request_id in waiting:
+            self._ledger.given_back(request_id, now)
+        for gateway, (ids, attempts) in self._let_go(waiting).items():
             log.info("%d requests of %s go elsewhere", len(ids), model.name)
-            self._out.send(gateway, Elsewhere(ids))
+            self._out.send(gateway, Elsewhere(ids, attempts))
 
     @staticmethod
     def _pages(model: ModelState, tokens: int) -> int:
@@ -279,12 +278,19 @@ class RequestDesk:
 
     def tell_lost(self, request_ids: Iterable[str], reason: str) -> None:
         """Tell the gateways about requests that the ledger has lost already. Their hand-offs are given up."""
-        by_gateway: defaultdict[bytes, list[str]] = defaultdict(list)
-        for request_id in request_ids:
-            by_gateway[self.held.pop(request_id).gateway].append(request_id)
-        for gateway, ids in by_gateway.items():
+        for gateway, (ids, attempts) in self._let_go(request_ids).items():
             log.warning("%d requests lost: %s", len(ids), reason)
-            self._out.send(gateway, Lost(ids, reason))
+            self._out.send(gateway, Lost(ids, attempts, reason))
+
+    def _let_go(self, request_ids: Iterable[str]) -> dict[bytes, tuple[list[str], list[int]]]:
+        """Forget these requests; returns them with their attempts by gateway."""
+        by_gateway: defaultdict[bytes, tuple[list[str], list[int]]] = defaultdict(lambda: ([], []))
+        for request_id in request_ids:
+            held = self.held.pop(request_id)
+            ids, attempts = by_gateway[held.gateway]
+            ids.append(request_id)
+            attempts.append(held.attempt)
+        return by_gateway
 
     def finished(self, request_id: str) -> None:
         """The ledger has counted the end of the request."""

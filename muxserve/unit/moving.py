@@ -138,7 +138,7 @@ class Departures:
         self.migrator_up = False
         self._epoch = epoch
         self._by_request: dict[str, Move] = {}
-        self._departed: deque[tuple[float, str, bytes]] = deque()
+        self._departed: deque[tuple[float, str, int, bytes]] = deque()
         self._count = 0
 
     def moving_out(self, model: str) -> int:
@@ -206,9 +206,9 @@ class Departures:
                 who = "the engine" if move.step in (Step.SHOWING, Step.DETACHING) else "the migrator"
                 self._fail(move, f"{who} does not answer", now, uncertain=move.step is Step.COMMITTING)
         while self._departed and self._departed[0][0] <= now:
-            _, request_id, gateway = self._departed.popleft()
+            _, request_id, attempt, gateway = self._departed.popleft()
             if request_id not in self.desk.held and gateway in self.desk.gateways:
-                self.out.send(gateway, Lost([request_id], "it went to a unit that has not spoken of it"))
+                self.out.send(gateway, Lost([request_id], [attempt], "it went to a unit that has not spoken of it"))
         if self.migrator_up and self.memory.connected:
             for live, pair, usage in self.pairs.choose(now, self._by_request.keys()):
                 self._begin(live, pair, usage, now)
@@ -334,7 +334,7 @@ class Departures:
         held = self.desk.held.pop(live.request_id)
         if held.key:
             self.memory.drop(model.name, held.key)
-        self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.gateway))
+        self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.attempt, held.gateway))
         downtime = self.downtimes.setdefault(model.name, Downtime())
         downtime.last = now - move.detached_at
         downtime.most = max(downtime.most, downtime.last)

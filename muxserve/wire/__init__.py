@@ -69,6 +69,7 @@ from muxserve.wire.unit import (
     GatewayDown,
     GatewayHello,
     HandOver,
+    HeldRequests,
     Lease,
     Lost,
     Prefilled,
@@ -77,6 +78,7 @@ from muxserve.wire.unit import (
     Retire,
     Returned,
     Revive,
+    ShowRequests,
     StateRequest,
     StepReport,
     Stop,
@@ -103,6 +105,7 @@ __all__ = [
     "GatewayDown",
     "GatewayHello",
     "HandOver",
+    "HeldRequests",
     "Lease",
     "Load",
     "Loads",
@@ -140,6 +143,7 @@ __all__ = [
     "RollingRequest",
     "SchedulerHello",
     "ShowBlocks",
+    "ShowRequests",
     "StartFailed",
     "StartReplicas",
     "StateRequest",
@@ -168,7 +172,7 @@ AnyMessage = Union[
     StopReplica, StartFailed, DrainReplicas, ShowBlocks, Blocks, Detach, Detached, MigratorHello, MoveStage,
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive,
-    RollingReport, Waits,
+    RollingReport, Waits, ShowRequests, HeldRequests,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

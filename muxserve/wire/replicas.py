@@ -114,9 +114,10 @@ class Terminating(Message):
 
 class Elsewhere(Message):
     """The unit has not begun these requests and will not, since it is being drained: the gateway sends them to another
-    one. This does not count as an attempt that failed."""
+    one. This does not count as an attempt that failed. `attempts` are those that it means, one for each id."""
 
     request_ids: list[str]
+    attempts: list[int]
 
 
 class TookOver(Message):

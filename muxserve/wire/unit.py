@@ -71,9 +71,11 @@ class UnitHello(Message):
 class Lost(Message):
     """The process that held these requests died. The gateway submits them again with `attempt + 1`, unless they are
     with another unit by now (`TookOver`): a unit says this some time after each request that it gave to another, for
-    the case that the other one died before it could speak."""
+    the case that the other one died before it could speak. `attempts` are those that were lost, one for each id: the
+    next one may be on its way to the unit already, and goes on."""
 
     request_ids: list[str]
+    attempts: list[int]
     reason: str
 
 
@@ -127,9 +129,15 @@ class Lease(Message):
 
 
 class Abort(Message):
-    """Drop these requests now, between two steps, and give their pages back."""
+    """Drop these requests now, between two steps, and give their pages back. With `incarnations`, one for each, only
+    these lives of them; without, the last one that the engine took in."""
 
     request_ids: list[str]
+    incarnations: list[int] = []
+
+
+class ShowRequests(Message):
+    """Asks an engine which requests it has."""
 
 
 class Reset(Message):
@@ -191,6 +199,15 @@ class EngineLost(Message):
 
     request_ids: list[str]
     reason: str
+
+
+class HeldRequests(Message):
+    """Answer to `ShowRequests`: the requests that the engine goes on with, after it has taken in lease `lease_id` and
+    told everything that happened before. Incarnations belong to the ids in order."""
+
+    lease_id: int
+    request_ids: list[str]
+    incarnations: list[int]
 
 
 class StepReport(Message):

@@ -178,7 +178,7 @@ class FakeUnit:
             self.answer(gateway, Refused(message.request_id, message.attempt, script["refuse"]))
             return
         if script.get("drain") and message.attempt == 0:
-            self.answer(gateway, Elsewhere([message.request_id]))
+            self.answer(gateway, Elsewhere([message.request_id], [message.attempt]))
             return
         tokens = [byte_token(b) for b in script.get("say", "ok").encode()] + [END]
         # A replaced request comes under a new id; that it comes with the same words tells it from a new one.
@@ -244,7 +244,7 @@ class FakeUnit:
 
     def lose(self, play: Play) -> None:
         self.plays.pop(play.submit.request_id, None)
-        self.answer(play.gateway, Lost([play.submit.request_id], "the engine was killed"))
+        self.answer(play.gateway, Lost([play.submit.request_id], [play.submit.attempt], "the engine was killed"))
 
     def emit(self, play: Play, tokens: list[int], finish: FinishReason | None) -> None:
         """Send, or queue if they are to be sent in another order, these next tokens."""

@@ -114,8 +114,8 @@ async def test_it_greets_and_talks(linked: Linked) -> None:
         assert await linked.next() == ("up", "first")
         linked.link.send(Cancel(["a"]))
         assert (await unit.receive())[1] == Cancel(["a"])
-        await unit.send(peer, encode(Lost(["b"], "died")))
-        assert await linked.next() == ("message", Lost(["b"], "died"))
+        await unit.send(peer, encode(Lost(["b"], [0], "died")))
+        assert await linked.next() == ("message", Lost(["b"], [0], "died"))
     finally:
         unit.die()
 
@@ -127,9 +127,9 @@ async def test_nonsense_and_failing_handlers_stop_nothing(linked: Linked) -> Non
         assert await linked.next() == ("up", "first")
         await unit.send(peer, b"nonsense")
         await unit.send(peer, b"")
-        await unit.send(peer, encode(Lost([], "trouble")))
-        await unit.send(peer, encode(Lost(["b"], "died")))
-        assert await linked.next() == ("message", Lost(["b"], "died"))
+        await unit.send(peer, encode(Lost([], [], "trouble")))
+        await unit.send(peer, encode(Lost(["b"], [0], "died")))
+        assert await linked.next() == ("message", Lost(["b"], [0], "died"))
     finally:
         unit.die()
 

@@ -177,8 +177,8 @@ def test_a_unit_that_hangs_is_sent_nothing_twice_again() -> None:
 def test_what_kills_whoever_serves_it_is_given_up() -> None:
     told = Told("a", max_tries=2)
     request = told.submit()
-    told.take("a", Lost([request.request_id], "died"))
-    told.take("a", Lost([request.request_id], "died"))
+    told.take("a", Lost([request.request_id], [request.attempt], "died"))
+    told.take("a", Lost([request.request_id], [request.attempt], "died"))
     assert told.failed() == [Failure.AGAIN]
     assert not len(told.table)
 
@@ -186,7 +186,7 @@ def test_what_kills_whoever_serves_it_is_given_up() -> None:
 def test_refusal_counts_for_the_present_attempt_at_its_unit_only() -> None:
     told = Told("ab")
     request = told.submit()
-    told.take("a", Lost([request.request_id], "died"))
+    told.take("a", Lost([request.request_id], [request.attempt], "died"))
     assert (request.unit, request.attempt) == ("b", 1)
     told.take("b", Refused(request.request_id, 0, "no"))
     told.take("a", Refused(request.request_id, 1, "no"))
@@ -241,7 +241,7 @@ def test_lost_requests_avoid_the_unit_that_lost_them() -> None:
     told = Told("ab")
     first, second = told.submit("1"), told.submit("2")
     told.sent()
-    told.take("a", Lost([first.request_id, second.request_id, "unknown"], "died"))
+    told.take("a", Lost([first.request_id, second.request_id, "unknown"], [0, 0, 0], "died"))
     assert told.sent() == [("a", "cancel", 1), ("b", "submit", 1)]
     assert second.attempt == 0  # it is at b, and what a says of it is old
 
@@ -250,10 +250,10 @@ def test_a_drained_unit_gives_back_what_it_has_not_begun() -> None:
     told = Told("ab")
     request = told.submit()
     told.sent()
-    told.take("a", Elsewhere([request.request_id]))
+    told.take("a", Elsewhere([request.request_id], [request.attempt]))
     assert told.sent() == [("a", "cancel", 1), ("b", "submit", 1)]
     assert request.tries == 1  # nobody died
-    told.take("b", Elsewhere([request.request_id]))
+    told.take("b", Elsewhere([request.request_id], [request.attempt]))
     assert told.placing.waiting[MODEL] == 1
     # It is not thrown from one to the other and back for as long as both are drained.
     told.sent()
@@ -261,6 +261,23 @@ def test_a_drained_unit_gives_back_what_it_has_not_begun() -> None:
     assert told.sent() == []
     told.placing.retry(1.5)
     assert told.sent() == [("a", "submit", 2)]
+
+
+@pytest.mark.parametrize("late", [Lost, Elsewhere])
+def test_late_words_about_an_attempt_spare_the_next_one(late: type[Lost] | type[Elsewhere]) -> None:
+    """The request moved to another unit and comes back as a new attempt, just when its first unit speaks of the old."""
+    told = Told("ab")
+    request = told.submit()
+    told.take("b", TookOver(request.request_id, 0, 1))
+    told.router.unit_down("b", told.now)
+    assert (request.unit, request.attempt, request.tries) == ("a", 1, 2)
+    told.sent()
+    told.counted()
+    words = Lost([request.request_id], [0], "moved") if late is Lost else Elsewhere([request.request_id], [0])
+    told.take("a", words)
+    assert (request.unit, request.attempt, request.tries, request.refused_by) == ("a", 1, 2, ())
+    assert told.sent() == []
+    assert told.counted() == []
 
 
 def test_a_unit_that_leaves_the_fleet() -> None:
@@ -277,7 +294,7 @@ def test_a_model_that_leaves_the_fleet() -> None:
     request = told.submit()
     told.learn("a", models=())
     assert told.failed() == []  # it may finish
-    told.take("a", Elsewhere([request.request_id]))
+    told.take("a", Elsewhere([request.request_id], [request.attempt]))
     told.learn("", models=())
     assert told.failed() == [Failure.AGAIN]
 
@@ -308,9 +325,9 @@ def test_a_request_moves_within_its_attempt() -> None:
     assert told.router.out.moved == [(MODEL, "a", "b")]
     assert told.sent() == []
     # Its old unit did not learn that it arrived.
-    told.take("a", Lost([request.request_id], "destination silent"))
+    told.take("a", Lost([request.request_id], [request.attempt], "destination silent"))
     assert told.sent() == []
-    told.take("b", Lost([request.request_id], "died"))
+    told.take("b", Lost([request.request_id], [request.attempt], "died"))
     assert request.attempt == 1
 
 
@@ -321,7 +338,7 @@ def test_of_two_moves_the_second_may_be_heard_of_first() -> None:
     told.take("b", TookOver(request.request_id, 0, 1))
     assert request.unit == "c"
     told.sent()
-    told.take("c", Lost([request.request_id], "died"))
+    told.take("c", Lost([request.request_id], [request.attempt], "died"))
     told.take("b", TookOver(request.request_id, 1, 1))
     assert request.unit == "b"  # moves are counted per attempt
 
@@ -329,7 +346,7 @@ def test_of_two_moves_the_second_may_be_heard_of_first() -> None:
 def test_what_arrives_too_late_is_cancelled_where_it_arrived() -> None:
     told = Told("abc")
     request = told.submit()
-    told.take("a", Lost([request.request_id], "destination silent"))
+    told.take("a", Lost([request.request_id], [request.attempt], "destination silent"))
     assert request.unit == "b"
     told.sent()
     told.take("c", TookOver(request.request_id, 0, 1))
@@ -510,7 +527,7 @@ def test_a_stream_that_has_begun_waits_on() -> None:
     request = told.submit()
     told.placing.placed(Placed(request.request_id, "a"), 0.0)
     request.emitted += [1, 2, 3]
-    told.router.take("a", Lost([request.request_id], "died"), 100.0)
+    told.router.take("a", Lost([request.request_id], [request.attempt], "died"), 100.0)
     place = told.router.out.scheduler[-1]
     assert isinstance(place, Place)
     assert (place.arrival, place.demand) == (100.0, 14)
@@ -527,7 +544,7 @@ def test_it_may_be_behind_the_times() -> None:
     told.placing.placed(Placed(first.request_id, "b"), 0.1)
     assert told.sent() == [("a", "submit", 0)]
     told.placing.placed(Placed(second.request_id, "c"), 0.1)
-    told.take("c", Elsewhere([second.request_id]))
+    told.take("c", Elsewhere([second.request_id], [second.attempt]))
     told.sent()
     told.placing.placed(Placed(second.request_id, "c"), 0.2)
     assert told.sent() == [("a", "submit", 1)]

@@ -250,18 +250,16 @@ class World:
     def lose(self, unit: Unit) -> None:
         """An engine of the unit dies."""
         lost = [request_id for request_id in unit.serving if self.random.random() < 0.5]
-        for request_id in lost:
-            del unit.serving[request_id]
+        attempts = [unit.serving.pop(request_id).attempt for request_id in lost]
         if lost:
-            self.tell(unit, Lost(lost, "died"))
+            self.tell(unit, Lost(lost, attempts, "died"))
 
     def give_back(self, unit: Unit) -> None:
         """The unit is being drained."""
         queued = [request_id for request_id, life in unit.serving.items() if not life.begun]
-        for request_id in queued:
-            del unit.serving[request_id]
+        attempts = [unit.serving.pop(request_id).attempt for request_id in queued]
         if queued:
-            self.tell(unit, Elsewhere(queued))
+            self.tell(unit, Elsewhere(queued, attempts))
 
     def move(self, source: Unit, destination: Unit) -> None:
         """A request moves. Whether it does, and what the source knows of that, is open until the end."""
@@ -285,7 +283,7 @@ class World:
             destination.serving[request_id] = Life(life.attempt, life.done, True, life.moves + 1)
             self.tell(destination, TookOver(request_id, life.attempt, life.moves + 1))
         if uncertain:
-            self.tell(source, Lost([request_id], "it was moving when its destination fell silent"))
+            self.tell(source, Lost([request_id], [life.attempt], "it was moving when its destination fell silent"))
 
     # ------------------------------------------------------------ tokens
 

@@ -159,7 +159,7 @@ def test_who_was_given_away_is_lost_for_a_gateway_that_does_not_hear_of_it() -> 
     assert b.unit.wakeup(b.now) <= b.now + 2.0
     assert to(GATEWAY, Lost, b.turn(after=1.9)) == []
     (lost,) = to(GATEWAY, Lost, b.turn(after=0.2))
-    assert lost.request_ids == ["r"]
+    assert (lost.request_ids, lost.attempts) == (["r"], [0])
 
 
 def test_who_came_back_meanwhile_is_not_called_lost() -> None:
@@ -682,7 +682,7 @@ def test_a_retired_model_gives_back_what_waits_and_lends_its_pages() -> None:
     assert [m.request_ids for m in to(GATEWAY, Elsewhere, sent)] == [["s"]]
     assert b.memory.quotas["a"] == 0
     assert set(loads(b.turn(after=0.03))) == {"b"}
-    assert to(GATEWAY, Elsewhere, b.submit("t")) == [Elsewhere(["t"])]
+    assert to(GATEWAY, Elsewhere, b.submit("t")) == [Elsewhere(["t"], [0])]
     for phase in ("prefill", "decode"):
         sent = b.say(b"controller", EngineDown("a", phase, "stopped"))
     assert [m.request_ids for m in to(GATEWAY, Lost, sent)] == [["r"]]

@@ -476,9 +476,9 @@ class World:
     def gateway_hears(self, unit: Unit, message: Message) -> None:
         match message:
             case Lost() | Elsewhere():
-                for request_id in message.request_ids:
+                for request_id, attempt in zip(message.request_ids, message.attempts, strict=True):
                     client = self.clients[request_id]
-                    if not client.over and client.unit == unit.name:
+                    if not client.over and client.unit == unit.name and client.attempt == attempt:
                         self.again(request_id)
             case TookOver():
                 client = self.clients[message.request_id]
