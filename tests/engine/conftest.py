@@ -31,6 +31,13 @@ def stock(pytestconfig: pytest.Config) -> dict[str, Any]:
         return {name: json.loads((directory / f"{path.name}.json").read_text()) for name, path in MODELS.items()}
 
 
+@pytest.fixture
+def answers(stock: dict[str, Any]) -> dict[str, Any]:
+    """Those of the model that most modules are content with, by case."""
+    found: dict[str, Any] = stock[SPLIT]
+    return found
+
+
 @pytest.fixture(scope="session")
 def stock_by_ranks(pytestconfig: pytest.Config) -> dict[int, dict[str, Any]]:
     """Stock vLLM's answers to some cases with one rank and with two."""

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from muxserve.memory import server
-from muxserve.wire import Blocks, Detach, Detached, EngineLost, Message, ShowBlocks, StepReport
+from muxserve.wire import Blocks, Detach, Detached, EngineLost, Message, ShowBlocks
 from tests.engine.cases import CASES, sampling
+from tests.engine.checks import bodies, check, owned, reports
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
-from tests.engine.test_engines import bodies, check, owned
 
 MODEL = "arithmetic"
 ENGINE = f"{MODEL}/both"
@@ -28,18 +28,6 @@ def family() -> Iterator[Engines]:
     with engines([deployed_model(MODEL, MODELS[MODEL], max_num_batched_tokens=128, phases="rolling")]) as running:
         assert [hello.phase for hello in running.hellos] == ["both"]
         yield running
-
-
-@pytest.fixture
-def answers(stock: dict[str, Any]) -> dict[str, Any]:
-    """Stock vLLM's, of this model."""
-    found: dict[str, Any] = stock[MODEL]
-    return found
-
-
-def reports(family: Engines, since: int = 0, lease: int | None = None) -> list[StepReport]:
-    found = [m for _, m in family.reports[since:] if isinstance(m, StepReport)]
-    return [m for m in found if lease is None or m.lease_id == lease]
 
 
 def prefill(family: Engines, requests: dict[str, bytes], **lease: Any) -> dict[str, int]:

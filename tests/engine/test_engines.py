@@ -12,6 +12,7 @@ import pytest
 from muxserve.memory import server
 from muxserve.wire import StepReport
 from tests.engine.cases import CASES, LONG, sampling
+from tests.engine.checks import bodies, check, owned
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
 
 MHA, QWEN = MODELS
@@ -23,33 +24,6 @@ def family() -> Iterator[Engines]:
     models = [deployed_model(n, p, max_num_batched_tokens=128) for n, p in MODELS.items()]
     with engines(models) as running:
         yield running
-
-
-def owned(family: Engines) -> dict[str, int]:
-    client = family.memory()
-    try:
-        stats = client.stats()
-    finally:
-        client.close()
-    return {m["name"]: m["owned_pages"] + m["handed_pages"] for m in stats["models"]}
-
-
-def bodies(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | None = None) -> dict[str, bytes]:
-    return {
-        f"{tag}-{case}": family.body(
-            f"{tag}-{case}", stock[case]["prompt"], stock[case]["eos"], **sampling(CASES[case][1])
-        )
-        for case in cases or CASES
-    }
-
-
-def check(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | None = None) -> None:
-    wrong = {
-        case: (family.tokens[f"{tag}-{case}"], stock[case]["tokens"])
-        for case in cases or CASES
-        if family.tokens[f"{tag}-{case}"] != stock[case]["tokens"]
-    }
-    assert not wrong
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ import pytest
 from muxserve import deployment as deployments
 from muxserve.memory import server
 from tests.engine.cases import CASES, sampling
+from tests.engine.checks import bodies, check, nothing_owned, owned, workers
 from tests.engine.conftest import SPLIT, TRIED
 from tests.engine.harness import Engines, deployed_model, engines
-from tests.engine.test_engines import bodies, check, owned
+from tests.support.patience import ended
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = SPLIT
@@ -42,23 +42,6 @@ def family() -> Iterator[Engines]:
         yield running
 
 
-def workers(engine: int) -> list[int]:
-    """Pids of an engine's workers, in the order of their ranks."""
-    titles = {child.pid: " ".join(child.cmdline()) for child in psutil.Process(engine).children()}
-    return sorted((pid for pid, title in titles.items() if " rank " in title), key=lambda pid: titles[pid].split()[-1])
-
-
-def gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 def decoding(family: Engines, name: str, body: bytes) -> None:
     """Bring a request into the decode engine and let it produce some tokens there."""
     family.lease(f"{MODEL}/prefill", [family.admit(name, body)])
@@ -78,7 +61,7 @@ def endless(family: Engines, stock: dict[str, Any], name: str) -> bytes:
 def test_tokens_are_those_of_stock_vllm_with_as_many_ranks(family: Engines, stock: dict[str, Any]) -> None:
     family.serve(MODEL, bodies(family, stock, "same", TRIED))
     check(family, stock, "same", TRIED)
-    family.until(lambda: not any(owned(family).values()))
+    nothing_owned(family)
 
 
 def test_logprobs_are_those_of_one_rank_up_to_rounding(
@@ -141,8 +124,9 @@ def test_an_engine_goes_down_with_a_worker_and_its_requests_go_on(
     assert len(both) == 2
     os.kill(both[rank], signal.SIGKILL)
     assert family.expect_exit(engine) == 1
-    wait_for(lambda: gone(both))
-    wait_for(lambda: not any(owned(family).values()))
+    for worker in both:
+        ended(worker, "a worker of an engine that is gone")
+    nothing_owned(family)
     family.reborn(MODEL, "decode")
     # What the gateway would do: the tokens that are known, again.
     case = stock["greedy"]["tokens"]
@@ -165,8 +149,9 @@ def test_workers_die_with_their_engine(family: Engines, stock: dict[str, Any]) -
     both = workers(engine)
     family.kill(MODEL, "decode")
     assert family.expect_exit(engine) == -signal.SIGKILL
-    wait_for(lambda: gone(both))
-    wait_for(lambda: not any(owned(family).values()))
+    for worker in both:
+        ended(worker, "a worker of an engine that is gone")
+    nothing_owned(family)
     family.reborn(MODEL, "decode")
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from muxserve.deployment import Batching
 from muxserve.memory import server
-from muxserve.wire import Detach, Detached, StepReport
+from muxserve.wire import Detach, Detached
+from tests.engine.checks import bodies, check, nothing_owned, reports, workers
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
-from tests.engine.test_engines import bodies, check, owned
-from tests.engine.test_ranks import gone, wait_for, workers
+from tests.support.patience import ended
 
 MODEL = "arithmetic"
 # The same model, with a budget and without.
@@ -32,22 +32,6 @@ def family() -> Iterator[Engines]:
     ]
     with engines(models, ranks=2, stages=2) as running:
         yield running
-
-
-@pytest.fixture
-def answers(stock: dict[str, Any]) -> dict[str, Any]:
-    """Stock vLLM's, with one stage."""
-    found: dict[str, Any] = stock[MODEL]
-    return found
-
-
-def reports(family: Engines, since: int = 0, lease: int | None = None) -> list[StepReport]:
-    found = [m for _, m in family.reports[since:] if isinstance(m, StepReport)]
-    return [m for m in found if lease is None or m.lease_id == lease]
-
-
-def free(family: Engines) -> None:
-    family.until(lambda: not any(owned(family).values()))
 
 
 def decoding(family: Engines, model: str, requests: dict[str, bytes]) -> dict[str, int]:
@@ -71,7 +55,7 @@ def test_tokens_are_those_of_one_stage(family: Engines, answers: dict[str, Any],
         tag = f"{model}-{mixed}-{again}"
         family.serve_both(model, bodies(family, answers, tag), mixed)
         check(family, answers, tag)
-    free(family)
+    nothing_owned(family)
     # Each stage waits for the other now and then, and says for how long.
     bubbles = [report.bubbles for report in reports(family, since)]
     assert {len(each) for each in bubbles} == {2}
@@ -96,7 +80,7 @@ def test_each_stage_writes_its_own_pool_at_the_same_pages(family: Engines, answe
             assert set(pages.tolist()) <= written
             assert written <= {0, *pages.tolist()}
         assert not np.array_equal(views[0].pool[pages], views[1].pool[pages])
-    free(family)
+    nothing_owned(family)
 
 
 def test_a_throttled_pipeline_decodes_half_of_the_sequences_in_each_micro_batch(
@@ -118,7 +102,7 @@ def test_a_throttled_pipeline_decodes_half_of_the_sequences_in_each_micro_batch(
     family.until(lambda: all(family.finished(name) for name in rest))
     assert len({tuple(family.tokens[name]) for name in rest}) == 1
     assert family.tokens[rest[0]][:40] == answers["greedy"]["tokens"]
-    free(family)
+    nothing_owned(family)
 
 
 def test_prompts_come_in_chunks_of_the_budget(family: Engines, answers: dict[str, Any]) -> None:
@@ -162,7 +146,7 @@ def test_requests_let_go_of_in_flight_go_on_elsewhere(family: Engines, answers: 
     family.lease(f"{model}/both", [admit], steps=100_000)
     family.until(lambda: all(family.finished(name) for name in requests))
     assert len({tuple(family.tokens[name]) for name in requests}) == 1
-    free(family)
+    nothing_owned(family)
 
 
 @pytest.mark.parametrize("model", [THROTTLED, PLAIN])
@@ -173,7 +157,7 @@ def test_abort_in_flight(family: Engines, answers: dict[str, Any], model: str, m
     family.lease(f"{model}/both", [family.admit(name, body) for name, body in requests.items()])
     family.until(lambda: len(family.tokens[f"{tag}-0"]) >= moment)
     family.abort(f"{model}/both", list(requests))
-    free(family)
+    nothing_owned(family)
     family.serve_both(model, bodies(family, answers, f"after-{tag}", ["greedy", "chunked"]), mixed=True)
     check(family, answers, f"after-{tag}", ["greedy", "chunked"])
 
@@ -187,7 +171,7 @@ def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engin
     assert len(family.returned()) > before, "the quota was not tight enough to preempt anything"
     assert len({tuple(family.tokens[f"tight-{i}"]) for i in range(6)}) == 1
     check(family, answers, "tight", ["chunked", "seed"])
-    free(family)
+    nothing_owned(family)
 
 
 def test_an_engine_goes_down_with_a_stage_and_comes_back(family: Engines, answers: dict[str, Any]) -> None:
@@ -199,8 +183,9 @@ def test_an_engine_goes_down_with_a_stage_and_comes_back(family: Engines, answer
     assert len(stages) == 2
     os.kill(stages[1], signal.SIGKILL)
     assert family.expect_exit(engine) == 1
-    wait_for(lambda: gone(stages))
-    free(family)
+    for stage in stages:
+        ended(stage, "a stage of an engine that is gone")
+    nothing_owned(family)
     family.reborn(PLAIN, "both")
     again = bodies(family, answers, "stage-anew", ["greedy", "seed"])
     family.serve_both(PLAIN, again, mixed=True)
@@ -224,7 +209,7 @@ def test_a_new_memory_manager_is_bound_to_with_micro_batches_in_flight(
     for model in requests:
         family.serve_both(model, bodies(family, answers, f"anew-{model}"), mixed=True)
         check(family, answers, f"anew-{model}")
-    free(family)
+    nothing_owned(family)
 
 
 def test_stages_of_two_ranks_each(answers: dict[str, Any]) -> None:
@@ -239,4 +224,4 @@ def test_stages_of_two_ranks_each(answers: dict[str, Any]) -> None:
             family.serve_both(MODEL, bodies(family, answers, f"four-{again}", cases), mixed=True)
             check(family, answers, f"four-{again}", cases)
         assert all(len(report.bubbles) == 2 for report in reports(family))
-        free(family)
+        nothing_owned(family)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +78,3 @@ def assert_balanced(client: MemoryClient) -> None:
         models = [entry for entry in stats["models"] if entry["pool"] == pool["name"]]
         for kind in kinds[1:]:
             assert sum(entry[kind] for entry in models) == pool[kind], (kind, stats)
-
-
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait for something that another process does without telling."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.001)

@@ -16,7 +16,8 @@ import pytest
 from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, _native
 from muxserve.memory.client import MemoryClient
-from tests.memory.support import PAGES, assert_balanced, eventually, stats_of
+from tests.memory.support import PAGES, assert_balanced, stats_of
+from tests.support.patience import eventually
 
 HEADER = struct.Struct("<IHHQIIII")
 MAGIC, VERSION = 0x4D4D584D, 1

@@ -11,7 +11,8 @@ import pytest
 from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
-from tests.memory.support import PAGE_BYTES, PAGES, assert_balanced, block_hash, eventually, ids, stats_of
+from tests.memory.support import PAGE_BYTES, PAGES, assert_balanced, block_hash, ids, stats_of
+from tests.support.patience import eventually
 
 Connect = Callable[..., MemoryClient]
 

@@ -19,7 +19,8 @@ import pytest
 from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone, server
 from muxserve.memory.client import MemoryClient, ModelView
-from tests.memory.support import PAGES, assert_balanced, block_hash, deployment, eventually, ids, model, stats_of
+from tests.memory.support import PAGES, assert_balanced, block_hash, deployment, ids, model, stats_of
+from tests.support.patience import eventually
 
 Start = Callable[[Deployment], subprocess.Popen[bytes]]
 Connect = Callable[..., MemoryClient]

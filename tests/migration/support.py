@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,10 +31,10 @@ from muxserve.wire import (
     encode,
 )
 from tests.memory.support import deployment, model
+from tests.support.patience import PATIENCE, eventually
 
 M = TypeVar("M", bound=Message)
 
-PATIENCE = 30.0
 MODEL = "m"
 LAYERS, HEADS, TOKENS = 2, 3, 16
 
@@ -182,6 +181,10 @@ class Unit:
         self.next(MigratorHello)
         self.until_moving_in({})
 
+    def until_bound(self, times: int) -> None:
+        """Wait until the migrator has been bound to that many memory managers; it tells nobody but its log."""
+        eventually(lambda: self.log.read_text().count(": bound to the memory manager") >= times, self.log.read_text)
+
     # ------------------------------------------------------------ pages
 
     def hand_offs(self) -> list[str]:
@@ -212,13 +215,6 @@ class Unit:
         ids = np.array(blocks, dtype=np.int64)
         views = [self.engine.map(MODEL, rank) for rank in range(self.deployment.ranks)]
         return [view.pool[view.page_table[ids].reshape(len(blocks), -1)].copy() for view in views]
-
-
-def eventually(condition: Callable[[], bool], what: Callable[[], str], seconds: float = PATIENCE) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what()
-        time.sleep(0.005)
 
 
 def moving(tokens: int, **changes: Any) -> Moving:

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from muxserve import network
 from muxserve.cluster.events import Down, Event, PartId, Ready, Up
@@ -24,6 +23,7 @@ from muxserve.cluster.units import PlannedUnit
 from muxserve.wire import StateRequest
 from tests.global_scheduler.support import entry
 from tests.ray.cluster import nodes
+from tests.support.patience import PATIENCE, ended
 
 FAKE = [sys.executable, "-m", "tests.ray.fake_host"]
 HEAD, ONE, OTHER = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -39,7 +39,7 @@ def is_back(events: list[Event]) -> bool:
     return Up(PartId("host"), 0, 0.0) in events
 
 
-async def until(wanted: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
+async def until(wanted: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not wanted():
         assert time.monotonic() < end, f"never: {what}"
@@ -64,7 +64,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     for name in events:
         handles[name] = await units.start(planned(name, checkpoint), True, events[name].append)
     for name, handle in handles.items():
-        await asyncio.wait_for(handle.ready.wait(), 20)
+        await asyncio.wait_for(handle.ready.wait(), PATIENCE)
         assert handle.sized.is_set()
         assert any(isinstance(event, Ready) for event in events[name])
         shown = await handle.state()
@@ -125,7 +125,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     # ---------------------------------------------------------------- a host fails
     waiting = asyncio.create_task(u0.wait())
     await gave_up(u0.start_model("fatal"))
-    gone = await gave_up(asyncio.wait_for(waiting, 20))
+    gone = await gave_up(asyncio.wait_for(waiting, PATIENCE))
     assert gone.part == PartId("engine", "fatal", "decode")
     assert "keeps dying" in str(gone)
     path, tail = u0.last_words(gone.part)
@@ -144,7 +144,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     left = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
     assert left == [], left
     again = await units.start(planned("u0", checkpoint), False, events["u0"].append)
-    await asyncio.wait_for(again.ready.wait(), 20)
+    await asyncio.wait_for(again.ready.wait(), PATIENCE)
     again.kill()
     await again.stop()
     await units.close()
@@ -161,23 +161,11 @@ async def dies(address: str) -> None:
     os._exit(1)
 
 
-def lives(pid: int) -> bool:
-    """Whether it runs. Whoever has adopted it may not have taken note of its end yet."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def orphaned(address: str) -> None:
     """Units end with their controller, however that ends."""
     command = [sys.executable, "-m", "tests.ray.scenario", "--die", address]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout
-    host = int(said.split()[-1])
-    end = time.monotonic() + 40
-    while lives(host):
-        assert time.monotonic() < end, "the host of a controller that has died lives on"
-        time.sleep(0.1)
+    ended(int(said.split()[-1]), "the host of a unit whose controller has died")
     print("a controller that dies takes its units along")
 
 

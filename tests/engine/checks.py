@@ -1,0 +1,58 @@
+"""What tests of real engines ask and compare: requests of the cases, their answers, pages, reports and workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+
+from muxserve.wire import StepReport
+from tests.engine.cases import CASES, sampling
+from tests.engine.harness import Engines
+
+
+def bodies(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | None = None) -> dict[str, bytes]:
+    """Requests of the cases, named after them and `tag`."""
+    return {
+        f"{tag}-{case}": family.body(
+            f"{tag}-{case}", stock[case]["prompt"], stock[case]["eos"], **sampling(CASES[case][1])
+        )
+        for case in cases or CASES
+    }
+
+
+def check(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | None = None) -> None:
+    """Their tokens are those of stock vLLM."""
+    wrong = {
+        case: (family.tokens[f"{tag}-{case}"], stock[case]["tokens"])
+        for case in cases or CASES
+        if family.tokens[f"{tag}-{case}"] != stock[case]["tokens"]
+    }
+    assert not wrong
+
+
+def owned(family: Engines) -> dict[str, int]:
+    """Pages of each model that are in use or handed off."""
+    client = family.memory()
+    try:
+        stats = client.stats()
+    finally:
+        client.close()
+    return {m["name"]: m["owned_pages"] + m["handed_pages"] for m in stats["models"]}
+
+
+def nothing_owned(family: Engines) -> None:
+    """Wait until every page has been given back."""
+    family.until(lambda: not any(owned(family).values()))
+
+
+def reports(family: Engines, since: int = 0, lease: int | None = None) -> list[StepReport]:
+    """What engines have reported of their steps, of one lease if it is given."""
+    found = [m for _, m in family.reports[since:] if isinstance(m, StepReport)]
+    return [m for m in found if lease is None or m.lease_id == lease]
+
+
+def workers(engine: int) -> list[int]:
+    """Pids of an engine's workers, in the order of their ranks."""
+    titles = {child.pid: " ".join(child.cmdline()) for child in psutil.Process(engine).children()}
+    return sorted((pid for pid, title in titles.items() if " rank " in title), key=lambda pid: titles[pid].split()[-1])
