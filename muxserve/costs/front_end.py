@@ -60,3 +60,8 @@ def with_front_end(latency: LatencyModel, overheads: Overheads | None) -> Latenc
     if overheads is None or not (overheads.request_work or overheads.token_work):
         return latency
     return FrontEnd(latency, overheads.request_work, overheads.token_work)
+
+
+def engines_only(latency: LatencyModel) -> LatencyModel:
+    """`latency` without the front end's work: what engines cost that nothing stretches."""
+    return latency.latency if isinstance(latency, FrontEnd) else latency

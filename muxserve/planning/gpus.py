@@ -12,7 +12,6 @@ from muxserve.config import Fleet, FleetError
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.roofline import Roofline
-from muxserve.deployment import SmSharing
 from muxserve.gpu.budget import estimated
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, Machine, choose, device_name
 from muxserve.planning.fleets import demands_of
@@ -31,15 +30,12 @@ UNPLANNED = SmShares(prefill=0.6, decode=0.4)
 ALL_SMS = SmShares(prefill=1.0, decode=1.0)
 
 
-def gpu_unit(
-    fleet: Fleet, found: Machine, hub: Hub | None = None, placed: PlacedUnit | None = None, sharing: SmSharing = "mps"
-) -> GpuUnit:
-    """Choose GPUs for the fleet, and how its models share them.
+def gpu_unit(fleet: Fleet, found: Machine, hub: Hub | None = None, placed: PlacedUnit | None = None) -> GpuUnit:
+    """Choose GPUs for the fleet, and how its models share them if MPS works there.
 
     Args:
-        found: the GPUs of this machine.
+        found: the GPUs of this machine, or those that units may get on others.
         placed: what a plan says of the models; without it they are planned here, with the costs of a roofline.
-        sharing: as it will be if MPS works here.
 
     Raises:
         FleetError: there are no such GPUs, or a model cannot be served.
@@ -65,9 +61,9 @@ def gpu_unit(
     ]
     wanted = fleet.cluster.gpu_type
     if wanted is not None and _type(wanted) != kind:
-        notes.append(f"the fleet file says {wanted}, but this machine has {gpus[0].name}; it is served on that")
+        notes.append(f"the fleet file says {wanted}, but {found.where} has {gpus[0].name}; it is served on that")
     if placed is not None and kind is not None and placed.device != kind:
-        message = f"the plan is for {placed.device}, but this machine has {gpus[0].name}; make it anew"
+        message = f"the plan is for {placed.device}, but {found.where} has {gpus[0].name}; make it anew"
         raise FleetError([fleet.problem(("cluster",), message)])
     if one:
         shares = {demand.name: ALL_SMS for demand in demands}
@@ -78,13 +74,14 @@ def gpu_unit(
         notes += [note] if note else []
     return GpuUnit(
         gpus=gpus,
-        sharing=sharing,
+        sharing="off" if fleet.cluster.mps == "off" else fleet.cluster.sm_sharing,
         shares=_with_overrides(fleet, shares),
         needs=tuple(estimated(demands, len(gpus), rules, stages)),
         rules=rules,
         notes=tuple(notes),
         phases=phases_of(fleet.models[0]),
         stages=stages,
+        elsewhere=fleet.cluster.launcher == "ray",
     )
 
 

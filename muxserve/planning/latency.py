@@ -7,7 +7,7 @@ from pathlib import Path
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
-from muxserve.costs.profile import load_profile
+from muxserve.costs.profile import Overheads, load_profile
 from muxserve.costs.roofline import Roofline
 
 
@@ -33,3 +33,14 @@ def latency_model(profile: Path | None) -> LatencyModel:
 def latency_words(profile: Path | None) -> str:
     """Where the costs come from, for people."""
     return "roofline" if profile is None else f"measured ({profile}); roofline where nothing was measured"
+
+
+def measured_overheads(latency: LatencyModel, device: str) -> Overheads | None:
+    """What a profile knows of time outside of steps on that device."""
+    return latency.profile.overheads.get(device) if isinstance(latency, ProfileModel) else None
+
+
+def between_steps(latency: LatencyModel, device: str) -> float:
+    """Seconds from the end of a step to the start of the next, beyond what steps take; 0 if nobody measured them."""
+    known = measured_overheads(latency, device)
+    return known.between if known else 0.0

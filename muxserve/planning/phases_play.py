@@ -5,21 +5,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.metrics.records import RequestRecord
 from muxserve.planning.gpus import unit_shares
-from muxserve.planning.phases_costs import StageCosts, between_steps
+from muxserve.planning.latency import between_steps
 from muxserve.planning.phases_ground import CPU, GpuGround
 from muxserve.planning.phases_layout import Ground, NoPlaceError, Place, Wanted
 from muxserve.rolling.member import Objectives as RollingObjectives
 from muxserve.simulator import FleetModel, Options, Overheads
+from muxserve.simulator.apart import dealt
 from muxserve.simulator.instances.setup import InstanceSpec
 from muxserve.simulator.modes import sim_unit
 from muxserve.simulator.pipeline import Pipeline, PipelineSpec
+from muxserve.simulator.pipeline.costs import StageCosts
 from muxserve.simulator.rolling import PhasedResult, Rolling, RollingOptions
 from muxserve.simulator.unit import LeasedUnit
 from muxserve.simulator.world import SimulationError
@@ -30,8 +31,6 @@ from placement.cluster import PlacedModel, PlacedUnit
 _REPLICAS = 4
 # Tokens of an answer that are promised to a request.
 _EXPECTED_OUTPUT = 256
-# Seconds that an output token is taken to need where requests are dealt out to replicas without an objective for it.
-_TOKEN_SECONDS = 0.05
 
 
 class Outcome(NamedTuple):
@@ -90,53 +89,61 @@ def play(
     """
     if place.layout.phases == "rolling":
         return _rolling(wanted, place, latency, requests)
-    parts = dealt(requests, place.layout.replicas, wanted.demand.slo_tpot or _TOKEN_SECONDS)[:_REPLICAS]
+    dealing = dealt(requests, place.layout.replicas, wanted.demand.slo_tpot)
+    count = min(place.layout.replicas, _REPLICAS)
+    parts = [[each for each, number in zip(requests, dealing, strict=True) if number == n] for n in range(count)]
     if place.layout.phases == "pipelined":
         return _pipelined(wanted, place, latency, parts)
     return _multiplexed(wanted, ground, place, latency, parts, rate)
 
 
-def dealt(requests: Sequence[TraceRequest], replicas: int, token_seconds: float) -> list[list[TraceRequest]]:
-    """The requests of each replica. Each goes where the fewest tokens are, as if a request were there for as long as
-    its answer takes with `token_seconds` for each token: what dispatching by load would do, told beforehand."""
-    parts: list[list[TraceRequest]] = [[] for _ in range(replicas)]
-    there = [0] * replicas
-    leaving: list[tuple[float, int, int]] = []
-    for request in requests:
-        while leaving and leaving[0][0] <= request.arrival:
-            _, number, tokens = heappop(leaving)
-            there[number] -= tokens
-        number = min(range(replicas), key=lambda n: (there[n], len(parts[n])))
-        tokens = request.prompt_tokens + request.output_tokens
-        there[number] += tokens
-        heappush(leaving, (request.arrival + request.output_tokens * token_seconds, number, tokens))
-        parts[number].append(request)
-    return parts
-
-
 # ---------------------------------------------------------------- arrangements
 
 
-def _rolling(wanted: Wanted, place: Place, latency: LatencyModel, requests: Sequence[TraceRequest]) -> Played:
+def instance_of(wanted: Wanted, place: Place) -> InstanceSpec:
+    """One replica of a rolling model."""
     demand = wanted.demand
-    assert demand.slo_ttft is not None, "without objectives there is no such layout"
-    assert demand.slo_tpot is not None
-    spec = InstanceSpec(
+    return InstanceSpec(
         demand.architecture,
         place.shape,
         place.blocks[0],
         place.block_tokens,
         demand.max_num_seqs,
         demand.max_num_batched_tokens,
-        step_seconds=between_steps(latency, place.shape.device),
     )
-    options = RollingOptions(
-        place.layout.replicas,
+
+
+def rolling_options(wanted: Wanted, replicas: int) -> RollingOptions:
+    """Its scheduler's."""
+    demand = wanted.demand
+    assert demand.slo_ttft is not None, "without objectives there is no such layout"
+    assert demand.slo_tpot is not None
+    return RollingOptions(
+        replicas,
         RollingObjectives(demand.slo_ttft, demand.slo_tpot, wanted.spared),
         wanted.bounds,
         # The live global scheduler does not know the mean either, and expects as much.
         _EXPECTED_OUTPUT,
     )
+
+
+def pipeline_of(wanted: Wanted, place: Place) -> PipelineSpec:
+    """One replica of a pipelined model."""
+    demand = wanted.demand
+    return PipelineSpec(
+        demand.architecture,
+        place.shape,
+        place.blocks,
+        place.block_tokens,
+        # The live engine's batches together hold no more.
+        demand.max_num_seqs,
+        links=place.links,
+    )
+
+
+def _rolling(wanted: Wanted, place: Place, latency: LatencyModel, requests: Sequence[TraceRequest]) -> Played:
+    spec = replace(instance_of(wanted, place), step_seconds=between_steps(latency, place.shape.device))
+    options = rolling_options(wanted, place.layout.replicas)
     result: PhasedResult = Rolling(spec, latency, options).run(requests)
     outcomes = [
         Outcome(r.arrival, None)
@@ -148,18 +155,8 @@ def _rolling(wanted: Wanted, place: Place, latency: LatencyModel, requests: Sequ
 
 
 def _pipelined(wanted: Wanted, place: Place, latency: LatencyModel, parts: Sequence[Sequence[TraceRequest]]) -> Played:
-    demand = wanted.demand
-    spec = PipelineSpec(
-        demand.architecture,
-        place.shape,
-        place.blocks,
-        place.block_tokens,
-        # The live engine's batches together hold no more.
-        demand.max_num_seqs,
-        links=place.links,
-        step_seconds=between_steps(latency, place.shape.device),
-    )
-    costs = StageCosts(latency, demand.architecture)
+    spec = replace(pipeline_of(wanted, place), step_seconds=between_steps(latency, place.shape.device))
+    costs = StageCosts(latency, spec.architecture)
     records: list[RequestRecord] = []
     busy: list[list[float]] = []
     active = preemptions = 0.0
@@ -255,4 +252,4 @@ def _each(records: Sequence[RequestRecord]) -> Iterator[Outcome]:
             yield Outcome(r.arrival, r.first_token - r.arrival, 0.0, r.finish - r.first_token, r.output_tokens)
 
 
-__all__ = ["CostError", "NoPlaceError", "Outcome", "Played", "balance", "dealt", "play", "shares"]
+__all__ = ["CostError", "NoPlaceError", "Outcome", "Played", "balance", "play", "shares"]

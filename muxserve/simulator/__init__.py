@@ -5,6 +5,7 @@ result = simulate(units, workload, latency_model)              # result.records:
 """
 
 from muxserve.simulator.alone import Alone
+from muxserve.simulator.apart import Apart, ApartResult, PipelinedModel, Replica, RollingModel
 from muxserve.simulator.fleet import FleetResult, simulate
 from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, mode_of, sim_unit, units_of
 from muxserve.simulator.setup import Options, Overheads, SimModel, SimUnit
@@ -14,11 +15,16 @@ from muxserve.simulator.world import SimulationError, UnitResult
 __all__ = [
     "MODES",
     "Alone",
+    "Apart",
+    "ApartResult",
     "FleetModel",
     "FleetResult",
     "Mode",
     "Options",
     "Overheads",
+    "PipelinedModel",
+    "Replica",
+    "RollingModel",
     "SimModel",
     "SimUnit",
     "SimulationError",

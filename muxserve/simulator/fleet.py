@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from muxserve.costs import LatencyModel
+from muxserve.costs.front_end import engines_only
 from muxserve.metrics.records import RequestRecord
+from muxserve.simulator.apart import Apart, ApartResult, play_apart
 from muxserve.simulator.combined import CombinedUnit
 from muxserve.simulator.setup import Options, SimUnit
+from muxserve.simulator.timeline import Timeline
 from muxserve.simulator.unit import LeasedUnit
 from muxserve.simulator.world import UnitResult, World
 from muxserve.workload.trace import TraceRequest
@@ -49,6 +52,15 @@ class FleetResult:
         """Device-seconds in which some job ran."""
         return sum(unit.devices * unit.busy_seconds for unit in self.units)
 
+    @property
+    def timelines(self) -> list[Timeline]:
+        """All that were kept."""
+        found = []
+        for unit in self.units:
+            found += [unit.timeline] if unit.timeline is not None else []
+            found += unit.timelines if isinstance(unit, ApartResult) else []
+        return found
+
 
 def make_world(unit: SimUnit, latency: LatencyModel, options: Options | None = None) -> World:
     """What runs such a unit."""
@@ -62,21 +74,23 @@ def simulate(
     options: Options | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    apart: Sequence[Apart] = (),
 ) -> FleetResult:
-    """Play `workload` (in order of arrival) on the units.
+    """Play `workload` (in order of arrival) on the units, and on those of the models `apart`, whose results follow.
 
-    Requests of a model with several replicas go to them at random, in proportion to the replicas' rates. The same
-    `seed` gives the same result. `progress` is told requests that have arrived, and all there are.
+    Requests of a model with several replicas go to them at random, in proportion to the replicas' rates; those of a
+    model apart as it says. The same `seed` gives the same result. `progress` is told requests that have arrived, and
+    all there are.
 
     Raises:
         SimulationError: arrivals fall, or a unit cannot go on.
         CostError: the latency model does not know a model or shape.
     """
-    split = _Split(units, seed)
+    split = _Split(units, seed, apart)
     for request in workload:
         split.add(request)
     records = split.records
-    results = []
+    results: list[UnitResult] = []
     done = split.refused
     for unit, requests, places in zip(units, split.requests, split.places, strict=True):
         result = make_world(unit, latency, options).run(_told(requests, done, split.count, progress))
@@ -84,6 +98,15 @@ def simulate(
         for place, record in zip(places, result.records, strict=True):
             records[place] = record
         results.append(result)
+    engines = engines_only(latency)
+    for model in apart:
+        numbers = split.apart_places[model.name]
+        if progress is not None:
+            progress(done, split.count)
+        found, played = play_apart(model, split.apart[model.name], engines, options or Options())
+        done += len(numbers)
+        records.update(zip(numbers, found, strict=True))
+        results += played
     if progress is not None:
         progress(split.count, split.count)
     return FleetResult([records[index] for index in range(split.count)], results)
@@ -101,7 +124,9 @@ def _told(
 class _Split:
     """The workload, divided among units."""
 
-    def __init__(self, units: Sequence[SimUnit], seed: int) -> None:
+    def __init__(self, units: Sequence[SimUnit], seed: int, apart: Sequence[Apart]) -> None:
+        self.apart: dict[str, list[TraceRequest]] = {model.name: [] for model in apart}
+        self.apart_places: dict[str, list[int]] = {model.name: [] for model in apart}
         self.requests: list[list[TraceRequest]] = [[] for _ in units]
         self.places: list[list[int]] = [[] for _ in units]
         self.records: dict[int, RequestRecord] = {}
@@ -120,6 +145,10 @@ class _Split:
         replicas = self._replicas.get(request.model)
         place = self.count
         self.count += 1
+        if request.model in self.apart:
+            self.apart[request.model].append(request)
+            self.apart_places[request.model].append(place)
+            return
         if replicas is None:
             self.refused += 1
             self.records[place] = RequestRecord(

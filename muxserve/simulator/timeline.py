@@ -13,7 +13,7 @@ import msgspec
 
 
 class Job(NamedTuple):
-    """One job: `phase` is "prefill" or "decode", times are seconds."""
+    """One job: `phase` is "prefill", "decode" or, of both together, "mixed". Times are seconds."""
 
     model: str
     phase: str
@@ -45,7 +45,7 @@ def trace_events(timelines: Iterable[Timeline]) -> Iterator[dict[str, object]]:
         # Prefill above decode, models in order of appearance.
         lanes: dict[tuple[str, str], int] = {}
         for job in timeline.jobs:
-            lanes.setdefault((job.model, "decode" if job.phase == "decode" else "prefill"), len(lanes))
+            lanes.setdefault((job.model, job.phase), len(lanes))
         for device in timeline.devices:
             name = f"{timeline.unit}: {timeline.device} {device}"
             yield {"ph": "M", "name": "process_name", "pid": device, "args": {"name": name}}
@@ -64,7 +64,7 @@ def trace_events(timelines: Iterable[Timeline]) -> Iterator[dict[str, object]]:
                     "name": f"{job.phase} {job.model}",
                     "cat": job.phase,
                     "pid": device,
-                    "tid": lanes[job.model, "decode" if job.phase == "decode" else "prefill"],
+                    "tid": lanes[job.model, job.phase],
                     "ts": round(job.began * 1e6, 3),
                     "dur": round((job.ended - job.began) * 1e6, 3),
                     "args": {"sequences": job.sequences, "tokens": job.tokens},

@@ -12,14 +12,14 @@ from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import EngineProfile, Overheads, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
+from muxserve.planning.latency import between_steps
 from muxserve.planning.phases import choose_phases, compare, recommend
-from muxserve.planning.phases_costs import StageCosts, between_steps
 from muxserve.planning.phases_figures import Compared, Comparison, Figures, Spread
 from muxserve.planning.phases_layout import Layout, NoPlaceError, PhasesName, largest_first, wanted_of
-from muxserve.planning.phases_play import Outcome, Played, balance, dealt, play
+from muxserve.planning.phases_play import Outcome, Played, balance, play
 from muxserve.planning.phases_search import STEP, Load, Search, objectives_of, part_met, point_of
+from muxserve.simulator.pipeline.costs import StageCosts
 from muxserve.simulator.pipeline.stages import stage_architectures
-from muxserve.workload.trace import TraceRequest
 from tests.planning.phases_support import TINY, WIDE, cores, gpus, tiny, wanted, with_demand
 
 COSTS = Roofline()
@@ -168,14 +168,6 @@ class TestLoad:
 
 
 class TestPlaying:
-    def test_requests_go_where_the_fewest_tokens_are(self) -> None:
-        requests = [TraceRequest(0.1 * n, "m", 1000 if n == 0 else 10, 10) for n in range(10)]
-        first, second = dealt(requests, 2, token_seconds=1.0)
-        assert [len(first), len(second)] == [1, 9]
-        # After ten seconds the long one is gone.
-        late = [*requests, TraceRequest(30.0, "m", 10, 10)]
-        assert len(dealt(late, 2, token_seconds=1.0)[0]) == 2
-
     def test_the_wait_for_the_switch_is_in_one_of_the_two_times(self) -> None:
         outcome = Outcome(arrival=1.0, ttft=0.5, wait=0.3, rest=1.3, tokens=11)
         assert outcome.times(switch=True) == (pytest.approx(0.8), pytest.approx(0.1))

@@ -14,19 +14,23 @@ from muxserve.simulator.pipeline.requests import MicroBatch, PipelineRequest
 from muxserve.simulator.pipeline.result import PipelineResult
 from muxserve.simulator.pipeline.setup import PipelineSpec
 from muxserve.simulator.pipeline.stages import make_stages
+from muxserve.simulator.watch import Watch
 from muxserve.workload.trace import TraceRequest
 
 
 class Pipeline:
     """One engine. Micro-batches pass every stage in the order in which they were made, so the whole way of one is known
-    when it starts.
+    when it starts. `watch`, if there is one, sees the blocks in use.
 
     Raises:
         CostError: the latency model does not know the model on that device.
     """
 
-    def __init__(self, spec: PipelineSpec, latency: LatencyModel, budget: TokenBudget) -> None:
+    def __init__(
+        self, spec: PipelineSpec, latency: LatencyModel, budget: TokenBudget, watch: Watch | None = None
+    ) -> None:
         self.spec = spec
+        self._watch = watch
         self.stages = make_stages(spec, latency)
         self.batcher = Batcher(spec, budget)
         self.result = PipelineResult(spec.stages)
@@ -79,9 +83,14 @@ class Pipeline:
         first = self.stages[0]
         while self._in_flight < self.spec.in_flight and (self.spec.ahead or first.free_at <= now):
             batch = self.batcher.make(now, idle=not self._in_flight)
+            self._look(now)
             if batch is None:
                 return
             self._start(batch, now)
+
+    def _look(self, now: float) -> None:
+        if self._watch is not None:
+            self._watch.holds(now, self.batcher.used)
 
     def _start(self, batch: MicroBatch, now: float) -> None:
         spec, work = self.spec, batch.work
@@ -105,6 +114,7 @@ class Pipeline:
         if not self._in_flight:
             self.result.active_span(self._active_since, now)
         self.batcher.done(batch, now)
+        self._look(now)
         self._fill(now)
 
     def _summarise(self) -> PipelineResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,16 @@ class Step(NamedTuple):
     prefill: int
     decode: int
     seconds: float
+
+
+class StageStep(NamedTuple):
+    """A micro-batch on one stage: from when to when, seconds; its prompts, their tokens, its sequences that decode."""
+
+    began: float
+    ended: float
+    prompts: int
+    prefill: int
+    decode: int
 
 
 class Spread(NamedTuple):
@@ -47,6 +58,7 @@ class PipelineResult:
         self.preemptions = 0
         self.peak_kv = [0.0] * stages
         self._made = array("d")
+        self._prompts = array("q")
         self._prefill = array("q")
         self._decode = array("q")
         # Of each stage, for each micro-batch, when it begins and how long it takes.
@@ -61,6 +73,7 @@ class PipelineResult:
     def made(self, batch: MicroBatch, now: float) -> None:
         """A micro-batch starts."""
         self._made.append(now)
+        self._prompts.append(len(batch.chunks))
         self._prefill.append(batch.prefill)
         self._decode.append(len(batch.decodes))
 
@@ -80,6 +93,18 @@ class PipelineResult:
     def steps(self) -> list[Step]:
         """All micro-batches, in order."""
         return list(map(Step, self._made, self._prefill, self._decode, self._slowest().tolist()))
+
+    def steps_of(self, stage: int) -> Iterator[StageStep]:
+        """Those of one stage, in order."""
+        for began, took, *what in zip(
+            self._begins[stage], self._works[stage], self._prompts, self._prefill, self._decode, strict=True
+        ):
+            yield StageStep(began, began + took, *what)
+
+    @property
+    def tokens(self) -> int:
+        """All that went through, of prompts and of answers."""
+        return sum(self._prefill) + sum(self._decode)
 
     def active(self, after: float = 0.0, before: float = _EVER) -> float:
         """Seconds in which at least one micro-batch was in flight."""

@@ -12,6 +12,7 @@ from muxserve.costs import EngineCosts
 from muxserve.simulator.batch import DecodeBatch
 from muxserve.simulator.instances.setup import InstanceSpec
 from muxserve.simulator.rolling.requests import PhasedRequest
+from muxserve.simulator.watch import Watch
 
 
 class Told(Protocol):
@@ -52,7 +53,7 @@ class _Batch(DecodeBatch):
 class Engine:
     """One instance. Prompts that wait go first, as many whole ones as a step takes; otherwise all decode.
 
-    `free` counts blocks; `promised` sums the tokens of all that is there. `leaving`: nothing new comes.
+    `free` counts blocks. `watch`, if there is one, sees what it does; it knows steps of whole prompts or of decodes.
     """
 
     decodes = True
@@ -71,6 +72,7 @@ class Engine:
         self.prefill_busy = 0.0
         self.preemptions = 0
         self.held = 0
+        self.watch: Watch | None = None
         self._told = told
         self._kept = int(spec.blocks * spec.watermark)
         self._prefilling: list[PhasedRequest] = []
@@ -85,6 +87,7 @@ class Engine:
 
     def enqueue(self, request: PhasedRequest, first: bool = False) -> None:
         """A prompt joins the queue, or, `first`, its front."""
+        request.engine = self.name
         if first:
             self.waiting.appendleft(request)
         else:
@@ -133,6 +136,8 @@ class Engine:
             self.join(request)
         self._arrived.clear()
         seconds = self._step(now)
+        if self.watch is not None:
+            self.watch.holds(now, self.spec.blocks - self.free)
         self.stepping = bool(seconds)
         if not seconds:
             return None
@@ -147,12 +152,24 @@ class Engine:
 
     def end(self, now: float) -> None:
         """The step under way ends."""
+        if self.watch is not None:
+            self._seen(self.watch, now)
         if self._decoding:
             self._decoding = False
             self._end_decode(now)
         if self._prefilling:
             prefilled, self._prefilling = self._prefilling, []
             self._end_prefill(prefilled, now)
+        if self.watch is not None:
+            self.watch.holds(now, self.spec.blocks - self.free)
+
+    def _seen(self, watch: Watch, now: float) -> None:
+        if self._prefilling:
+            tokens = sum(request.tokens for request in self._prefilling)
+            watch.did("prefill", self._began, now, len(self._prefilling), tokens)
+        else:
+            count = len(self.batch.running)
+            watch.did("decode", self._began, now, count, count)
 
     def _step(self, now: float) -> float:
         return (self._prefill(now) if self.waiting else 0.0) or self._decode(now)

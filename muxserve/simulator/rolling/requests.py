@@ -7,16 +7,18 @@ from muxserve.simulator.requests import SimRequest
 
 class PhasedRequest(SimRequest):
     """`decoding_since` is when its first decode step began: what lies between that and its first token is the wait for
-    the phase switch. `predicted` is its prefill as predicted, seconds, `began` when its first prefill began.
+    the phase switch. `predicted` is its prefill as predicted, seconds, `began` when its first prefill began, `engine`
+    the name of the one that prefills it.
     """
 
-    __slots__ = ("began", "decoding_since", "predicted")
+    __slots__ = ("began", "decoding_since", "engine", "predicted")
 
     def __init__(self, request_id: str, model: str, arrival: float, prompt: int, output: int) -> None:
         super().__init__(request_id, model, arrival, prompt, output)
         self.decoding_since: float | None = None
         self.predicted = 0.0
         self.began: float | None = None
+        self.engine = ""
 
     @property
     def tokens(self) -> int:

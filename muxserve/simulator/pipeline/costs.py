@@ -1,5 +1,4 @@
-"""What a latency model says of a pipeline's stages, and of the time between steps, where it was measured on whole
-models."""
+"""What a latency model that was measured on whole models says of a pipeline's stages."""
 
 from __future__ import annotations
 
@@ -7,13 +6,7 @@ from dataclasses import dataclass
 
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import Decode, EngineCosts, EngineShape, LatencyModel, Load
-from muxserve.costs.measured import MeasuredCosts, ProfileModel
-
-
-def between_steps(latency: LatencyModel, device: str) -> float:
-    """Seconds from the end of a step to the start of the next, beyond what steps take; 0 if nobody measured them."""
-    known = latency.profile.overheads.get(device) if isinstance(latency, ProfileModel) else None
-    return known.between if known else 0.0
+from muxserve.costs.measured import MeasuredCosts
 
 
 @dataclass(frozen=True, slots=True)
