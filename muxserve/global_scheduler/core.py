@@ -7,6 +7,7 @@ units are alive, who is asked what, and what the fleet file says.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 
 from muxserve.deployment import FleetDeployment, UnitEntry
@@ -73,6 +74,7 @@ class SchedulerCore:
         self._unknown: list[tuple[float, bytes, Place]] = []
         self._started = now
         self._tick_at = now
+        self._due_at = math.inf
         self.change(fleet, now)
 
     # ------------------------------------------------------------ the two sides
@@ -107,11 +109,15 @@ class SchedulerCore:
         if now >= self._tick_at:
             self._tick_at = now + TICK_SECONDS
             self._round(now)
+        elif now >= self._due_at:
+            for desk in self._desks.values():
+                desk.hurry(now)
+        self._due_at = min((desk.due(now) for desk in self._desks.values()), default=math.inf)
         return self._out.take()
 
     def wakeup(self) -> float:
         """When `turn` is due although no message came."""
-        return self._tick_at
+        return min(self._tick_at, self._due_at)
 
     def unit_gone(self, unit: str, now: float) -> None:
         """The connection to a unit has ended."""
@@ -144,17 +150,25 @@ class SchedulerCore:
             # What it has reported of these models was of no interest until now.
             if self._units[name].up and set(self._entries[name].serves) - set(before[name].serves):
                 self._out.to_unit(name, SchedulerHello(self.epoch))
-        for name, desk in list(self._desks.items()):
-            if name not in rules or (desk.rules.rolling is None) != (rules[name].rolling is None):
-                self._desks.pop(name).close()
+        for name in self._desks.keys() - rules.keys():
+            self._desks.pop(name).close()
         for name in sorted(rules):
             serves = [unit.name for unit in fleet.replicas(name)]
-            if name in self._desks:
-                self._desks[name].change(rules[name], serves, now)
-            elif rules[name].rolling is None:
-                self._desks[name] = ModelDesk(name, rules[name], serves, self._out)
+            before_it = self._desks.get(name)
+            if before_it is not None and (before_it.rules.rolling is None) == (rules[name].rolling is None):
+                before_it.change(rules[name], serves, now)
+                continue
+            if rules[name].rolling is None:
+                desk: Desk = ModelDesk(name, rules[name], serves, self._out)
             else:
-                self._desks[name] = RollingDesk(name, rules[name], serves, self._out, self.epoch, now)
+                desk = RollingDesk(name, rules[name], serves, self._out, self.epoch, now)
+            self._desks[name] = desk
+            if before_it is not None:
+                # It is told of the replicas anew; who waits goes on waiting.
+                for unit in serves:
+                    if self._units[unit].up:
+                        self._out.to_unit(unit, SchedulerHello(self.epoch))
+                desk.take_over(before_it, now)
         waiting, self._unknown = self._unknown, []
         for until, peer, place in waiting:
             self._place(peer, place, now, until)

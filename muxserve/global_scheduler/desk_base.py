@@ -151,6 +151,17 @@ class Desk(ABC):
             self._rules_changed(now)
         self._dispatch(now)
 
+    def take_over(self, before: Desk, now: float) -> None:
+        """The model's requests are placed by another policy from now on: go on with those that wait at the desk that
+        there was, and with what the controller has been told and wants."""
+        self.asked = max(0, before.asked - len(self.serves - before.serves))
+        self._leaving = before._leaving & self.serves
+        self._stopping = before._stopping & self.serves
+        self._died = {unit: since for unit, since in before._died.items() if unit in self.serves}
+        self._failed, self._retry, self._why_not = before._failed, before._retry, before._why_not
+        for asker in sorted(before._askers.values(), key=lambda each: each.since):
+            self.place(asker.peer, asker.place, now)
+
     def close(self) -> None:
         """The model is no longer offered."""
         self._refuse_all(f"{self.model} is no longer served", late=False)
@@ -214,6 +225,14 @@ class Desk(ABC):
         self._round(now)
         if self._askers and self.rules.scaling is None and not self.serves - self._leaving - self._stopping:
             self._refuse_all(f"{self.model} has no replica left: all are drained or stopped", late=True)
+
+    def due(self, now: float) -> float:
+        """When what waits is to be looked at (`hurry`) if nothing happens until then and no round comes first."""
+        return math.inf
+
+    def hurry(self, now: float) -> None:
+        """A last moment has come."""
+        self._dispatch(now)
 
     # ------------------------------------------------------------ inside
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 
 from muxserve.global_scheduler.books import promise, show
@@ -129,6 +130,11 @@ class RollingDesk(RollingMembers):
 
     def _dispatch(self, now: float) -> None:
         self._deliver(self._scheduler.retry(now), now)
+
+    def due(self, now: float) -> float:
+        """See `Desk`. Whose last moment has passed has been tried, and waits for memory."""
+        due = self._scheduler.due(now)
+        return math.inf if due is None or due <= now else due
 
     def _refuse_too_long(self, key: str, demand: int) -> None:
         reason = (

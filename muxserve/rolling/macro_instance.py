@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from muxserve.rolling.constraints import Demand, Verdict, check
-from muxserve.rolling.member import Member, Objectives
+from muxserve.rolling.member import Member, Objectives, Window
 
 
 class MacroInstance:
@@ -17,8 +17,11 @@ class MacroInstance:
     next one's opens: rolling activation.
 
     The algorithm does not say what becomes of a request that no member can take in time. Here it waits, higher ranks
-    first, first come first served within one, and is tried again whenever something has changed (`retry`); once its
-    first token is overdue anyway, it goes to the member with the least pending prefill that has the memory.
+    first, first come first served within one, and is tried again whenever something has changed (`retry`). At the last
+    moment at which a member that has the memory would still be done with its prefill in time, it goes to the one that
+    would be done first, whatever the decodes there have saved: behind what is pending, and behind a decode step that is
+    under way. Where so much is pending that nobody could be in time, more of it helps nobody: then it waits until its
+    first token would be late even if nothing were.
     """
 
     def __init__(self, name: str, objectives: Objectives, members: Iterable[Member] = ()) -> None:
@@ -81,28 +84,40 @@ class MacroInstance:
         return False
 
     def choose(self, demand: Demand, now: float) -> Member | None:
-        """Algorithm 1, and what becomes of a request that is overdue."""
+        """Algorithm 1, and what becomes of a request for which it is the last moment."""
         ring = self.ring
         for turn in range(len(ring)):
             place = (self._last + turn) % len(ring)
             if not ring[place].leaving and check(ring[place], demand, self.objectives, now) is Verdict.FITS:
                 self._last = place
                 return ring[place]
-        if now <= self._latest(demand):
+        if now < self._latest(demand):
             return None
         with_room = [m for m in ring if not m.leaving and m.promised + demand.tokens <= m.capacity]
-        return min(with_room, key=lambda m: (m.pending_seconds, m.promised, m.name), default=None)
+        return min(with_room, key=lambda m: (self._done_in(m, demand), m.promised, m.name), default=None)
 
     def due(self, now: float) -> float | None:
-        """When the first waiting request becomes overdue; None without any."""
+        """When the last moment for the first waiting request has come; None without any."""
         if not self.waiting:
             return None
         return max(now, self._latest(self.waiting[0]))
 
     def _latest(self, demand: Demand) -> float:
-        """When its prefill has to begin, where prefills take least longer than predicted."""
-        bias = min((member.bias for member in self.ring if not member.leaving), default=1.0)
-        return demand.arrival + self.objectives.ttft - demand.prefill_seconds * max(1.0, bias)
+        """When it has to be sent to somebody, lest its first token come too late."""
+        staying = [member for member in self.ring if not member.leaving]
+        with_room = [m for m in staying if m.promised + demand.tokens <= m.capacity]
+        soonest = min((self._done_in(m, demand) for m in with_room or staying), default=demand.prefill_seconds)
+        if soonest > self.objectives.ttft:
+            soonest = demand.prefill_seconds * max(1.0, min((m.bias for m in staying), default=1.0))
+        return demand.arrival + self.objectives.ttft - soonest
+
+    def _done_in(self, member: Member, demand: Demand) -> float:
+        """Seconds until its first token there, predicted: what is pending, or a decode step under way that takes as
+        long as it may, and its own prefill. Those that take less than predicted are not relied on to do so again."""
+        before = member.pending_seconds
+        if member.window is Window.DECODE and member.decoding:
+            before = self.objectives.tpot
+        return before + demand.prefill_seconds * max(1.0, member.bias)
 
     # ------------------------------------------------------------ members
 

@@ -129,8 +129,9 @@ class Running:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self.log = run_dir / "scheduler.log"
         self.context: zmq.Context[Any] = zmq.Context()
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self.fleet: FleetDeployment | None = None
         self.units: list[FakeUnit] = []
 
@@ -142,13 +143,20 @@ class Running:
     def start(self) -> None:
         assert self.fleet is not None
         command = [sys.executable, "-m", "muxserve.global_scheduler.process", "--fleet", str(self.fleet.file)]
-        self.process = subprocess.Popen([*command, "--die-with-parent"], stderr=subprocess.PIPE, text=True)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen([*command, "--die-with-parent"], stderr=log)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         assert self.process is not None
         self.process.send_signal(how)
-        _, words = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, words
+        return self.process.wait(timeout=PATIENCE), self.log.read_text()
+
+    def says(self, words: str) -> None:
+        """Wait until it has said so."""
+        deadline = time.monotonic() + PATIENCE
+        while words not in self.log.read_text():
+            assert time.monotonic() < deadline, f"it has not said {words!r}"
+            time.sleep(0.005)
 
     def client(self, identity: str) -> Client:
         assert self.fleet is not None
@@ -169,7 +177,7 @@ class Running:
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.communicate()
+            self.process.wait()
         self.context.destroy(linger=0)
 
 
@@ -309,6 +317,7 @@ def test_the_fleet_file_is_read_again(running: Running) -> None:
     # A file that is none changes nothing.
     deployed.file.write_text("{")
     running.process.send_signal(signal.SIGHUP)
+    running.says("going on with what was in it before")
     assert gateway.asks("s") == "u0"
     running.write({**TWO, "u2": ["n"]}, generation=2)
     running.process.send_signal(signal.SIGHUP)
@@ -322,8 +331,7 @@ def test_the_fleet_file_is_read_again(running: Running) -> None:
     until(gateway, lambda units: len(units) == 1)
     assert gateway.asks("v") == "u0"
     code, words = running.stop()
-    assert code == 0
-    assert "going on with what was in it before" in words
+    assert code == 0, words
     assert "fleet file 3" in words
 
 

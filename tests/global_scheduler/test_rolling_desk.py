@@ -69,6 +69,13 @@ def ask(world: World, *ids: str, tokens: int = 40, peer: Client = G0, max_tokens
     return [shown[type(answers[request_id])](answers[request_id]) for request_id in ids]
 
 
+def ask_plain(world: World, request_id: str) -> list[Placed | NotPlaced]:
+    """What a model that does not roll answers at once: nothing while the request waits."""
+    world.heard(Placed)
+    world.say(G0, Place(request_id, "m", 41, world.now, "normal", "normal", 40, 10))
+    return [message for _, message in world.sent if isinstance(message, Placed | NotPlaced)]
+
+
 def member(world: World, unit: str) -> Any:
     found: Any = world.core._desks["m"]
     return found._member(unit)
@@ -84,7 +91,7 @@ def test_one_replica_prefills_until_its_window_is_full_then_the_next() -> None:
     # What was placed is there, and its window is over: the one who waits goes there.
     tell(world, "u0", "a", "b")
     assert world.heard(Placed) == []
-    world.now += 0.05
+    world.now += 0.01
     tell(world, "u0", prefilled=["a"])
     assert world.heard(Placed) == []
     tell(world, "u0", prefilled=["b"], prefill_tokens=80, prefill_seconds=0.05)
@@ -132,6 +139,29 @@ def test_an_overdue_request_goes_where_there_is_memory() -> None:
     tell(world, "u0", "a", "b")
     world.wait(0.2)
     assert world.heard(Placed) == [Placed("c", "u0")]
+
+
+def test_the_last_moment_is_met_between_two_rounds() -> None:
+    world = rolling(("u0",))
+    up(world, "u0")
+    world.wait(0.001)  # a round has just been
+    assert ask(world, "a", "b", "c") == ["u0", "u0", ""]
+    asked = world.now
+    tell(world, "u0", "a", "b", prefilled=["a"])
+    # 0.04 s are pending there, and its own prefill takes as long.
+    assert world.core.wakeup() == pytest.approx(asked + 0.02)
+    world.wait(0.019)
+    assert world.heard(Placed) == []
+    world.wait(0.0011)
+    assert world.heard(Placed) == [Placed("c", "u0")]
+
+
+def test_who_waits_for_memory_does_not_keep_the_scheduler_busy() -> None:
+    world = rolling(("u0",))
+    up(world, "u0", capacity=100)
+    assert ask(world, "a", "b") == ["u0", "u0"]
+    assert ask(world, "c", arrival=world.now - 1.0) == [""]
+    assert world.core.wakeup() > world.now
 
 
 def test_who_waits_goes_by_priority_then_by_arrival_even_when_asked_again() -> None:
@@ -590,6 +620,37 @@ def test_a_model_may_begin_to_roll_and_end() -> None:
     world.say(Unit("u0"), RollingReport("u0", "e1", "m", whole=True))
     world.report("u0", load())
     assert ask(world, "b") == ["u0"]
+
+
+def test_who_waits_goes_on_waiting_when_a_model_begins_to_roll_or_ends() -> None:
+    world = World(fleet({"u0": []}, models=["m"]))
+    assert ask_plain(world, "a") == []
+    # In the same fleet file it begins to roll, and has a replica.
+    world.change(fleet({"u0": ["m"]}, rolling={"m": RULES}, generation=2))
+    assert world.heard(NotPlaced) == []
+    up(world, "u0")
+    assert world.heard(Placed, G0) == [Placed("a", "u0")]
+    assert ask(world, "b", "c", tokens=50) == ["u0", ""]
+    world.change(fleet({"u0": ["m"]}, generation=3))
+    assert world.heard(SchedulerHello, Unit("u0")), "the new desk has heard of no replica"
+    world.report("u0", load(running=2))
+    assert world.heard(Placed, G0) == [Placed("c", "u0")]
+    assert world.state()["models"]["m"]["waiting"] == 0
+
+
+def test_what_the_controller_wants_outlives_a_change_of_policy() -> None:
+    world = rolling(("u0", "u1"))
+    world.controller()
+    up(world, "u0", "u1", running=1)
+    world.say(CONTROLLER, DrainReplicas("u0", ["m"]))
+    assert world.heard(Terminating, Unit("u0")) == [Terminating("m", True)]
+    world.change(fleet({"u0": ["m"], "u1": ["m"]}, generation=2))
+    world.report("u0", load(running=1, terminating=True))
+    world.report("u1", load(running=9, used=9_000))
+    assert ask(world, "a", "b") == ["u1", "u1"]
+    world.report("u0", load(terminating=True))
+    world.wait(0.2)
+    assert world.heard(StopReplica, CONTROLLER) == [StopReplica("m", "u0")]
 
 
 def test_the_state_is_json() -> None:

@@ -137,3 +137,51 @@ def test_what_takes_longer_than_predicted_everywhere_is_overdue_earlier() -> Non
     assert macro.retry(0.19) == []
     assert names(macro.retry(0.21)) == ["u1"]
     assert names(macro.arrive(Demand("c", 0.6, 10, arrival=0.3), 0.3)) == ["u0"], "too long in any case: at once"
+
+
+def test_a_last_moment_is_before_what_is_pending() -> None:
+    macro = MacroInstance("m", SLO, members(2))
+    for member, pending in zip(macro.ring, (0.5, 0.4), strict=True):
+        # The window is nearly full by what is done, so that nothing more fits.
+        member.admitted("done", 10, 0.55, 0.0)
+        member.admitted("pending", 10, pending, 0.0)
+        member.prefilled("done", 0.0)
+    assert macro.arrive(Demand("a", 0.2, 10, arrival=0.0), 0.0) == []
+    assert macro.due(0.0) == pytest.approx(1.0 - 0.4 - 0.2), "behind 0.4 s in u1"
+    assert macro.retry(0.39) == []
+    assert names(macro.retry(0.41)) == ["u1"]
+
+
+def test_a_decode_step_under_way_comes_first() -> None:
+    macro = MacroInstance("m", SLO, members(1))
+    (member,) = macro.ring
+    member.admitted("decodes", 10, 0.1, 0.0)
+    member.prefilled("decodes", 0.0)
+    assert macro.arrive(Demand("a", 0.2, 10, arrival=0.0), 0.0) == [], "nothing is saved"
+    assert macro.due(0.0) == pytest.approx(1.0 - SLO.tpot - 0.2)
+
+
+def test_who_waits_goes_to_the_member_that_would_be_done_first() -> None:
+    macro = MacroInstance("m", Objectives(1.0, 0.1, 0.0), members(3))
+    for member in macro.ring:
+        member.admitted("decodes", 10, 0.9, 0.0)
+        member.prefilled("decodes", 0.0)
+    slow, prefills, _ = macro.ring
+    slow.bias = 3.0
+    # Less than a decode step is left to be done there, and no window is opened elsewhere.
+    prefills.admitted("pending", 10, 0.05, 0.0)
+    assert macro.arrive(Demand("a", 0.2, 10, arrival=0.0), 0.0) == []
+    assert names(macro.retry(0.76)) == ["u1"]
+
+
+def test_pending_prefills_that_are_too_many_for_anybody_do_not_draw_more() -> None:
+    macro = MacroInstance("m", SLO, members(2))
+    for member in macro.ring:
+        member.admitted("pending", 10, 0.9, 0.0)
+    assert macro.arrive(Demand("a", 0.2, 10, arrival=0.0), 0.0) == []
+    assert macro.due(0.0) == pytest.approx(0.8)
+    assert macro.retry(0.79) == []
+    # As soon as one has done enough, it is worth while.
+    macro.ring[1].admitted("short", 10, 0.3, 0.0)
+    macro.ring[1].prefilled("pending", 0.5)
+    assert names(macro.retry(0.51)) == ["u1"]
