@@ -49,7 +49,8 @@ class HeldLease:
         self._counts = counts
         self._every_step = every_step
         self._bubbles = bubbles
-        self._id = 0
+        # Of the last one; kept when it is dropped.
+        self.lease_id = 0
         self._phase = "both"
         self._steps = 0
         self._left = 0
@@ -69,7 +70,7 @@ class HeldLease:
 
     def take(self, lease: Lease) -> None:
         """A new lease replaces what was left of the one before."""
-        self._id = lease.lease_id
+        self.lease_id = lease.lease_id
         self._phase = lease.phase
         self._steps = self._left = lease.steps
         self._begun = time.monotonic()
@@ -120,14 +121,14 @@ class HeldLease:
 
     def ended_outside(self, request_ids: list[str]) -> None:
         """Requests ended without a step."""
-        self._send(StepReport(self._id, self._remaining(), 0.0, 0, *self._counts(), request_ids, steps=0))
+        self._send(StepReport(self.lease_id, self._remaining(), 0.0, 0, *self._counts(), request_ids, steps=0))
 
     def _report(self, news: News) -> None:
         stepped = self._untold_steps > 0
         running, waiting = self._counts()
         self._send(
             StepReport(
-                lease_id=self._id,
+                lease_id=self.lease_id,
                 lease_left=self._remaining(),
                 seconds=self._untold_seconds if stepped else 0.0,
                 tokens=self._untold_tokens,

@@ -33,12 +33,14 @@ from muxserve.wire import (
     EngineHello,
     EngineLost,
     HandOver,
+    HeldRequests,
     Lease,
     Message,
     Prefilled,
     Reset,
     Returned,
     ShowBlocks,
+    ShowRequests,
     Stop,
     decode,
     encode,
@@ -159,7 +161,9 @@ class EngineLoop:
                 for admit in message.admit:
                     self._admit(admit)
             case Abort():
-                self._abort(message.request_ids)
+                self._abort(message)
+            case ShowRequests():
+                self._show_requests()
             case ShowBlocks():
                 self._send(shown(self.scheduler, f"{message.request_id}#{message.incarnation}", message))
             case Detach():
@@ -167,7 +171,7 @@ class EngineLoop:
             case Reset():
                 log.info("unit scheduler %s: dropping %d requests", message.epoch, len(self._requests))
                 self._lease.drop()
-                self._abort([admitted.request_id for admitted in self._requests.values()], report=False)
+                self._end([*self._requests])
             case Stop():
                 self._stopping = True
             case _:
@@ -222,10 +226,18 @@ class EngineLoop:
         self._forget(internal)
         self._lease.ended_outside([request_id])
 
-    def _abort(self, request_ids: list[str], report: bool = True) -> None:
-        internal = [self._internal[r] for r in request_ids if r in self._internal]
-        if not internal:
-            return
+    def _abort(self, abort: Abort) -> None:
+        if abort.incarnations:
+            named = [f"{r}#{i}" for r, i in zip(abort.request_ids, abort.incarnations, strict=False)]
+        else:
+            named = [self._internal.get(request_id, "") for request_id in abort.request_ids]
+        internal = [each for each in named if each in self._requests]
+        if internal and self._end(internal):
+            # Not one of which a later life goes on.
+            self._lease.ended_outside([r for r in abort.request_ids if r not in self._internal])
+
+    def _end(self, internal: list[str]) -> bool:
+        """Drop these requests; False if the memory manager turned out to be gone, and everything with it."""
         self.core.abort_requests(internal)
         for each in internal:
             self._forget(each)
@@ -233,9 +245,14 @@ class EngineLoop:
             self.scheduler.pool.end_step()
         except MemoryManagerGone:
             self._recover_memory()
-            return
-        if report:
-            self._lease.ended_outside(request_ids)
+            return False
+        return True
+
+    def _show_requests(self) -> None:
+        held = self.scheduler.held()
+        there = [admitted for internal, admitted in self._requests.items() if internal in held]
+        ids, incarnations = [each.request_id for each in there], [each.incarnation for each in there]
+        self._send(HeldRequests(self._lease.lease_id, ids, incarnations))
 
     def _detach(self, ask: Detach) -> None:
         internal = f"{ask.request_id}#{ask.incarnation}"

@@ -165,6 +165,10 @@ class PhaseScheduler(Scheduler):
             return None
         return [block.block_id for block in blocks], request.num_computed_tokens - request.num_in_flight_tokens
 
+    def held(self) -> set[str]:
+        """Ids of the requests that it goes on with."""
+        return {r.request_id for queue in (self.running, self.waiting, self.kv_holding_waiting) for r in queue}
+
     def is_in_flight(self, request_id: str) -> bool:
         """A micro-batch with that request has gone into the pipeline and has not come out yet."""
         request = self.requests.get(request_id)

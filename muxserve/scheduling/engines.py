@@ -81,7 +81,6 @@ class EngineState(Work):
     up: bool = False
     lease: LeaseState | None = None
     entered_with: int = 0
-    empty_reports: int = 0
     wait_since: float | None = None
     waits: int = 0
     wait_seconds: float = 0.0

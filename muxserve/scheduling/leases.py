@@ -150,8 +150,6 @@ class Leases:
         lease.left = left
         # Without a step it may have been asked in the middle of taking requests in.
         emptied = seconds > 0.0 and not remaining
-        if seconds > 0.0:
-            engine.empty_reports = engine.empty_reports + 1 if emptied else 0
         in_vain = seconds > 0.0 and not tokens
         if left <= 0 or emptied or now >= lease.deadline or self._useless(model, lease, in_vain):
             self._end_lease(engine)

@@ -295,7 +295,7 @@ class UnitLedger(Leases):
         self._end_lease(engine)
         engine.fed()
         engine.of(Phase.PREFILL).fed()
-        engine.empty_reports = engine.entered_with = 0
+        engine.entered_with = 0
         gone = self.lost([*engine.inside, *(engine.incoming if hand_offs else ())], now)
         self._settle(engine, now)
         return gone

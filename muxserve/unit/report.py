@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from muxserve.deployment import Deployment
 from muxserve.scheduling.engines import EngineState
@@ -11,6 +11,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE
+from muxserve.unit.engines import Engines
 from muxserve.unit.moving import Departures, Downtime
 
 
@@ -21,19 +22,13 @@ def unit_state(
     epoch: str,
     uptime: float,
     now: float,
-    pids: Mapping[str, int],
     gateways: int,
-    terminating: Collection[str] = (),
-    moving: Departures | None = None,
-    bubbles: Mapping[str, list[float]] | None = None,
+    terminating: Collection[str],
+    moving: Departures,
+    engines: Engines,
 ) -> dict[str, object]:
-    """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool.
-
-    Args:
-        pids: by MODEL/PHASE.
-        bubbles: of models on several stages, seconds of each in which it had nothing to compute.
-    """
-    idle = bubbles or {}
+    """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool."""
+    pids, idle, reconciliation = engines.pids, engines.bubbles, engines.reconciliation
     return {
         "unit": deployment.unit,
         "policy": policy.name,
@@ -47,6 +42,7 @@ def unit_state(
             model.name: _model(model, policy, now)
             | _both(model, idle.get(model.name, []))
             | _moves(model, model.name in terminating, moving)
+            | {"missing": reconciliation.missing[model.name], "strays": reconciliation.strays[model.name]}
             for model in ledger.models
         },
         "pools": {
@@ -107,16 +103,16 @@ def _both(model: ModelState, bubbles: list[float]) -> dict[str, object]:
     }
 
 
-def _moves(model: ModelState, terminating: bool, moving: Departures | None) -> dict[str, object]:
+def _moves(model: ModelState, terminating: bool, moving: Departures) -> dict[str, object]:
     """How the model stands as a replica. `downtime_seconds` is for how long requests that moved away stood still;
     `moves` counts those under way by what they wait for."""
     tally = model.tally
-    downtime = moving.downtimes.get(model.name, Downtime()) if moving is not None else Downtime()
+    downtime = moving.downtimes.get(model.name, Downtime())
     return {
         "terminating": terminating,
         "retired": model.retired,
         "moving": len(model.moving),
-        "moves": moving.under_way(model.name) if moving is not None else {},
+        "moves": moving.under_way(model.name),
         "given_back": tally.given_back,
         "moved_in": tally.moved_in,
         "moved_out": tally.moved_out,

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from muxserve.wire import Blocks, Detach, Detached, Message, ShowBlocks, StepReport
+from muxserve.wire import (
+    Abort,
+    Blocks,
+    Detach,
+    Detached,
+    HeldRequests,
+    Message,
+    ShowBlocks,
+    ShowRequests,
+    StepReport,
+)
 from tests.engine.cases import CASES, LONG, sampling
 from tests.engine.harness import Engines, deployed_model, engines
 
@@ -125,6 +135,26 @@ def detach_again_and_again(family: Engines) -> None:
     assert {case: family.tokens[f"moved-{case}"] for case in MOVED} == {
         case: family.tokens[f"plain-{case}"] for case in MOVED
     }
+    family.until(lambda: held(family) == 0)
+
+
+def test_an_engine_says_which_requests_it_has_and_drops_the_lives_that_are_meant(family: Engines) -> None:
+    prompt = prompt_of("2+2=")
+    bodies = {name: family.body(name, prompt, max_tokens=200, ignore_eos=True) for name in ("one", "two")}
+    lives = decoding(family, bodies, steps=2)
+
+    def there() -> dict[str, int]:
+        said: HeldRequests = ask(family, ShowRequests(), HeldRequests)
+        assert said.lease_id == max(m.lease_id for _, m in family.reports if isinstance(m, StepReport))
+        return dict(zip(said.request_ids, said.incarnations, strict=True))
+
+    assert there() == lives
+    family.send(DECODE, Abort(["one", "two"], [lives["one"], lives["two"] + 1]))
+    assert there() == {"two": lives["two"]}
+    last = [m for _, m in family.reports if isinstance(m, StepReport)][-1]
+    assert (last.finished, last.steps, last.running) == (["one"], 0, 1)
+    family.abort(DECODE, ["two"])
+    assert there() == {}
     family.until(lambda: held(family) == 0)
 
 

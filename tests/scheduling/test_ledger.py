@@ -207,7 +207,6 @@ def test_a_report_without_a_step_counts_nothing() -> None:
     engine = book.by_name["a"].prefill
     assert engine.jobs == 0
     assert engine.lease is not None
-    assert engine.empty_reports == 0
 
 
 def test_an_engine_without_pages_is_tried_again_later_or_when_pages_come_free() -> None:
@@ -228,17 +227,13 @@ def test_an_engine_without_pages_is_tried_again_later_or_when_pages_come_free() 
     assert engine.ready(2.0)
 
 
-def test_an_engine_that_says_it_is_empty_is_suspected() -> None:
+def test_an_engine_that_says_it_is_empty_has_no_use_for_its_lease() -> None:
     book = ledger()
     arrive(book, "r")
     prefill(book, "r")
     book.stepped("a", Phase.PREFILL, 1, 1, 0.001, 0, 0, 1.0)
-    engine = book.by_name["a"].prefill
-    assert engine.empty_reports == 1
-    assert engine.lease is None
-    prefill(book, lease=2, now=1.1)
-    book.stepped("a", Phase.PREFILL, 2, 1, 0.001, 5, 1, 1.2)
-    assert engine.empty_reports == 0
+    assert book.by_name["a"].prefill.lease is None
+    assert book.share_used == 0
 
 
 def test_admission_stops_at_the_head_that_does_not_fit() -> None:

@@ -7,8 +7,10 @@ import json
 import pytest
 
 from muxserve.scheduling.policies import POLICIES
+from muxserve.unit.reconcile import RECONCILE_SECONDS
 from muxserve.wire import (
     Abort,
+    Admit,
     Cancel,
     EngineDown,
     EngineHello,
@@ -16,11 +18,13 @@ from muxserve.wire import (
     GatewayDown,
     GatewayHello,
     HandOver,
+    HeldRequests,
     Lease,
     Lost,
     Refused,
     Reset,
     Returned,
+    ShowRequests,
     StateRequest,
     StepReport,
     Stop,
@@ -28,7 +32,7 @@ from muxserve.wire import (
     UnitHello,
     UnitState,
 )
-from tests.unit.support import GATEWAY, REPLY_TO, Bench, model, to
+from tests.unit.support import GATEWAY, REPLY_TO, Bench, Sent, model, to
 
 
 def crowded() -> Bench:
@@ -296,14 +300,95 @@ def test_the_same_submission_twice_is_one_request() -> None:
     assert len(bench.admitted("a/prefill")) == 1
 
 
-def test_an_engine_that_lost_a_request_silently_is_found_out() -> None:
+def holds(bench: Bench, engine: str, *admits: Admit, lease: int | None = None) -> Sent:
+    """The engine says that it has these; returns what the unit sends."""
+    lease = bench.lease(engine).lease_id if lease is None else lease
+    said = HeldRequests(lease, [a.request_id for a in admits], [a.incarnation for a in admits])
+    return bench.say(engine.encode(), said)
+
+
+def test_an_engine_that_says_it_has_fewer_requests_than_it_should_is_asked_and_believed() -> None:
+    bench = Bench()
+    there, gone = bench.decoding("there"), bench.decoding("gone")
+    assert to("a/decode", ShowRequests, bench.report("a/decode", running=2)) == []
+    assert to("a/decode", ShowRequests, bench.report("a/decode", running=1)) == [ShowRequests()]
+    assert to("a/decode", ShowRequests, bench.report("a/decode", running=1)) == [], "it was asked already"
+    sent = holds(bench, "a/decode", there)
+    (lost,) = to(GATEWAY, Lost, sent)
+    assert (lost.request_ids, lost.attempts) == (["gone"], [0])
+    # Whatever is left of it there is dropped, and the hand-off in case it had not been adopted.
+    assert to("a/decode", Abort, sent) == [Abort(["gone"], [gone.incarnation])]
+    assert bench.memory.dropped == [("a", f"key-gone-{bench.admitted('a/prefill')[-1].incarnation}")]
+    assert list(bench.unit.desk.held) == ["there"]
+    state = bench.state()["models"]["a"]
+    assert (state["missing"], state["lost"], state["strays"]) == (1, 1, 0)
+    # It is asked again when there is doubt again.
+    assert to("a/decode", ShowRequests, bench.report("a/decode", running=0)) == [ShowRequests()]
+
+
+def test_an_engine_that_lost_all_its_requests_keeps_no_compute() -> None:
     bench = Bench()
     bench.decoding("r")
-    bench.report("a/decode", running=0)  # it should have had one
-    for _ in range(40):
-        bench.turn(after=0.05)
-    assert [m.request_ids for m in to(GATEWAY, Lost, bench.sent)] == [["r"]]
+    bench.report("a/decode", running=0)
+    assert [m.request_ids for m in to(GATEWAY, Lost, holds(bench, "a/decode"))] == [["r"]]
     assert bench.state()["budget_used"] == 0.0
+    assert not bench.unit.ledger.requests
+
+
+def test_engines_with_requests_are_asked_for_them_at_a_slow_pace() -> None:
+    bench = Bench()
+    admit = bench.decoding("r")
+    assert bench.unit.wakeup(bench.now) <= bench.now + RECONCILE_SECONDS
+    for _ in range(3):
+        bench.report("a/decode")
+        sent = bench.turn(after=RECONCILE_SECONDS)
+        assert [peer for peer, message in sent if isinstance(message, ShowRequests)] == [b"a/decode"]
+        assert to(GATEWAY, Lost, holds(bench, "a/decode", admit)) == []
+    bench.report("a/decode", finished=["r"], running=0)
+    assert not any(isinstance(message, ShowRequests) for _, message in bench.turn(after=RECONCILE_SECONDS))
+
+
+def test_what_was_sent_after_the_question_is_not_missed() -> None:
+    bench = Bench()
+    first = bench.decoding("first")
+    before = bench.lease("a/decode").lease_id
+    bench.turn(after=RECONCILE_SECONDS)
+    bench.decoding("second")
+    assert bench.lease("a/decode").lease_id > before
+    assert to(GATEWAY, Lost, holds(bench, "a/decode", first, lease=before)) == []
+    # A report from before the lease that brings it in does not count it either.
+    bench.sent.clear()
+    assert to("a/decode", ShowRequests, bench.say(b"a/decode", StepReport(before, 5, 0.001, 1, 1, 0))) == []
+
+
+def test_a_request_that_an_engine_should_not_have_is_aborted_when_it_is_there_twice() -> None:
+    bench = Bench()
+    admit = bench.decoding("r")
+    bench.turn(after=RECONCILE_SECONDS)
+    bench.say(GATEWAY, Cancel(["r"]))
+    # The list was sent before the engine heard of the cancellation.
+    assert to("a/decode", Abort, holds(bench, "a/decode", admit)) == []
+    # That one was lost on the way.
+    bench.sent = [(b"a/decode", m) for m in to("a/decode", Lease, bench.sent)]
+    assert to("a/decode", ShowRequests, bench.turn(after=RECONCILE_SECONDS)) == [ShowRequests()]
+    assert to("a/decode", Abort, holds(bench, "a/decode", admit)) == [Abort(["r"], [admit.incarnation])]
+    assert bench.state()["models"]["a"]["strays"] == 1
+    # It is gone now, and nobody is asked any more.
+    bench.turn(after=RECONCILE_SECONDS)
+    holds(bench, "a/decode")
+    assert to("a/decode", ShowRequests, bench.turn(after=RECONCILE_SECONDS)) == []
+
+
+def test_an_engine_that_was_started_anew_is_not_asked_about_the_one_before() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    before = bench.lease("a/decode").lease_id
+    bench.turn(after=RECONCILE_SECONDS)
+    bench.say(b"a/decode", EngineHello("a", "decode", 101))
+    bench.decoding("s")
+    # The answer of the dead one comes after all.
+    assert to(GATEWAY, Lost, holds(bench, "a/decode", lease=before)) == []
+    assert to("a/decode", ShowRequests, bench.report("a/decode", running=0)) == [ShowRequests()]
 
 
 def test_a_lease_that_ran_out_without_a_word_is_asked_after() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muxserve.unit import reconcile
 from tests.unit.world import World
 
 PARTS = ("prefill", "decode", "migrator", "memory", "unit")
@@ -95,6 +96,55 @@ def test_many_die_and_clients_go_away(seed: int) -> None:
     play(world, 900, events)
     world.settle()
     world.check_end()
+
+
+# ---------------------------------------------------------------- engines that lose requests without a word
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are asked for what they have all the time."""
+    monkeypatch.setattr(reconcile, "RECONCILE_SECONDS", 0.003)
+
+
+ANY = ("multiplexed", "rolling", "pipelined")
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("phases", ANY)
+def test_messages_that_cross_are_no_loss(phases: str) -> None:
+    for seed in range(25):
+        world = World(seed, phases=phases)
+        load(world)
+        drawn = random.Random(seed)
+        cancels = {drawn.randint(20, 800): [("cancel", f"r{drawn.randint(0, 3)}")] for _ in range(drawn.randint(0, 3))}
+        play(world, 900, {at: list(each) for at, each in cancels.items()})
+        world.settle()
+        world.check_end()
+        assert world.resubmitted == 0, "nothing was lost"
+        for unit in world.units.values():
+            found = unit.scheduler.engines.reconciliation
+            assert not found.missing
+            assert not found.strays
+
+
+@pytest.mark.parametrize("phases", ANY)
+def test_requests_that_engines_forget_are_served_again(phases: str) -> None:
+    forgotten = missing = 0
+    for seed in range(25):
+        drawn = random.Random(seed)
+        events: dict[int, list[tuple[str, ...]]] = {}
+        for _ in range(drawn.randint(1, 3)):
+            what = drawn.choice(["some requests", "some requests", "migrator", "memory", "unit"])
+            events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), what))
+        world = World(seed, phases=phases)
+        load(world)
+        play(world, 900, events)
+        world.settle()
+        world.check_end()
+        forgotten += world.forgotten
+        missing += sum(unit.scheduler.engines.reconciliation.missing.total() for unit in world.units.values())
+    assert 0 < missing <= forgotten
 
 
 # ---------------------------------------------------------------- one engine of both phases

@@ -31,6 +31,7 @@ from muxserve.wire import (
     EngineLost,
     GatewayHello,
     HandOver,
+    HeldRequests,
     Lease,
     Load,
     Lost,
@@ -48,6 +49,7 @@ from muxserve.wire import (
     RollingReport,
     SchedulerHello,
     ShowBlocks,
+    ShowRequests,
     StepReport,
     Submit,
     TakenOver,
@@ -142,11 +144,14 @@ class Engine:
                     known = list(admit.output_tokens)
                     self.running[admit.request_id] = Running(admit, known, PROMPT, asked, bool(admit.adopt))
             case Abort():
-                gone = [r for r in message.request_ids if self.running.pop(r, None)]
+                gone = [r for r in message.request_ids if self.abort(r, message)]
                 if gone:
                     self.report(0.0, 0, finished=gone, steps=0)
             case Reset():
                 self.running, self.left = {}, 0
+            case ShowRequests():
+                there = [(r, each.admit.incarnation) for r, each in self.running.items()]
+                self.tell(HeldRequests(self.lease, [r for r, _ in there], [i for _, i in there]))
             case ShowBlocks():
                 found = self.find(message.request_id, message.incarnation)
                 computed = found.prompt + len(found.tokens) - 1 if found else 0
@@ -156,6 +161,14 @@ class Engine:
                 self.detach(message)
             case _:
                 raise AssertionError(message)
+
+    def abort(self, request_id: str, message: Abort) -> bool:
+        there = self.running.get(request_id)
+        named = dict(zip(message.request_ids, message.incarnations, strict=True)) if message.incarnations else None
+        if there is None or (named is not None and named[request_id] != there.admit.incarnation):
+            return False
+        del self.running[request_id]
+        return True
 
     def find(self, request_id: str, incarnation: int) -> Running | None:
         found = self.running.get(request_id)
@@ -213,6 +226,13 @@ class Engine:
             alone = 0.002 if self.doing == "prefill" else 0.0
             more = {"prefilled": prefilled, "prefill_tokens": fresh, "prefill_seconds": alone}
         self.report(0.002, len(todo), finished=finished, handed=handed, **more)
+
+    def forget(self) -> None:
+        """Lose some of the requests without a word."""
+        for request_id in list(self.running):
+            if self.world.random.random() < 0.5:
+                del self.running[request_id]
+                self.world.forgotten += 1
 
     def memory_died(self) -> None:
         lost, self.running, self.left = list(self.running), {}, 0
@@ -416,6 +436,7 @@ class World:
         self.clients: dict[str, Client] = {}
         self.resubmitted = 0
         self.took_over = 0
+        self.forgotten = 0
         self.units = {name: Unit(self, name) for name in ("u0", "u1")}
         for unit in self.units.values():
             self.greet(unit)
@@ -561,6 +582,9 @@ class World:
             unit.hear(b"controller", EngineDown("a", what, "killed"))
             # What it had adopted is freed; what it had handed off stays.
             engine.hello()
+        elif what == "some requests":
+            for engine in unit.engines.values():
+                engine.forget()
         elif what == "migrator":
             self.drop_channels(f"{unit.name}:migrator", f"{unit.name}:peer")
             # Hand-offs that were given to the unit stay with it; others were never made.

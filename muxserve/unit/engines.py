@@ -1,0 +1,192 @@
+"""The unit's engines: what they say, how they come and go, and those that fall silent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.types import Grant
+from muxserve.unit.desk import Outbox, RequestDesk, shown
+from muxserve.unit.memory import Memory
+from muxserve.unit.pages import Pages
+from muxserve.unit.reconcile import Peer, Reconciliation
+from muxserve.wire import EngineDown, EngineHello, EngineLost, HeldRequests, Reset, StepReport
+
+log = logging.getLogger(__name__)
+
+ENGINE_CHECK_SECONDS = 0.05
+SILENCE_SECONDS = 0.25
+EMPTY_SECONDS = 1.0
+HUNG_SECONDS = 10.0
+
+
+class Engines:
+    """Every engine of the unit, by its ZeroMQ identity.
+
+    Args:
+        grant: gives an engine a lease.
+    """
+
+    def __init__(
+        self,
+        ledger: UnitLedger,
+        desk: RequestDesk,
+        memory: Memory,
+        pages: Pages,
+        out: Outbox,
+        epoch: str,
+        grant: Callable[[Grant, float], None],
+        now: float,
+    ) -> None:
+        self._ledger = ledger
+        self._desk = desk
+        self._memory = memory
+        self._pages = pages
+        self._out = out
+        self._epoch = epoch
+        self._grant = grant
+        self._due = now
+        self._peers: dict[bytes, Peer] = {}
+        for model in ledger.models:
+            for engine in model.engines:
+                address = f"{model.name}/{engine.phase}".encode()
+                self._peers[address] = Peer(model, engine, address)
+        self.reconciliation = Reconciliation(ledger, desk, out, self._peers.values(), now)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the engines that are there, by MODEL/PHASE."""
+        return {peer.name: peer.pid for peer in self._peers.values() if peer.pid is not None}
+
+    @property
+    def bubbles(self) -> dict[str, list[float]]:
+        """Of models on several stages, seconds of each in which it had nothing to compute."""
+        return {peer.model.name: peer.bubbles for peer in self._peers.values() if peer.bubbles}
+
+    def turn(self, now: float) -> None:
+        """Look after engines that are silent, and after what they have."""
+        if now >= self._due:
+            self._mind_leases(now)
+        self.reconciliation.turn(now)
+
+    def wakeup(self) -> float:
+        """When `turn` is due although no message came."""
+        due = self.reconciliation.wakeup()
+        return min(due, self._due) if self._ledger.share_used else due
+
+    # ------------------------------------------------------------ what is heard
+
+    def hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
+        """An engine is there, and has nothing."""
+        engine = self._peers.get(peer)
+        if engine is None or engine.name != f"{hello.model}/{hello.phase}":
+            log.warning("an engine %s/%s of identity %s is none of this unit", hello.model, hello.phase, shown(peer))
+            return
+        lost = [*engine.state.inside]
+        self._desk.give_up_hand_offs(lost, engine.model)
+        gone = self._ledger.engine_up(hello.model, engine.state.phase, now)
+        self._desk.tell_lost(gone, f"engine {shown(peer)} started anew")
+        engine.anew(hello.pid)
+        engine.heard_at, engine.warned = now, False
+        self._out.send(peer, Reset(self._epoch))
+        log.info("engine %s is up, pid %d", shown(peer), hello.pid)
+
+    def down(self, down: EngineDown, now: float) -> None:
+        """The controller saw an engine die."""
+        engine = self._peers.get(f"{down.model}/{down.phase}".encode())
+        if engine is None:
+            log.warning("%s/%s is no engine of this unit", down.model, down.phase)
+            return
+        model = engine.model
+        self._desk.give_up_hand_offs([*engine.state.inside, *engine.state.incoming], model)
+        gone = self._ledger.engine_down(down.model, engine.state.phase, now)
+        engine.anew(None)
+        log.warning("engine %s/%s is down: %s", down.model, down.phase, down.reason)
+        self._desk.tell_lost(gone, f"engine {down.model}/{down.phase} died: {down.reason}")
+
+    def lost(self, peer: bytes, message: EngineLost, now: float) -> None:
+        """An engine dropped requests, most likely with the memory manager that had their pages."""
+        engine = self._peers.get(peer)
+        if engine is None or not engine.state.up:
+            return
+        if not self._memory.alive():
+            self._pages.gone(now)
+            # The engine has let go of its lease, and waits for the memory manager as well.
+            self._ledger.lease_void(engine.model.name, engine.state.phase, now)
+        mine = [r for r in message.request_ids if r in engine.state.inside]
+        self._desk.tell_lost(self._ledger.lost(mine, now), message.reason)
+        if not engine.state.inside:
+            # Also when all that it lost had been cancelled: it has nothing to use its lease on.
+            self._ledger.lease_void(engine.model.name, engine.state.phase, now)
+
+    def reported(self, peer: bytes, report: StepReport, now: float) -> None:
+        """An engine tells of its steps, and of what became of requests in them."""
+        engine = self._peers.get(peer)
+        if engine is None or not engine.state.up:
+            # Last words of an engine that was given up, or that does not know this unit scheduler yet.
+            if engine is not None:
+                for late in report.handed:
+                    self._memory.drop(engine.model.name, late.key)
+            return
+        engine.heard_at, engine.warned = now, False
+        ledger, desk, name = self._ledger, self._desk, engine.model.name
+        for request_id in report.finished:
+            if ledger.finished(request_id, engine.state.phase, report.lease_id, now):
+                desk.finished(request_id)
+        for each in report.handed:
+            desk.handed_over(name, each, now)
+        for first in report.prefilled:
+            desk.prefilled(first, now)
+        for back in report.returned:
+            desk.returned(back, now)
+        if report.bubbles:
+            known = engine.bubbles or [0.0] * len(report.bubbles)
+            engine.bubbles = [sum(pair) for pair in zip(known, report.bubbles, strict=False)]
+        ledger.stepped(
+            name,
+            engine.state.phase,
+            report.lease_id,
+            report.lease_left,
+            report.seconds,
+            report.tokens,
+            report.running + report.waiting,
+            now,
+            report.steps,
+            report.prefill_tokens,
+            report.prefill_seconds,
+        )
+        self.reconciliation.reported(engine, report)
+
+    def held(self, peer: bytes, message: HeldRequests, now: float) -> None:
+        """An engine says which requests it has."""
+        engine = self._peers.get(peer)
+        if engine is not None and engine.state.up:
+            engine.heard_at, engine.warned = now, False
+            self.reconciliation.heard(engine, message, now)
+
+    # ------------------------------------------------------------ silence
+
+    def _mind_leases(self, now: float) -> None:
+        """Look after leases whose engines are silent.
+
+        A lease can run out in the engine between two steps without a word; one more step makes it speak up. One whose
+        requests were all cancelled answers that; if the answer does not come, its lease ends some time after.
+        """
+        self._due = now + ENGINE_CHECK_SECONDS
+        for peer in self._peers.values():
+            state = peer.state
+            lease = state.lease
+            if lease is None:
+                continue
+            silent = now - max(peer.heard_at, lease.granted_at)
+            if not state.inside:
+                if now > lease.deadline + max(EMPTY_SECONDS, 20 * state.step_seconds):
+                    log.warning("engine %s did not say that it is empty", shown(peer.address))
+                    self._ledger.lease_void(peer.model.name, state.phase, now)
+            elif now > lease.deadline + SILENCE_SECONDS:
+                length = 2 * max(lease.deadline - lease.granted_at, SILENCE_SECONDS)
+                self._grant(Grant(peer.model.name, lease.phase, 1, length, lease.share), now)
+            if silent > max(HUNG_SECONDS, 20 * state.step_seconds) and not peer.warned:
+                peer.warned = True
+                log.warning("engine %s holds a lease and has not reported for %.0f s", shown(peer.address), silent)
