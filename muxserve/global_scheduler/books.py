@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from muxserve.replicas.views import InstanceLoad
@@ -14,6 +14,7 @@ from muxserve.wire import RollingReport, RollingRequest
 # Tokens that an answer is expected to have at most, since nobody knows: `max_tokens` is often all that the model can
 # do. Answers that outgrow it are the replica's business, which preempts when it has no room.
 EXPECTED_OUTPUT = 256
+_NOTHING: Mapping[str, Brought] = {}
 
 
 @dataclass(slots=True)
@@ -22,6 +23,16 @@ class News:
 
     named: list[str] = field(default_factory=list)
     ended: list[tuple[str, Admitted]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a request that came with its KV had before, in another replica: the time it had saved (seconds) at `at`, and
+    since when it decodes; None: it had not begun."""
+
+    saved: float
+    at: float
+    since: float | None
 
 
 def promise(tokens: int, max_tokens: int, capacity: int) -> int:
@@ -61,12 +72,20 @@ def rebuild(
     return list(named)
 
 
-def apply(member: Member, report: RollingReport, rules: RollingRules, unnamed: Container[str], now: float) -> News:
+def apply(
+    member: Member,
+    report: RollingReport,
+    rules: RollingRules,
+    unnamed: Container[str],
+    now: float,
+    brought: Mapping[str, Brought] = _NOTHING,
+) -> News:
     """What has happened in the replica since its last report.
 
     Args:
         unnamed: requests that were sent there and that it has not named yet. What it tells of these before it names
             them is about former lives.
+        brought: of those that came with their KV, what is known from where they were.
     """
     news = News()
     member.counted(report.steps)
@@ -74,7 +93,7 @@ def apply(member: Member, report: RollingReport, rules: RollingRules, unnamed: C
     for request in report.requests:
         news.named.append(request.request_id)
         if request.request_id not in unnamed:
-            _came(member, request, rules, now)
+            _came(member, request, rules, brought.get(request.request_id), now)
         elif request.prefilled:
             member.prefilled(request.request_id, now)
     done = [request_id for request_id in report.prefilled if request_id not in unnamed or request_id in came]
@@ -114,10 +133,15 @@ def show(load: InstanceLoad, member: Member | None, spared: float | None, now: f
     return shown
 
 
-def _came(member: Member, request: RollingRequest, rules: RollingRules, now: float) -> None:
+def _came(member: Member, request: RollingRequest, rules: RollingRules, brought: Brought | None, now: float) -> None:
     if request.decoding_seconds is not None:
         tokens = promise(request.tokens, request.max_tokens, member.capacity)
-        member.found(request.request_id, tokens, now - request.decoding_seconds, now)
+        since, place = now - request.decoding_seconds, None
+        if brought is not None and brought.since is not None:
+            # On its way it has got no token.
+            since = brought.since
+            place = brought.saved + brought.at - member.steps * member.tpot
+        member.found(request.request_id, tokens, since, now, place)
     elif request.prefilled:
         _waits_to_decode(member, request, now)
     else:

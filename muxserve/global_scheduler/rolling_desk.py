@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from muxserve.global_scheduler.books import promise, show
 from muxserve.global_scheduler.desk_base import Asker, Rules
+from muxserve.global_scheduler.loads import as_load
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.global_scheduler.rolling_members import RollingMembers
 from muxserve.replicas.priorities import PriorityError
@@ -116,6 +117,7 @@ class RollingDesk(RollingMembers):
     def _bury(self, key: str, now: float) -> None:
         """A gateway asks for a place for a request: wherever it was, that life is over."""
         self._placements.take_back(key)
+        self._moves.forget(key)
         scheduler = self._scheduler
         for member in [*self._apart.values(), *scheduler.members.values(), *scheduler.draining.values()]:
             member.left(key, now)
@@ -169,6 +171,7 @@ class RollingDesk(RollingMembers):
             if replica.load.terminating and replica.load.idle:
                 self._stop(unit, now)
         self._scale(now)
+        self._pair(now)
 
     def _wake(self, now: float) -> bool:
         """Start what is missing; False: nothing is."""
@@ -217,8 +220,16 @@ class RollingDesk(RollingMembers):
     # ------------------------------------------------------------ what others see
 
     def pairs(self) -> list[tuple[str, str, Load]]:
-        """See `Desk`. Requests stay where they were prefilled."""
-        return []
+        """See `Desk`. Only who is drained gives requests away, its decodes; what is promised at the other one is taken,
+        as it is for requests that are sent there."""
+        up, found = self._up, []
+        for source, destination in self._moves.pairs.items():
+            member = self._scheduler.members.get(destination)
+            if source in up and destination in up and member is not None:
+                load = as_load(up[destination].load)
+                load.used = max(load.used, member.promised)
+                found.append((source, destination, load))
+        return found
 
     def state(self, now: float) -> dict[str, object]:
         """See `Desk`."""
@@ -229,7 +240,7 @@ class RollingDesk(RollingMembers):
             "replicas": replicas,
             "starting": self._starting(now),
             "waiting": len(self._askers),
-            "pairs": {},
+            "pairs": dict(self._moves.pairs),
             "macro_instances": {name: [m.name for m in macro.ring] for name, macro in self._scheduler.macros.items()},
             "moved": self._scheduler.moved,
         }

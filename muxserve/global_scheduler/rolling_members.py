@@ -16,12 +16,13 @@ from muxserve.global_scheduler.books import apply, rebuild
 from muxserve.global_scheduler.desk_base import Desk, Rules
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.global_scheduler.placements import Placements
+from muxserve.global_scheduler.rolling_moves import Moves
 from muxserve.global_scheduler.rolling_scaler import RollingScaler
 from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
 from muxserve.rolling.scheduler import RollingScheduler, Sent
-from muxserve.wire import RollingReport, SchedulerHello
+from muxserve.wire import RollingReport, SchedulerHello, Unpaired
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class RollingMembers(Desk):
         # Members of which the requests are known, but not the load.
         self._apart: dict[str, Member] = {}
         self._placements = Placements()
+        self._moves = Moves()
         # Draining because of the load; those stay when they are needed after all.
         self._draining: set[str] = set()
         self._asked_at: dict[str, float] = {}
@@ -90,13 +92,16 @@ class RollingMembers(Desk):
         if report.whole:
             before = set(member.requests)
             named = rebuild(member, report, self._rolling, unnamed, now)
+            for key in named:
+                self._moves.forget(key)
             self._forget(before - member.requests.keys())
             self._doubted.pop(unit, None)
         else:
-            news = apply(member, report, self._rolling, unnamed, now)
-            named = news.named
+            brought = self._moves.brought(report, member, self._scheduler, now)
+            news = apply(member, report, self._rolling, unnamed, now, brought)
+            named, ended = news.named, self._moves.left(member, news.ended, now)
             if self._scaler is not None:
-                self._scaler.take(report, news.ended, member, now)
+                self._scaler.take(report, ended, member, now)
         for key in named:
             expected = self._placements.take_back(key)
             elsewhere = None if expected == unit else self._member(expected)
@@ -146,6 +151,21 @@ class RollingMembers(Desk):
     def _drain(self, unit: str, now: float) -> None:
         self._draining.discard(unit)
         self._leaves(unit, now)
+
+    def _pair(self, now: float) -> None:
+        """Say where the decodes of replicas that are being drained go, and to whom that is over."""
+        up = self._up
+        if self.rules.migration is None:
+            over = self._moves.stop()
+        else:
+            over = self._moves.pair(
+                self._scheduler, up, lambda one, other: up[one].load.layout == up[other].load.layout, now
+            )
+        for unit in over & up.keys():
+            self._out.to_unit(unit, Unpaired(self.model))
+        for key, left in self._moves.ended(now):
+            if self._scaler is not None:
+                self._scaler.ended(key, left.was, left.saved, left.at)
 
     def _leaves(self, unit: str, now: float) -> None:
         """The replica gets nothing more."""

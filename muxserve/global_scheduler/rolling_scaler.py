@@ -60,12 +60,15 @@ class RollingScaler:
             if request is not None:
                 request.prefilled = True
         for request_id, was in ended:
-            request = self._requests.get(request_id)
-            if request is not None and was.prefilled:
-                del self._requests[request_id]
-                first = now if was.since is None else was.since
-                met = first - request.arrival <= self.objectives.ttft and member.saved_by(was, now) >= 0
-                self._attainment.told(met, now)
+            self.ended(request_id, was, member.saved_by(was, now), now)
+
+    def ended(self, request_id: str, was: Admitted, saved: float, at: float) -> None:
+        """A request has left for good at that time, having saved so many seconds."""
+        request = self._requests.get(request_id)
+        if request is not None and was.prefilled:
+            del self._requests[request_id]
+            first = at if was.since is None else was.since
+            self._attainment.told(first - request.arrival <= self.objectives.ttft and saved >= 0, at)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Nobody wants these any more, or nobody knows what came of them."""

@@ -16,6 +16,7 @@ from muxserve.deployment import FleetDeployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
 from muxserve.global_scheduler.rolling_desk import RollingDesk
+from muxserve.replicas.migration import MigrationRules
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
 from muxserve.wire import (
@@ -25,6 +26,7 @@ from muxserve.wire import (
     Loads,
     Message,
     NotPlaced,
+    Paired,
     Place,
     Placed,
     RollingReport,
@@ -32,6 +34,7 @@ from muxserve.wire import (
     SchedulerHello,
     StopReplica,
     Terminating,
+    Unpaired,
     Unplace,
     Waits,
     decode,
@@ -53,6 +56,7 @@ class Held:
     prefilled: bool = False
     since: float | None = None
     made: int = 0
+    with_kv: bool = False
 
 
 @dataclass
@@ -73,6 +77,8 @@ class FakeUnit:
     prefilled: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    # Who takes its decodes while it is drained, as it was last told.
+    pair: str = ""
     inbox: deque[Message] = field(default_factory=deque)
     outbox: deque[Message] = field(default_factory=deque)
 
@@ -102,6 +108,7 @@ class RollingWorld:
         self.ordered = False
         self.requests: dict[str, Asked] = {}
         self.done = 0
+        self.moved = 0
         self.count = 0
         self.to_core: deque[Message] = deque()
         self.from_core: deque[Message] = deque()
@@ -117,7 +124,8 @@ class RollingWorld:
 
     def fleet(self) -> FleetDeployment:
         serves = {name: [MODEL] if name in self.serving else [] for name in self.units}
-        return fleet(serves, models=[MODEL], rolling={MODEL: RULES}, generation=self.generation)
+        rules = {MODEL: RULES}
+        return fleet(serves, models=[MODEL], rolling=rules, migration=MigrationRules(), generation=self.generation)
 
     def start(self) -> None:
         """A new global scheduler: all connections begin anew, and gateways ask again."""
@@ -277,9 +285,7 @@ class RollingWorld:
             else:
                 # What has come and gone meanwhile is named, too.
                 gone = Held(1, 1)
-                report.requests = [
-                    RollingRequest(key, (held := unit.held.get(key, gone)).tokens, held.max_tokens) for key in unit.came
-                ]
+                report.requests = [self.arrival(key, unit.held.get(key, gone)) for key in unit.came]
                 report.prefilled, report.left = [*unit.prefilled], [*unit.left]
             unit.whole = False
             unit.outbox.append(report)
@@ -287,6 +293,10 @@ class RollingWorld:
         unit.prefilled.clear()
         unit.left.clear()
         unit.seconds = 0.0
+
+    def arrival(self, request_id: str, held: Held) -> RollingRequest:
+        since = 0.0 if held.with_kv else None
+        return RollingRequest(request_id, held.tokens, held.max_tokens, held.with_kv, since)
 
     def request(self, request_id: str, held: Held) -> RollingRequest:
         since = None if held.since is None else self.now - held.since
@@ -315,12 +325,36 @@ class RollingWorld:
             case SchedulerHello():
                 unit.greeted = unit.whole = True
                 self.load(unit)
+            case Paired(destination=destination):
+                unit.pair = destination
+            case Unpaired():
+                unit.pair = ""
             case Terminating(on=on):
                 unit.terminating = on
                 for request_id in [key for key, held in unit.held.items() if on and not held.prefilled]:
                     self.drop(unit, request_id)
                     self.again(request_id)
                 self.load(unit)
+
+    def move(self, unit: FakeUnit) -> None:
+        """A request that decodes goes to the unit that this one is paired with, unless that one does not take it."""
+        there = self.units.get(unit.pair)
+        movable = [key for key, held in unit.held.items() if held.prefilled and key in self.requests]
+        if not (there and unit.terminating and unit.alive and unit.model_up and movable):
+            return
+        if not (there.alive and there.model_up) or there.terminating:
+            return
+        request_id = self.random.choice(movable)
+        held = unit.held[request_id]
+        if request_id in unit.came:
+            self.tell(unit)
+        self.drop(unit, request_id)
+        if request_id in there.left:
+            self.tell(there)
+        there.held[request_id] = Held(held.tokens + held.made, held.max_tokens, True, None, held.made, True)
+        there.came.append(request_id)
+        self.requests[request_id].unit = there.name
+        self.moved += 1
 
     def lose(self, unit: FakeUnit) -> None:
         """Its engine dies, and is there again later."""
@@ -340,7 +374,7 @@ class RollingWorld:
     def die(self, unit: FakeUnit) -> None:
         if unit.alive:
             self.lose(unit)
-            unit.alive, unit.terminating, unit.greeted = False, False, False
+            unit.alive, unit.terminating, unit.greeted, unit.pair = False, False, False, ""
             self.relink(unit)
 
     def revive(self, unit: FakeUnit) -> None:
@@ -398,6 +432,8 @@ class RollingWorld:
             self.arrive()
         elif kind < 90:
             self.cancel()
+        elif kind < 120:
+            self.move(unit)
         elif kind < 300:
             self.work(unit)
         elif kind < 420:
@@ -433,6 +469,45 @@ class RollingWorld:
         else:
             self.now += random.choice((0.05, 0.1, 0.3))
             self.flush()
+
+    def drained_event(self, drained: FakeUnit) -> None:
+        """Anything happens that has to do with a replica which is being drained, and now and then a death."""
+        random = self.random
+        unit = random.choice(list(self.units.values()))
+        self.now += random.choice((0.0, 0.001, 0.005))
+        kind = random.randrange(1000)
+        if kind < 150:
+            self.move(drained)
+        elif kind < 250:
+            self.work(unit)
+        elif kind < 400:
+            self.tell(unit)
+        elif kind < 480:
+            self.load(unit)
+        elif kind < 680:
+            self.deliver(unit)
+        elif kind < 850:
+            self.receive(unit)
+        elif kind < 900:
+            self.now += 0.1
+            self.flush()
+        elif kind < 903:
+            self.lose(unit)
+        elif kind < 906:
+            self.die(unit)
+        elif kind < 930:
+            self.revive(unit)
+        elif kind < 933:
+            if unit.alive:
+                self.relink(unit)
+        elif kind < 935:
+            self.start()
+        elif kind < 940:
+            self.cancel()
+        elif self.to_core:
+            self.hear(Client(b"gateway/g"), self.to_core.popleft())
+        else:
+            self.gateway()
 
     def arrive_all(self) -> None:
         """Every message arrives, and what follows from it."""

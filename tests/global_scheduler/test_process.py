@@ -39,9 +39,9 @@ from muxserve.wire import (
     encode,
 )
 from tests.global_scheduler.support import CAPACITY, fleet, load, place
+from tests.support.patience import PATIENCE
 
 M = TypeVar("M", bound=Message)
-PATIENCE = 20.0
 
 
 class Client:

@@ -9,6 +9,7 @@ import pytest
 
 from muxserve.global_scheduler.books import EXPECTED_OUTPUT
 from muxserve.global_scheduler.outbox import Client, Unit
+from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
@@ -17,6 +18,7 @@ from muxserve.wire import (
     Loads,
     Message,
     NotPlaced,
+    Paired,
     Place,
     Placed,
     RollingReport,
@@ -27,6 +29,7 @@ from muxserve.wire import (
     StopReplica,
     Terminating,
     UnitState,
+    Unpaired,
     Unplace,
     Waits,
 )
@@ -464,6 +467,142 @@ def test_a_request_that_a_draining_replica_gives_back_goes_elsewhere() -> None:
     world.say(CONTROLLER, DrainReplicas("u0", ["m"]))
     assert ask(world, "a") == ["u1"]
     assert member(world, "u0").idle
+
+
+def decodes(world: World, unit: str, *ids: str, steps: int = 8) -> None:
+    """These have their first token there, and time to spare by now."""
+    assert ask(world, *ids) == [unit] * len(ids)
+    tell(world, unit, *ids)
+    tell(world, unit, prefilled=[*ids])
+    tell(world, unit, steps=steps)
+
+
+def drained(moves: bool = True, **changes: Any) -> World:
+    """u0 decodes "a" and "b", and is being drained; u1 and u2 have nothing to do."""
+    world = rolling(migration=MigrationRules() if moves else None, **changes)
+    world.controller()
+    up(world, *UNITS)
+    decodes(world, "u0", "a", "b")
+    world.say(CONTROLLER, DrainReplicas("u0", ["m"]))
+    return world
+
+
+def moved(world: World, unit: str, request_id: str, steps: int = 0) -> None:
+    """`unit` says that it has a request which has come with its KV."""
+    request = RollingRequest(request_id, 48, 2, True, 0.0)
+    world.say(Unit(unit), RollingReport(unit, "e1", "m", requests=[request], steps=steps))
+
+
+def test_decodes_of_a_drained_replica_go_where_there_is_room() -> None:
+    world = drained()
+    assert ask(world, "c") == ["u1"]
+    world.wait(0.1)
+    pairs = world.heard(Paired, Unit("u0"))
+    assert pairs
+    assert {pair.destination for pair in pairs} == {"u2"}, "nothing is pending there"
+    assert all(pair.address for pair in pairs)
+    assert world.state()["models"]["m"]["pairs"] == {"u0": "u2"}
+    moved(world, "u2", "a")
+    moved(world, "u2", "b")
+    tell(world, "u0", left=["a", "b"])
+    world.wait(0.2)
+    assert world.heard(Unpaired, Unit("u0")) == [Unpaired("m")], "it has nothing to give away"
+    assert (member(world, "u0").requests, member(world, "u2").decoding) == ({}, 2)
+
+
+def test_memory_that_is_promised_is_taken_where_decodes_go() -> None:
+    world = drained()
+    decodes(world, "u1", "c", steps=50)
+    decodes(world, "u1", "d", steps=100)
+    world.report("u2")
+    world.wait(0.1)
+    pair = world.heard(Paired, Unit("u0"))[-1]
+    assert pair.destination == "u1"
+    assert pair.load.used == member(world, "u1").promised == 100
+    # One that is full takes none.
+    world.report("u1", load(capacity=130, running=2))
+    world.wait(0.2)
+    assert world.heard(Unpaired, Unit("u0")) == [Unpaired("m")]
+    assert world.state()["models"]["m"]["pairs"] == {}
+
+
+@pytest.mark.parametrize("first", ["came", "left"])
+def test_what_it_had_saved_goes_along_whoever_speaks_first(first: str) -> None:
+    world = drained()
+    world.now += 0.02
+    had = member(world, "u0").saved(world.now)
+    since = member(world, "u0").requests["a"].since
+    assert had == pytest.approx(0.06)
+    # The engine over there has counted steps of its own.
+    tell(world, "u2", steps=1234)
+    said = [lambda: tell(world, "u0", left=["a"]), lambda: moved(world, "u2", "a", steps=1234)]
+    for say in said if first == "left" else reversed(said):
+        say()
+        world.now += 0.01
+    assert member(world, "u2").saved(world.now) == pytest.approx(had - 0.02)
+    assert member(world, "u2").requests["a"].since == since
+    assert "a" not in member(world, "u0").requests
+    tell(world, "u2", steps=1235)
+    assert member(world, "u2").saved(world.now) == pytest.approx(had - 0.02 + RULES.tpot)
+
+
+def test_what_is_computed_anew_elsewhere_has_saved_nothing() -> None:
+    world = drained()
+    tell(world, "u0", left=["a"])
+    assert ask(world, "a") == ["u1"]
+    tell(world, "u1", "a")
+    tell(world, "u1", prefilled=["a"])
+    moved(world, "u2", "b")
+    moved(world, "u2", "x")  # of which nobody knows anything
+    assert member(world, "u1").saved(world.now) == pytest.approx(0.0)
+    assert sorted(member(world, "u2").requests) == ["b", "x"]
+    assert member(world, "u2").saved(world.now, 0.0) == pytest.approx(0.0)
+
+
+def test_decodes_stay_where_they_are_if_the_fleet_says_so_or_nobody_is_left() -> None:
+    world = drained(moves=False)
+    world.wait(0.2)
+    assert world.heard(Paired) == []
+    world = drained()
+    for unit in ("u1", "u2"):
+        world.say(CONTROLLER, DrainReplicas(unit, ["m"]))
+    world.wait(0.2)
+    assert world.heard(Paired) == []
+    # KV that is laid out otherwise is of no use there.
+    world = drained()
+    for unit in ("u1", "u2"):
+        world.report(unit, load(layout="other"))
+    world.wait(0.2)
+    assert world.heard(Paired) == []
+
+
+def test_a_destination_that_dies_is_replaced() -> None:
+    world = drained()
+    world.wait(0.1)
+    first = world.heard(Paired, Unit("u0"))[-1].destination
+    world.core.unit_gone(first, world.now)
+    world.wait(0.2)
+    second = world.heard(Paired, Unit("u0"))[-1].destination
+    assert {first, second} == {"u1", "u2"}
+    world.change(fleet({unit: ["m"] for unit in UNITS}, rolling={"m": RULES}, generation=2))
+    world.wait(0.1)
+    assert world.heard(Unpaired, Unit("u0")) == [Unpaired("m")], "migration was switched off"
+
+
+def test_a_move_is_no_end_for_the_objectives() -> None:
+    scaling = ScalingRules(minimum=1, maximum=3, hold=1000.0)
+    world = drained(scaling={"m": scaling})
+    scaler: Any = world.core._desks["m"]._scaler  # type: ignore[attr-defined]
+    tell(world, "u0", left=["a", "b"])
+    moved(world, "u2", "a")
+    assert len(scaler._attainment._seen) == 0
+    # "b" has ended: nobody names it.
+    world.wait(1.2)
+    assert [met for _, met in scaler._attainment._seen] == [True]
+    assert list(scaler._requests) == ["a"]
+    tell(world, "u2", left=["a"])
+    assert len(scaler._attainment._seen) == 2
+    assert scaler._requests == {}
 
 
 def test_a_new_global_scheduler_sends_nothing_to_a_replica_that_is_draining() -> None:

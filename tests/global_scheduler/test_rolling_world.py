@@ -30,3 +30,67 @@ def test_every_request_is_placed_once_and_served_whatever_happens(seed: int, uni
     assert world.refused == 0
     shown = world.core.state(world.now)["models"][MODEL]  # type: ignore[index]
     assert shown["waiting"] == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), units=st.integers(2, 5), events=st.integers(0, 400))
+def test_decodes_of_drained_replicas_move_and_are_forgotten_by_nobody(seed: int, units: int, events: int) -> None:
+    world = RollingWorld(Random(seed), units)
+    world.calm_down()
+    world.beat()
+    for _ in range(8):
+        world.arrive()
+    world.arrive_all()
+    for _ in range(3):
+        for unit in world.units.values():
+            world.work(unit)
+        world.now += 0.01
+    world.arrive_all()
+    drained = max(world.units.values(), key=lambda unit: len(unit.held))
+    world.drain(drained)
+    for _ in range(events):
+        world.drained_event(drained)
+        world.check()
+    for unit in world.units.values():
+        world.revive(unit)
+    world.arrive_all()
+    for _ in range(12):
+        world.beat()
+        world.check()
+    assert world.disagreements() == []
+    world.run_out()
+    world.beat(1.5)
+    assert world.disagreements() == []
+    assert world.refused == 0
+
+
+def test_a_drained_replica_is_empty_before_its_decodes_would_be() -> None:
+    moved = 0
+    for seed in range(8):
+        world = RollingWorld(Random(seed), 3)
+        world.calm_down()
+        world.beat()
+        for _ in range(8):
+            world.arrive()
+        world.arrive_all()
+        for _ in range(4):
+            for unit in world.units.values():
+                world.work(unit)
+            world.now += 0.01
+        world.arrive_all()
+        drained = max(world.units.values(), key=lambda unit: len(unit.held))
+        world.drain(drained)
+        had = sum(held.prefilled for held in drained.held.values())
+        # Its engine does nothing from here on, so that whatever leaves has moved.
+        for _ in range(100):
+            for unit in world.units.values():
+                if unit is not drained:
+                    world.work(unit)
+            world.beat(0.02)
+            world.move(drained)
+            world.check()
+        assert not [key for key, held in drained.held.items() if held.prefilled]
+        assert world.moved == had
+        assert world.disagreements() == []
+        moved += had
+    assert moved > 8
