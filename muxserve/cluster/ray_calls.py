@@ -6,6 +6,10 @@ import asyncio
 import contextlib
 from typing import Any
 
+from muxserve.cluster.events import PartId
+
+HOST = PartId("host")
+
 
 async def answer(reference: Any, seconds: float) -> Any:
     """What a call of an actor returns.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -23,8 +22,9 @@ from muxserve.cluster.event_lines import from_line
 from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Stopping, Up
 from muxserve.cluster.last_words import Said
 from muxserve.cluster.ray_actor import STOP_SECONDS
-from muxserve.cluster.ray_calls import answer, release, why
-from muxserve.cluster.starts import MEMORY, MIGRATOR, UNIT, WARM
+from muxserve.cluster.ray_calls import HOST, answer, release, why
+from muxserve.cluster.ray_questions import ASK_SECONDS, Questions, check
+from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.deployment import Deployment, UnitEntry
@@ -32,15 +32,12 @@ from muxserve.network import tcp_address
 
 log = logging.getLogger(__name__)
 
-HOST = PartId("host")
 # An actor waits for its place on the node, and for the host before it to end.
 ANSWER_SECONDS = 1800.0
 _HEAR_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
-# A host that says nothing for so long will not answer any more. Starting a model takes what its engines are given for
-# it, twice if they die meanwhile; all else is done in seconds.
-_ASK_SECONDS = 60.0
-_START_SECONDS = 2 * ANSWER_SECONDS + _ASK_SECONDS
+# Starting a model takes what its engines are given for it, twice if they die meanwhile.
+_START_SECONDS = 2 * ANSWER_SECONDS + ASK_SECONDS
 
 
 class RayUnit:
@@ -76,10 +73,10 @@ class RayUnit:
         self._words = ""
         self._failed_part = HOST
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._number = 0
-        self._deployment: Deployment
-        self._life = ""
+        self._questions = Questions(ray, actor)
+        self._deployment = msgspec.json.decode(place["deployment"], type=Deployment)
+        self._life = self._host = ""
+        self._was_away = False
         self._moved_to(place)
         self._others: set[asyncio.Task[object]] = set()
         self._follower = asyncio.create_task(self._follow())
@@ -104,7 +101,11 @@ class RayUnit:
         """See `UnitHandle.parts`."""
         models = [model for model in self._deployment.models if model.name in self._serves]
         engines = [PartId("engine", model.name, phase) for model in models for phase in model.engines]
-        return [MEMORY, WARM, UNIT, *([MIGRATOR] if self._migrates else []), *engines]
+        gpu = self._deployment.gpu
+        on_gpus = [] if gpu is None else [PartId("weights", model.name) for model in models]
+        if gpu is not None and gpu.sm_sharing != "off":
+            on_gpus.insert(0, MPS)
+        return [*on_gpus, MEMORY, WARM, UNIT, *([MIGRATOR] if self._migrates else []), *engines]
 
     def up(self, model: str) -> bool:
         """See `UnitHandle.up`."""
@@ -119,12 +120,12 @@ class RayUnit:
         """See `UnitHandle.tell`."""
         if UNIT in self._up:
             # Beside: its node may have died a moment ago, and others are to be told as well.
-            self._spawn(self._ask("tell", message=base64.b64encode(wire.encode(message)).decode()))
+            self._spawn(self._questions.ask("tell", message=base64.b64encode(wire.encode(message)).decode()))
 
     async def state(self) -> dict[str, object]:
         """See `UnitHandle.state`."""
         while True:
-            state = (await self._ask("state")).get("state")
+            state = (await self._questions.ask("state")).get("state")
             if isinstance(state, dict):
                 return state
             await asyncio.sleep(_RETRY_SECONDS)
@@ -137,7 +138,7 @@ class RayUnit:
 
     async def start_model(self, model: str) -> None:
         """See `UnitHandle.start_model`."""
-        _check(await self._ask("start_model", _START_SECONDS, model=model), model)
+        check(await self._questions.ask("start_model", _START_SECONDS, model=model), model)
         if model not in self._serves:
             self._serves.append(model)
 
@@ -145,13 +146,13 @@ class RayUnit:
         """See `UnitHandle.stop_model`."""
         if model in self._serves:
             self._serves.remove(model)
-        _check(await self._ask("stop_model", model=model), model)
+        check(await self._questions.ask("stop_model", model=model), model)
 
     def start_migrator(self) -> None:
         """See `UnitHandle.start_migrator`."""
         if not self._migrates:
             self._migrates = True
-            self._spawn(self._ask("start_migrator"))
+            self._spawn(self._questions.ask("start_migrator"))
 
     def kill(self) -> None:
         """See `UnitHandle.kill`."""
@@ -164,7 +165,7 @@ class RayUnit:
         for task in (self._follower, *self._others):
             task.cancel()
         await asyncio.gather(self._follower, *self._others, return_exceptions=True)
-        self._give_up_questions("the unit is being stopped")
+        self._questions.give_up("the unit is being stopped")
         if not self._failed.done():
             self._failed.cancel()
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
@@ -209,44 +210,49 @@ class RayUnit:
     def _go_away(self, why: str) -> None:
         log.warning("a unit's actor is away: %s", why)
         self._up.clear()
-        self._give_up_questions("the unit's node or its actor has died")
+        self._questions.give_up("the unit's node or its actor has died")
         self._emit(Down(HOST, "its node or its actor has died; Ray starts it again", 0.0))
 
     def _come_back(self, place: dict[str, Any]) -> None:
         self._up.clear()
+        self._was_away = True
         self._moved_to(place)
         self._spawn(self._as_before(self._life_ready))
-        # To the fleet this is a unit that may be somewhere else now.
-        self._emit(Up(HOST, 0, 0.0))
 
     async def _as_before(self, ready: asyncio.Event) -> None:
         """Have a new life of the actor, which begins as the first one did, serve what was served last."""
         await ready.wait()
         serves, migrates = self._begins_with
         if self._migrates and not migrates:
-            await self._ask("start_migrator")
+            await self._questions.ask("start_migrator")
         changes = dict.fromkeys(serves.difference(self._serves), "stop_model")
         changes |= dict.fromkeys(set(self._serves) - serves, "start_model")
         for model, what in sorted(changes.items()):
-            if error := (await self._ask(what, _START_SECONDS, model=model)).get("error"):
+            if error := (await self._questions.ask(what, _START_SECONDS, model=model)).get("error"):
                 log.warning("%s %s, after a unit was started again: %s", what, model, error)
 
     def _moved_to(self, place: dict[str, Any]) -> None:
         self._life_ready = asyncio.Event()
         self._life, self.node = place["life"], place["node"]
-        self._deployment = msgspec.json.decode(place["deployment"], type=Deployment)
+        self._host = place["host"]
+
+    def _sized(self, deployment: Deployment) -> None:
+        """This life's GPUs and pools are known; until then the unit is to others where it was."""
+        self._deployment = deployment
+        self.sized.set()
+        if self._was_away:
+            # To the fleet this is a unit that may be somewhere else now.
+            self._was_away = False
+            self._emit(Up(HOST, 0, 0.0))
 
     def _hear(self, line: str) -> None:
         try:
             said = msgspec.json.decode(line, type=dict[str, Any])
             if "reply" in said:
-                future = self._asked.pop(said["reply"], None)
-                if future is not None and not future.done():
-                    future.set_result(said)
+                self._questions.answered(said)
                 return
             if said.get("event") == "Sized":
-                self._deployment = msgspec.convert(said["deployment"], Deployment)
-                self.sized.set()
+                self._sized(msgspec.convert(said["deployment"], Deployment))
                 return
             event = from_line(line)
         except ValueError as error:
@@ -269,35 +275,8 @@ class RayUnit:
                 return  # that is for the fleet as a whole
         self._emit(event)
 
-    @property
-    def _host(self) -> str:
-        return self._deployment.listen.host if self._deployment.listen else ""
-
-    async def _ask(self, what: str, seconds: float = _ASK_SECONDS, **more: str) -> dict[str, Any]:
-        """Have the host do something within `seconds`; returns its reply, with an `error` if it came to nothing."""
-        self._number += 1
-        number = self._number
-        future = self._asked[number] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._actor.say.remote(json.dumps({"id": number, "do": what, **more}))
-                reply: dict[str, Any] = await future
-                return reply
-        except TimeoutError:
-            return {"error": f"its host has not answered within {seconds:g} s"}
-        except self._ray.exceptions.RayError as error:
-            return {"error": why(error)}
-        finally:
-            self._asked.pop(number, None)
-
-    def _give_up_questions(self, why: str) -> None:
-        asked, self._asked = self._asked, {}
-        for future in asked.values():
-            if not future.done():
-                future.set_result({"error": why})
-
     def _fail(self, part: PartId, reason: str) -> None:
-        self._give_up_questions(reason)
+        self._questions.give_up(reason)
         if not self._failed.done():
             self._failed.set_exception(GaveUp(part, reason))
             # Nobody may be waiting yet.
@@ -307,14 +286,3 @@ class RayUnit:
         task: asyncio.Task[object] = asyncio.create_task(work)
         self._others.add(task)
         task.add_done_callback(self._others.discard)
-
-
-def _check(reply: dict[str, Any], model: str) -> None:
-    """Whether the host has done it.
-
-    Raises:
-        GaveUp: it has not.
-    """
-    if error := reply.get("error"):
-        part = reply.get("part")
-        raise GaveUp(PartId("engine", model) if part is None else msgspec.convert(part, PartId), str(error))

@@ -1,16 +1,17 @@
 """Units on other machines, started through Ray: a `UnitLauncher`.
 
-Each unit is an actor (`ray_actor.UnitActor`) in a placement group of one bundle, with the CPUs of its engines; Ray
-finds the node, and starts the actor again when its process or its node dies. Units are spread over the nodes, or packed
-on as few as hold them; either is a wish that gives way to what has room. The actor runs the unit's host. Requests,
-tokens and pages do not pass through Ray: the unit's sockets are reached over TCP with the fleet's CURVE keys.
+Each unit is an actor (`ray_actor.UnitActor`) in a placement group of one bundle, with the CPUs of its engines and as
+many GPUs as it has ranks; Ray finds the node, and starts the actor again when its process or its node dies. Units are
+spread over the nodes, or packed on as few as hold them; either is a wish that gives way to what has room. The actor
+runs the unit's host, which finds out what GPUs Ray has given to it. Requests, tokens and pages do not pass through Ray:
+the unit's sockets are reached over TCP with the fleet's CURVE keys.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,13 +19,12 @@ import msgspec
 
 from muxserve.cluster.events import Event, Progress
 from muxserve.cluster.ray_actor import UnitActor
-from muxserve.cluster.ray_calls import answer, first_line, release, why
-from muxserve.cluster.ray_unit import ANSWER_SECONDS, HOST, RayUnit
+from muxserve.cluster.ray_calls import HOST, answer, release, why
+from muxserve.cluster.ray_cluster import join, survey, type_resources
+from muxserve.cluster.ray_unit import ANSWER_SECONDS, RayUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.deployment import Deployment, FleetDeployment, Keys
-
-log = logging.getLogger(__name__)
 
 # How long a unit waits for a node at its start; a cluster that adds machines by itself may need some minutes.
 PLACE_SECONDS = 300.0
@@ -71,22 +71,10 @@ class RayUnits:
         Raises:
             GaveUp: Ray is not installed, or no cluster answers.
         """
-        try:
-            import ray
-        except ImportError:
-            raise GaveUp(HOST, "units on Ray need it: pip install 'muxserve[ray]'") from None
         async with self._connecting:
             if self._ray is None:
-                try:
-                    await asyncio.to_thread(_join, ray, self._address)
-                except (ConnectionError, RuntimeError, ValueError) as error:
-                    raise GaveUp(
-                        HOST,
-                        f"no Ray cluster answers at {self._address!r} ({first_line(error)}); start one with "
-                        "`ray start --head` here and `ray start --address=...` on the other machines",
-                    ) from None
-                self._ray = ray
-        return str(ray.util.get_node_ip_address())
+                self._ray = await asyncio.to_thread(join, self._address)
+        return str(self._ray.util.get_node_ip_address())
 
     async def reachable(self, fleet: FleetDeployment) -> FleetDeployment:
         """Join the cluster; returns the fleet with keys, and an address where engines on its nodes find the gateways.
@@ -98,11 +86,12 @@ class RayUnits:
 
     async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> RayUnit:
         """See `UnitLauncher.start`."""
-        if unit.deployment.gpu is not None:
-            raise GaveUp(HOST, "units on GPUs are started on the machine of their controller only, not on Ray")
         await self.connect()
         ray = self._ray
-        group = await self._place(ray, unit, emit)
+        bundle = resources(unit.deployment)
+        if unit.gpu is not None:
+            bundle |= type_resources(await asyncio.to_thread(survey, ray), unit.gpu.unit.gpus[0])
+        group = await self._place(ray, unit, bundle, emit)
         actor = None
         try:
             actor = self._actor(ray, group, unit, migrates)
@@ -130,11 +119,10 @@ class RayUnits:
 
     # ------------------------------------------------------------ inside
 
-    async def _place(self, ray: Any, unit: PlannedUnit, emit: Callable[[Event], None]) -> Any:
+    async def _place(self, ray: Any, unit: PlannedUnit, bundle: dict[str, float], emit: Callable[[Event], None]) -> Any:
         """A placement group for the unit, placed."""
         from ray.util.placement_group import placement_group, placement_group_table
 
-        bundle = resources(unit.deployment)
         wish = self._wish(ray, unit)
         group = placement_group(
             [bundle], strategy="STRICT_PACK", name=f"muxserve-{unit.name}", _soft_target_node_id=wish or None
@@ -157,13 +145,13 @@ class RayUnits:
 
     def _wish(self, ray: Any, unit: PlannedUnit) -> str:
         """The node that the unit should be on, if it has room; empty: any."""
-        need = resources(unit.deployment)["CPU"]
-        taken: dict[str, float] = {}
+        need = resources(unit.deployment)
+        taken: dict[str, Counter[str]] = defaultdict(Counter)
         for name, other in self._units.items():
             if name != unit.name and not other.ended:
-                taken[other.node] = taken.get(other.node, 0.0) + resources(other.entry.deployment)["CPU"]
+                taken[other.node].update(resources(other.entry.deployment))
         rooms = {
-            node["NodeID"]: node["Resources"].get("CPU", 0.0) - taken.get(node["NodeID"], 0.0)
+            node["NodeID"]: {kind: node["Resources"].get(kind, 0.0) - taken[node["NodeID"]][kind] for kind in need}
             for node in ray.nodes()
             if node["Alive"]
         }
@@ -180,6 +168,7 @@ class RayUnits:
             ray.remote(UnitActor)
             .options(
                 num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0.0),
                 max_restarts=-1,
                 max_task_retries=0,
                 # Somebody always listens; others are told things meanwhile.
@@ -190,41 +179,36 @@ class RayUnits:
                 msgspec.json.encode(deployment),
                 arguments,
                 command=self._command,
+                gpu_plan=b"" if unit.gpu is None else unit.gpu.to_json(),
             )
         )
 
 
 def resources(deployment: Deployment) -> dict[str, float]:
-    """What a unit takes of its node, as Ray counts it."""
-    return {"CPU": float(deployment.cores)}
+    """What a unit takes of its node, as Ray counts it. GPUs are whole ones: a unit shares them with nobody."""
+    gpus = {} if deployment.gpu is None else {"GPU": float(deployment.ranks)}
+    return {"CPU": float(deployment.cores), **gpus}
 
 
-def wished(rooms: Mapping[str, float], taken: Mapping[str, float], need: float, placement: str) -> str:
-    """The node for a unit that needs so many CPUs, given those that each has left and those our units take of each;
-    empty if none has room. Spread: where we have least, and then where most is left. Packed: where we have most, and
-    then where least is left."""
-    fit = sorted(node for node, left in rooms.items() if left >= need)
+def wished(
+    rooms: Mapping[str, Mapping[str, float]],
+    taken: Mapping[str, Mapping[str, float]],
+    need: Mapping[str, float],
+    placement: str,
+) -> str:
+    """The node for a unit that needs so many GPUs or CPUs, given those that each has left and those our units take of
+    each; empty if none has room. Spread: where we have least, and then where most is left. Packed: where we have most,
+    and then where least is left. Units on GPUs are counted by those."""
+    fit = sorted(
+        node for node, left in rooms.items() if all(left.get(kind, 0.0) >= count for kind, count in need.items())
+    )
     sign = 1 if placement == "spread" else -1
-    return min(fit, key=lambda node: (sign * taken.get(node, 0.0), -sign * rooms[node]), default="")
+    by = "GPU" if "GPU" in need else "CPU"
 
+    def rank(node: str) -> tuple[float, float]:
+        return sign * taken.get(node, {}).get(by, 0.0), -sign * rooms[node][by]
 
-def _join(ray: Any, address: str) -> None:
-    _keep_quiet(ray)
-    options = {"namespace": "muxserve", "log_to_driver": False, "configure_logging": False}
-    try:
-        ray.init(address=address, **options)
-    except ConnectionError:
-        if address != "auto":
-            raise
-        ray.init(address="local", include_dashboard=False, **options)
-
-
-def _keep_quiet(ray: Any) -> None:
-    """Ray prints what its raylets complain of on our standard output, in between the progress of the fleet."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    worker: Any = getattr(ray._private, "worker", None)
-    if hasattr(worker, "print_to_stdstream"):
-        worker.print_to_stdstream = lambda said, **_: log.info("Ray: %s", " ".join(said.get("lines", ())))
+    return min(fit, key=rank, default="")
 
 
 def _no_place(ray: Any, bundle: dict[str, float], waited: float) -> str:
@@ -240,4 +224,7 @@ def _no_place(ray: Any, bundle: dict[str, float], waited: float) -> str:
 
 
 def _words(bundle: dict[str, float]) -> str:
-    return " and ".join(f"{count:g} {name}{'s' if count != 1 else ''}" for name, count in sorted(bundle.items()))
+    counted = {name: count for name, count in bundle.items() if ":" not in name}
+    kinds = [name.partition(":")[2] for name in sorted(bundle.keys() - counted.keys()) if bundle[name]]
+    words = [f"{count:g} {name}{'s' if count != 1 else ''}" for name, count in sorted(counted.items())]
+    return " and ".join(words) + f" ({', '.join(kinds)})" * bool(kinds)

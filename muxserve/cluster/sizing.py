@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.cluster.plan import FleetPlan, deployment_of
-from muxserve.config import FleetError
-from muxserve.deployment import Deployment, save
-from muxserve.gpu.budget import Budget, Needs
+from muxserve.cluster.gpu_plan import GpuPlan
+from muxserve.deployment import Deployment, PoolDeployment, save
+from muxserve.gpu.budget import Budget, BudgetError, Needs
+from placement import PlanError, UnitPlan
 
 
 class SizingError(Exception):
@@ -20,7 +20,7 @@ class SizingError(Exception):
 class PoolSizer:
     """Plans the pools of a deployment anew when its models have been measured, and writes that down."""
 
-    def __init__(self, plan: FleetPlan, deployment: Deployment, file: Path) -> None:
+    def __init__(self, plan: GpuPlan, deployment: Deployment, file: Path) -> None:
         self._plan = plan
         self._deployment = deployment
         self._file = file
@@ -32,12 +32,29 @@ class PoolSizer:
             SizingError: too little is left for the pools.
         """
         try:
-            plan = self._plan.measured(needs)
-        except FleetError as error:
+            unit, budgets = self._plan.pools(needs)
+        except BudgetError as error:
+            raise SizingError(str(error)) from None
+        except PlanError as error:
             raise SizingError("; ".join(problem.message for problem in error.problems)) from None
-        planned = deployment_of(plan, self._deployment.run_dir)
-        # Host and port may be the command line's; they and everything else stay as they were.
-        deployment = msgspec.structs.replace(self._deployment, pools=planned.pools, models=planned.models)
+        deployment = resized(self._deployment, unit)
         save(deployment, self._file)
-        assert plan.gpu is not None
-        return deployment, plan.gpu.budgets(plan.demands)
+        return deployment, budgets
+
+
+def resized(deployment: Deployment, unit: UnitPlan) -> Deployment:
+    """The deployment with the pools of a plan for the same models; all else stays as it was."""
+    models = [
+        msgspec.structs.replace(
+            model,
+            pool=plan.pool,
+            block_tokens=plan.block_tokens,
+            num_blocks=plan.num_blocks,
+            quota_pages=plan.quota_pages,
+            floor_pages=plan.floor_pages,
+            max_len=plan.max_len,
+        )
+        for model, plan in zip(deployment.models, unit.models, strict=True)
+    ]
+    pools = [PoolDeployment(pool.name, pool.page_bytes, pool.num_pages) for pool in unit.pools]
+    return msgspec.structs.replace(deployment, pools=pools, models=models)

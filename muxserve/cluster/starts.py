@@ -97,6 +97,11 @@ class Starts:
         """The engines of the models that are served."""
         return [part for part in self.parts if part.kind == "engine"]
 
+    def runs(self, part: PartId) -> bool:
+        """Whether its process runs."""
+        process = self.parts[part].process
+        return process is not None and process.running
+
     def _base(self) -> list[Part]:
         """What a unit has whatever it serves, in the order in which it comes up."""
         gpu = self.deployment.gpu

@@ -1,10 +1,11 @@
 """One unit in a process of its own, for launchers that start units on other machines.
 
-python -m muxserve.cluster.unit_host --deployment FILE [--serves MODEL ...] [--migrates] [--commands]
+python -m muxserve.cluster.unit_host --deployment FILE [--gpu-plan FILE] [--serves MODEL ...] [--migrates] [--commands]
 
-The file is the unit's `deployment.json` in its directory. What happens is written to standard output, one line of JSON
-each: the events of `event_lines`, `{"event": "Sized", "deployment": ...}` when the sizes of the pools are known, and
-answers. SIGTERM ends the unit in order, a second one at once.
+The file is the unit's `deployment.json` in its directory. A unit on GPUs needs what `GpuPlan.to_json` made, too; it
+gets GPUs among those that CUDA_VISIBLE_DEVICES names, and the file then says which. What happens is written to standard
+output, one line of JSON each: the events of `event_lines`, `{"event": "Sized", "deployment": ...}` when the sizes of
+the pools are known, and answers. SIGTERM ends the unit in order, a second one at once.
 
 With `--commands`, lines of JSON on standard input are carried out, each answered by `{"reply": ID}`, with `error` and
 `part` if it failed; the end of the input is as good as SIGTERM, so that the unit ends with whoever holds the other end:
@@ -27,6 +28,7 @@ import base64
 import binascii
 import contextlib
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -36,16 +38,20 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.event_lines import to_line
-from muxserve.cluster.events import Event, Failed, Stopping
+from muxserve.cluster.events import Event, Failed, PartId, Progress, Stopping
+from muxserve.cluster.gpu_host import GpuHostError, Settled, settle_gpus
+from muxserve.cluster.gpu_plan import from_json
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import LocalLauncher, commands_for
 from muxserve.cluster.leftovers import Leftovers
 from muxserve.cluster.processes import adopt_orphans
+from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
 from muxserve.deployment import Deployment, load
 
 log = logging.getLogger(__name__)
 
+HOST = PartId("host")
 EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_KEPT_DYING = 0, 2, 3, 4
 
 
@@ -158,7 +164,9 @@ def write(fields: dict[str, Any]) -> None:
     print(msgspec.json.encode(fields).decode(), flush=True)
 
 
-async def serve(deployment: Deployment, file: Path, serves: list[str], migrates: bool, commands: bool) -> int:
+async def serve(
+    deployment: Deployment, file: Path, serves: list[str], migrates: bool, commands: bool, sizer: PoolSizer | None
+) -> int:
     """Run the unit in this event loop."""
     leftovers = Leftovers()
     adopt_orphans()
@@ -166,36 +174,63 @@ async def serve(deployment: Deployment, file: Path, serves: list[str], migrates:
     loop.add_signal_handler(signal.SIGCHLD, leftovers.reap)
     deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     launcher = LocalLauncher(deployment, commands_for(deployment, file))
-    host = UnitHost(deployment, serves, launcher, say, leftovers, migrates=migrates)
+    host = UnitHost(deployment, serves, launcher, say, leftovers, sizer, migrates)
     process = HostProcess(host)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stop)
     return await process.run(commands)
 
 
+def settled(deployment: Deployment, file: Path, plan_file: Path) -> Settled | None:
+    """The unit's GPUs, or None if it cannot be served on them, which is told then.
+
+    Raises:
+        OSError, msgspec.MsgspecError: the plan cannot be read.
+        SystemExit: it was told to stop meanwhile.
+    """
+    plan = from_json(plan_file.read_bytes())
+    # MPS is tried here, which must be ended in order, too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_OK))
+    try:
+        return settle_gpus(deployment, plan, file, os.environ)
+    except GpuHostError as error:
+        say(Failed(HOST, f"{HOST} cannot start: {error}"))
+        return None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """See above."""
     parser = argparse.ArgumentParser(description="Runs one unit.")
     parser.add_argument("--deployment", required=True, type=Path)
+    parser.add_argument("--gpu-plan", type=Path, help="of a unit on GPUs: how their memory is divided, and how shared")
     parser.add_argument("--serves", nargs="*", help="the models to start; all by default")
     parser.add_argument("--migrates", action="store_true", help="start a migrator, too")
     parser.add_argument("--commands", action="store_true", help="obey lines of JSON on standard input")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    sizer = None
     try:
         deployment = load(args.deployment)
-    except (OSError, msgspec.MsgspecError) as error:
-        print(f"cannot read {args.deployment}: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    known = [model.name for model in deployment.models]
-    unknown = sorted(set(args.serves or []) - set(known))
-    if unknown or deployment.gpu is not None:
-        why = f"{', '.join(unknown)}: not in this unit" if unknown else "units with GPUs start with their controller"
-        print(f"cannot serve {args.deployment}: {why}", file=sys.stderr)
+        known = [model.name for model in deployment.models]
+        if unknown := sorted(set(args.serves or []) - set(known)):
+            raise ValueError(f"{', '.join(unknown)}: not in this unit")
+        if deployment.gpu is not None:
+            if args.gpu_plan is None:
+                raise ValueError("a unit on GPUs needs --gpu-plan")
+            there = settled(deployment, args.deployment, args.gpu_plan)
+            if there is None:
+                return EXIT_START
+            deployment, sizer = there.deployment, there.sizer
+            for note in there.notes:
+                say(Progress(HOST, note))
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        print(f"cannot serve {args.deployment}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     with contextlib.suppress(KeyboardInterrupt):
         serves = known if args.serves is None else args.serves
-        return asyncio.run(serve(deployment, args.deployment, serves, args.migrates, args.commands))
+        return asyncio.run(serve(deployment, args.deployment, serves, args.migrates, args.commands, sizer))
     return EXIT_OK
 
 

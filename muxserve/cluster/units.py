@@ -17,6 +17,7 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.events import Event, PartId
+from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.last_words import Said
 from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
@@ -32,12 +33,12 @@ DEPLOYMENT_FILE = "deployment.json"
 @dataclass(frozen=True)
 class PlannedUnit:
     """A unit that fits its machine. `serves`: the models of the deployment that have engines from the beginning.
-    `sizer`: on GPUs, what makes pools of what the models are measured to need. `rolling`: the rules of its only model,
-    if prefill rolls over that one's replicas."""
+    `gpu`: on GPUs, what its host plans the pools from when the models have been measured. `rolling`: the rules of its
+    only model, if prefill rolls over that one's replicas."""
 
     deployment: Deployment
     serves: tuple[str, ...]
-    sizer: PoolSizer | None = None
+    gpu: GpuPlan | None = None
     rolling: RollingRules | None = None
 
     @property
@@ -146,11 +147,8 @@ class LocalUnits:
         except OSError as error:
             raise GaveUp(PartId("host"), f"cannot write to {deployment.run_dir}: {error.strerror}") from None
         launcher = LocalLauncher(deployment, self._commands(deployment, file), self._warm_parents)
-        serves = set(unit.serves)
-        if deployment.gpu is not None:
-            # All of them are measured before the pools take the rest; those that are not wanted leave then.
-            serves = {model.name for model in deployment.models}
-        host = UnitHost(deployment, serves, launcher, emit, self._leftovers, unit.sizer, migrates)
+        sizer = None if unit.gpu is None else PoolSizer(unit.gpu, deployment, file)
+        host = UnitHost(deployment, unit.serves, launcher, emit, self._leftovers, sizer, migrates)
         host.start()
         return LocalUnit(host, unit.serves)
 
@@ -166,12 +164,6 @@ class LocalUnit:
         self._serves = [model.name for model in host.deployment.models if model.name in serves]
         self.sized = host.sized
         self.ready = host.ready
-        self._trimmer = asyncio.create_task(self._trim())
-
-    async def _trim(self) -> None:
-        await self.ready.wait()
-        for model in {part.model for part in self._host.parts if part.kind == "engine"} - set(self._serves):
-            await self._host.stop_model(model)
 
     @property
     def entry(self) -> UnitEntry:
@@ -226,8 +218,6 @@ class LocalUnit:
 
     async def stop(self) -> None:
         """See `UnitHandle.stop`."""
-        self._trimmer.cancel()
-        await asyncio.gather(self._trimmer, return_exceptions=True)
         await self._host.stop()
 
 

@@ -181,14 +181,26 @@ def probe(gpus: Sequence[str], base: Path) -> str:
     return ""
 
 
-def foreign(environ: Mapping[str, str] | None = None, processes: Path = Path("/proc")) -> str:
-    """An MPS server of somebody else on this machine, in words; empty if there is none."""
+def foreign(environ: Mapping[str, str] | None = None, processes: Path = Path("/proc"), ours: Path | None = None) -> str:
+    """An MPS server of somebody else on this machine, in words; empty if there is none. Those whose pipes lie below
+    `ours` are not somebody else's."""
     environ = os.environ if environ is None else environ
     pipe = Path(environ.get(PIPE, DEFAULT_PIPE))
-    servers = [int(p.name) for p in processes.iterdir() if p.name.isdigit() and _name_of(p) == _NAME]
+    named = [p for p in processes.iterdir() if p.name.isdigit() and _name_of(p) == _NAME]
+    servers = [p.name for p in named if ours is None or not (where := pipe_of(p)) or ours not in where.parents]
     if servers:
-        return f"another MPS server runs here (pid {', '.join(map(str, servers))})"
+        return f"another MPS server runs here (pid {', '.join(servers)})"
     return f"another MPS control daemon listens in {pipe}" if (pipe / "control").exists() else ""
+
+
+def pipe_of(process: Path) -> Path | None:
+    """The pipe directory in the environment of a process, from its directory below /proc; None if that is not told."""
+    with contextlib.suppress(OSError):
+        for variable in (process / "environ").read_bytes().split(b"\0"):
+            name, _, value = variable.decode(errors="replace").partition("=")
+            if name == PIPE:
+                return Path(value)
+    return None
 
 
 def _kill_server(pid: int) -> None:

@@ -64,12 +64,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The GPUs of a machine; `why_none` says in words why there are none."""
+    """The GPUs of a machine, or of several; `why_none` says in words why there are none, `where` whose they are."""
 
     gpus: tuple[Gpu, ...] = ()
     driver_version: str = ""
     cuda_version: str = ""
     why_none: str = ""
+    where: str = "this machine"
 
     def by_uuid(self, uuid: str) -> Gpu | None:
         """The GPU of that UUID."""
@@ -209,6 +210,12 @@ def device_name(gpu: Gpu) -> str | None:
     return None
 
 
+def same_type(one: Gpu, other: Gpu) -> bool:
+    """Whether what is planned for the one is right for the other."""
+    kind = device_name(one)
+    return one.name == other.name or (kind is not None and kind == device_name(other))
+
+
 def visible(found: Machine, environ: Mapping[str, str]) -> Machine:
     """Only the GPUs that CUDA_VISIBLE_DEVICES leaves to this process: numbers, UUIDs or beginnings of UUIDs."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
@@ -234,7 +241,7 @@ def choose(found: Machine, count: int, ids: Sequence[int | str] = ()) -> tuple[G
         GpuChoiceError: there are not enough, one is not there, is named twice, is faulty, divided (MIG) or closed.
     """
     if not found.gpus:
-        raise GpuChoiceError(f"this machine has no usable GPU: {found.why_none}", "gpus")
+        raise GpuChoiceError(f"{found.where} has no usable GPU: {found.why_none}", "gpus")
     if ids:
         return _named(found, ids)
     usable = [gpu for gpu in found.gpus if not _unusable(gpu)]
@@ -245,7 +252,7 @@ def choose(found: Machine, count: int, ids: Sequence[int | str] = ()) -> tuple[G
     if not enough:
         have = ", ".join(f"{len(each)} {name}" for name, each in kinds.items()) or "none"
         out = "".join(f"; GPU {gpu.index} is out: {_unusable(gpu)}" for gpu in found.gpus if _unusable(gpu))
-        raise GpuChoiceError(f"{count} GPUs of one type are wanted, this machine has {have}{out}", "gpus")
+        raise GpuChoiceError(f"{count} GPUs of one type are wanted, {found.where} has {have}{out}", "gpus")
     best = [sorted(each, key=lambda gpu: (-gpu.free_bytes, gpu.index))[:count] for each in enough]
     chosen = max(best, key=lambda each: sum(gpu.free_bytes for gpu in each))
     return tuple(sorted(chosen, key=lambda gpu: gpu.index))
@@ -257,7 +264,7 @@ def _named(found: Machine, ids: Sequence[int | str]) -> tuple[Gpu, ...]:
         gpu = next((gpu for gpu in found.gpus if wanted in (gpu.index, gpu.uuid)), None)
         if gpu is None:
             have = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in found.gpus)
-            raise GpuChoiceError(f"there is no GPU {wanted}; this machine has {have}", "gpu_ids")
+            raise GpuChoiceError(f"there is no GPU {wanted}; {found.where} has {have}", "gpu_ids")
         if gpu in chosen:
             raise GpuChoiceError(f"GPU {wanted} is named twice", "gpu_ids")
         if _unusable(gpu):

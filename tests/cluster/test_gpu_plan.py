@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.cluster.gpu_plan import GpuPlan, from_json
 from muxserve.cluster.plan import FleetPlan, deployment_of
 from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.config import FleetError, parse_fleet
@@ -122,6 +123,15 @@ def test_what_cannot_be_is_told_with_line_and_key(tmp_path: Path, cluster: str, 
     assert said in str(caught.value)
 
 
+def gpu_plan(planned: FleetPlan) -> GpuPlan:
+    """What the unit's host has, wherever that runs."""
+    made = planned.gpu_plan()
+    assert made is not None
+    there = from_json(made.to_json())
+    assert there == made
+    return there
+
+
 class TestSizing:
     def test_measured_memory_makes_the_pools(self, tmp_path: Path) -> None:
         planned = plan(tmp_path, "{gpus: 2}")
@@ -129,7 +139,7 @@ class TestSizing:
         file = tmp_path / "deployment.json"
         before = deployment_of(planned, str(tmp_path), "0.0.0.0", 1234)
         measured = [replace(each, weights_bytes=10 * GIB, measured=True) for each in planned.gpu.needs]
-        after, budgets = PoolSizer(planned, before, file).size(measured)
+        after, budgets = PoolSizer(gpu_plan(planned), before, file).size(measured)
         assert load(file) == after
         assert after.gateway == before.gateway
         (pool,), (smaller,) = before.pools, after.pools
@@ -144,7 +154,8 @@ class TestSizing:
         planned = plan(tmp_path, "{gpus: 1}")
         assert planned.gpu is not None
         measured = [replace(each, weights_bytes=80 * GIB, measured=True) for each in planned.gpu.needs]
-        sizer = PoolSizer(planned, deployment_of(planned, str(tmp_path)), tmp_path / "deployment.json")
+        deployment = deployment_of(planned, str(tmp_path))
+        sizer = PoolSizer(gpu_plan(planned), deployment, tmp_path / "deployment.json")
         with pytest.raises(SizingError, match=r"weights take 160 GiB .*\(measured\); nothing is left for the KV pool"):
             sizer.size(measured)
 
@@ -155,7 +166,7 @@ class TestSizing:
         made = FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
         assert made.gpu is not None
         assert GIB - (1 << 20) < made.unit.pool_bytes <= GIB
-        assert made.measured(made.gpu.needs).unit == made.unit
+        assert gpu_plan(made).pools(made.gpu.needs)[0] == made.unit
 
 
 def test_a_pool_is_no_larger_than_a_page_table_can_name(tmp_path: Path) -> None:

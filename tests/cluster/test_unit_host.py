@@ -21,6 +21,7 @@ from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.unit_host import HostProcess
 from muxserve.cluster.units import write_deployment
 from tests.cluster.conftest import ROOT, alive, fake_deployment, gpu_deployment
+from tests.support.patience import PATIENCE
 
 PROGRAM = """
 import sys
@@ -43,7 +44,7 @@ class Host:
     async def hear(self) -> dict[str, Any] | None:
         """The next line; an answer, if it is one."""
         assert self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), 30)
+        line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE)
         assert line, f"it ended: {self.events[-3:]}"
         fields: dict[str, Any] = json.loads(line)
         if "reply" in fields:
@@ -83,7 +84,7 @@ class Host:
         assert self.process.stdout is not None
         for line in (await self.process.stdout.read()).splitlines():
             self.events.append(from_line(line))
-        return await asyncio.wait_for(self.process.wait(), 30)
+        return await asyncio.wait_for(self.process.wait(), PATIENCE)
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ async def test_nothing_outlives_it(host: Host) -> None:
     await host.until(Ready)
     pids = host.pids()
     host.process.kill()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while any(alive(pid) for pid in pids):
             await asyncio.sleep(0.02)
 
@@ -185,7 +186,8 @@ async def test_a_start_that_fails(run_dir: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["--serves", "three"], "three: not in this unit"), ([], "units with GPUs")]
+    ("arguments", "words"),
+    [(["--serves", "three"], "three: not in this unit"), ([], "a unit on GPUs needs --gpu-plan")],
 )
 async def test_wrong_input(run_dir: RunDir, arguments: list[str], words: str) -> None:
     host = await start(run_dir, *arguments, on_gpus=not arguments)

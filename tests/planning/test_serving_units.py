@@ -13,7 +13,7 @@ from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
 from muxserve.cluster.plan import FleetPlan
 from muxserve.config import Fleet, FleetError, Replicas, parse_fleet
 from muxserve.costs.roofline import Roofline
-from muxserve.deployment import FleetDeployment
+from muxserve.deployment import FleetDeployment, GpuDeployment
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.fleets import demands_of
@@ -331,7 +331,35 @@ def test_what_is_planned_for_gpus_has_the_replicas_that_are_served(tmp_path: Pat
 
 
 def test_ray_serves_on_cpu() -> None:
-    said = refused(halves("1", "{gpus: 1, launcher: ray}"), None, MACHINE, H200)
-    assert "fleet.yaml:1: cluster.launcher: units on GPUs are started on this machine only" in said
     spread = fleet("2", head="cluster: {launcher: ray}\nkv_pool: {size: 3GiB}")
     assert len(plan(spread)) == 2  # other machines have memory of their own
+
+
+def test_ray_chooses_the_gpus() -> None:
+    said = refused(halves("1", "{gpu_ids: [0], launcher: ray}"), None, MACHINE, H200)
+    assert "fleet.yaml:1: cluster.gpu_ids: with `launcher: ray` it is Ray that chooses GPUs" in said
+    declared = fleet("1", head="cluster: {gpus: 2, launcher: ray, sm_sharing: green_contexts}")
+    (made,) = plan(declared, None, MACHINE, H200)
+    assert made.gpu is not None
+    assert (made.gpu.elsewhere, made.gpu.deployed) == (True, GpuDeployment([], "green_contexts"))
+    assert "2 GPUs (NVIDIA H200, 140.4 GiB) of whichever machine has them free" in made.notes[0]
+    assert "if MPS works there" in made.notes[0]
+    off = fleet("1", head="cluster: {gpus: 1, launcher: ray, mps: off}")
+    assert "engines take turns on the GPU (no MPS)" in plan(off, None, MACHINE, H200)[0].notes[0]
+
+
+def test_later_units_on_ray_are_counted() -> None:
+    declared = fleet("{min: 1, max: 2}", head="cluster: {gpus: 2, launcher: ray}")
+    planner = FleetPlanner(declared, MACHINE, lambda: H200)
+    plans = planner.at_start()
+    running = deployed(declared, plans)
+    # Ray gave it one that nobody had thought of.
+    unit = msgspec.structs.replace(running.units[0].deployment, gpu=GpuDeployment(["GPU-of-a-node"], "off"))
+    running = msgspec.structs.replace(running, units=[msgspec.structs.replace(running.units[0], deployment=unit)])
+    name = declared.models[0].name
+    more = planner.unit("u1", [name], running)
+    assert more.gpu is not None
+    assert (more.gpu.ranks, more.gpu.sharing) == (1, "mps")
+    two = msgspec.structs.replace(running, units=[*running.units, *running.units])
+    with pytest.raises(NoRoomError, match="of the fleet's 2 0 are free"):
+        planner.unit("u2", [name], two)

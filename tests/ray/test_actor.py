@@ -21,10 +21,10 @@ from muxserve.cluster.ray_actor import UnitActor
 from muxserve.cluster.ray_units import wished
 from muxserve.deployment import Deployment
 from tests.global_scheduler.support import entry
+from tests.support.patience import PATIENCE
 
 HOST = "127.0.0.1"
 FAKE = [sys.executable, "-m", "tests.ray.fake_host"]
-PATIENCE = 20.0
 
 
 def unit(tmp_path: Path, name: str = "u3") -> bytes:
@@ -171,11 +171,24 @@ def test_an_address_that_is_not_of_this_node_is_told_in_words(base: Path, tmp_pa
     assert "192.0.2.77" in problem
 
 
+def cpus(**nodes: float) -> dict[str, dict[str, float]]:
+    return {node: {"CPU": count} for node, count in nodes.items()}
+
+
 def test_units_are_spread_over_nodes_or_packed_as_far_as_there_is_room() -> None:
-    rooms, taken = {"a": 2.0, "b": 4.0, "c": 8.0}, {"b": 4.0}
-    assert wished(rooms, taken, 2, "spread") == "c"
-    assert wished(rooms, taken, 2, "pack") == "b"
-    assert wished(rooms, taken, 6, "pack") == "c"
-    assert wished(rooms, {}, 1, "pack") == "a"
-    assert wished(rooms, {"a": 1.0, "b": 1.0, "c": 1.0}, 3, "spread") == "c"
-    assert wished(rooms, taken, 9, "spread") == ""
+    rooms, taken = cpus(a=2, b=4, c=8), cpus(b=4)
+    assert wished(rooms, taken, {"CPU": 2}, "spread") == "c"
+    assert wished(rooms, taken, {"CPU": 2}, "pack") == "b"
+    assert wished(rooms, taken, {"CPU": 6}, "pack") == "c"
+    assert wished(rooms, {}, {"CPU": 1}, "pack") == "a"
+    assert wished(rooms, cpus(a=1, b=1, c=1), {"CPU": 3}, "spread") == "c"
+    assert wished(rooms, taken, {"CPU": 9}, "spread") == ""
+
+
+def test_units_on_gpus_go_by_gpus() -> None:
+    rooms = {"a": {"CPU": 64.0, "GPU": 1.0}, "b": {"CPU": 8.0, "GPU": 4.0}, "c": {"CPU": 8.0, "GPU": 2.0}}
+    need = {"CPU": 2.0, "GPU": 2.0}
+    assert wished(rooms, {}, need, "spread") == "b"
+    assert wished(rooms, {}, need, "pack") == "c"
+    assert wished(rooms, {"b": {"CPU": 2.0, "GPU": 2.0}}, need, "pack") == "b"
+    assert wished(rooms, {}, {"CPU": 16.0, "GPU": 2.0}, "spread") == ""

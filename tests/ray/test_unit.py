@@ -13,11 +13,13 @@ import pytest
 from muxserve.cluster import ray_unit
 from muxserve.cluster.event_lines import to_line
 from muxserve.cluster.events import Event, PartId, Ready, Up
+from muxserve.cluster.ray_questions import Questions
 from muxserve.cluster.ray_unit import RayUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
-from muxserve.deployment import Listen
+from muxserve.deployment import Deployment, GpuDeployment, Listen
 from tests.global_scheduler.support import entry
+from tests.support.patience import PATIENCE
 
 DEPLOYMENT = msgspec.structs.replace(
     entry("u0", ["m", "n"], run_dir="/nowhere/0123456789").deployment, listen=Listen("127.0.0.1", 1, 2)
@@ -54,10 +56,15 @@ class Actor:
         self.life += 1
         self._lines.put_nowait("")
 
+    def sized(self, deployment: Deployment = DEPLOYMENT) -> None:
+        said = {"event": "Sized", "deployment": msgspec.to_builtins(deployment)}
+        self._lines.put_nowait(json.dumps(said))
+
     async def _place(self) -> dict[str, Any]:
         return {
             "life": str(self.life),
             "node": "here",
+            "host": "127.0.0.1",
             "deployment": msgspec.json.encode(DEPLOYMENT).decode(),
             "problem": "",
             "note": "",
@@ -81,12 +88,17 @@ class Played:
 
     def __init__(self, serves: tuple[str, ...]) -> None:
         self.actor, self.events = Actor(), list[Event]()
-        place = {"life": "0", "node": "here", "deployment": msgspec.json.encode(DEPLOYMENT).decode()}
+        place = {
+            "life": "0",
+            "node": "here",
+            "host": "127.0.0.1",
+            "deployment": msgspec.json.encode(DEPLOYMENT).decode(),
+        }
         unit = PlannedUnit(DEPLOYMENT, serves)
         self.unit = RayUnit(RAY, unit, False, self.actor, None, place, self.events.append, 60.0)
 
     async def until(self, wanted: Any) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not wanted():
                 await asyncio.sleep(0)
 
@@ -116,7 +128,7 @@ async def test_an_end_that_failed_is_told() -> None:
 
 
 async def test_a_host_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RayUnit._ask, "__defaults__", (0.01,))
+    monkeypatch.setattr(Questions.ask, "__defaults__", (0.01,))
     monkeypatch.setattr(ray_unit, "_START_SECONDS", 0.02)
     played = Played(("m",))
     played.actor.answers = {"start_model": None, "stop_model": None}
@@ -124,7 +136,7 @@ async def test_a_host_that_does_not_answer_is_not_waited_for_without_end(monkeyp
         await played.unit.start_model("n")
     with pytest.raises(GaveUp, match=r"its host has not answered within 0.01 s"):
         await played.unit.stop_model("n")
-    assert played.unit._asked == {}
+    assert played.unit._questions._asked == {}
     played.end()
 
 
@@ -135,10 +147,41 @@ async def test_a_unit_that_was_started_again_serves_what_it_served_last() -> Non
     played.unit.start_migrator()
     await played.until(lambda: len(played.actor.told) == 3)
     played.actor.restart()
+    played.actor.sized()
     await played.until(lambda: Up(PartId("host"), 0, 0.0) in played.events)
     assert len(played.actor.told) == 3, "it is still being started"
     played.actor.line(Ready(0.1))
     await played.until(lambda: len(played.actor.told) == 6)
     assert played.actor.told[3:] == ["start_migrator", "stop_model m", "start_model n"]
     assert played.unit.entry.serves == ["n"]
+    played.end()
+
+
+async def test_a_unit_on_gpus_is_where_it_was_until_its_next_life_has_gpus_and_pools() -> None:
+    played = Played(("m",))
+    assert not played.unit.sized.is_set()
+    pools = [msgspec.structs.replace(pool, num_pages=7) for pool in DEPLOYMENT.pools]
+    first = msgspec.structs.replace(DEPLOYMENT, gpu=GpuDeployment(["GPU-a"]), pools=pools)
+    played.actor.sized(first)
+    await played.until(played.unit.sized.is_set)
+    assert played.unit.entry.deployment == first
+    assert {str(part) for part in played.unit.parts} >= {"MPS server", "weights of m"}
+    played.actor.restart()
+    await played.until(lambda: played.unit._life == "1")
+    assert played.unit.entry.deployment == first
+    assert Up(PartId("host"), 0, 0.0) not in played.events
+    then = msgspec.structs.replace(first, gpu=GpuDeployment(["GPU-b"], "off"), listen=Listen("127.0.0.9", 1, 2))
+    played.actor.sized(then)
+    await played.until(lambda: Up(PartId("host"), 0, 0.0) in played.events)
+    assert played.unit.entry.deployment == then
+    assert PartId("mps") not in played.unit.parts
+    played.end()
+
+
+async def test_a_first_life_that_ends_before_its_pools_are_known_is_told_when_the_next_has_them() -> None:
+    played = Played(("m",))
+    played.actor.restart()
+    await played.until(lambda: played.unit._life == "1")
+    played.actor.sized()
+    await played.until(lambda: Up(PartId("host"), 0, 0.0) in played.events)
     played.end()

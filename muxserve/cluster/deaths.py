@@ -1,0 +1,67 @@
+"""What else ends when a part of a unit has ended, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+from muxserve import wire
+from muxserve.cluster.events import PartId
+from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.processes import kill_group
+from muxserve.cluster.starts import MEMORY, MPS, WARM, Starts
+from muxserve.cluster.supervision import WITH_PARENT, Part
+
+
+class Deaths:
+    """Of one unit.
+
+    Args:
+        leftovers: collects what dead parents leave behind.
+        tell: tells the unit scheduler.
+    """
+
+    def __init__(self, starts: Starts, leftovers: Leftovers, tell: Callable[[wire.Message], Awaitable[None]]) -> None:
+        self._starts = starts
+        self._leftovers = leftovers
+        self._tell = tell
+        # Process groups of warm parents (and MPS servers) that died.
+        self.groups: set[int] = set()
+
+    async def on_down(self, part: Part, reason: str) -> str:
+        """A part has ended; answers why that does not count against it, in words, or nothing if it does."""
+        if part.id.kind == "engine":
+            await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason))
+            return self._ended_with_parent(part.id)
+        if part.id == WARM:
+            # What it forked dies with it; what did not would hold its model twice.
+            self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
+            await self._starts.drop_warm()
+            if part.process is not None:
+                self._leave(part.process.pid)
+        elif part.id == MPS:
+            # All that has a context on the GPUs has lost it, whether it has noticed or not.
+            self._kill([*self._starts.engines, *self._starts.holders, MEMORY], "ended with the MPS server")
+            self._starts.forget_memory()
+            if part.process is not None:
+                # Its daemon and server, should it have been killed before it could end them.
+                self._leave(part.process.pid)
+                kill_group(part.process.pid)
+        elif part.id.kind == "weights":
+            # Its engines compute on memory that was its, and would not fit beside a second copy.
+            engines = [engine for engine in self._starts.engines if engine.model == part.id.model]
+            self._kill(engines, "ended with the process that held its weights")
+            return self._ended_with_parent(part.id)
+        return ""
+
+    def _leave(self, group: int) -> None:
+        self.groups.add(group)
+        self._leftovers.add(group)
+
+    def _kill(self, parts: Iterable[PartId], because: str) -> None:
+        for part in parts:
+            self._starts.parts[part].kill(because)
+
+    def _ended_with_parent(self, part: PartId) -> str:
+        """Words for a forked part that died with the warm parent; empty if that lives."""
+        same = self._starts.runs(WARM) and self._starts.parent_of.get(part) is self._starts.warm
+        return "" if same else WITH_PARENT

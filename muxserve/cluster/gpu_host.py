@@ -1,0 +1,73 @@
+"""What a unit's host on another machine than the controller's does for its GPUs before it starts anything: which they
+are, whether they are as planned, and how they can be shared. On the controller's own machine `deploy` has done that."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from muxserve.cluster import machine
+from muxserve.cluster.gpu_plan import GpuPlan
+from muxserve.cluster.gpu_unit import GpuUnit
+from muxserve.cluster.run_dir import default_base
+from muxserve.cluster.sizing import PoolSizer
+from muxserve.deployment import Deployment, save
+from muxserve.gpu import nvml
+from muxserve.gpu.sharing import SharingError, settle
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class GpuHostError(Exception):
+    """The unit cannot be served on the GPUs of this machine; the message says why."""
+
+
+class Settled(NamedTuple):
+    """The deployment with its GPUs, what sizes its pools, and what the user should know."""
+
+    deployment: Deployment
+    sizer: PoolSizer
+    notes: list[str]
+
+
+def settle_gpus(deployment: Deployment, plan: GpuPlan, file: Path, environ: MutableMapping[str, str]) -> Settled:
+    """Take the GPUs that CUDA_VISIBLE_DEVICES leaves to this process for the unit, and write down which they are.
+
+    Args:
+        file: where the unit's processes read the deployment.
+        environ: of this process. It names the GPUs by UUID afterwards, since NVML and CUDA may number them otherwise.
+
+    Raises:
+        GpuHostError: they are too few, not as planned, or cannot be shared; or what is installed cannot use them.
+    """
+    if problem := machine.vllm_without_cuda():
+        raise GpuHostError(f"{problem} on this machine; pip install muxserve[gpu] there")
+    found = nvml.visible(nvml.machine(), environ)
+    try:
+        gpus = nvml.choose(found, plan.unit.ranks)
+    except nvml.GpuChoiceError as error:
+        raise GpuHostError(str(error)) from None
+    planned = plan.unit.gpus[0]
+    if not nvml.same_type(gpus[0], planned):
+        raise GpuHostError(
+            f"GPU {gpus[0].index} of this machine is a {gpus[0].name}, but the unit is planned for a {planned.name}; "
+            "say in cluster.gpu_type which ones to serve on"
+        )
+    environ[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
+    try:
+        sharing, notes = settle(gpus, plan.mps, plan.unit.sharing, Path(deployment.run_dir), default_base())
+    except SharingError as error:
+        raise GpuHostError(str(error)) from None
+    here = replace(plan.unit, gpus=gpus, sharing=sharing, elsewhere=False)
+    deployment = msgspec.structs.replace(deployment, gpu=here.deployed)
+    save(deployment, file)
+    sizer = PoolSizer(plan.on(here, machine.this_machine()), deployment, file)
+    return Settled(deployment, sizer, [*notes, _words(here)])
+
+
+def _words(unit: GpuUnit) -> str:
+    return replace(unit, notes=()).describe()[0]

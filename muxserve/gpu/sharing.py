@@ -1,0 +1,55 @@
+"""How engines can share the GPUs of this machine: by MPS if that works, by turns otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from muxserve.deployment import SmSharing
+from muxserve.gpu import mps
+from muxserve.gpu.nvml import Gpu
+
+MpsWish = Literal["auto", "on", "off"]
+
+
+class SharingError(RuntimeError):
+    """MPS is needed and does not work here; the message says why."""
+
+
+def settle(
+    gpus: Sequence[Gpu], wish: MpsWish, sharing: SmSharing, directory: Path, ours: Path | None = None
+) -> tuple[SmSharing, list[str]]:
+    """Try MPS on these GPUs.
+
+    Args:
+        wish: what the fleet file says of MPS.
+        sharing: the way of sharing if MPS works.
+        directory: below which a server is started to try it.
+        ours: servers with their pipes below this are those of other units, on GPUs of their own.
+
+    Returns:
+        The way of sharing, and what the user should know of it.
+
+    Raises:
+        SharingError: MPS does not work, and it is wanted, or the GPUs let one process compute only.
+    """
+    foreign = mps.foreign(ours=ours)
+    notes = [f"note: {foreign}; engines of this fleet take turns with its clients"] if foreign else []
+    if wish == "off":
+        why_not = "it is switched off in the fleet file"
+    else:
+        why_not = mps.probe([gpu.uuid for gpu in gpus], directory)
+    if not why_not:
+        return sharing, notes
+    if wish == "on":
+        raise SharingError(f"cluster.mps is on, but MPS does not work here: {why_not}")
+    exclusive = [gpu for gpu in gpus if gpu.compute_mode.startswith("exclusive")]
+    if exclusive:
+        raise SharingError(
+            f"GPU {exclusive[0].index} lets one process compute only ({exclusive[0].compute_mode}), and MPS does not "
+            f"work here: {why_not}; `nvidia-smi -c 0` allows several"
+        )
+    if wish == "auto":
+        notes.append(f"without MPS: {why_not}; engines take turns on the GPU, which serves noticeably less")
+    return "off", notes
