@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import machine, write_report
-from benchmarks.two_units import Seen, TwoUnits, bodies, unit_deployment
+from benchmarks.two_units import Pair, Seen, TwoUnits, bodies, unit_deployment
 from muxserve.deployment import Deployment
 from muxserve.simulator.instances.setup import MigrationCosts
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -246,7 +246,7 @@ def main() -> None:
         def make(name: str) -> Deployment:
             return unit_deployment(Path(root) / name, name, checkpoint, max_len=MAX_LEN, blocks=500)
 
-        with TwoUnits(make, [sys.executable, __file__, "--host"]) as units:
+        with Pair(make, [sys.executable, __file__, "--host"]) as pair, TwoUnits(pair) as units:
             bench = Bench(units, switch)
             for number in range(rounds):
                 for length, some in zip(lengths, made, strict=True):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import zmq
@@ -141,29 +141,17 @@ class Unit:
             self.process.stdout.close()
 
 
-class TwoUnits:
-    """Both, and who asks them. A context manager; `pump` takes in what they say."""
+class Pair:
+    """The processes of both. A context manager: in it they are up."""
 
     def __init__(self, make: Callable[[str], Deployment], command: list[str] | None = None) -> None:
         command = command or [sys.executable, "-m", "muxserve.cluster.unit_host"]
         self.units = {name: Unit(make(name), command) for name in ("a", "b")}
-        self.epoch = secrets.token_hex(4)
-        self.requests: dict[str, Seen] = {}
-        self.loads: dict[str, Load] = {}
-        self.lost: set[str] = set()
-        self._context = zmq.Context()
-        self._links: dict[tuple[str, str], zmq.Socket[bytes]] = {}
-        self._poller = zmq.Poller()
-        self._greeted: set[str] = set()
-        self._count = 0
-        self._moving = ""
-        self._paired_at = 0.0
 
-    def __enter__(self) -> TwoUnits:
+    def __enter__(self) -> Pair:
         try:
             for unit in self.units.values():
                 unit.wait_ready()
-            self._connect()
         except BaseException:
             self.close()
             raise
@@ -176,6 +164,38 @@ class TwoUnits:
         """End everything."""
         for unit in self.units.values():
             unit.close()
+
+
+class TwoUnits:
+    """Who asks them, as their only gateway and global scheduler. A context manager; `pump` takes in what they say."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.units = pair.units
+        self.epoch = secrets.token_hex(4)
+        self.requests: dict[str, Seen] = {}
+        self.loads: dict[str, Load] = {}
+        self.lost: set[str] = set()
+        self._context = zmq.Context()
+        self._links: dict[tuple[str, str], zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._greeted: set[str] = set()
+        self._count = 0
+        self._moving = ""
+        self._paired_at = 0.0
+
+    def __enter__(self) -> Self:
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Say no more to them."""
         for link in self._links.values():
             link.close(linger=0)
         self._context.term()

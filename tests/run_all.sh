@@ -1,27 +1,62 @@
 #!/usr/bin/env bash
-# Runs the Python tests: those that only compute beside those that start processes and mostly wait for them.
+# Runs the Python tests in lanes beside each other, each a pytest of its own: most tests use half a core, since they
+# start processes and wait for them.
 #
 #     tests/run_all.sh PYTHON [pytest's arguments: then one pytest gets them, and nothing runs beside it]
+#
+# A lane's fixtures are shared by its tests: what imports vLLM is divided so that few do it twice. Lanes should take
+# equally long; what is in none is run by `fleets`, whose output is shown as it comes, and that of the others after it.
 set -euo pipefail
+# Jobs that can be interrupted: other than a killed one, pytest ends what it has started then.
+set -m
 cd "$(dirname "$0")/.."
 python=$1
 shift
+# Every process that is started would otherwise compile our modules anew.
+unset PYTHONDONTWRITEBYTECODE
 if [ $# -gt 0 ]; then
   exec "$python" -m pytest "$@"
 fi
 
-computing=(tests/config tests/costs tests/global_scheduler tests/metrics tests/placement tests/replicas tests/rolling
-  tests/scheduling tests/simulator tests/workload)
-log=build/tests-computing.log
-mkdir -p build
-# It gives way to the others, which have time limits.
-nice -n 10 "$python" -m pytest -p no:cacheprovider "${computing[@]}" >"$log" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2>/dev/null || true' EXIT
-failed=0
-"$python" -m pytest "${computing[@]/#/--ignore=}" || failed=1
-echo "== tests that only compute, run beside those above"
-wait "$beside" || failed=1
-trap - EXIT
-cat "$log"
-exit "$failed"
+engines=(tests/engine tests/engine_cuda tests/gateway tests/models tests/profiling)
+computing=(tests/benchmarks tests/cli tests/config tests/control tests/costs tests/global_scheduler tests/memory
+  tests/metrics tests/placement tests/planning tests/replay tests/replicas tests/rolling tests/scheduling
+  tests/simulator tests/unit tests/workload tests/test_*.py)
+logs=build/tests
+mkdir -p "$logs"
+declare -A pids
+
+lane() { # NAME NICENESS PYTEST'S ARGUMENTS: in the background
+  local name=$1 niceness=$2
+  shift 2
+  nice -n "$niceness" env --default-signal=INT "$python" -m pytest -p no:cacheprovider "$@" </dev/null &
+  pids[$name]=$!
+}
+
+interrupt() {
+  for pid in "${pids[@]}"; do kill -INT "$pid" 2>/dev/null || true; done
+  for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null || true; done
+}
+trap interrupt EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# What only computes gives way to the others, which have time limits.
+lane computing 10 "${computing[@]}" >"$logs/computing.log" 2>&1
+lane engines 0 "${engines[@]}" >"$logs/engines.log" 2>&1
+others=("${computing[@]}" "${engines[@]}")
+lane fleets 0 "${others[@]/#/--ignore=}"
+
+failed=()
+for name in fleets engines computing; do
+  wait "${pids[$name]}" || failed+=("$name")
+  unset "pids[$name]"
+  if [ "$name" != fleets ]; then
+    echo "== $name"
+    cat "$logs/$name.log"
+  fi
+done
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "== failed: ${failed[*]}"
+  exit 1
+fi

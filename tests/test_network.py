@@ -16,9 +16,10 @@ from zmq.utils.monitor import recv_monitor_message
 from muxserve import network
 from muxserve.deployment import Keys
 from muxserve.network import NetworkError
+from tests.support.patience import PATIENCE
 
 HOST = "127.0.0.1"
-PATIENCE_MS = 10_000
+PATIENCE_MS = PATIENCE * 1000
 # Long enough for a message that would come; only for what must not come.
 MOMENT_MS = 300
 
@@ -168,12 +169,12 @@ def test_two_fleets_in_one_process_do_not_let_in_each_others_clients(context: zm
 def test_probe_says_what_is_wrong(context: zmq.Context[Any], tmp_path: Path) -> None:
     keys = network.new_keys()
     _router, address = server(context, keys)
-    network.probe(address, keys, 10)
+    network.probe(address, keys, PATIENCE)
     with pytest.raises(NetworkError, match="not of this fleet"):
-        network.probe(address, network.new_keys(), 10)
+        network.probe(address, network.new_keys(), PATIENCE)
     public, secret = (each.decode() for each in zmq.curve_keypair())
     with pytest.raises(NetworkError, match="does not let us in"):
-        network.probe(address, Keys(keys.server_public, "", public, secret), 10)
+        network.probe(address, Keys(keys.server_public, "", public, secret), PATIENCE)
     free = network.free_port(HOST)
     with pytest.raises(NetworkError, match=f"nobody listens at tcp://{HOST}:{free}"):
         network.probe(network.tcp_address(HOST, free), keys, 0.2)
@@ -220,8 +221,8 @@ async def test_it_works_with_contexts_for_asyncio() -> None:
     dealer.identity = b"d"
     network.connect(dealer, network.tcp_address(HOST, network.bind_tcp(router, HOST, 0, keys)), keys)
     await dealer.send(b"x")
-    assert await asyncio.wait_for(router.recv_multipart(), 10) == [b"d", b"x"]
+    assert await asyncio.wait_for(router.recv_multipart(), PATIENCE) == [b"d", b"x"]
     router.close(linger=0)
     dealer.close(linger=0)
     # The authenticator does not keep its context from ending.
-    await asyncio.wait_for(asyncio.to_thread(context.term), 10)
+    await asyncio.wait_for(asyncio.to_thread(context.term), PATIENCE)

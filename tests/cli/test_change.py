@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from muxserve.cli.app import app
 from tests.cli.conftest import Endpoint
 from tests.control.fakes import Controller, broken, running
+from tests.support.patience import PATIENCE
 
 UNITS = {"u0": ["chat", "code"], "u1": ["chat"]}
 
@@ -132,14 +133,14 @@ def test_ctrl_c_leaves_the_change_to_the_fleet(controller: Controller) -> None:
         command, stdin=inside, stdout=inside, stderr=subprocess.PIPE, env=os.environ.copy()
     ) as process:
         os.close(inside)
-        assert control.began.wait(20)
+        assert control.began.wait(PATIENCE)
         seen = b""
         while b"draining u1" not in seen:
             seen += os.read(terminal, 4096)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert b"the change goes on in the fleet" in process.stderr.read()
-        assert process.wait(20) == 130
+        assert process.wait(PATIENCE) == 130
     os.close(terminal)
     control.hold.set()
     assert run("scale", "chat=1").stdout == "done: chat has 1 replica already (u0)\n"

@@ -16,6 +16,7 @@ from muxserve.control.changes import ChangeError, Tell
 from muxserve.control.server import ControlServer
 from muxserve.deployment import Deployment, FleetDeployment, GatewayDeployment, ModelDeployment, UnitEntry, save_fleet
 from muxserve.replicas.scaling import ScalingRules
+from tests.support.patience import PATIENCE
 
 
 def model(name: str) -> ModelDeployment:
@@ -135,7 +136,7 @@ class Controller:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(PATIENCE)
 
     def stop(self) -> None:
         if self._thread.is_alive():

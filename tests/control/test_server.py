@@ -12,6 +12,7 @@ from muxserve.control import messages
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
 from muxserve.replicas.scaling import ScalingRules
 from tests.control.fakes import Controller, broken, running
+from tests.support.patience import PATIENCE
 
 UNITS = {"u0": ["chat", "code"], "u1": ["chat"], "u2": []}
 
@@ -92,11 +93,11 @@ def test_changes_are_made_one_after_the_other(base: Path) -> None:
         answers: list[object] = []
         first = threading.Thread(target=lambda: answers.append(do(base, messages.Scale({"chat": 3}))[0]))
         first.start()
-        assert control.began.wait(10)
+        assert control.began.wait(PATIENCE)
         waiting = threading.Event()
         second = threading.Thread(target=lambda: answers.append(_drain(base, waiting)))
         second.start()
-        assert waiting.wait(10)
+        assert waiting.wait(PATIENCE)
         assert control.calls == [("scale", "chat", 3)]
         control.hold.set()
         first.join(10)
@@ -120,7 +121,7 @@ def test_a_change_goes_on_when_its_command_is_gone(base: Path) -> None:
         control.hold = threading.Event()
         with ControlClient(find(None, base)) as client:
             client._socket.send(messages.encode(messages.Drain("u1")))
-            assert control.began.wait(10)
+            assert control.began.wait(PATIENCE)
         control.hold.set()
         answer, _ = do(base, messages.Scale({"chat": 1}))
         assert answer == messages.Done("chat has 1 replica already (u0)")
@@ -189,7 +190,7 @@ def test_the_end_of_the_fleet_ends_the_waiting(base: Path) -> None:
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    assert control.began.wait(10)
+    assert control.began.wait(PATIENCE)
     controller.stop()
     waiting.join(10)
     assert [type(failure) for failure in failures] == [FleetEndedError]

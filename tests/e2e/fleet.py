@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,16 +18,12 @@ import psutil
 import yaml
 
 from muxserve.memory.client import MemoryClient
+from tests.support.patience import PATIENCE
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-START_SECONDS = 120.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+START_SECONDS = 4 * PATIENCE
 
 
 def fleet_file(
@@ -65,7 +60,7 @@ class Fleet:
             http_client=openai.DefaultHttpxClient(verify=False),
         )
         # Any gateway may answer.
-        self._http = httpx.Client(verify=False, timeout=10, limits=httpx.Limits(max_keepalive_connections=0))
+        self._http = httpx.Client(verify=False, timeout=PATIENCE, limits=httpx.Limits(max_keepalive_connections=0))
 
     def async_client(self) -> openai.AsyncOpenAI:
         """A new client; one belongs to the event loop that it was first used in."""
@@ -145,7 +140,7 @@ class Fleet:
         return sum(m["owned_pages"] + m["handed_pages"] for stats in self.memory() for m in stats["models"])
 
     def wait_pages_free(self) -> None:
-        self.wait(lambda: self.pages_in_use() == 0, 15, "free of owned pages")
+        self.wait(lambda: self.pages_in_use() == 0, PATIENCE, "free of owned pages")
 
 
 @contextmanager
@@ -166,7 +161,7 @@ def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
         fleet.wait_healthy(seconds)
         yield fleet
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(2 * PATIENCE) == 0
         assert not [p for p in fleet.processes() if p.status() != psutil.STATUS_ZOMBIE], "processes were left behind"
     except BaseException:
         print(f"--- deploy\n{(path.parent / 'deploy.log').read_text()[-4000:]}", file=sys.stderr)

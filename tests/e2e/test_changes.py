@@ -21,6 +21,7 @@ import yaml
 from tests.e2e.fleet import ROOT, Fleet, running
 from tests.e2e.load import stream_chat
 from tests.e2e.reference import requests_for
+from tests.support.patience import PATIENCE
 
 MODELS = ROOT / "configs/models"
 SLEEPS = {"dtype": "float32", "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "hold": "1s", "wake": "60s"}}
@@ -119,14 +120,14 @@ async def test_a_model_sleeps_until_somebody_asks(fleet: Fleet, reference: dict[
         """Units that serve nothing end, and their pools go."""
         return model(fleet, "atlas")["status"] == "asleep" and managers(fleet) == 1
 
-    await asyncio.to_thread(fleet.wait, asleep, 60, "asleep")
+    await asyncio.to_thread(fleet.wait, asleep, PATIENCE, "asleep")
     assert fleet.get("/health").json()["status"] == "ok"
     requests = requests_for("atlas")[:6]
     for _ in range(2):
         answers = await asyncio.gather(*(stream_chat(fleet.async_client(), "atlas", each) for each in requests))
         assert answers == reference["atlas"][:6]
         assert model(fleet, "nap")["status"] == "asleep"
-        await asyncio.to_thread(fleet.wait, asleep, 60, "asleep again")
+        await asyncio.to_thread(fleet.wait, asleep, PATIENCE, "asleep again")
 
 
 def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
-    fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", 30, "asleep")
+    fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", PATIENCE, "asleep")
     broken = tmp_path / "broken"
     shutil.copytree(MODELS / "atlas", broken)
     (broken / "model.safetensors").write_bytes(b"these are no weights")
@@ -164,7 +165,7 @@ def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> No
         assert refused.returncode == 2, wrong
         assert refused.stderr.startswith("error: "), wrong
     assert units(fleet) == before
-    fleet.wait(lambda: processes(fleet) == running_before, 10, "without the processes that failed")
+    fleet.wait(lambda: processes(fleet) == running_before, PATIENCE, "without the processes that failed")
     assert "broken" not in fleet.get("/health").json()["models"]
     assert ask(fleet, "arithmetic", "What is 14 plus 29?")
 
@@ -173,7 +174,7 @@ def test_a_fleet_without_any_unit_is_woken(fleet: Fleet) -> None:
     """The last test of this fleet: what never sleeps is taken out."""
     removed = command("remove", "arithmetic")
     assert removed.returncode == 0, removed.stderr
-    fleet.wait(lambda: units(fleet) == {} and managers(fleet) == 0, 60, "without units")
+    fleet.wait(lambda: units(fleet) == {} and managers(fleet) == 0, PATIENCE, "without units")
     assert fleet.get("/health").json()["status"] == "ok"
     assert "Paris" in ask(fleet, "atlas", "What is the capital of France?")
     assert model(fleet, "atlas")["status"] == "up"

@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.fleet import Fleet
 from tests.e2e.load import all_requests, differences, stream_chat
 from tests.e2e.reference import requests_for
+from tests.support.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ PARTS = {
 async def test_streams_survive(fleet: Fleet, reference: dict[str, Any], part: str) -> None:
     load = asyncio.create_task(all_requests(fleet, per_model=24))
     # Strike while streams are open: when the fleet reports requests in its decode engines.
-    await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, 30, "busy")
+    await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, PATIENCE, "busy")
     killed = fleet.kill(*PARTS[part])
     answers = await load
     assert len(answers) == 72
@@ -53,7 +54,7 @@ def decoding(fleet: Fleet) -> int:
 
 async def test_death_of_the_gateway_frees_everything(fleet: Fleet, reference: dict[str, Any]) -> None:
     load = asyncio.create_task(all_requests(fleet, per_model=24))
-    await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, 30, "busy")
+    await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, PATIENCE, "busy")
     fleet.kill("muxserve gateway")
     with pytest.raises((openai.APIConnectionError, openai.APIError, OSError)):
         await load

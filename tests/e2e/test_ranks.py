@@ -11,6 +11,7 @@ import yaml
 from tests.e2e.fleet import Fleet, fleet_file, running
 from tests.e2e.load import stream_chat
 from tests.e2e.reference import requests_for
+from tests.support.patience import PATIENCE
 
 MODEL = "arithmetic"
 
@@ -32,7 +33,7 @@ async def test_requests_survive_the_death_of_a_worker_and_of_the_memory_manager(
         for victim in (("worker arithmetic/decode", "rank 1"), ("worker arithmetic/prefill", "rank 0"),
                        ("muxserve-memory-manager",)):  # fmt: skip
             answers = asyncio.create_task(load(fleet))
-            await asyncio.to_thread(fleet.wait, lambda: serving(fleet) >= 4, 30, "busy")
+            await asyncio.to_thread(fleet.wait, lambda: serving(fleet) >= 4, PATIENCE, "busy")
             fleet.kill(*victim)
             assert await answers == undisturbed, victim
             await asyncio.to_thread(fleet.wait_healthy)

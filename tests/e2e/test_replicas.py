@@ -12,6 +12,7 @@ import yaml
 
 from tests.e2e.fleet import ROOT, Fleet, running
 from tests.e2e.several import Busy, command, load, of_model, processes_of, units, until
+from tests.support.patience import PATIENCE
 
 MODEL = "atlas"
 FLEET = {
@@ -82,7 +83,7 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
 
     fillers = [asyncio.create_task(filler(index)) for index in range(4)]
     # One on each replica: they go to the freest, one after the other.
-    await until(lambda: all(n == 1 for n in of_model(fleet, MODEL, "decoding").values()), 60, "one on each")
+    await until(lambda: all(n == 1 for n in of_model(fleet, MODEL, "decoding").values()), PATIENCE, "one on each")
     free = await asyncio.to_thread(free_tokens, fleet)
     need = 700
     assert all(tokens < need for tokens in free.values()), f"the long prompt has room as it is: {free}"
@@ -100,7 +101,7 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
 
 async def test_a_killed_replica_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
     streams = asyncio.create_task(load(fleet, MODEL, reference))
-    await until(lambda: of_model(fleet, MODEL, "decoding").get("u1", 0) >= 2, 60, "busy")
+    await until(lambda: of_model(fleet, MODEL, "decoding").get("u1", 0) >= 2, PATIENCE, "busy")
     killed = await asyncio.to_thread(processes_of, fleet, "u1")
     assert len(killed) >= 4, killed
     for process in killed:
@@ -108,12 +109,12 @@ async def test_a_killed_replica_loses_no_stream(fleet: Fleet, reference: dict[st
     assert not await streams
     # It comes back.
     await asyncio.to_thread(fleet.wait_healthy)
-    await until(lambda: set(of_model(fleet, MODEL, "decoding")) == {"u0", "u1", "u2", "u3"}, 60, "all there")
+    await until(lambda: set(of_model(fleet, MODEL, "decoding")) == {"u0", "u1", "u2", "u3"}, PATIENCE, "all there")
 
 
 async def test_a_unit_drained_under_load_fails_no_request(fleet: Fleet, reference: dict[str, Any]) -> None:
     async with Busy(fleet, MODEL, reference) as busy:
-        await until(lambda: of_model(fleet, MODEL, "decoding").get("u2", 0) >= 2, 60, "busy")
+        await until(lambda: of_model(fleet, MODEL, "decoding").get("u2", 0) >= 2, PATIENCE, "busy")
         done = await asyncio.to_thread(command, fleet, "drain", "u2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "u2" not in units(fleet)

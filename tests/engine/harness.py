@@ -39,11 +39,12 @@ from muxserve.wire import (
     encode,
 )
 from tests.engine.nursery import end, nursery
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 # One with as many KV heads as heads, one with fewer.
 MODELS = {"arithmetic": ROOT / "configs/models/arithmetic", "frontdesk": ROOT / "configs/models/frontdesk"}
-START_SECONDS = 90.0
+START_SECONDS = 3 * PATIENCE
 
 
 def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> ModelDeployment:
@@ -176,7 +177,7 @@ class Engines:
                 else:
                     self._from_token_path(frames)
 
-    def until(self, condition: Any, seconds: float = 60.0) -> None:
+    def until(self, condition: Any, seconds: float = PATIENCE) -> None:
         """Pump until `condition()` holds."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -401,4 +402,4 @@ def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1, st
             ours.close()
             end(parent)
             family.manager.terminate()
-            family.manager.wait(10)
+            family.manager.wait(PATIENCE)

@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 
 from muxserve.deployment import FleetDeployment, GatewayDeployment, save_fleet
+from tests.support.patience import PATIENCE
 
-START_SECONDS = 90.0
-END_SECONDS = 10.0
+START_SECONDS = 3 * PATIENCE
+END_SECONDS = PATIENCE
 
 
 class Nursery:

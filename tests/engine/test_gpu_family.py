@@ -22,6 +22,7 @@ from muxserve.deployment import Deployment, GatewayDeployment, GpuDeployment, Po
 from muxserve.engine import family
 from muxserve.engine.warm_parent import shares_by_forking
 from tests.engine.harness import deployed_model
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 UUIDS = ["GPU-0a", "GPU-0b"]
@@ -60,7 +61,7 @@ def control(of: Deployment) -> Iterator[socket.socket]:
         assert told(ours, "ready")
         yield ours
         ours.close()
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 HEARD: list[dict[str, Any]] = []

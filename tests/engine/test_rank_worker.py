@@ -20,6 +20,7 @@ from muxserve.engine.rank_worker import RankWorker
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from tests.engine.harness import deployed_model
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +65,7 @@ def manager(of: Deployment) -> Iterator[subprocess.Popen[bytes]]:
     process = server.start(of)
     yield process
     process.terminate()
-    process.wait(10)
+    process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_nothing_is_written_when_the_memory_manager_is_another_one(
         assert worker.worker.steps == 0
     finally:
         again.terminate()
-        again.wait(10)
+        again.wait(PATIENCE)
 
 
 def test_a_worker_whose_step_fails_ends(worker: RankWorker) -> None:

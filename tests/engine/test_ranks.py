@@ -19,7 +19,7 @@ from tests.engine.cases import CASES, sampling
 from tests.engine.checks import bodies, check, nothing_owned, owned, workers
 from tests.engine.conftest import SPLIT, TRIED
 from tests.engine.harness import Engines, deployed_model, engines
-from tests.support.patience import ended
+from tests.support.patience import until_ended
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = SPLIT
@@ -125,7 +125,7 @@ def test_an_engine_goes_down_with_a_worker_and_its_requests_go_on(
     os.kill(both[rank], signal.SIGKILL)
     assert family.expect_exit(engine) == 1
     for worker in both:
-        ended(worker, "a worker of an engine that is gone")
+        until_ended(worker, "a worker of an engine that is gone")
     nothing_owned(family)
     family.reborn(MODEL, "decode")
     # What the gateway would do: the tokens that are known, again.
@@ -150,7 +150,7 @@ def test_workers_die_with_their_engine(family: Engines, stock: dict[str, Any]) -
     family.kill(MODEL, "decode")
     assert family.expect_exit(engine) == -signal.SIGKILL
     for worker in both:
-        ended(worker, "a worker of an engine that is gone")
+        until_ended(worker, "a worker of an engine that is gone")
     nothing_owned(family)
     family.reborn(MODEL, "decode")
 

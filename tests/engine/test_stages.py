@@ -15,7 +15,7 @@ from muxserve.memory import server
 from muxserve.wire import Detach, Detached
 from tests.engine.checks import bodies, check, nothing_owned, reports, workers
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
-from tests.support.patience import ended
+from tests.support.patience import until_ended
 
 MODEL = "arithmetic"
 # The same model, with a budget and without.
@@ -184,7 +184,7 @@ def test_an_engine_goes_down_with_a_stage_and_comes_back(family: Engines, answer
     os.kill(stages[1], signal.SIGKILL)
     assert family.expect_exit(engine) == 1
     for stage in stages:
-        ended(stage, "a stage of an engine that is gone")
+        until_ended(stage, "a stage of an engine that is gone")
     nothing_owned(family)
     family.reborn(PLAIN, "both")
     again = bodies(family, answers, "stage-anew", ["greedy", "seed"])

@@ -23,7 +23,7 @@ from muxserve.cluster.units import PlannedUnit
 from muxserve.wire import StateRequest
 from tests.global_scheduler.support import entry
 from tests.ray.cluster import nodes
-from tests.support.patience import PATIENCE, ended
+from tests.support.patience import PATIENCE, until_ended
 
 FAKE = [sys.executable, "-m", "tests.ray.fake_host"]
 HEAD, ONE, OTHER = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -165,7 +165,7 @@ def orphaned(address: str) -> None:
     """Units end with their controller, however that ends."""
     command = [sys.executable, "-m", "tests.ray.scenario", "--die", address]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout
-    ended(int(said.split()[-1]), "the host of a unit whose controller has died")
+    until_ended(int(said.split()[-1]), "the host of a unit whose controller has died")
     print("a controller that dies takes its units along")
 
 

@@ -27,7 +27,7 @@ def eventually(condition: Callable[[], bool], what: str | Callable[[], str], sec
         time.sleep(0.002)
 
 
-def ended(pid: int, what: str, seconds: float = PATIENCE) -> None:
+def until_ended(pid: int, what: str, seconds: float = PATIENCE) -> None:
     """Wait for the end of any process, a child of ours or not. One that nobody has collected yet has ended.
 
     Raises:

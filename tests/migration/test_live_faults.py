@@ -12,17 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks.two_units import MODEL, TwoUnits, bodies, unit_deployment
-from muxserve.memory.client import MemoryClient
+from benchmarks.two_units import MODEL, Pair, TwoUnits
 from muxserve.wire import (
     Cancel,
     GatewayHello,
@@ -37,9 +34,11 @@ from muxserve.wire import (
     UnitState,
     decode,
 )
-from tests.support.tiny_checkpoint import tiny_checkpoint
+from tests.migration.conftest import STRUCK
+from tests.migration.live import find, limit, process, used
+from tests.support.patience import PATIENCE
 
-PROMPT, OUTPUT = 300, 500
+_, PROMPT, OUTPUT = STRUCK
 # Bytes per second; a token has 2 KiB.
 BANDWIDTH = 3e6
 STEPS = ("showing", "copying", "last", "committing")
@@ -71,7 +70,7 @@ class Gateway(TwoUnits):
         self.bodies[name], self.attempts[name] = body, 0
         return name
 
-    def until(self, wanted: Any, seconds: float = 60.0) -> None:
+    def until(self, wanted: Any, seconds: float = PATIENCE) -> None:
         """Pump until it is so, asking both units for their state, and greeting them as after a lost connection."""
 
         def there() -> bool:
@@ -143,22 +142,15 @@ class Gateway(TwoUnits):
 
 
 @pytest.fixture(scope="module")
-def units() -> Iterator[Gateway]:
-    checkpoint = tiny_checkpoint("llama", 2, 4, 2, 64)
-    with (
-        tempfile.TemporaryDirectory(prefix="mx") as root,
-        Gateway(
-            lambda name: unit_deployment(
-                Path(root) / name, name, checkpoint, max_len=1024, blocks=240, migration_bandwidth=BANDWIDTH
-            )
-        ) as started,
-    ):
-        yield started
+def units(pair: Pair) -> Iterator[Gateway]:
+    limit(pair, BANDWIDTH)
+    with Gateway(pair) as asking:
+        yield asking
 
 
 @pytest.fixture(scope="module")
-def body() -> bytes:
-    ((made,),) = bodies([(1, PROMPT, OUTPUT)], 256)
+def body(requests: dict[tuple[int, int, int], list[bytes]]) -> bytes:
+    (made,) = requests[STRUCK]
     return made
 
 
@@ -171,22 +163,6 @@ def expected(units: Gateway, body: bytes) -> list[int]:
     return units.requests[name].tokens
 
 
-def process(units: Gateway, unit: str, part: str) -> psutil.Process:
-    """The unit's process of that part."""
-    marks = {
-        "decode": f"muxserve engine {MODEL}/decode",
-        "prefill": f"muxserve engine {MODEL}/prefill",
-        "migrator": "muxserve.migration.process",
-        "memory": "muxserve-memory-manager",
-        "scheduler": "muxserve.unit.scheduler",
-    }
-    for each in psutil.Process(units.units[unit].process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if each.status() != psutil.STATUS_ZOMBIE and marks[part] in " ".join(each.cmdline()):
-                return each
-    raise AssertionError(f"unit {unit} has no {part}")
-
-
 def healthy(units: Gateway) -> bool:
     for unit in units.units:
         state = units.states.get(unit)
@@ -194,10 +170,8 @@ def healthy(units: Gateway) -> bool:
             return False
         if not all(engine["up"] for engine in state["engines"].values()):
             return False
-        with contextlib.suppress(AssertionError):
-            process(units, unit, "migrator")
-            continue
-        return False
+        if find(units, unit, "migrator") is None:
+            return False
     return True
 
 
@@ -205,14 +179,6 @@ def moves(units: Gateway) -> dict[str, int]:
     """What moves from the first unit wait for, as far as it has said."""
     found: dict[str, int] = units.states["a"]["models"][MODEL]["moves"]
     return found
-
-
-def used(units: Gateway) -> int:
-    pages = 0
-    for unit in units.units.values():
-        with MemoryClient(unit.deployment.memory_socket, "test") as client:
-            pages += int(client.map(MODEL).counters.used_pages)
-    return pages
 
 
 @pytest.mark.parametrize(("step", "victim"), EVERY if os.environ.get("MUXSERVE_EVERY_FAULT") else SOME)
@@ -249,7 +215,7 @@ def test_any_process_killed_in_any_step(
     assert units.again.count(name) <= 3
     units.again.clear()
     units.until(lambda: healthy(units))
-    units.until(lambda: used(units) == 0, 30.0)
+    units.until(lambda: used(units) == 0)
     assert before["queued"] == 0
     for state in units.states.values():
         (model,) = state["models"].values()

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.two_units import Pair, bodies, unit_deployment
+from tests.support.tiny_checkpoint import tiny_checkpoint
+
+# Requests that move to and fro while they are decoded, and those that see a process die: count, prompt, output tokens.
+MOVING = (3, 300, 1500)
+STRUCK = (1, 300, 500)
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    """Two real units. Whoever kills parts of them waits until they are whole again."""
+    checkpoint = tiny_checkpoint("llama", 2, 4, 2, 64)
+    with (
+        tempfile.TemporaryDirectory(prefix="mx") as root,
+        Pair(lambda name: unit_deployment(Path(root) / name, name, checkpoint, max_len=2048, blocks=240)) as started,
+    ):
+        yield started
+
+
+@pytest.fixture(scope="session")
+def requests() -> dict[tuple[int, int, int], list[bytes]]:
+    """In vLLM's encoding."""
+    return dict(zip((MOVING, STRUCK), bodies([MOVING, STRUCK], 256), strict=True))
