@@ -16,6 +16,7 @@ from muxserve.cluster.controller import EXIT_FORCED, EXIT_KEPT_DYING, EXIT_OK, E
 from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
 from muxserve.cluster.restarts import RestartPolicy
 from tests.cluster.conftest import ROOT, Fleet, alive
+from tests.support.patience import PATIENCE
 
 MEMORY, WARM, UNIT = PartId("memory"), PartId("warm_parent"), PartId("unit")
 VLLM, GATEWAY = PartId("vllm"), PartId("gateway")
@@ -191,11 +192,11 @@ async def test_drain_waits_and_still_restarts_what_requests_need(fleet: Fleet) -
 
 async def test_a_second_stop_does_not_wait(fleet: Fleet) -> None:
     await fleet.serving()
-    fleet.tell("slow-gateway", "60")
+    fleet.tell("slow-gateway", "600")
     fleet.controller.stop()
     await fleet.until(lambda: any(isinstance(event, Draining) for event in fleet.events))
     fleet.controller.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         assert await fleet.task == EXIT_FORCED
     journal = fleet.journal()
     assert "stop memory" in journal  # it has shared memory to remove
@@ -207,7 +208,7 @@ async def test_stop_during_the_start(fleet: Fleet) -> None:
     fleet.start()
     await fleet.until(lambda: bool(fleet.events))
     fleet.controller.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         assert await fleet.task == EXIT_OK
     assert not any(alive(pid) for pid in fleet.pids())
 

@@ -9,7 +9,9 @@ import openai
 import pytest
 
 from tests.gateway.deployments import deployment, model
-from tests.gateway.rig import Rig, Running, free_port
+from tests.gateway.rig import Rig, Running
+from tests.support.patience import PATIENCE
+from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
@@ -74,11 +76,11 @@ def guarded(rig: Rig, gateway: Running) -> Running:
 
 @pytest.fixture(scope="session")
 def http(gateway: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, timeout=20) as client:
+    with httpx.Client(base_url=gateway.url, timeout=PATIENCE) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def client(gateway: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client

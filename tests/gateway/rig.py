@@ -15,10 +15,10 @@ from typing import Any
 
 from muxserve import deployment as deployments
 from muxserve.deployment import Deployment, FleetDeployment, ModelDeployment
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
-SECONDS = 20.0
 
 Event = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Channel:
         return [e for e in self.events[mark:] if event in (None, e["event"])]
 
     def wait(
-        self, event: str, mark: int = 0, when: Callable[[Event], bool] = lambda _: True, seconds: float = SECONDS
+        self, event: str, mark: int = 0, when: Callable[[Event], bool] = lambda _: True, seconds: float = PATIENCE
     ) -> Event:
         """The first such event at or after `mark`; waits for it."""
         at = mark
@@ -218,15 +218,6 @@ class Running:
         status = self.rig.spawner.wait("exited", when=lambda e: e["pid"] == self.pid)["status"]
         assert isinstance(status, int)
         return status
-
-
-def free_port() -> int:
-    """A loopback port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert isinstance(port, int)
-    return port
 
 
 def unit_state(deployment: Deployment, up: dict[str, bool]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.measure import HttpRequest, Measures
 from muxserve.gateway.turnstile import Turnstile
 from tests.gateway.deployments import model
+from tests.support.patience import PATIENCE
 
 
 def test_no_keys_let_everyone_in() -> None:
@@ -197,7 +198,7 @@ async def test_a_turn_given_to_one_who_just_left_goes_to_the_next() -> None:
         await asyncio.sleep(0)
     leaving.cancel()
     await first.__aexit__(None, None, None)  # lets the leaving one in before it has noticed that it is cancelled
-    await asyncio.wait_for(entered.wait(), 5)
+    await asyncio.wait_for(entered.wait(), PATIENCE)
     await asyncio.gather(leaving, staying, return_exceptions=True)
     assert gates.occupied == 0
 
@@ -211,7 +212,7 @@ async def test_empty_waits_for_the_last_one() -> None:
     await asyncio.sleep(0)
     assert not empty.done()
     await turn.__aexit__(None, None, None)
-    await asyncio.wait_for(empty, 5)
+    await asyncio.wait_for(empty, PATIENCE)
 
 
 async def test_replay_gives_the_body_then_the_connection() -> None:

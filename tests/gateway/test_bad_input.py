@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.gateway.rig import Running
+from tests.support.patience import PATIENCE
 
 JSON = {"content-type": "application/json"}
 HI: dict[str, Any] = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
@@ -210,7 +211,7 @@ def bystanders(gateway: Running) -> Iterator[None]:
 
     def ask(number: int) -> int:
         served = 0
-        with httpx.Client(base_url=gateway.url, timeout=60) as http:
+        with httpx.Client(base_url=gateway.url, timeout=PATIENCE) as http:
             while not stop:
                 say = f"{number} undisturbed {served}"
                 body = {
@@ -348,7 +349,7 @@ def test_huge_body(http: httpx.Client, size: int, announced: bool) -> None:
 
 
 def test_body_far_too_large_is_refused_unread(gateway: Running) -> None:
-    with socket.create_connection(("127.0.0.1", gateway.deployment.gateway.port), timeout=20) as raw:
+    with socket.create_connection(("127.0.0.1", gateway.deployment.gateway.port), timeout=PATIENCE) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n{")
         answer = b""
         while chunk := raw.recv(65536):
@@ -368,7 +369,7 @@ def test_body_far_too_large_is_refused_unread(gateway: Running) -> None:
     ids=short,
 )
 def test_no_http(gateway: Running, raw: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", gateway.deployment.gateway.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", gateway.deployment.gateway.port), timeout=PATIENCE) as connection:
         connection.sendall(raw)
         connection.shutdown(socket.SHUT_WR)
         answer = b""
@@ -379,7 +380,7 @@ def test_no_http(gateway: Running, raw: bytes) -> None:
 
 def test_a_request_that_never_comes_is_let_go(gateway: Running) -> None:
     for _ in range(50):
-        with socket.create_connection(("127.0.0.1", gateway.deployment.gateway.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", gateway.deployment.gateway.port), timeout=PATIENCE) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
 
 

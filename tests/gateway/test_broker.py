@@ -23,6 +23,7 @@ from muxserve.network import NetworkError, bind_tcp, connect, new_keys, tcp_addr
 from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, UnitHello, decode, encode
 from tests.gateway.deployments import deployment, model
 from tests.gateway.world import Out
+from tests.support.patience import PATIENCE
 
 KEYS = new_keys()
 HOST = "127.0.0.1"
@@ -79,7 +80,7 @@ def directory() -> Iterator[Path]:
 
 
 async def receive(router: zmq.asyncio.Socket) -> tuple[bytes, Message]:
-    peer, frame = await asyncio.wait_for(router.recv_multipart(), 10)
+    peer, frame = await asyncio.wait_for(router.recv_multipart(), PATIENCE)
     return peer, decode(frame)
 
 
@@ -133,7 +134,7 @@ async def test_a_unit_of_another_machine_is_reached_with_keys(directory: Path, p
         connect(engine, hello.reply_to, KEYS)
         await stranger.send_multipart([header, msgspec.msgpack.encode([6])])
         await engine.send_multipart([header, msgspec.msgpack.encode([7])])
-        assert await asyncio.wait_for(front.tokens.get(), 10) == [7]
+        assert await asyncio.wait_for(front.tokens.get(), PATIENCE) == [7]
     finally:
         broker.close()
 

@@ -18,8 +18,10 @@ from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from tests.gateway.deployments import deployment, model
 from tests.gateway.fake_scheduler import FakeScheduler, at, nowhere
-from tests.gateway.rig import Event, Rig, Running, free_port, unit_state
+from tests.gateway.rig import Event, Rig, Running, unit_state
 from tests.gateway.test_endpoint import play
+from tests.support.patience import PATIENCE
+from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
@@ -56,7 +58,7 @@ def fleet(rig: Rig, gateway: Running) -> Running:
 
 @pytest.fixture(scope="module")
 def http(fleet: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fleet.url, headers={"Authorization": "Bearer plain"}, timeout=20) as client:
+    with httpx.Client(base_url=fleet.url, headers={"Authorization": "Bearer plain"}, timeout=PATIENCE) as client:
         while client.get("/health").json()["status"] != "ok":
             pass
         yield client
@@ -465,13 +467,13 @@ def test_two_gateways_at_one_address(rig: Rig, gateway: Running) -> None:
     pair = [rig.start_fleet(fleet, index) for index in range(2)]
     seen: set[int] = set()
     while seen != {0, 1}:
-        with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=20) as http:
+        with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=PATIENCE) as http:
             about = http.get("/fleet").json()["gateway"]
             assert about["count"] == 2
             seen.add(about["index"])
             assert said(complete(http, f"by {about['index']}")) == f"by {about['index']}"
     # Whoever is asked tells the metrics of both.
-    with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=20) as http:
+    with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=PATIENCE) as http:
         served = 'muxserve_requests_total{gateway="%d",model_name="alpha",outcome="completed"}'
         assert [sample(http, served % index) > 0 for index in range(2)] == [True, True]
         text = http.get("/metrics").text
@@ -483,7 +485,7 @@ def test_two_gateways_at_one_address(rig: Rig, gateway: Running) -> None:
     pair[0].terminate()
     assert pair[0].exit_status() == 0
     for _ in range(8):
-        with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=20) as http:
+        with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=PATIENCE) as http:
             assert http.get("/fleet").json()["gateway"]["index"] == 1
             assert 'gateway="0"' not in http.get("/metrics").text
     pair[1].terminate()

@@ -15,6 +15,7 @@ import zmq.asyncio
 from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.wire import Cancel, GatewayHello, Lost, Message, Placed, TokensHeader, UnitHello, Unplace, decode, encode
+from tests.support.patience import PATIENCE
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ class Unit:
         self.router.bind(address)
 
     async def receive(self) -> tuple[bytes, Message]:
-        peer, frame = await asyncio.wait_for(self.router.recv_multipart(), 10)
+        peer, frame = await asyncio.wait_for(self.router.recv_multipart(), PATIENCE)
         return peer, decode(frame)
 
     async def send(self, peer: bytes, *frames: bytes) -> None:
@@ -93,7 +94,7 @@ class Linked:
         self.told.put_nowait(("message", message))
 
     async def next(self) -> tuple[str, Any]:
-        return await asyncio.wait_for(self.told.get(), 10)
+        return await asyncio.wait_for(self.told.get(), PATIENCE)
 
 
 @pytest.fixture
@@ -182,14 +183,14 @@ async def test_the_global_scheduler_comes_and_goes(directory: Path) -> None:
     try:
         for _ in range(3):
             scheduler = Unit(address)
-            assert await asyncio.wait_for(told.get(), 10) == "up"
+            assert await asyncio.wait_for(told.get(), PATIENCE) == "up"
             link.send(Unplace(["r"]))
             peer, message = await scheduler.receive()
             assert (peer, message) == (b"gateway/me", Unplace(["r"]))
             await scheduler.send(peer, encode(Placed("r", "u0")))
-            assert await asyncio.wait_for(told.get(), 10) == "Placed"
+            assert await asyncio.wait_for(told.get(), PATIENCE) == "Placed"
             scheduler.die()
-            assert await asyncio.wait_for(told.get(), 10) == "down"
+            assert await asyncio.wait_for(told.get(), PATIENCE) == "down"
     finally:
         link.close()
         context.term()

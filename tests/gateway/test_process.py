@@ -18,8 +18,10 @@ from muxserve.deployment import Deployment, GatewayDeployment
 from muxserve.gateway.listener import bind, raise_file_limit
 from muxserve.gateway.main import main
 from tests.gateway.deployments import deployment, model
-from tests.gateway.rig import Rig, Running, free_port
+from tests.gateway.rig import Rig, Running
 from tests.gateway.test_endpoint import play
+from tests.support.patience import PATIENCE
+from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
@@ -42,14 +44,14 @@ def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: Deployment) 
     mark = running.mark()
     with ThreadPoolExecutor(2) as pool:
         url = f"{running.url}/v1/completions"
-        asked = pool.submit(httpx.post, url, json={"prompt": play("never", hold=2)}, timeout=20)
+        asked = pool.submit(httpx.post, url, json={"prompt": play("never", hold=2)}, timeout=PATIENCE)
         request_id = running.wait("held", mark)["id"]
-        waiting = pool.submit(httpx.post, url, json={"prompt": play("nor this", hold=2)}, timeout=20)
+        waiting = pool.submit(httpx.post, url, json={"prompt": play("nor this", hold=2)}, timeout=PATIENCE)
         while not httpx.get(f"{running.url}/fleet").json()["models"][0]["gateway"]["waiting"]:
             pass
         running.terminate()
         assert running.exit_status() == 0
-        for answer in (asked.result(20), waiting.result(20)):
+        for answer in (asked.result(PATIENCE), waiting.result(PATIENCE)):
             assert answer.status_code == 503
             assert re.search("shut(ting)? down", answer.json()["error"]["message"])
     assert len(running.events(mark, "submit")) == 1
@@ -61,14 +63,14 @@ def test_a_gateway_follows_one_that_was_killed_and_ends_with_its_controller(rig:
     mark = killed.mark()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(
-            httpx.post, f"{killed.url}/v1/completions", json={"prompt": play("dies with it", hold=2)}, timeout=20
+            httpx.post, f"{killed.url}/v1/completions", json={"prompt": play("dies with it", hold=2)}, timeout=PATIENCE
         )
         killed.wait("held", mark)
         os.kill(killed.pid, signal.SIGKILL)
         assert killed.exit_status() == -signal.SIGKILL
-        assert isinstance(asked.exception(20), httpx.TransportError)
+        assert isinstance(asked.exception(PATIENCE), httpx.TransportError)
     running = rig.start(hasty)
-    answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": play("alive")}, timeout=20)
+    answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": play("alive")}, timeout=PATIENCE)
     assert answer.json()["choices"][0]["text"] == "alive"
     # Tokens meant for the one before are none of its business.
     running.tell_unit("go")

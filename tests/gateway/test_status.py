@@ -8,6 +8,7 @@ from muxserve.deployment import UnitEntry
 from muxserve.gateway import status
 from muxserve.gateway.status import UnitStatus
 from tests.gateway.deployments import deployment, model
+from tests.support.patience import PATIENCE
 
 
 class Asked:
@@ -76,8 +77,8 @@ async def test_a_unit_that_hangs_holds_up_nobody_twice_and_may_answer_late() -> 
     await answer(asked, None)  # it was waited for in vain
     await first
     assert not unit.answered
-    await asyncio.wait_for(unit.refresh(), 30)  # although nobody answers
-    await asyncio.wait_for(unit.refresh(), 30)
+    await asyncio.wait_for(unit.refresh(), PATIENCE)  # although nobody answers
+    await asyncio.wait_for(unit.refresh(), PATIENCE)
     assert not unit.answered
     assert len(asked.questions) == 1
     await answer(asked, engines(m_prefill=True, m_decode=True))
