@@ -13,6 +13,7 @@ import yaml
 
 from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
 from tests.e2e.several import Busy, command, load, of_model, processes_of, units, until
+from tests.support.patience import PATIENCE
 
 MODEL = "arithmetic"
 COUNT = 64
@@ -71,20 +72,20 @@ async def test_a_rolling_replica_that_is_killed_loses_no_request(rolling: Fleet,
         busy[:] = [name for name, count in of_model(rolling, MODEL, "decoding").items() if count >= 2]
         return bool(busy)
 
-    await until(somebody_decodes, 60, "busy")
+    await until(somebody_decodes, PATIENCE, "busy")
     for process in await asyncio.to_thread(processes_of, rolling, busy[0]):
         process.send_signal(signal.SIGKILL)
     assert not await streams
-    await until(lambda: engines(rolling) == ALL, 60, "back")
+    await until(lambda: engines(rolling) == ALL, PATIENCE, "back")
     assert not await load(rolling, MODEL, reference, COUNT, COUNT)
 
 
 async def test_the_ring_is_known_to_a_new_global_scheduler(rolling: Fleet, reference: dict[str, Any]) -> None:
     streams = asyncio.create_task(load(rolling, MODEL, reference, COUNT))
-    await until(lambda: sum(of_model(rolling, MODEL, "decoding").values()) >= 4, 60, "busy")
+    await until(lambda: sum(of_model(rolling, MODEL, "decoding").values()) >= 4, PATIENCE, "busy")
     rolling.kill("muxserve.global_scheduler.process")
     assert not await streams
-    await until(lambda: rolling.get("/health").json()["scheduler"] == "up", 60, "there again")
+    await until(lambda: rolling.get("/health").json()["scheduler"] == "up", PATIENCE, "there again")
     assert not await load(rolling, MODEL, reference, COUNT)
 
 
@@ -93,11 +94,26 @@ async def test_replicas_join_and_leave_the_ring_under_load(rolling: Fleet, refer
         more = await asyncio.to_thread(command, rolling, "scale", f"{MODEL}=4")
         assert more.returncode == 0, more.stdout + more.stderr
         (new,) = set(units(rolling)) - {"u0", "u1", "u2"}
-        await until(lambda: of_model(rolling, MODEL, "decoding").get(new, 0) > 0, 60, "used")
+        await until(lambda: of_model(rolling, MODEL, "decoding").get(new, 0) > 0, PATIENCE, "used")
         fewer = await asyncio.to_thread(command, rolling, "scale", f"{MODEL}=3")
         assert fewer.returncode == 0, fewer.stdout + fewer.stderr
         assert len(units(rolling)) == 3
     assert not busy.wrong
+    await asyncio.to_thread(rolling.wait_pages_free)
+
+
+async def test_decodes_of_a_drained_replica_move_within_the_ring(rolling: Fleet, reference: dict[str, Any]) -> None:
+    before = of_model(rolling, MODEL, "moved_in")
+    async with Busy(rolling, MODEL, reference) as busy:
+        await until(lambda: max(of_model(rolling, MODEL, "decoding").values()) >= 4, PATIENCE, "busy")
+        decoding = of_model(rolling, MODEL, "decoding")
+        leaving = max(decoding, key=lambda name: int(decoding[name]))
+        done = await asyncio.to_thread(command, rolling, "drain", leaving)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert not busy.wrong
+    after = of_model(rolling, MODEL, "moved_in")
+    assert leaving not in after
+    assert any(count > before[name] for name, count in after.items()), (before, after)
     await asyncio.to_thread(rolling.wait_pages_free)
 
 
@@ -128,7 +144,7 @@ async def test_two_stages_answer_as_one_engine(pipeline: Fleet, reference: dict[
 async def test_requests_survive_the_death_of_a_stage(pipeline: Fleet, reference: dict[str, Any], stage: int) -> None:
     before = await asyncio.to_thread(stages, pipeline)
     streams = asyncio.create_task(load(pipeline, MODEL, reference, COUNT))
-    await until(lambda: of_model(pipeline, MODEL, "decoding")["u0"] >= 4, 60, "busy")
+    await until(lambda: of_model(pipeline, MODEL, "decoding")["u0"] >= 4, PATIENCE, "busy")
     pipeline.kill(f"worker {MODEL}/both", f"rank {stage}")
     assert not await streams
     await asyncio.to_thread(pipeline.wait_healthy)
