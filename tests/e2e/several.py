@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.fleet import ROOT, Fleet
 from tests.e2e.load import stream_chat
 from tests.e2e.reference import requests_for
+from tests.support.patience import PATIENCE
 
 
 def units(fleet: Fleet) -> dict[str, dict[str, Any]]:
@@ -24,6 +25,18 @@ def units(fleet: Fleet) -> dict[str, dict[str, Any]]:
 def of_model(fleet: Fleet, model: str, key: str) -> dict[str, Any]:
     """What each unit that answers says of a model that it serves."""
     return {name: state["models"][model][key] for name, state in units(fleet).items() if state}
+
+
+async def busy_unit(fleet: Fleet, model: str, decoding: int = 2) -> str:
+    """Wait for a unit that decodes so many requests of a model; which one that is depends on the machine."""
+    busy: list[str] = []
+
+    def there() -> bool:
+        busy[:] = [name for name, count in of_model(fleet, model, "decoding").items() if count >= decoding]
+        return bool(busy)
+
+    await until(there, PATIENCE, f"{decoding} requests of {model} in a unit")
+    return busy[0]
 
 
 async def until(condition: Any, seconds: float, what: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
-from tests.e2e.several import Busy, command, load, of_model, processes_of, units, until
+from tests.e2e.several import Busy, busy_unit, command, load, of_model, processes_of, units, until
 from tests.support.patience import PATIENCE
 
 MODEL = "arithmetic"
@@ -65,15 +65,8 @@ async def test_prefill_rolls_over_replicas(rolling: Fleet, reference: dict[str, 
 
 async def test_a_rolling_replica_that_is_killed_loses_no_request(rolling: Fleet, reference: dict[str, Any]) -> None:
     streams = asyncio.create_task(load(rolling, MODEL, reference, COUNT, COUNT))
-    busy: list[str] = []
-
-    def somebody_decodes() -> bool:
-        # Which one gets the requests depends on how fast this machine is.
-        busy[:] = [name for name, count in of_model(rolling, MODEL, "decoding").items() if count >= 2]
-        return bool(busy)
-
-    await until(somebody_decodes, PATIENCE, "busy")
-    for process in await asyncio.to_thread(processes_of, rolling, busy[0]):
+    struck = await busy_unit(rolling, MODEL)
+    for process in await asyncio.to_thread(processes_of, rolling, struck):
         process.send_signal(signal.SIGKILL)
     assert not await streams
     await until(lambda: engines(rolling) == ALL, PATIENCE, "back")

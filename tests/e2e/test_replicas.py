@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.e2e.fleet import ROOT, Fleet, running
-from tests.e2e.several import Busy, command, load, of_model, processes_of, units, until
+from tests.e2e.several import Busy, busy_unit, command, load, of_model, processes_of, units, until
 from tests.support.patience import PATIENCE
 
 MODEL = "atlas"
@@ -101,8 +101,8 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
 
 async def test_a_killed_replica_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
     streams = asyncio.create_task(load(fleet, MODEL, reference))
-    await until(lambda: of_model(fleet, MODEL, "decoding").get("u1", 0) >= 2, PATIENCE, "busy")
-    killed = await asyncio.to_thread(processes_of, fleet, "u1")
+    struck = await busy_unit(fleet, MODEL)
+    killed = await asyncio.to_thread(processes_of, fleet, struck)
     assert len(killed) >= 4, killed
     for process in killed:
         process.send_signal(signal.SIGKILL)
