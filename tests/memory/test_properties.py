@@ -30,7 +30,8 @@ from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, _native, server
 from muxserve.memory.client import MemoryClient
 from tests.memory.reference import Model, Reference, Refusal
-from tests.memory.support import block_hash, deployment, eventually, ids, model, stats_of
+from tests.memory.support import block_hash, deployment, ids, model, stats_of
+from tests.support.patience import eventually
 
 CLIENTS = 3
 NAMES = ("a", "b")

@@ -17,7 +17,8 @@ import pytest
 from muxserve.deployment import Deployment, PoolDeployment, save
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
-from tests.memory.support import deployment, eventually, model
+from tests.memory.support import deployment, model
+from tests.support.patience import eventually
 
 Start = Callable[[Deployment], subprocess.Popen[bytes]]
 
