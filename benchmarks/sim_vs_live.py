@@ -156,7 +156,7 @@ def main() -> int:
         latency = ProfileModel(measured, beyond=Roofline())
         demands = demands_of(fleet, folder, gpu=False)
         planned = plan_fleet(fleet, this_machine())
-        placement = plan_machine(planned, demands, latency, Objective()).placement
+        placement = plan_machine([planned], demands, latency, Objective()).placement
         models = {
             d.name: FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, p.max_len)
             for d, p in zip(demands, planned.unit.models, strict=True)

@@ -67,7 +67,9 @@ def plan(
     ] = None,
     network: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Gbit/s between machines, for pipelines. Default: 10.", show_default=False),
+        typer.Option(
+            min=0.001, help="Gbit/s between machines instead of the file's cluster.network.", show_default=False
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from muxserve.cli.comparing import working
 from muxserve.cli.output import errors, escape, print_error, print_problems
 from muxserve.cli.plan_phases import documents, show_comparisons
 from muxserve.cli.plan_steps import Made, Planning, UsageError
@@ -20,7 +18,6 @@ from muxserve.costs.latency import CostError
 from muxserve.planning.document import document
 from muxserve.planning.fleets import ClusterError, cluster_of
 from muxserve.planning.latency import latency_model, latency_words
-from muxserve.planning.phases_ground import NETWORK
 from muxserve.planning.planfile import save_plan
 from muxserve.planning.sweep import parse_sweep
 from placement.exact import TooLargeError
@@ -28,9 +25,6 @@ from placement.improve import ImproveLimits
 from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
 from placement.planner import MODES, PlanOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 EXIT_OK, EXIT_UNPLACED, EXIT_BAD = 0, 1, 2
 
@@ -82,7 +76,7 @@ def _plan(arguments: PlanArguments) -> int:
         fleet, (arguments.gpus or sizes[-1]) if sizes else arguments.gpus, arguments.gpu_type, arguments.nodes
     )
     began = time.monotonic()
-    with _progress() as (told, alone):
+    with working("planning") as (told, alone):
         planning = Planning(
             file=arguments.fleet,
             fleet=fleet,
@@ -92,7 +86,7 @@ def _plan(arguments: PlanArguments) -> int:
             simulate=arguments.simulate,
             seed=arguments.seed,
             compare=compare,
-            network=NETWORK if arguments.network is None else arguments.network * 1e9 / 8,
+            network=fleet.cluster.network if arguments.network is None else arguments.network * 1e9 / 8,
             told=told,
             alone=alone,
         )
@@ -184,22 +178,3 @@ def _sweep(text: str | None) -> list[int]:
         return parse_sweep(text) if text is not None else []
     except ValueError as error:
         raise UsageError(f"--sweep: {error}") from None
-
-
-@contextmanager
-def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[], AbstractContextManager[None]]]]:
-    """A line on the terminal that says what is going on, and what takes it away for a while; nothing elsewhere."""
-    if not errors.is_terminal:
-        yield lambda _: None, nullcontext
-        return
-    with errors.status("planning") as status:
-
-        @contextmanager
-        def alone() -> Iterator[None]:
-            status.stop()
-            try:
-                yield
-            finally:
-                status.start()
-
-        yield lambda text: status.update(escape(text)), alone

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from placement.words import enumerate_words
 
 if TYPE_CHECKING:
     from muxserve.planning.phases_arrange import Arrangements
+    from muxserve.planning.phases_ground import CpuGround
     from muxserve.planning.predict import Prediction
 
 Tell = Callable[[str], None]
@@ -34,8 +35,9 @@ class UsageError(ValueError):
 
 @dataclass(slots=True)
 class Made:
-    """What came of it. `simulated` is the simulation of the models that share devices (`why_not`: why there is none),
-    `spare` the factors by which their rates were raised in planning."""
+    """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
+    which rates were raised in planning. `lengths` is the longest sequence of models of which this machine says it,
+    tokens."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -43,13 +45,15 @@ class Made:
     points: list[SweepPoint] = field(default_factory=list)
     spare: Mapping[str, float] = field(default_factory=dict)
     arrangements: Arrangements | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Planning:
     """One run of the command. `seconds` may be spent on the local search; `simulate` is how long the plan is simulated
     (None: as long as makes sense). `compare` are the models whose arrangements are compared whatever the file says,
-    `network` is bytes per second between machines. `told` is told what goes on; `alone` takes that off the screen for a
+    `network` is bytes per second between machines. Without `goodputs` that of arrangements is looked for only where
+    several are compared. `told` is told what goes on; `alone` takes that off the screen for a
     while."""
 
     file: Path
@@ -63,6 +67,7 @@ class Planning:
     network: float
     told: Tell
     alone: Callable[[], AbstractContextManager[None]]
+    goodputs: bool = True
 
     @property
     def arranges(self) -> bool:
@@ -83,7 +88,16 @@ class Planning:
 
         with self.alone(), progress() as tell:
             divided = divide_gpus(
-                self.fleet, demands, made, self.latency, self.options.rules, self.network, self.compare, self.seed, tell
+                self.fleet,
+                demands,
+                made,
+                self.latency,
+                self.options.rules,
+                self.network,
+                self.compare,
+                self.seed,
+                tell,
+                self.goodputs,
             )
         if not divided.apart:
             found = self._borne_out(made, demands, cluster)
@@ -101,6 +115,7 @@ class Planning:
             else:
                 found = rest or Made(made)
                 found.plan = divided.joined(rest.plan if rest else None, self.options.objective)
+                found.simulated, found.why_not = self._simulated(found.plan)
         found.arrangements = divided.arrangements
         return found
 
@@ -159,47 +174,36 @@ class Planning:
     def on_cpu(self) -> Made:
         """A plan for this machine."""
         from muxserve.cluster.machine import this_machine
-        from muxserve.cluster.plan import plan_fleet
-        from muxserve.planning.cpu import plan_machine
+        from muxserve.planning.machine import plan_this_machine
+        from muxserve.planning.phases_arrange import Arrangements
         from muxserve.planning.phases_ground import ground_on_cpu
         from muxserve.planning.phases_machines import divide_cpu
 
-        machine = this_machine()
-        resolved = load_fleet(self.file)
+        resolved, own = load_fleet(self.file), self.fleet.cluster
         demands = demands_of(self.fleet, self.file.parent, gpu=False)
-        shared, divided = demands, None
+        ground = ground_on_cpu(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
+        found = Arrangements(shared=list(demands))
         if self.arranges:
-            own = self.fleet.cluster
-            ground = ground_on_cpu(machine, own.cores, self.fleet.kv_pool.size, own.ranks)
             with self.alone(), progress() as tell:
-                divided = divide_cpu(self.fleet, demands, ground, self.latency, self.compare, self.seed, tell)
-            shared = divided.arrangements.shared
-        made: ClusterPlan | None = None
-        lengths: dict[str, int] = {}
-        if shared:
-            names = {demand.name for demand in shared}
-            models = [m.model_copy(update={"phases": "multiplexed"}) for m in resolved.models if m.name in names]
-            units = divided.cluster.devices if divided else 1
-            planned = plan_fleet(resolved.with_models(models), machine, units=units)
-            shared = [replace(d, dtype=m.dtype) for d, m in zip(shared, planned.unit.models, strict=True)]
-            try:
-                made = plan_machine(planned, shared, self.latency, self.options.objective)
-            except ValueError as error:
-                raise UsageError(str(error)) from None
-            lengths = {model.name: model.max_len for model in planned.unit.models}
-        simulated, why_not = self._simulated(made, lengths) if made else (None, "")
-        if divided is None or not divided.apart:
-            assert made is not None, "a fleet has models"
-            whole = made
-        else:
-            divided.arrangements.shared = list(shared)
-            whole = divided.joined(made, self.options.objective)
-        return Made(whole, simulated, why_not, arrangements=divided.arrangements if divided else None)
+                found = divide_cpu(
+                    self.fleet, demands, ground, self.latency, self.compare, self.seed, tell, self.goodputs
+                )
+        try:
+            made = plan_this_machine(resolved, demands, found, ground, self.latency, self.options.objective)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        simulated, why_not = self._simulated(made.plan, made.lengths, ground)
+        arrangements = found if self.arranges else None
+        return Made(made.plan, simulated, why_not, arrangements=arrangements, lengths=made.lengths)
 
     # ------------------------------------------------------------ simulation
 
-    def _simulated(self, made: ClusterPlan, max_len: Mapping[str, int] | None = None) -> tuple[Prediction | None, str]:
-        """The simulation of the plan, or why there is none."""
+    def _simulated(
+        self, made: ClusterPlan, max_len: Mapping[str, int] | None = None, ground: CpuGround | None = None
+    ) -> tuple[Prediction | None, str]:
+        """The simulation of the plan, or why there is none. `ground` is the machine whose CPU it is for."""
+        from muxserve.planning.phases_layout import NoPlaceError
+        from muxserve.planning.phases_units import Surroundings, apart_of
         from muxserve.planning.predict import predict
         from muxserve.simulator import SimulationError
 
@@ -214,6 +218,7 @@ class Planning:
         def count(done: int, total: int) -> None:
             self.told(f"simulating, {done} of {total} requests")
 
+        around = Surroundings(self.options.rules, self.network, ground)
         try:
             return (
                 predict(
@@ -224,9 +229,10 @@ class Planning:
                     self.seed,
                     made.mode,
                     max_len or {},
-                    progress=count,
+                    count,
+                    apart_of(made.placement, self.fleet, made.demands, around),
                 ),
                 "",
             )
-        except (SimulationError, CostError) as error:
+        except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)

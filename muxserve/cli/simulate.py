@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muxserve.cli.comparing import working
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cli.simulate_places import Places, PlacesError, places_of
+from muxserve.cli.simulate_phases import phases_figures, phases_words
+from muxserve.cli.simulate_places import Places, PlacesError, Search, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
 from muxserve.costs.front_end import with_front_end
-from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.costs.measured import ProfileModel
+from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads as MeasuredOverheads
 from muxserve.metrics import Objectives
 from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.fleets import ClusterError
-from muxserve.planning.latency import latency_model, latency_words
+from muxserve.planning.latency import latency_model, latency_words, measured_overheads
 from muxserve.simulator import (
     Alone,
+    ApartResult,
     FleetResult,
     Mode,
     Options,
@@ -92,8 +93,11 @@ def _run(settings: Settings) -> int:
         if not path.parent.is_dir():
             raise PlacesError(f"{path} cannot be written: there is no directory {path.parent}")
     latency = latency_model(settings.profile)
-    with _progress() as told:
-        places = places_of(settings.fleet, settings.gpus, settings.gpu_type, settings.nodes, settings.plan, latency)
+    with working("reading") as (told, apart):
+        search = Search(settings.seconds, settings.seed, told, apart)
+        places = places_of(
+            settings.fleet, settings.gpus, settings.gpu_type, settings.nodes, settings.plan, latency, search
+        )
         workload = open_workload(
             settings.workload,
             {demand.name: demand.rate for demand in places.demands},
@@ -102,18 +106,21 @@ def _run(settings: Settings) -> int:
         runs: dict[str, Run] = {}
         alone: Alone | None = None
         for mode in modes:
-            placement = places.placement(mode.placement, settings.seconds, told)
-            units = units_of(placement, places.models, mode)
+            placed = places.placed(mode.placement)
+            units = units_of(placed.placement, placed.models, mode)
             # One yardstick for all modes: the devices that a model has in the first.
-            alone = alone or Alone(units, latency)
-            measured = _measured(latency, units[0].device)
+            alone = alone or Alone(units, latency, placed.apart)
+            measured = measured_overheads(latency, placed.placement.units[0].device)
             options = Options(_overheads(measured, settings), timeline=settings.timeline is not None)
             costs = with_front_end(latency, measured)
-            result = simulate(units, workload, costs, options, settings.seed, _count(mode.name, told))
+            result = simulate(
+                units, workload, costs, options, settings.seed, _count(mode.name, told), apart=placed.apart
+            )
             summary = _summary(result, places, alone, mode)
             runs[mode.name] = Run(mode, result, summary)
-    if places.note:
-        errors.print(escape(places.note))
+    for note in (*places.notes, places.baselines([mode.name for mode in modes if mode.placement != "muxserve"])):
+        if note:
+            errors.print(escape(note))
     print_left_out(workload)
     if not next(iter(runs.values())).result.records:
         raise WorkloadError(f"{workload.about} has no requests")
@@ -127,11 +134,6 @@ def _modes(text: str) -> list[Mode]:
     if not names:
         raise PlacesError("--mode: at least one is needed, e.g. muxserve,spatial,temporal")
     return [mode_of(name) for name in dict.fromkeys(names)]
-
-
-def _measured(latency: LatencyModel, device: str) -> MeasuredOverheads | None:
-    """What the profile knows of time outside steps."""
-    return latency.profile.overheads.get(device) if isinstance(latency, ProfileModel) else None
 
 
 def _overheads(measured: MeasuredOverheads | None, settings: Settings) -> Overheads:
@@ -164,6 +166,7 @@ def _extra(result: FleetResult, mode: Mode) -> dict[str, object]:
                 "name": unit.unit,
                 "device": unit.device,
                 "devices": unit.devices,
+                "phases": unit.phases if isinstance(unit, ApartResult) else "multiplexed",
                 "busy_seconds": unit.busy_seconds,
                 "pool_pages": unit.pool_pages,
                 "peak_pages": dict(zip(unit.models, unit.peak_pages, strict=True)),
@@ -181,6 +184,7 @@ def _extra(result: FleetResult, mode: Mode) -> dict[str, object]:
                     "seconds": [time for time, _ in unit.pages],
                     **{name: [held[i] for _, held in unit.pages] for i, name in enumerate(unit.models)},
                 },
+                **(phases_figures(unit) if isinstance(unit, ApartResult) else {}),
             }
             for unit in result.units
         ],
@@ -210,6 +214,8 @@ def _report(settings: Settings, workload: Workload, places: Places, runs: Mappin
                 f"a job runs {busy:.0%} of the time"
             )
             console.print(models_table(run.summary))
+            for words in phases_words(run.result):
+                console.print(f"- {escape(words)}")
             for text, count in run.summary.errors.items():
                 console.print(f"[red]{count} x[/] {escape(text)}")
     written = [*_timelines(settings.timeline, runs)]
@@ -231,19 +237,9 @@ def _timelines(path: Path | None, runs: Mapping[str, Run]) -> Iterator[Path]:
         return
     for name, run in runs.items():
         target = path if len(runs) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix}")
-        write_timeline(target, [unit.timeline for unit in run.result.units if unit.timeline is not None])
+        write_timeline(target, run.result.timelines)
         yield target
 
 
 def _count(mode: str, told: Callable[[str], None]) -> Callable[[int, int], None]:
     return lambda done, total: told(f"{mode}: {done} of {total} requests")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that says what is going on; nothing elsewhere."""
-    if not errors.is_terminal:
-        yield lambda _: None
-        return
-    with errors.status("reading") as status:
-        yield lambda text: status.update(escape(text))

@@ -2,76 +2,188 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
+from muxserve.cli.plan_steps import Planning
+from muxserve.cluster.machine import this_machine
+from muxserve.cluster.plan import plan_fleet
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.fleets import cluster_of, demands_of, memory_of
+from muxserve.planning.cpu import CPU, plan_machine
+from muxserve.planning.fleets import cluster_of, demands_of
+from muxserve.planning.parts import arranged, units_at_start
+from muxserve.planning.phases_ground import CpuGround, ground_on_cpu
+from muxserve.planning.phases_layout import NoPlaceError
+from muxserve.planning.phases_units import Surroundings, apart_of
 from muxserve.planning.planfile import load_plan
-from muxserve.simulator import FleetModel
+from muxserve.planning.serving import FleetPlanner
+from muxserve.simulator import Apart, FleetModel
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
 from placement.objective import Objective
-from placement.planner import MODES, PlanOptions, plan_cluster
+from placement.planner import MODES, PlanOptions
 from placement.words import enumerate_words
+
+_MUXSERVE = "muxserve"
 
 
 class PlacesError(ValueError):
     """The fleet cannot be placed so; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How placements are looked for, within about `seconds` each. `told` and `alone`: see `plan_steps.Planning`."""
+
+    seconds: float = 5.0
+    seed: int = 0
+    told: Callable[[str], None] = lambda _: None
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A placement, the models that its multiplexed units serve, and those that have units to themselves."""
+
+    placement: Placement
+    models: Mapping[str, FleetModel]
+    apart: Sequence[Apart] = ()
+
+
 @dataclass
 class Places:
-    """The fleet's models, and placements by kind (a mode's `placement`): the given one, or planned when asked for.
-    `note` is for the user; it may be empty."""
+    """A fleet, what it runs on (`cluster`; None: the CPU of this machine), and where, by kind of placement (a mode's
+    `placement`). `notes` are for the user, of what was decided when a placement was made."""
 
     about: str
+    fleet: Fleet
+    file: Path
     demands: list[Demand]
-    models: dict[str, FleetModel]
     latency: LatencyModel
     cluster: Cluster | None
-    given: dict[str, Placement] = field(default_factory=dict)
-    note: str = ""
+    machine: CpuGround | None
+    search: Search
+    found: dict[str, Placed] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
-    def placement(self, kind: str, seconds: float, told: Callable[[str], None]) -> Placement:
-        """The placement of that kind; planned within about `seconds` if it is not there.
+    def placed(self, kind: str) -> Placed:
+        """The placement of that kind; made now if it is not there. Baselines know nothing but multiplexed models.
 
         Raises:
             PlacesError: some model has no place.
+            FleetError: the units of this machine do not fit.
         """
-        found = self.given.get(kind)
-        if found is not None:
-            return found
-        mode = next(name for name in MODES if name == kind)
+        known = self.found.get(kind)
+        if known is None:
+            known = self.found[kind] = self._on_gpus(kind) if self.cluster else self._on_cpu(kind)
+        return known
+
+    def _on_gpus(self, kind: str) -> Placed:
         assert self.cluster is not None
-        until = time.monotonic() + seconds
-        objective = "slo" if any(d.slo_ttft or d.slo_tpot for d in self.demands) else "throughput"
-        made = plan_cluster(
-            self.demands,
-            self.cluster,
-            self.latency,
-            memory_of(self.cluster),
-            PlanOptions(
-                objective=Objective("slo" if objective == "slo" else "throughput"),
-                mode=mode,
-                rules=MemoryRules.served(),
+        made = self._planning(kind).on_gpus(self.cluster)
+        self._check(made.plan.missing, kind)
+        for each in made.arrangements.comparisons if made.arrangements else ():
+            self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
+        self.notes += made.arrangements.notes if made.arrangements else []
+        return self.complete(made.plan.placement, self.demands, {})
+
+    def _on_cpu(self, kind: str) -> Placed:
+        """All modes have the same cores. Baselines have one unit."""
+        if kind == _MUXSERVE or (all(m.phases == "multiplexed" for m in self.fleet.models) and self._units == 1):
+            made = self._planning(_MUXSERVE).on_cpu()
+            self._check(made.plan.missing, kind)
+            for each in made.arrangements.comparisons if made.arrangements else ():
+                self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
+            return self.complete(made.plan.placement, made.plan.demands, made.lengths)
+        planned = plan_fleet(load_fleet(self.file).multiplexed(), this_machine())
+        models = planned.unit.models
+        demands = [replace(demand, dtype=model.dtype) for demand, model in zip(self.demands, models, strict=True)]
+        try:
+            placement = plan_machine([planned], demands, self.latency, Objective()).placement
+        except ValueError as error:
+            raise PlacesError(str(error)) from None
+        return self.complete(placement, demands, {model.name: model.max_len for model in models})
+
+    @property
+    def _units(self) -> int:
+        return units_at_start(self.fleet)
+
+    def complete(self, placement: Placement, demands: Sequence[Demand], lengths: Mapping[str, int]) -> Placed:
+        """A placement with its models. `lengths` are of the longest sequences, where they are not the models' own.
+
+        Raises:
+            PlacesError: a unit has no room for its model.
+        """
+        own = self.fleet.cluster
+        around = Surroundings(MemoryRules.served(own.gpu_memory), own.network, self.machine)
+        try:
+            apart = apart_of(placement, self.fleet, demands, around)
+        except NoPlaceError as error:
+            raise PlacesError(str(error)) from None
+        models = {
+            d.name: FleetModel(
+                d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, lengths.get(d.name)
+            )
+            for d in demands
+        }
+        return Placed(placement, models, apart)
+
+    def _planning(self, kind: str) -> Planning:
+        slo = any(demand.slo_ttft or demand.slo_tpot for demand in self.demands)
+        own, search = self.fleet.cluster, self.search
+        return Planning(
+            file=self.file,
+            fleet=self.fleet,
+            latency=self.latency,
+            options=PlanOptions(
+                objective=Objective("slo" if slo else "throughput"),
+                mode=next(name for name in MODES if name == kind),
+                rules=MemoryRules.served(own.gpu_memory),
             ),
-            lambda: time.monotonic() >= until,
-            lambda text: told(f"placing for {kind}: {text}"),
+            seconds=search.seconds,
+            # The simulation comes after.
+            simulate=0.0,
+            seed=search.seed,
+            compare=(),
+            network=own.network,
+            told=lambda text: search.told(f"placing for {kind}: {text}"),
+            alone=search.alone,
+            goodputs=False,
         )
-        if made.missing:
-            why = "; ".join(f"{name}: {reason}" for name, reason in made.missing.items())
+
+    @staticmethod
+    def _check(missing: Mapping[str, str], kind: str) -> None:
+        if missing:
+            why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
             raise PlacesError(f"not every model has a place with {kind} placement. {why}")
-        self.given[kind] = made.placement
-        return made.placement
+
+    def baselines(self, modes: Sequence[str]) -> str:
+        """What is to be said of modes (kinds of placement by their names) that leave arrangements aside; may be
+        empty."""
+        others = [model.name for model in self.fleet.models if model.phases not in ("multiplexed", AUTO)]
+        if _MUXSERVE in self.found:
+            others = [model.name for model in self.found[_MUXSERVE].apart]
+        if not others or not modes:
+            return ""
+        serve = "serves" if len(modes) == 1 else "serve"
+        return (
+            f"{enumerate_words(list(modes))} {serve} {enumerate_words(others)} like other models, not as `phases` says"
+        )
 
 
 def places_of(
-    file: Path, gpus: int | None, gpu_type: str | None, nodes: str | None, plan: Path | None, latency: LatencyModel
+    file: Path,
+    gpus: int | None,
+    gpu_type: str | None,
+    nodes: str | None,
+    plan: Path | None,
+    latency: LatencyModel,
+    search: Search | None = None,
 ) -> Places:
     """Read the fleet and what it is to run on: a plan file, the GPUs of the fleet file or of the command line, or the
     CPU of this machine.
@@ -80,82 +192,51 @@ def places_of(
         FleetError: the fleet or plan file is wrong.
         ClusterError: the GPUs given make no sense.
         CostError: the costs of a model are not known.
-        PlacesError: as `Places.placement`.
+        PlacesError: as `Places.placed`.
     """
     fleet = load_fleet(file, serving=False)
     given = load_plan(plan, fleet) if plan is not None else None
-    places = _places(fleet, file, gpus, gpu_type, nodes, given, latency)
-    return replace(places, note=_note(fleet, given))
-
-
-def _note(fleet: Fleet, given: Placement | None) -> str:
-    """What is not simulated as it would be served."""
-    others = [model.name for model in fleet.models if model.phases not in ("multiplexed", AUTO)]
-    if given is not None:
-        others = [each.model for unit in given.units if unit.phases != "multiplexed" for each in unit.models]
-    if not others:
-        return ""
-    names = enumerate_words(list(dict.fromkeys(others)))
-    return (
-        f"all models are simulated as multiplexed, also {names}; `muxserve plan --compare-phases` simulates other "
-        "arrangements"
-    )
-
-
-def _places(
-    fleet: Fleet,
-    file: Path,
-    gpus: int | None,
-    gpu_type: str | None,
-    nodes: str | None,
-    given: Placement | None,
-    latency: LatencyModel,
-) -> Places:
     if given is not None:
         if gpus is not None or gpu_type is not None or nodes is not None:
             raise PlacesError("--plan says which GPUs there are; it does not go with --gpus, --gpu-type or --nodes")
-        cluster: Cluster | None = None if _on_cpu(given) else given.cluster
+        cluster = None if all(unit.device == CPU for unit in given.units) else given.cluster
+        fleet = arranged(fleet, plan or "", given.units)
     else:
         cluster = cluster_of(fleet, gpus, gpu_type, nodes)
-    if cluster is None:
-        return _machine(file, given, latency)
-    demands = demands_of(fleet, file.parent)
-    kinds = ", ".join(f"{n.count} {n.device}" for n in cluster.nodes[:4]) + (", ..." if len(cluster.nodes) > 4 else "")
-    places = Places(f"{cluster.devices} GPUs ({kinds})", demands, _models(demands, {}), latency, cluster)
+    demands = demands_of(fleet, file.parent, gpu=cluster is not None)
+    places = Places(
+        _words(fleet, cluster), fleet, file, demands, latency, cluster, _machine(fleet, cluster), search or Search()
+    )
     if given is not None:
-        places.given["muxserve"] = given
+        places.found[_MUXSERVE] = _given(places, given, plan)
     return places
 
 
-def _on_cpu(placement: Placement) -> bool:
-    return all(unit.device == "CPU" for unit in placement.units)
+def _words(fleet: Fleet, cluster: Cluster | None) -> str:
+    if cluster is None:
+        cores = fleet.cluster.cores
+        return f"{this_machine().cores if cores == AUTO else cores} cores of this machine"
+    kinds = ", ".join(f"{n.count} {n.device}" for n in cluster.nodes[:4]) + (", ..." if len(cluster.nodes) > 4 else "")
+    return f"{cluster.devices} GPUs ({kinds})"
 
 
-def _machine(file: Path, given: Placement | None, latency: LatencyModel) -> Places:
-    """The one machine: all modes have its cores and its pool."""
-    from muxserve.cluster.machine import this_machine
-    from muxserve.cluster.plan import plan_fleet
-    from muxserve.planning.cpu import plan_machine
-
-    fleet = load_fleet(file)
-    planned = plan_fleet(fleet.multiplexed(), this_machine())
-    demands = demands_of(fleet, file.parent, gpu=False)
-    demands = [replace(demand, dtype=model.dtype) for demand, model in zip(demands, planned.unit.models, strict=True)]
-    if given is None:
-        try:
-            given = plan_machine(planned, demands, latency, Objective()).placement
-        except ValueError as error:
-            raise PlacesError(str(error)) from None
-    lengths = {model.name: model.max_len for model in planned.unit.models}
-    places = Places(f"{planned.unit.cores} cores of this machine", demands, _models(demands, lengths), latency, None)
-    places.given = {"muxserve": given, "spatial": given, "temporal": given}
-    return places
+def _machine(fleet: Fleet, cluster: Cluster | None) -> CpuGround | None:
+    own = fleet.cluster
+    return ground_on_cpu(this_machine(), own.cores, fleet.kv_pool.size, own.ranks) if cluster is None else None
 
 
-def _models(demands: list[Demand], lengths: dict[str, int]) -> dict[str, FleetModel]:
-    return {
-        d.name: FleetModel(
-            d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, lengths.get(d.name)
-        )
-        for d in demands
-    }
+def _given(places: Places, placement: Placement, plan: Path | None) -> Placed:
+    """The placement of a plan file; on a CPU with what `muxserve deploy` would make of it."""
+    if places.cluster is not None:
+        return places.complete(placement, places.demands, {})
+    load_fleet(places.file)
+    units = FleetPlanner(places.fleet, this_machine(), _no_gpus).at_start(plan)
+    served = [model for unit in units for model in unit.unit.models]
+    types = {model.name: model.dtype for model in served}
+    lengths = {model.name: model.max_len for model in sorted(served, key=lambda model: -model.max_len)}
+    demands = [replace(demand, dtype=types.get(demand.name, demand.dtype)) for demand in places.demands]
+    return places.complete(placement, demands, lengths)
+
+
+def _no_gpus() -> NoReturn:
+    raise AssertionError("a plan for a CPU asks for no GPUs")

@@ -9,11 +9,25 @@ from muxserve.config.loader import load_fleet, parse_fleet
 from muxserve.config.phase_schema import Batching, Rolling
 from muxserve.config.problems import FleetError, Problem
 from muxserve.config.replica_schema import ApiKey, Migration, Priority, Replicas
-from muxserve.config.schema import Cluster, Fleet, Gateway, KVPool, Limits, Model, Nodes, Ray, Slo, Sm, Workload
+from muxserve.config.schema import (
+    NETWORK,
+    Cluster,
+    Fleet,
+    Gateway,
+    KVPool,
+    Limits,
+    Model,
+    Nodes,
+    Ray,
+    Slo,
+    Sm,
+    Workload,
+)
 from muxserve.config.values import AUTO
 
 __all__ = [
     "AUTO",
+    "NETWORK",
     "ApiKey",
     "Batching",
     "Cluster",

@@ -15,6 +15,8 @@ def fleet_schema() -> dict[str, Any]:
     # A mapping, or the word that stands for an empty one.
     reference = cluster.pop("$ref")
     cluster["anyOf"] = [{"const": "auto"}, {"$ref": reference}]
+    # As one writes it, not in bytes per second.
+    cluster["default"]["network"] = schema["$defs"]["Cluster"]["properties"]["network"]["default"]
     model = schema["$defs"]["Model"]
     # A mapping, or what stands for one.
     replicas = model["properties"]["replicas"]

@@ -23,6 +23,7 @@ from muxserve.config.values import (
     AUTO,
     GPU_IDS_SCHEMA,
     NAME_PATTERN,
+    BytesPerSecond,
     CountOrAuto,
     Milliseconds,
     MpsMode,
@@ -65,6 +66,10 @@ class Nodes(Section):
     count: int = Field(default=1, ge=1, description="How many such machines")
 
 
+# 10 Gb/s, in bytes per second.
+NETWORK = 1.25e9
+
+
 class Cluster(Section):
     """The machine, or the machines."""
 
@@ -97,6 +102,11 @@ class Cluster(Section):
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine; the last may have fewer")
     nodes: list[Nodes] = Field(
         default_factory=list, description="Machines with GPUs, where they differ; instead of gpus and gpu_type"
+    )
+    network: BytesPerSecond = Field(
+        default=NETWORK,
+        description='Between machines, for planning: "25Gb/s" (bits) or "3GB/s" (bytes); 10Gb/s if it is not said',
+        json_schema_extra={"default": "10Gb/s"},
     )
     launcher: Literal["local", "ray"] = Field(
         default="local", description="What starts units: this machine alone, or a Ray cluster"

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: "512MiB", "1.5 GiB", "30s", "2m", "500ms"."""
+"""Sizes, durations and speeds as people write them: "512MiB", "1.5 GiB", "30s", "2m", "500ms", "25Gb/s", "3GB/s"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _SIZE_UNITS = {
 }
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SPEED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT])(i?)(b|bit|B)(?:/s|ps)?\s*")
+_PREFIXES = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
+SPEED_PATTERN = r"^\s*\d+(\.\d+)?\s*[kKMGT]i?(b|bit|B)(/s|ps)?\s*$"
 SIZE_PATTERN = r"^\s*\d+(\.\d+)?\s*([kKmMgGtT]([iI]?[bB])?|[bB])?\s*$"
 DURATION_PATTERN = r"^\s*\d+(\.\d+)?\s*(us|ms|s|m|min|h)\s*$"
 
@@ -66,3 +69,20 @@ def parse_duration(value: object, *, unit: str = "s") -> float:
     if not math.isfinite(duration) or duration < 0:
         raise ValueError(f"must be zero or more, not {value!r}")
     return duration
+
+
+def parse_speed(value: object) -> float:
+    """Bytes per second of a link's speed, which says whether it means bits or bytes: "25Gb/s", "25Gbit" or "3GB/s".
+
+    Raises:
+        ValueError: not a speed above zero.
+    """
+    wrong = f"must be a speed such as 25Gb/s (bits) or 3GB/s (bytes), not {value!r}"
+    match = _SPEED.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(wrong)
+    number, prefix, binary, unit = match.groups()
+    speed = float(number) * float(1024 if binary else 1000) ** _PREFIXES[prefix] / (1 if unit == "B" else 8)
+    if not 0.0 < speed < math.inf:
+        raise ValueError(f"must be larger than zero, not {value!r}")
+    return speed

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from muxserve.config.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
+from muxserve.config.units import (
+    DURATION_PATTERN,
+    SIZE_PATTERN,
+    SPEED_PATTERN,
+    parse_duration,
+    parse_size,
+    parse_speed,
+)
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -72,6 +79,9 @@ CountOrAuto = Annotated[
     int | Auto,
     BeforeValidator(_count_or_auto),
     WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": 1}]}),
+]
+BytesPerSecond = Annotated[
+    float, BeforeValidator(parse_speed), WithJsonSchema({"type": "string", "pattern": SPEED_PATTERN})
 ]
 Seconds = Annotated[float, BeforeValidator(parse_duration), WithJsonSchema(_duration_schema())]
 Milliseconds = Annotated[

@@ -55,9 +55,11 @@ def compare(
     seed: int = 0,
     tell: Tell = silent,
     only: Sequence[PhasesName] = ARRANGEMENTS,
+    goodputs: bool = True,
 ) -> Comparison:
     """Simulate all arrangements (or `only` some) of one model on the same devices, under the same seeded load. The same
-    arguments give the same figures."""
+    arguments give the same figures. Without `goodputs` the goodput of the layout that is taken is not looked for (0):
+    for who only wants to know the layout."""
     load = Load(wanted, seed)
     found: list[Compared] = []
     simulations = 0
@@ -67,7 +69,7 @@ def compare(
             tell((number + part) / len(only), f"{wanted.demand.name}: {phases}, {text}")
 
         try:
-            figures, count = _arrangement(wanted, ground, latency, load, phases, told)
+            figures, count = _arrangement(wanted, ground, latency, load, phases, told, goodputs)
             found.append(Compared(phases, figures))
             simulations += count
         except (NoPlaceError, CostError, SimulationError, StuckError) as error:
@@ -80,7 +82,13 @@ def compare(
 
 
 def _arrangement(
-    wanted: Wanted, ground: Ground, latency: LatencyModel, load: Load, phases: PhasesName, tell: Tell
+    wanted: Wanted,
+    ground: Ground,
+    latency: LatencyModel,
+    load: Load,
+    phases: PhasesName,
+    tell: Tell,
+    goodputs: bool,
 ) -> tuple[Figures, int]:
     """The best layout of an arrangement, and how many simulations that took.
 
@@ -109,7 +117,7 @@ def _arrangement(
         start = point_of(most) if most > 0 else start
     tell(0.75, place.layout.words)
     best = Search(wanted, ground, place, latency, load)
-    goodput = best.goodput(SHARE, start)
+    goodput = best.goodput(SHARE, start) if goodputs else 0.0
     tell(0.9, place.layout.words)
     smooth = goodput
     if phases == "rolling" and goodput:

@@ -51,7 +51,7 @@ def arrange(
     *,
     asked: Sequence[str] = (),
     free: bool = True,
-    share_of: Callable[[Layout], float] = lambda _: 1.0,
+    goodputs: bool = True,
     seed: int = 0,
     tell: Tell = silent,
 ) -> Arrangements:
@@ -63,7 +63,7 @@ def arrange(
         take: takes devices away.
         asked: models to be compared although the file says how they are arranged; that stays.
         free: see `choose_phases`.
-        share_of: the part of each device's compute that an engine of that layout is given.
+        goodputs: look for the goodput also of what is not compared with anything; see `compare`.
     """
     found = Arrangements()
     open_models = [model.name for model in fleet.models if model.phases != "multiplexed" or model.name in asked]
@@ -79,7 +79,7 @@ def arrange(
         wanted, ground = wanted_of(model, demand, free), ground_of(model.name)
         whole = model.phases == "auto" or model.name in asked
         only = ARRANGEMENTS if whole or model.phases == "auto" else (model.phases,)
-        comparison = compare(wanted, ground, latency, seed, told, only)
+        comparison = compare(wanted, ground, latency, seed, told, only, goodputs or whole)
         if whole:
             found.comparisons.append(comparison)
         phases = comparison.recommended if model.phases == "auto" else model.phases
@@ -95,7 +95,7 @@ def arrange(
         devices = take(ground, layout)
         if devices is not None:
             place = ground.place(wanted, layout)
-            found.arranged.append(Arranged(demand, place, what.figures, devices, share_of(layout)))
+            found.arranged.append(Arranged(demand, place, what.figures, devices))
         elif model.phases == "auto":
             found.notes.append(f"{model.name} shares devices with others: {_taken(phases, layout, ground)}")
             found.shared.append(demand)

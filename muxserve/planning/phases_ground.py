@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from muxserve.config import AUTO
+from muxserve.config import AUTO, NETWORK
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape
 from muxserve.planning.phases_layout import (
@@ -29,8 +29,6 @@ from placement.memory import MemoryRules, activation_bytes, model_bytes
 from placement.words import format_size
 
 CPU = "CPU"
-# Between machines, bytes per second, where nobody says how fast it is: 10 Gbit/s.
-NETWORK = 1.25e9
 # Of what a network carries, as in `benchmarks/paper/ecoserve.py`; a message between machines takes about this long.
 _NETWORK_SHARE, _NETWORK_LATENCY = 0.9, 50e-6
 _CPU_STAGES = 2
@@ -152,12 +150,13 @@ class GpuGround:
 class CpuGround:
     """The cores of one machine, divided evenly among the engines that run on them at the same time. `pool` is the
     size of a unit's page pool where the fleet file gives it, bytes; `cores` those that may be used. `ranks` as in the
-    fleet file."""
+    fleet file. `others` are units of other models that are there, too."""
 
     machine: Machine
     cores: int
     pool: int | None = None
     ranks: int = 1
+    others: int = 0
     kind: str = CPU
     devices: int = 1
 
@@ -180,6 +179,7 @@ class CpuGround:
     def place(self, wanted: Wanted, layout: Layout) -> Place:
         """See `Ground`."""
         demand, replicas = wanted.demand, layout.replicas
+        units = replicas + self.others
         ranks = layout.stages * self.ranks
         asked = ModelDemand(
             demand.name,
@@ -192,7 +192,7 @@ class CpuGround:
             stages=layout.stages,
         )
         try:
-            plan = plan_unit([asked], self.machine, self.cores, self.pool, units=replicas)
+            plan = plan_unit([asked], self.machine, self.cores, self.pool, units=units)
         except PlanError as error:
             raise NoPlaceError(str(error)) from None
         weights = replicas * demand.architecture.weight_bytes(demand.dtype)
@@ -204,7 +204,7 @@ class CpuGround:
             )
         (model,) = plan.models
         # Engines that compute at the same time divide the cores evenly.
-        each = 1.0 / (replicas * ranks)
+        each = 1.0 / (units * ranks)
         on = device(CPU)
         place = Place(
             layout,
@@ -215,13 +215,14 @@ class CpuGround:
             weights // (replicas * ranks),
             links=(link_of(on, 1),) * (layout.stages - 1),
             link_bytes=link_bytes(demand, layout),
+            max_len=model.max_len,
         )
         if layout.phases != "multiplexed":
             return place
         # Of its part of the cores a replica's engines take what their threads can use; where each could use all of it,
         # they take turns.
-        lease = min(1.0, model.share * replicas)
-        share = min(model.share, 1.0 / replicas) / ranks
+        lease = min(1.0, model.share * units)
+        share = min(model.share, 1.0 / units) / ranks
         return replace(place, prefill_share=lease, decode_share=lease, cost_share=share)
 
 

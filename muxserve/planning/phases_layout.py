@@ -100,7 +100,8 @@ class Place:
     """One layout with all that its simulation needs. Every replica has `shape` for each of its stages, whose KV caches
     have `blocks` of `block_tokens` tokens, `kv_bytes` on each device; of multiplexed ones only the latter count.
     `own_bytes` is what each device holds beside that.
-    `cost_share`: of each device's compute, what an engine of a replica runs on, if that is not its lease's.
+    `cost_share`: of each device's compute, what an engine of a replica runs on, if that is not its lease's. `max_len`:
+    the longest sequence in tokens, if that is not the one wanted.
 
     `link_bytes` are sent between devices, `network_bytes` of these between machines, for each token of a prompt or an
     answer.
@@ -118,6 +119,7 @@ class Place:
     cost_share: float | None = None
     link_bytes: float = 0.0
     network_bytes: float = 0.0
+    max_len: int | None = None
 
 
 class Ground(Protocol):

@@ -11,10 +11,10 @@ from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.phases import Tell, places_of, silent
 from muxserve.planning.phases_arrange import Arrangements, arrange
-from muxserve.planning.phases_ground import CPU, CpuGround, GpuGround
+from muxserve.planning.phases_ground import CpuGround, GpuGround
 from muxserve.planning.phases_layout import Ground, Layout, NoPlaceError, wanted_of
 from muxserve.planning.phases_plan import Carving, joined, nodes_of, part_of
-from placement.cluster import Cluster, Node, Placement
+from placement.cluster import Cluster, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
 from placement.objective import Objective
@@ -71,6 +71,7 @@ def divide_gpus(
     asked: Sequence[str] = (),
     seed: int = 0,
     tell: Tell = silent,
+    goodputs: bool = True,
 ) -> Divided:
     """Give every rolling or pipelined model GPUs to itself.
 
@@ -78,6 +79,7 @@ def divide_gpus(
         made: the plan as if all models were multiplexed: what they have there is what they are compared on.
         network: bytes per second between machines.
         asked: models to be compared whatever the file says.
+        goodputs: see `arrange`.
     """
     cluster = made.placement.cluster
     carving = Carving(cluster)
@@ -101,7 +103,7 @@ def divide_gpus(
     def take(ground: Ground, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
         return carving.take(ground.kind, layout)
 
-    found = arrange(fleet, demands, ground_of, take, latency, asked=asked, seed=seed, tell=tell)
+    found = arrange(fleet, demands, ground_of, take, latency, asked=asked, seed=seed, tell=tell, goodputs=goodputs)
     left, numbers = carving.rest()
     return Divided(cluster, found, left, numbers)
 
@@ -114,18 +116,15 @@ def divide_cpu(
     asked: Sequence[str] = (),
     seed: int = 0,
     tell: Tell = silent,
-) -> Divided:
-    """The same on the CPU of one machine, which stands for as many devices as there are units: first one of the models
-    that share, then one for each replica of the others."""
-    taken = 1
+    goodputs: bool = True,
+) -> Arrangements:
+    """How models are arranged on the CPU of one machine, each compared as if it were there alone. The machine stands
+    for as many devices as there are units; which those are is not said yet (`planning.machine`)."""
 
-    def take(_: Ground, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
-        nonlocal taken
-        numbers = tuple((number,) for number in range(taken, taken + layout.replicas))
-        taken += layout.replicas
-        return numbers
+    def take(_: Ground, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return ((0,),) * layout.replicas
 
-    found = arrange(
+    return arrange(
         fleet,
         demands,
         lambda _: ground,
@@ -133,13 +132,7 @@ def divide_cpu(
         latency,
         asked=asked,
         free=False,
-        share_of=lambda layout: 1.0 / layout.replicas,
         seed=seed,
         tell=tell,
+        goodputs=goodputs,
     )
-    if not found.shared:
-        taken -= 1
-        found.arranged = [
-            replace(each, devices=tuple((number - 1,) for (number,) in each.devices)) for each in found.arranged
-        ]
-    return Divided(Cluster((Node(CPU, max(1, taken)),)), found, Cluster((Node(CPU, 1),)), [0])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.simulator import FleetModel, mode_of, simulate, units_of
+from muxserve.simulator import Apart, FleetModel, mode_of, simulate, units_of
 from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
 from muxserve.workload.lengths import FixedLength
 from placement.cluster import Placement
@@ -55,17 +55,20 @@ def predict(
     mode: ModeName = "muxserve",
     max_len: Mapping[str, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    apart: Sequence[Apart] = (),
 ) -> Prediction:
     """Simulate `seconds` of Poisson arrivals at the demands' rates on the placement, with log-normal lengths of the
     demands' means, and sum up.
 
-    `max_len` caps sequences, prompt and output, by model (the architecture's own length otherwise).
+    `max_len` caps sequences, prompt and output, by model (the architecture's own length otherwise). `apart` are the
+    models whose units the placement has in another arrangement (`planning.phases_units`).
 
     Raises:
         SimulationError: a unit cannot run.
         CostError: the latency model does not know a model.
     """
-    longest = {d.name: (max_len or {}).get(d.name, d.architecture.max_len) for d in demands}
+    lengths_of = {**(max_len or {}), **{model.name: model.max_len for model in apart}}
+    longest = {d.name: lengths_of.get(d.name, d.architecture.max_len) for d in demands}
     loads = {
         d.name: ModelLoad(
             d.rate,
@@ -80,7 +83,7 @@ def predict(
     }
     # Memory-greedy placements are served as MuxServe's own are.
     units = units_of(placement, models, mode_of("muxserve" if mode == "memory" else mode))
-    result = simulate(units, generate(loads, seconds, seed), latency, seed=seed, progress=progress)
+    result = simulate(units, generate(loads, seconds, seed), latency, seed=seed, progress=progress, apart=apart)
     summary = summarise(
         result.records,
         rates={d.name: d.rate for d in demands},

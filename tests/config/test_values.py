@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from muxserve.config import FleetError, load_fleet, parse_fleet
 from muxserve.config.json_schema import fleet_schema, fleet_schema_text
-from muxserve.config.units import parse_duration, parse_size
+from muxserve.config.units import parse_duration, parse_size, parse_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = "models:\n  - name: one\n    hub: org/one\n"
@@ -246,3 +246,25 @@ def test_importing_muxserve_loads_nothing_heavy() -> None:
     code = "import muxserve, sys, json; print(json.dumps(sorted(sys.modules)))"
     modules = set(json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)))
     assert not modules & {"pydantic", "yaml", "typer", "rich", "numpy", "zmq", "torch", "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("text", "speed"),
+    [("25Gb/s", 3.125e9), ("25 Gbit", 3.125e9), ("100Gbps", 12.5e9), ("3GB/s", 3e9), ("1.5 GiB/s", 1.5 * 2**30)],
+)
+def test_speeds_are_of_bits_or_of_bytes(text: str, speed: float) -> None:
+    assert parse_speed(text) == speed
+    fleet = parse_fleet(f"cluster: {{network: {text}}}\n{ONE}", "fleet.yaml", Path("/"), {})
+    assert fleet.cluster.network == speed
+    jsonschema.validate(yaml.safe_load(f"cluster: {{network: {text}}}\n{ONE}"), fleet_schema())
+
+
+@pytest.mark.parametrize("value", [25, "25", "25G", "0Gb/s", "25gb/s", "-1Gb/s", "fast", True])
+def test_a_speed_says_what_it_counts(value: object) -> None:
+    with pytest.raises(ValueError, match=r"25Gb/s \(bits\) or 3GB/s \(bytes\)|larger than zero"):
+        parse_speed(value)
+
+
+def test_the_network_is_10_gigabits_unless_it_is_said() -> None:
+    assert parse_fleet(ONE, "fleet.yaml", Path("/"), {}).cluster.network == parse_speed("10Gb/s")
+    assert fleet_schema()["$defs"]["Cluster"]["properties"]["network"]["default"] == "10Gb/s"

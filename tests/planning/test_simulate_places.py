@@ -1,32 +1,179 @@
-"""What `muxserve simulate` says of fleets that it does not play as they would be served."""
+"""Where `muxserve simulate` plays the models of a fleet, and how each is arranged there."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from muxserve.cli.simulate_places import places_of
+from muxserve.cli.app import app
+from muxserve.cli.simulate_places import Search, places_of
+from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
+from muxserve.planning import phases_arrange
+from muxserve.planning.phases import compare
+from muxserve.planning.phases_figures import Comparison
+from muxserve.planning.phases_layout import ARRANGEMENTS
 from muxserve.planning.planfile import save_plan
+from muxserve.simulator import PipelinedModel, RollingModel
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+QUICK = Search(seconds=0.0)
+SLO = "slo: { ttft_ms: 2000, tpot_ms: 100 }"
+MIXED = f"""
+cluster: {{ gpus: 8, gpu_type: A100-80GB }}
+models:
+  - {{ name: ring, architecture: llama-2-7b, rate: 2, {SLO}, phases: rolling, replicas: 2 }}
+  - {{ name: pipe, architecture: llama-2-13b, rate: 1, {SLO}, phases: pipelined, stages: 2, replicas: 1 }}
+  - {{ name: chat, architecture: llama-2-7b, rate: 2, {SLO} }}
+  - {{ name: code, architecture: llama-2-13b, rate: 1 }}
+"""
+LOAD = "poisson:rate=6,duration=10,seed=1"
+SHORT = ("--max-prompt", "900", "--max-output", "60", "--seconds", "0")
 
 
-@pytest.mark.parametrize(("name", "said"), [("rolling", True), ("pipeline", True), ("replicas", False)])
-def test_other_arrangements_are_simulated_as_multiplexed(name: str, said: bool) -> None:
-    places = places_of(ROOT / f"configs/{name}.yaml", 2, "A100-80GB", None, None, Roofline())
-    assert ("multiplexed, also arithmetic;" in places.note) is said
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(MIXED)
+    return file
 
 
-def test_those_of_a_plan(tmp_path: Path) -> None:
-    """What the plan says goes before the fleet file, which may leave it open."""
-    fleet, plan = tmp_path / "fleet.yaml", tmp_path / "plan.yaml"
-    text = (ROOT / "configs/pipeline.yaml").read_text().replace("pipelined", "auto")
-    fleet.write_text(text.replace("models/", f"{ROOT}/configs/models/"))
-    models = (PlacedModel("arithmetic", 1.0, 1.0, 1.0),)
-    unit = PlacedUnit("unit0", "A100-80GB", (0, 1), models, 1 << 30, "pipelined", 2)
-    save_plan(Placement(Cluster((Node("A100-80GB", 2),)), (unit,)), plan)
-    assert "also arithmetic;" in places_of(fleet, None, None, None, plan, Roofline()).note
-    assert places_of(fleet, 2, "A100-80GB", None, None, Roofline()).note == ""
+def simulate(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+def test_a_fleet_of_three_arrangements(mixed: Path, tmp_path: Path) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    modes = ("--mode", "muxserve,spatial,no-split")
+    given = ("--workload", LOAD, *SHORT, *modes, "--json", "--html", page, "--timeline", trace)
+    result = simulate(mixed, *given)
+    assert result.exit_code == 0, result.output
+    assert "spatial serves ring and pipe like other models" in " ".join(result.stderr.split())
+    runs = json.loads(result.stdout)["runs"]
+    units = {name: [unit["phases"] for unit in run["extra"]["units"]] for name, run in runs.items()}
+    for name in ("muxserve", "no-split"):
+        assert units[name][-3:] == ["rolling", "rolling", "pipelined"]
+        assert set(units[name][:-3]) == {"multiplexed"}
+    assert set(units["spatial"]) == {"multiplexed"}
+    for run in runs.values():
+        assert run["overall"]["completed"] == run["overall"]["requests"] > 30
+        assert set(run["models"]) == {"ring", "pipe", "chat", "code"}
+        assert run["extra"]["devices"] <= 8
+    mux, other = (runs[name] for name in ("muxserve", "no-split"))
+    # What is taken away is taken from multiplexed units.
+    for name in ("ring", "pipe"):
+        assert mux["models"][name] == other["models"][name]
+    assert mux["models"]["chat"] != other["models"]["chat"]
+    ring, pipe = mux["extra"]["units"][-2:]
+    assert 0.0 <= ring["switch_wait"]["p50"] <= ring["switch_wait"]["p99"]
+    assert [each["busy_seconds"] > 0 and 0 <= each["bubbles"] < 1 for each in pipe["stages"]] == [True, True]
+    assert pipe["devices"] == 2
+    assert len(ring["pages"]["seconds"]) == len(ring["pages"]["ring"]) > 5
+    assert "KV pages in use: muxserve" in page.read_text()
+    jobs = json.loads((tmp_path / "trace-muxserve.json").read_text())["traceEvents"]
+    assert len({job["pid"] for job in jobs if job["ph"] == "X"}) == mux["extra"]["devices"]
+
+
+def test_words_of_each_arrangement(mixed: Path) -> None:
+    given = (mixed, "--workload", LOAD, *SHORT)
+    result = simulate(*given)
+    words = " ".join(result.stdout.split())
+    assert "ring is rolling over 2 replicas; after its first token a request waits" in words
+    assert "pipe is pipelined, 1 replica of 2 stages with" in words
+    assert simulate(*given, "--json").stdout == simulate(*given, "--json").stdout
+
+
+@pytest.mark.parametrize(("name", "kind", "units"), [("rolling", RollingModel, 3), ("pipeline", PipelinedModel, 1)])
+def test_other_arrangements_on_this_machine(name: str, kind: type, units: int) -> None:
+    places = places_of(ROOT / f"configs/{name}.yaml", None, None, None, None, Roofline(), QUICK)
+    placed = places.placed("muxserve")
+    (model,) = placed.apart
+    assert isinstance(model, kind)
+    assert len(model.replicas) == len(placed.placement.units) == units
+    shape = (model.specs[0] if isinstance(model, PipelinedModel) else model.spec).shape
+    stages = len(model.specs[0].blocks) if isinstance(model, PipelinedModel) else 1
+    # All engines compute at the same time.
+    assert shape.share == pytest.approx(1 / units / stages)
+    assert model.max_len == 2048
+    # A baseline has one unit and knows no arrangements.
+    other = places.placed("temporal")
+    assert not other.apart
+    assert len(other.placement.units) == 1
+    assert places.baselines(["temporal"]) == "temporal serves arithmetic like other models, not as `phases` says"
+
+
+def test_replicas_on_this_machine_divide_its_cores() -> None:
+    places = places_of(ROOT / "configs/replicas.yaml", None, None, None, None, Roofline(), QUICK)
+    placed = places.placed("muxserve")
+    assert [unit.models[0].rate for unit in placed.placement.units] == [4.0] * 4
+    assert len(places.placed("temporal").placement.units) == 1
+    assert places.baselines(["temporal"]) == ""
+
+
+def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(MIXED.replace("phases: rolling, replicas: 2", "phases: auto, replicas: 2"))
+    asked = []
+
+    def recommends_rolling(*given: Any) -> Comparison:
+        *before, only, goodputs = given
+        asked.append((only, goodputs))
+        found = compare(*before, [each for each in only if each != "multiplexed"][-1:], False)
+        return replace(found, reason="because")
+
+    monkeypatch.setattr(phases_arrange, "compare", recommends_rolling)
+    places = places_of(fleet, None, None, None, None, Roofline(), QUICK)
+    assert [model.name for model in places.placed("muxserve").apart] == ["ring", "pipe"]
+    assert places.notes == ["ring is rolling: because"]
+    # All arrangements are compared, where the file leaves them open.
+    assert asked == [(ARRANGEMENTS, True), (("pipelined",), False)]
+
+
+def plan_file(file: Path, unit: PlacedUnit, nodes: tuple[Node, ...] = (Node("A100-80GB", 4),)) -> Path:
+    save_plan(Placement(Cluster(nodes), (unit,)), file)
+    return file
+
+
+def pipelined_fleet(tmp_path: Path, phases: str = "auto") -> Path:
+    file = tmp_path / "fleet.yaml"
+    text = (
+        f"cluster: {{ network: 8Gb/s }}\nmodels:\n  - {{ name: pipe, architecture: llama-2-13b, phases: {phases} }}\n"
+    )
+    file.write_text(text)
+    return file
+
+
+UNIT = PlacedUnit("unit0", "A100-80GB", (0, 1, 2, 3), (PlacedModel("pipe", 1.0, 1.0, 1.0),), 8 << 30, "pipelined", 2)
+
+
+def test_the_units_of_a_plan(tmp_path: Path) -> None:
+    """What the plan says goes before a fleet file that leaves it open, also the size of its page pools."""
+    fleet = pipelined_fleet(tmp_path)
+    larger = plan_file(tmp_path / "larger.yaml", replace(UNIT, kv_bytes=16 << 30))
+    found = []
+    for plan in (plan_file(tmp_path / "plan.yaml", UNIT), larger):
+        (model,) = places_of(fleet, None, None, None, plan, Roofline()).placed("muxserve").apart
+        assert isinstance(model, PipelinedModel)
+        found.append(model.specs[0])
+    assert [spec.shape.tp for spec in found] == [2, 2]
+    assert found[1].capacity == pytest.approx(2 * found[0].capacity, rel=0.001)
+    with pytest.raises(FleetError, match="the plan has pipe pipelined, the fleet file multiplexed"):
+        places_of(pipelined_fleet(tmp_path, "multiplexed"), None, None, None, larger, Roofline())
+
+
+def test_stages_on_different_machines_are_joined_by_the_network(tmp_path: Path) -> None:
+    plan = plan_file(tmp_path / "plan.yaml", UNIT, (Node("A100-80GB", 2), Node("A100-80GB", 2)))
+    (model,) = places_of(pipelined_fleet(tmp_path), None, None, None, plan, Roofline()).placed("muxserve").apart
+    assert isinstance(model, PipelinedModel)
+    (link,) = model.specs[0].links or ()
+    assert link.bandwidth == pytest.approx(0.9e9), "of 8 Gb/s nine tenths carry something"
+    plan = plan_file(tmp_path / "plan.yaml", UNIT, (Node("A100-80GB", 3), Node("A100-80GB", 1)))
+    result = simulate(pipelined_fleet(tmp_path), "--workload", LOAD, "--plan", plan)
+    assert result.exit_code == 2
+    assert "the GPUs of a stage of unit0 are not all on one machine" in " ".join(result.output.split())

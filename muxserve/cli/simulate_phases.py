@@ -1,0 +1,52 @@
+"""What a simulation tells of models that are rolling or pipelined, and of no others."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from muxserve.metrics.definitions import percentile
+from muxserve.metrics.tables import seconds_words
+from muxserve.simulator import ApartResult, FleetResult
+from placement.words import enumerate_words
+
+
+def phases_figures(unit: ApartResult) -> dict[str, object]:
+    """Further keys of a unit in the report (docs/simulator.md). Times are seconds."""
+    if unit.phases == "rolling":
+        return {"switch_wait": _spread(unit.waits)}
+    stages = zip(unit.stages, _bubbles(unit), strict=True)
+    return {"stages": [{"busy_seconds": busy, "bubbles": part} for busy, part in stages]}
+
+
+def phases_words(result: FleetResult) -> Iterator[str]:
+    """A sentence for each of these models."""
+    units: dict[str, list[ApartResult]] = {}
+    for unit in result.units:
+        if isinstance(unit, ApartResult):
+            units.setdefault(unit.models[0], []).append(unit)
+    for model, mine in units.items():
+        replicas = f"{len(mine)} replica{'s' if len(mine) > 1 else ''}"
+        if mine[0].phases == "rolling":
+            waits = [wait for unit in mine for wait in unit.waits]
+            spread = _spread(waits)
+            words = "no request was answered"
+            if spread is not None:
+                mean, last = (seconds_words(spread[name]) for name in ("mean", "p99"))
+                words = f"after its first token a request waits {mean} (p99 {last}) for the phase switch, not in TTFT"
+            yield f"{model} is rolling over {replicas}; {words}"
+            continue
+        parts = [f"{statistics.fmean(each):.0%}" for each in zip(*(_bubbles(unit) for unit in mine), strict=True)]
+        yield f"{model} is pipelined, {replicas} of {len(parts)} stages with {enumerate_words(parts)} bubbles"
+
+
+def _bubbles(unit: ApartResult) -> list[float]:
+    """Of each stage, the part of the time with something in flight in which it does nothing."""
+    return [1.0 - busy / unit.active if unit.active else 0.0 for busy in unit.stages]
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    percentiles = {f"p{round(100 * share)}": percentile(values, share) for share in (0.5, 0.9, 0.99)}
+    return {"mean": statistics.fmean(values), **percentiles}

@@ -1,0 +1,107 @@
+"""The plan of a fleet without GPUs: units of this machine, as `muxserve deploy` would serve them, and what they will
+deliver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from muxserve.cluster.arrangement import alone
+from muxserve.cluster.plan import FleetPlan
+from muxserve.config import Fleet
+from muxserve.costs.latency import LatencyModel
+from muxserve.planning.cpu import CPU, plan_machine
+from muxserve.planning.phases_arrange import Arrangements
+from muxserve.planning.phases_ground import CpuGround
+from muxserve.planning.phases_layout import wanted_of
+from muxserve.planning.phases_machines import Divided
+from muxserve.planning.phases_plan import Arranged
+from muxserve.planning.serving import FleetPlanner, notes_of
+from placement import Machine
+from placement.cluster import Cluster, Node
+from placement.demand import Demand
+from placement.objective import Objective
+from placement.planner import ClusterPlan
+
+
+@dataclass(frozen=True, slots=True)
+class MachinePlan:
+    """`plan` has one device for each unit. `lengths` is the longest sequence of each multiplexed model, tokens."""
+
+    plan: ClusterPlan
+    lengths: Mapping[str, int]
+
+
+def plan_this_machine(
+    fleet: Fleet,
+    demands: Sequence[Demand],
+    found: Arrangements,
+    ground: CpuGround,
+    latency: LatencyModel,
+    objective: Objective,
+) -> MachinePlan:
+    """Plan as many units as the fleet begins with.
+
+    Args:
+        fleet: as declared.
+        demands: of its models, in their order.
+        found: how they are arranged.
+        ground: the machine.
+
+    Raises:
+        FleetError: the units do not fit.
+        ValueError: the costs of a model are not known.
+    """
+    plans = _served(fleet, found, ground.machine)
+    shared = [plan for plan in plans if not alone(plan.fleet.models[0])]
+    types = {model.name: model.dtype for plan in shared for model in plan.unit.models}
+    found.shared = [replace(demand, dtype=types[demand.name]) for demand in found.shared]
+    lengths: dict[str, int] = {}
+    for model in (model for plan in shared for model in plan.unit.models):
+        lengths[model.name] = min(model.max_len, lengths.get(model.name, model.max_len))
+    made = plan_machine(shared, found.shared, latency, objective, len(plans)) if shared else None
+    found.arranged = _placed(fleet, found.arranged, plans[len(shared) :], len(shared), ground)
+    machine = Cluster((Node(CPU, max(1, len(plans))),))
+    left = Cluster((Node(CPU, max(1, len(shared))),))
+    whole = made
+    if whole is None or found.arranged or found.missing:
+        whole = Divided(machine, found, left, list(range(len(shared)))).joined(made, objective)
+    named = [replace(plan, name=unit.name) for plan, unit in zip(plans, whole.placement.units, strict=True)]
+    notes = (*whole.placement.notes, *(notes_of(named) if named else ()))
+    return MachinePlan(replace(whole, placement=replace(whole.placement, notes=notes)), lengths)
+
+
+def _served(fleet: Fleet, found: Arrangements, machine: Machine) -> list[FleetPlan]:
+    """The units that `muxserve deploy` would begin with."""
+    layouts = {each.demand.name: each.place.layout for each in found.arranged}
+    models = []
+    for model in fleet.models:
+        if model.name in found.missing:
+            continue
+        layout = layouts.get(model.name)
+        update: dict[str, object] = {"phases": layout.phases if layout else "multiplexed"}
+        if layout and layout.phases == "pipelined":
+            update["stages"] = layout.stages
+        models.append(model.model_copy(update=update))
+    return FleetPlanner(fleet.with_models(models), machine, _no_gpus).at_start() if models else []
+
+
+def _placed(
+    fleet: Fleet, arranged: Sequence[Arranged], plans: Sequence[FleetPlan], first: int, ground: CpuGround
+) -> list[Arranged]:
+    """The same with devices of their own, from number `first` on, and what the live planner gives them there."""
+    found, number = [], 0
+    units = first + len(plans)
+    for each in arranged:
+        layout = each.place.layout
+        here = replace(ground, others=units - layout.replicas, pool=plans[number].unit.pool_bytes)
+        place = here.place(wanted_of(fleet.model(each.demand.name), each.demand, free=False), layout)
+        devices = tuple((first + number + n,) for n in range(layout.replicas))
+        found.append(replace(each, place=place, devices=devices, share=1.0 / units))
+        number += layout.replicas
+    return found
+
+
+def _no_gpus() -> NoReturn:
+    raise AssertionError("a fleet without GPUs asks for none")
