@@ -2,6 +2,9 @@
 
 The model whose work has waited longest gets its turn; prefill and decode of that model run one after the other, prefill
 first. When others wait, the turn ends after a slice of time, and the model joins the end of the line.
+
+A prefill that finds too few pages gives up those that it has, so that there seem to be some again. Only decode frees
+pages for good: it gets a whole lease before the prefill is tried once more.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ class Fcfs(Policy):
         super().__init__(quanta)
         self.slice_seconds = slice_seconds
         self._current: ModelState | None = None
-        self._turn_began = 0.0
+        self._turn_ends = slice_seconds
         self._turn_ended: dict[str, float] = {}
+        self._prefilled = False
 
     def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
         others = [m for m in ledger.models if m is not self._current and self._has_work(ledger, m, now)]
-        over = bool(others) and now - self._turn_began >= self.slice_seconds
+        over = bool(others) and now >= self._turn_ends
         if ledger.share_used:
             grant = self._continue(ledger, now, over, bool(others))
             return [] if grant is None else [grant]
@@ -39,14 +43,21 @@ class Fcfs(Policy):
             if not others:
                 return []
             current = self._current = min(others, key=self._waits_since)
-            self._turn_began = now
-        if wants_prefill(ledger, current, now):
+            self._turn_ends = now + self.slice_seconds
+        decodes_first = self._prefilled and self._short(current) and current.decode.ready(now)
+        self._prefilled = not decodes_first and wants_prefill(ledger, current, now)
+        if self._prefilled:
             return [self._prefill_job(ledger, current, share=WHOLE)]
         return [self._decode_grant(current, contended=bool(others), share=WHOLE)]
 
     @staticmethod
     def _has_work(ledger: UnitLedger, model: ModelState, now: float) -> bool:
         return model.decode.ready(now) or wants_prefill(ledger, model, now)
+
+    @staticmethod
+    def _short(model: ModelState) -> bool:
+        """The model's prefill found no pages when it was tried last."""
+        return model.prefill.retry_delay > 0.0
 
     def _waits_since(self, model: ModelState) -> tuple[float, int]:
         since = model.work_since if model.work_since is not None else 0.0
@@ -62,8 +73,11 @@ class Fcfs(Policy):
             return None if admission is None else self._prefill_grant(model, admission, WHOLE)
         if model.decode.lease is None:
             return None
-        if over or wants_prefill(ledger, model, now):
+        prefills = wants_prefill(ledger, model, now)
+        if over or (prefills and not self._short(model)):
             return self._recall(model)
+        if prefills:
+            return None
         return self._renewal(model, now, contended=False) if not contended else self._turn_goes_on(model, now)
 
     def _turn_goes_on(self, model: ModelState, now: float) -> Grant | None:

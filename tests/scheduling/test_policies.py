@@ -279,6 +279,25 @@ def test_fcfs_ends_a_turn_when_others_wait_and_comes_back() -> None:
     assert order[:7] == ["a", "b", "c", "a", "b", "c", "a"]
 
 
+def test_fcfs_decodes_before_it_tries_a_prefill_again_that_found_too_few_pages() -> None:
+    table = Table(Fcfs(), profile("a"))
+    table.decoding("r", "a")
+    table.arrive("s", "a")
+    table.decide(0.001)
+    (grant,) = table.step("a", Phase.DECODE, 0.002, 0)
+    for now in (0.01, 0.02):
+        assert grant.phase is Phase.PREFILL
+        # The first chunk finds pages; the next does not, and the engine gives them up again.
+        table.ledger.pages("a", 400, 0, 400)
+        assert table.step("a", Phase.PREFILL, now, 1) == []
+        table.ledger.stepped("a", Phase.PREFILL, table.lease_ids["a", Phase.PREFILL], 0, 0.001, 0, 1, now + 0.001)
+        table.ledger.pages("a", 300, 0, 400)
+        (grant,) = table.decide(now + 0.001)
+        assert grant.phase is Phase.DECODE
+        assert table.step("a", Phase.DECODE, now + 0.002, 1) == [], "it is neither recalled nor renewed"
+        (grant,) = table.step("a", Phase.DECODE, now + 0.003, 0)
+
+
 def test_round_robin_gives_phases_their_turns_alike() -> None:
     table = Table(RoundRobin(), *(profile(n, prefill_share=1.0, decode_share=1.0) for n in "ab"))
     for name in "ab":
