@@ -5,7 +5,7 @@
 #     tests/run_all.sh PYTHON [pytest's arguments: then one pytest gets them, and nothing runs beside it]
 #
 # A lane's fixtures are shared by its tests: what imports vLLM is divided so that few do it twice. Lanes should take
-# equally long; what is in none is run by `fleets`, whose output is shown as it comes, and that of the others after it.
+# equally long; the output of `fleets` is shown as it comes, and that of the others after it.
 set -euo pipefail
 # Jobs that can be interrupted: other than a killed one, pytest ends what it has started then.
 set -m
@@ -18,10 +18,14 @@ if [ $# -gt 0 ]; then
   exec "$python" -m pytest "$@"
 fi
 
-engines=(tests/engine tests/engine_cuda tests/gateway tests/models tests/profiling)
-computing=(tests/benchmarks tests/cli tests/config tests/control tests/costs tests/global_scheduler tests/memory
-  tests/metrics tests/placement tests/planning tests/replay tests/replicas tests/rolling tests/scheduling
-  tests/simulator tests/unit tests/workload tests/test_*.py)
+# In this order: what programs that run beside the tests make is needed late.
+fleets=(tests/cluster tests/gpu_control tests/migration tests/e2e tests/ray)
+engines=(tests/gateway tests/models tests/profiling tests/engine_cuda tests/engine)
+computing=()
+for tests in tests/*/ tests/test_*.py; do
+  tests=${tests%/}
+  [[ " ${fleets[*]} ${engines[*]} " == *" $tests "* ]] || computing+=("$tests")
+done
 logs=build/tests
 mkdir -p "$logs"
 declare -A pids
@@ -42,10 +46,9 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 # What only computes gives way to the others, which have time limits.
-lane computing 10 "${computing[@]}" >"$logs/computing.log" 2>&1
+lane computing 5 "${computing[@]}" >"$logs/computing.log" 2>&1
 lane engines 0 "${engines[@]}" >"$logs/engines.log" 2>&1
-others=("${computing[@]}" "${engines[@]}")
-lane fleets 0 "${others[@]/#/--ignore=}"
+lane fleets 0 "${fleets[@]}"
 
 failed=()
 for name in fleets engines computing; do

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.harness import MODELS
-from tests.support.beside import begin, output
+from tests.support.beside import begin, output, wanted
 
 # The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
 # gathered, sampling on each rank, a grammar.
@@ -19,16 +20,21 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    begin(session, "stock", HERE, "tests.engine.stock", *map(str, MODELS.values()))
-    split = [str(MODELS[SPLIT]), "--cases", *TRIED, "--ranks", "1", "2"]
-    begin(session, "stock_by_ranks", HERE, "tests.engine.stock", *split)
+    split = ["--split", str(MODELS[SPLIT]), "--cases", *TRIED] if wanted(session, "stock_by_ranks", HERE) else []
+    begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split)
 
 
 @pytest.fixture(scope="session")
-def stock(pytestconfig: pytest.Config) -> dict[str, Any]:
+def answered(pytestconfig: pytest.Config) -> Iterator[Path]:
+    """The directory of stock vLLM's answers."""
+    with output(pytestconfig, "answered") as directory:
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def stock(answered: Path) -> dict[str, Any]:
     """Stock vLLM's answers to all cases, by model and case."""
-    with output(pytestconfig, "stock") as directory:
-        return {name: json.loads((directory / f"{path.name}.json").read_text()) for name, path in MODELS.items()}
+    return {name: read(answered, path.name) for name, path in MODELS.items()}
 
 
 @pytest.fixture
@@ -39,8 +45,11 @@ def answers(stock: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def stock_by_ranks(pytestconfig: pytest.Config) -> dict[int, dict[str, Any]]:
+def stock_by_ranks(answered: Path) -> dict[int, dict[str, Any]]:
     """Stock vLLM's answers to some cases with one rank and with two."""
-    with output(pytestconfig, "stock_by_ranks") as directory:
-        files = {1: directory / f"{SPLIT}.json", 2: directory / f"{SPLIT}-2.json"}
-        return {ranks: json.loads(file.read_text()) for ranks, file in files.items()}
+    return {1: read(answered, SPLIT), 2: read(answered, f"{SPLIT}-2")}
+
+
+def read(directory: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())
+    return found

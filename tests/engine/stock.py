@@ -1,7 +1,7 @@
 """Stock vLLM's answers to the cases: `python -m tests.engine.stock OUT_DIR MODEL_DIR...` writes OUT_DIR/NAME.json.
 
-Each model alone in a process, with vLLM's own block pool, scheduler, workers and attention. `--ranks 1 2` does it also
-with the model split over two workers, into OUT_DIR/NAME-2.json.
+Each model alone in a process, with vLLM's own block pool, scheduler, workers and attention. `--split MODEL_DIR` does
+some of the cases also with that model split over two workers, into OUT_DIR/NAME-2.json.
 """
 
 from __future__ import annotations
@@ -103,10 +103,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("models", type=Path, nargs="+")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
-    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--split", type=Path)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), help="of the model that is split")
     given = parser.parse_args()
-    for ranks in given.ranks:
-        write_each(
-            partial(answers, ranks=ranks, cases=given.cases), given.out, given.models, "" if ranks == 1 else f"-{ranks}"
-        )
+    write_each(answers, given.out, given.models)
+    if given.split is not None:
+        write_each(partial(answers, ranks=2, cases=given.cases), given.out, [given.split], "-2")
