@@ -22,7 +22,7 @@ fi
 fleets=(tests/cluster tests/gpu_control tests/migration tests/e2e tests/ray)
 engines=(tests/gateway tests/models tests/profiling tests/engine_cuda tests/engine)
 computing=()
-for tests in tests/*/ tests/test_*.py; do
+for tests in tests/[a-z]*/ tests/test_*.py; do
   tests=${tests%/}
   [[ " ${fleets[*]} ${engines[*]} " == *" $tests "* ]] || computing+=("$tests")
 done
