@@ -40,9 +40,11 @@ class Nodes:
         """Of the cluster."""
         return str(self._cluster.address)
 
-    def add(self, host: str, cpus: int) -> None:
-        """Start a node at that address."""
-        self._nodes[host] = self._cluster.add_node(num_cpus=cpus, object_store_memory=MEMORY, node_ip_address=host)
+    def add(self, host: str, cpus: int, **more: Any) -> None:
+        """Start a node at that address. `more` is as for `ray start`."""
+        self._nodes[host] = self._cluster.add_node(
+            num_cpus=cpus, object_store_memory=MEMORY, node_ip_address=host, **more
+        )
 
     def kill(self, host: str) -> None:
         """SIGKILL for its raylet."""

@@ -1,0 +1,48 @@
+"""The warm parent of a unit on GPUs as it is, with holders and engines that only tell what they found in their
+environment. Arguments as those of `muxserve.engine.warm_parent`; needs neither vLLM nor a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from types import ModuleType
+from typing import Any
+
+from muxserve.deployment import Deployment
+from muxserve.engine import direct, warm_parent
+
+SEEN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+WEIGHTS = 1 << 30
+MIB = 1 << 20
+
+
+def found() -> str:
+    return json.dumps({name: os.environ.get(name) for name in SEEN})
+
+
+def run_holder(deployment: Deployment, model: str, control: Any) -> None:
+    who = {"kind": "weights", "model": model, "phase": ""}
+    control.event("progress", detail=found(), **who)
+    for rank in range(deployment.ranks):
+        figures = {"activation_bytes": 64 * MIB, "context_bytes": 300 * MIB, "graph_bytes": 32 * MIB}
+        control.event("measured", kind="weights", model=model, rank=rank, weights_bytes=WEIGHTS, **figures)
+    control.event("up", pid=os.getpid(), **who)
+    signal.pause()
+
+
+def run_engine(deployment: Deployment, model: str, phase: str, progress: Any, up: Any) -> None:
+    progress(found())
+    up()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    weights = ModuleType("muxserve.engine.cuda.weights")
+    weights.run_holder = run_holder  # type: ignore[attr-defined]
+    sys.modules[weights.__name__] = weights
+    direct._run = run_engine
+    warm_parent.preload = lambda device: None
+    warm_parent.register = lambda models: None
+    warm_parent.main()
