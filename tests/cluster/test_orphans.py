@@ -1,0 +1,58 @@
+"""Processes of a unit whose host was killed, found by the unit's directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from muxserve.cluster.orphans import end_orphans
+from muxserve.gpu.sm import PIPE
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts what sleeps, and has these words in its command line and this in its environment."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def one(*words: object, sleeps: str = "600", **environment: str) -> subprocess.Popen[bytes]:
+        program = ["sh", "-c", f"sleep {sleeps}; :", "x", *map(str, words)]
+        started.append(subprocess.Popen(program, env={**os.environ, **environment}, process_group=0))
+        return started[-1]
+
+    yield one
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+        process.wait()
+
+
+def test_what_was_started_for_the_unit_is_ended(tmp_path: Path, start: Start) -> None:
+    unit = tmp_path / "0123-u0"
+    engine = start("--deployment", unit / "deployment.json")
+    memory = start("--socket", unit / "memory.sock")
+    server = start(**{PIPE: str(unit / "mps" / "pipe")})
+    ending = start("--deployment", unit / "deployment.json", sleeps="0.2")
+    ended = set(end_orphans(unit, grace=2.0))
+    # And what the server has started, which has its environment.
+    assert {process.pid for process in (engine, memory, server)} < ended
+    assert ending.pid not in ended
+    for process in (engine, memory, server):
+        assert process.wait(5) == -9
+    assert ending.wait(5) == 0, "what ends by itself is let do so"
+
+
+def test_others_are_left_alone(tmp_path: Path, start: Start) -> None:
+    unit = tmp_path / "0123-u0"
+    others = [
+        start("--deployment", tmp_path / "0123-u01" / "deployment.json"),
+        start("-f", unit / "logs" / "engine.log"),  # somebody reads it
+        start(**{PIPE: str(tmp_path / "0123-u1" / "mps" / "pipe")}),
+    ]
+    assert end_orphans(unit, grace=0.1) == []
+    assert [process.poll() for process in others] == [None] * 3
