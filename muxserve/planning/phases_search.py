@@ -24,7 +24,8 @@ _BRIEF = 0.4
 WARM = 0.25
 # Where there is no objective for the first token, one that waits as long has come into a queue that grows.
 QUEUED = 10.0
-# Below this part of the rate that is asked for, nobody looks for the goodput.
+# Below this part of the rate that is asked for, and above as many times that, nobody looks for the goodput: so many
+# requests as are simulated may be nothing to the devices even all at once.
 _LEAST = 1 / 4096
 
 
@@ -112,14 +113,14 @@ class Search:
 
     def goodput(self, share: float, start: int, stride: int = 1, switch: bool = True) -> float:
         """The largest rate at which `share` of the requests are within the objectives, on every `stride`-th point of
-        the grid, looked for from `start` on; 0 if there is none down to a small part of it. The attainment falls with
-        the rate, so that one crossing is looked for."""
-        last = start + stride * math.floor(math.log(_LEAST) / math.log(STEP) / stride)
+        the grid, looked for from `start` on; 0 if there is none down to a small part of it, and at most as many times
+        as much. The attainment falls with the rate, so that one crossing is looked for."""
+        reach = stride * math.floor(-math.log(_LEAST) / math.log(STEP) / stride)
 
         def good(point: int) -> bool:
             return self.attained(point, switch) >= share
 
-        low, high = _bracket(good, start, 2 * stride, last)
+        low, high = _bracket(good, start, 2 * stride, reach)
         if low is None:
             return 0.0
         while high - low > stride:
@@ -128,13 +129,15 @@ class Search:
         return STEP**low
 
 
-def _bracket(good: Callable[[int], bool], start: int, stride: int, last: int) -> tuple[int | None, int]:
-    """A point that is good, and one above it that is not; strides double as one goes."""
+def _bracket(good: Callable[[int], bool], start: int, stride: int, reach: int) -> tuple[int | None, int]:
+    """A point that is good, and one above it that is not; strides double as one goes, but not further than `reach`."""
     point, up = start, good(start)
     while True:
         following = point + (stride if up else -stride)
-        if following <= last:
+        if following <= start - reach:
             return None, point
+        if following >= start + reach:
+            return point, point
         if good(following) != up:
             return min(point, following), max(point, following)
         point, stride = following, 2 * stride

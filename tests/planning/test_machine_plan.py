@@ -1,0 +1,116 @@
+"""Plans for the CPU of this machine have the units that `muxserve deploy` begins with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from muxserve.cli.app import app
+from muxserve.cluster.plan import FleetPlan
+from muxserve.config import load_fleet
+from muxserve.planning.planfile import load_plan
+from muxserve.planning.serving import FleetPlanner
+from muxserve.simulator.modes import MODES, adapt, part_of_machine
+from muxserve.simulator.setup import SimUnit
+from placement import Machine
+from tests.simulator.support import profile
+from tests.simulator.support import unit as sim_unit
+
+MODELS = Path(__file__).resolve().parents[2] / "configs/models"
+LOAD = "workload: { prompt_tokens: 40, output_tokens: 20 }, dtype: float32"
+
+
+def fleet_file(tmp_path: Path, *models: str, more: str = "kv_pool: { size: 64MiB }") -> Path:
+    file = tmp_path / "fleet.yaml"
+    parts = (model.split(" ", 2) for model in models)
+    lines = [f"  - {{ name: {name}, path: {MODELS}/{path}, {LOAD}, {rest} }}" for name, path, rest in parts]
+    file.write_text(f"{more}\nmodels:\n" + "\n".join(lines) + "\n")
+    return file
+
+
+def planned(file: Path, plan: Path, *more: str) -> dict[str, object]:
+    result = CliRunner().invoke(app, ["plan", str(file), "-o", str(plan), "--json", "--simulate", "5", *more])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def served(file: Path, plan: Path | None) -> list[FleetPlan]:
+    def none() -> object:
+        raise AssertionError("no GPUs are asked for")
+
+    return FleetPlanner(load_fleet(file), Machine(2, 16 << 30), none).at_start(plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "units"), [("{ min: 2, max: 3 }", 2), ("3", 3), ("1", 1), ("{ min: 0, max: 2 }", 1)]
+)
+def test_as_many_units_as_the_fleet_wants(tmp_path: Path, replicas: str, units: int) -> None:
+    file = fleet_file(tmp_path, f"a arithmetic replicas: {replicas}, rate: 6", "b atlas rate: 1")
+    plan = tmp_path / "plan.yaml"
+    data = planned(file, plan)
+    placed = load_plan(plan, load_fleet(file)).units
+    assert [[each.model for each in unit.models] for unit in placed] == [["a", "b"]] + [["a"]] * (units - 1)
+    assert sum(each.rate for unit in placed for each in unit.models if each.model == "a") == pytest.approx(6.0)
+    assert data["totals"]["rate"] == 7.0  # type: ignore[index]
+    assert data["simulated"]["requests"] > 10  # type: ignore[index]
+    # What is served with the plan is what would be served without.
+    for with_plan, without in zip(served(file, plan), served(file, None), strict=True):
+        assert [model.threads for model in with_plan.unit.models] == [model.threads for model in without.unit.models]
+        assert with_plan.unit.pool_bytes == without.unit.pool_bytes
+        assert with_plan.name == without.name
+
+
+def test_units_of_all_arrangements_together(tmp_path: Path) -> None:
+    slo = "slo: { ttft_ms: 1000, tpot_ms: 100 }"
+    file = fleet_file(
+        tmp_path,
+        f"ring arithmetic phases: rolling, replicas: 2, {slo}",
+        "shared atlas replicas: 2",
+        "pipe arithmetic phases: pipelined, stages: 2",
+        more="kv_pool: { size: 32MiB }",
+    )
+    plan = tmp_path / "plan.yaml"
+    data = planned(file, plan)
+    placed = load_plan(plan, load_fleet(file)).units
+    assert [(unit.phases, unit.models[0].model, unit.devices) for unit in placed] == [
+        ("multiplexed", "shared", (0,)),
+        ("multiplexed", "shared", (1,)),
+        ("rolling", "ring", (2,)),
+        ("rolling", "ring", (3,)),
+        ("pipelined", "pipe", (4,)),
+    ]
+    assert {unit.kv_bytes for unit in placed} == {32 << 20}
+    assert len(served(file, plan)) == 5
+    # The simulation is of all of them.
+    models = [model for unit in data["units"] for model in unit["models"]]  # type: ignore[attr-defined]
+    assert all(model["simulated"]["requests"] > 0 for model in models)
+
+
+def test_what_does_not_fit_together_is_said(tmp_path: Path) -> None:
+    file = fleet_file(tmp_path, "a arithmetic replicas: 60", more="kv_pool: { size: 1GiB }")
+    result = CliRunner().invoke(app, ["plan", str(file), "--simulate", "0"])
+    assert result.exit_code == 2
+    assert "60 units" in result.output
+    assert "Traceback" not in result.output
+
+
+def shares(unit: SimUnit) -> list[tuple[float, float | None]]:
+    return [(round(m.profile.decode_share, 6), m.cost_share) for m in unit.models]
+
+
+def test_units_divide_the_cores() -> None:
+    """Together they never run on more than there is; alone everything stays as it was."""
+    half, small = (
+        sim_unit([profile(name, prefill_share=share, decode_share=share) for name in ("a", "b")], 1000)
+        for share in (0.5, 0.2)
+    )
+    assert part_of_machine(half, 1) is half
+    # Of a third of the cores an engine that could use half of them all takes everything.
+    assert set(shares(part_of_machine(half, 3))) == {(1.0, 1 / 3)}
+    assert set(shares(part_of_machine(small, 3))) == {(0.6, 0.2)}
+    combined = part_of_machine(adapt(half, MODES["no-split"]), 3)
+    assert sum(share for share, _ in shares(combined)) <= 1 / 3 + 1e-5
+    assert {cost for _, cost in shares(part_of_machine(adapt(half, MODES["no-sm"]), 3))} == {1 / 3}
