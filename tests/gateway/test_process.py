@@ -18,8 +18,8 @@ from muxserve.deployment import Deployment, GatewayDeployment
 from muxserve.gateway.listener import bind, raise_file_limit
 from muxserve.gateway.main import main
 from tests.gateway.deployments import deployment, model
+from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
-from tests.gateway.test_endpoint import play
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
