@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from muxserve.config import AUTO, Fleet, Model, Problem
+from muxserve.costs.architecture import split_layers
 from muxserve.deployment import Batching, PhasesName, PolicyName
 
+# With it vLLM splits the layers of every model in a process as it says, whatever stages there are.
+PARTITION = "VLLM_PP_LAYER_PARTITION"
 # Of a pipeline on CPU when the fleet file leaves it open.
 CPU_STAGES = 2
 
@@ -49,3 +54,19 @@ def stages_of(fleet: Fleet, model: Model, layers: int, gpus: int) -> tuple[int, 
         hint = "those of a stage split its tensors; give a divisor, or another number of GPUs"
         return model.stages, fleet.model_problem(model.name, "stages", f"{message} ({hint})")
     return model.stages, None
+
+
+def partition_problem(
+    fleet: Fleet, model: Model, layers: int, stages: int, environ: Mapping[str, str]
+) -> Problem | None:
+    """Why the layers would not be split as the pools are sized for: vLLM is told otherwise by its environment variable,
+    which all engines inherit."""
+    told = environ.get(PARTITION)
+    if told is None or stages > layers:
+        return None
+    split = ",".join(map(str, split_layers(layers, stages)))
+    if told.replace(" ", "") == split:
+        return None
+    over = f"its {layers} layers are over {stages} stages as {split}" if stages > 1 else f"it has one stage of {layers}"
+    message = f"the environment variable {PARTITION} is {told!r}, which vLLM would split every model by, but {over}"
+    return fleet.model_problem(model.name, "stages", f"{message}; unset it")

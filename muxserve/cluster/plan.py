@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from muxserve.cluster.arrangement import alone, batching_of, phases_of, policy_of, stages_of
+from muxserve.cluster.arrangement import (
+    alone,
+    batching_of,
+    partition_problem,
+    phases_of,
+    policy_of,
+    stages_of,
+)
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
 from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.gpu_unit import GpuUnit
@@ -130,7 +138,8 @@ def demands_of(
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", str(error)))
             continue
         stages, problem = stages_of(fleet, model, architecture.layers, gpu.ranks if gpu else 0)
-        problems += [problem] if problem else []
+        split = partition_problem(fleet, model, architecture.layers, stages, os.environ)
+        problems += [each for each in (problem, split) if each]
         ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
         threads = _threads(fleet.policy, model, cores, ranks, units)
         demand = _demand(model, architecture, threads, ranks, stages, block_tokens.get(model.name))

@@ -265,3 +265,19 @@ def _count(config: Mapping[str, object], keys: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+def split_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage of a pipeline, as vLLM splits them: equally many, and what is left over goes to the stages
+    before the last, from behind; the last one has the LM head to compute, the first one begins.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be spread over {stages} stages")
+    each, over = divmod(layers, stages)
+    split = [each] * stages
+    for place in range(over):
+        split[-2 - place] += 1
+    return tuple(split)

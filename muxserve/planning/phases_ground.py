@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from muxserve.config import AUTO, NETWORK
+from muxserve.costs.architecture import split_layers
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape
 from muxserve.planning.phases_layout import (
@@ -22,7 +23,7 @@ from muxserve.planning.phases_layout import (
     link_of,
     no_layout,
 )
-from muxserve.simulator.pipeline import Link, kv_blocks, split_layers
+from muxserve.simulator.pipeline import Link, kv_blocks
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.demand import splits_evenly
 from placement.memory import MemoryRules, activation_bytes, model_bytes

@@ -11,10 +11,11 @@ from heapq import heappop, heappush
 import msgspec
 
 from muxserve.costs import EngineShape, LatencyModel, ModelArchitecture
+from muxserve.costs.architecture import split_layers
 from muxserve.metrics.records import RequestRecord
 from muxserve.scheduling.token_throttling import TokenBudget
 from muxserve.simulator.instances.setup import InstanceSpec
-from muxserve.simulator.pipeline import Pipeline, PipelineResult, PipelineSpec, split_layers
+from muxserve.simulator.pipeline import Pipeline, PipelineResult, PipelineSpec
 from muxserve.simulator.pipeline.costs import StageCosts
 from muxserve.simulator.rolling import Rolling, RollingOptions, StuckError
 from muxserve.simulator.setup import Options

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.cluster.plan import FleetPlan
-from muxserve.config import load_fleet
+from muxserve.config import FleetError, load_fleet
 from muxserve.planning.planfile import load_plan
 from muxserve.planning.serving import FleetPlanner
 from muxserve.simulator.modes import MODES, adapt, part_of_machine
@@ -95,6 +95,30 @@ def test_what_does_not_fit_together_is_said(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "60 units" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("rest", "told", "words"),
+    [
+        ("phases: pipelined, stages: 2", "1,3", "vLLM would split every model by, but its 4 layers are over 2"),
+        ("phases: pipelined, stages: 2", "2, 2", ""),
+        ("phases: pipelined, stages: 2", "", "over 2 stages as 2,2; unset it"),
+        ("rate: 1", "2,2", "but it has one stage of 4; unset it"),
+        ("rate: 1", "4", ""),
+    ],
+)
+def test_layers_are_split_as_pools_are_sized_for(
+    rest: str, told: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = fleet_file(tmp_path, f"a arithmetic {rest}")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", told)
+    if not words:
+        assert len(served(file, None)) == 1
+        return
+    with pytest.raises(FleetError) as error:
+        served(file, None)
+    assert words in str(error.value)
+    assert "models[0].stages: the environment variable VLLM_PP_LAYER_PARTITION" in str(error.value)
 
 
 def shares(unit: SimUnit) -> list[tuple[float, float | None]]:

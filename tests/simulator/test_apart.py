@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.costs import EngineShape
+from muxserve.costs.architecture import split_layers
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.architectures import planned_architecture
 from muxserve.rolling.member import Objectives
@@ -29,7 +30,7 @@ from muxserve.simulator import (
 )
 from muxserve.simulator.apart import dealt
 from muxserve.simulator.instances.setup import InstanceSpec
-from muxserve.simulator.pipeline import Pipeline, PipelineSpec, split_layers
+from muxserve.simulator.pipeline import Pipeline, PipelineSpec
 from muxserve.simulator.rolling import Rolling, RollingOptions
 from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import FixedLength

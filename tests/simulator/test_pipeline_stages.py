@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.costs import EngineShape, ModelArchitecture
+from muxserve.costs.architecture import split_layers
 from muxserve.costs.roofline import Roofline
-from muxserve.simulator.pipeline import PipelineSpec, kv_blocks, split_layers
+from muxserve.simulator.pipeline import PipelineSpec, kv_blocks
 from muxserve.simulator.pipeline.stages import Stage, Work, make_stages, stage_architectures
 from tests.simulator.support import Linear
 

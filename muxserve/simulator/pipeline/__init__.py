@@ -8,6 +8,6 @@ that decides in a live engine.
 from muxserve.simulator.pipeline.pipeline import Pipeline, simulate
 from muxserve.simulator.pipeline.result import PipelineResult
 from muxserve.simulator.pipeline.setup import Link, PipelineSpec
-from muxserve.simulator.pipeline.stages import kv_blocks, split_layers
+from muxserve.simulator.pipeline.stages import kv_blocks
 
-__all__ = ["Link", "Pipeline", "PipelineResult", "PipelineSpec", "kv_blocks", "simulate", "split_layers"]
+__all__ = ["Link", "Pipeline", "PipelineResult", "PipelineSpec", "kv_blocks", "simulate"]

@@ -39,8 +39,8 @@ class PipelineSpec:
     """One engine. `shape` is where each stage runs, on devices of its own. `blocks` counts, for each stage, the blocks
     of `block_tokens` tokens that its KV cache has for its own layers: its length is the number of stages. A sequence
     takes equally many of each, so that the smallest decides what the engine can hold. `layers` says how many each stage
-    has (None: `stages.split_layers`). `links` lie between the stages where they differ, one less than those; without,
-    each is `link`.
+    has (None: `costs.architecture.split_layers`). `links` lie between the stages where they differ, one less than
+    those; without, each is `link`.
 
     `depth` micro-batches may be in flight (None: as many as stages). A micro-batch is made when the first stage can
     take it, or, with `ahead`, as soon as fewer than `depth` are in flight, as vLLM's batch queue does; then it knows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from muxserve.costs import EngineCosts, LatencyModel, ModelArchitecture
-from muxserve.costs.architecture import ITEM_BYTES
+from muxserve.costs.architecture import ITEM_BYTES, split_layers
 from muxserve.simulator.pipeline.setup import PipelineSpec, check_split
 
 # Where attention takes nearly all of a prefill step, whatever the model.
@@ -28,18 +28,6 @@ class Work:
     def tokens(self) -> int:
         """Tokens that go through the linear layers."""
         return self.prefill + self.decode
-
-
-def split_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage: equally many, and what is left over goes to the stages before the last, from behind; the
-    last one has the LM head to compute, the first one begins."""
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be spread over {stages} stages")
-    each, over = divmod(layers, stages)
-    split = [each] * stages
-    for place in range(over):
-        split[-2 - place] += 1
-    return tuple(split)
 
 
 def stage_architectures(architecture: ModelArchitecture, split: Sequence[int]) -> list[ModelArchitecture]:
