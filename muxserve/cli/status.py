@@ -163,7 +163,8 @@ def _row(table: Table, cells: list[object]) -> None:
 
 def _print_gpus(gpus: list[dict[str, Any]]) -> None:
     for gpu in gpus:
-        name = f"GPU {gpu.get('index', '?')} ({gpu.get('name') or gpu.get('uuid')})"
+        of = f" of {gpu['host']}" if gpu.get("host") else ""
+        name = f"GPU {gpu.get('index', '?')}{of} ({gpu.get('name') or gpu.get('uuid')})"
         if gpu.get("fault"):
             console.print(f"{escape(name)}: [red]{escape(str(gpu['fault']))}[/]")
             continue

@@ -1,4 +1,5 @@
-"""The unit's GPUs in `/fleet` and `/metrics`: memory, utilisation, faults, by NVML."""
+"""The unit's GPUs in `/fleet` and `/metrics`: memory, utilisation, faults. Of this machine by NVML, of others by what
+their units say."""
 
 from __future__ import annotations
 
@@ -12,10 +13,9 @@ from prometheus_client.registry import Collector
 
 from muxserve.deployment import Deployment
 from muxserve.gpu import nvml
-from muxserve.gpu.nvml import Gpu, Machine
+from muxserve.gpu.nvml import Machine
+from muxserve.gpu.watch import MAX_AGE_SECONDS, states
 
-# The driver averages utilisation over up to a second; asking more often tells nothing new.
-MAX_AGE_SECONDS = 1.0
 _LABELS = ["gpu", "uuid"]
 
 
@@ -24,6 +24,8 @@ class GpuStatus(Collector):
 
     Args:
         ask: asks NVML; in a thread, because a lost GPU may take its time.
+        told: what the unit of another machine says of its GPUs (`muxserve.gpu.watch.states`), instead of `ask`; nothing
+            while it has not said anything.
     """
 
     def __init__(
@@ -31,47 +33,37 @@ class GpuStatus(Collector):
         deployment: Deployment,
         ask: Callable[[], Machine] = nvml.machine,
         clock: Callable[[], float] = time.monotonic,
+        told: Callable[[], object] | None = None,
     ) -> None:
-        self._uuids = deployment.gpu.uuids if deployment.gpu else []
-        self._pool_bytes = sum(pool.page_bytes * pool.num_pages for pool in deployment.pools)
+        self._deployment = deployment
         self._ask = ask
         self._clock = clock
+        self._told = told
         self._asked_at = -1e9
         self._asking = asyncio.Lock()
         self._machine = Machine()
 
     async def refresh(self) -> None:
         """Ask again if what is known is too old."""
-        if not self._uuids:
+        if self._deployment.gpu is None or self._told is not None:
             return
         async with self._asking:
             if self._clock() - self._asked_at > MAX_AGE_SECONDS:
                 self._machine = await asyncio.to_thread(self._ask)
                 self._asked_at = self._clock()
 
-    def _gpus(self) -> Iterator[tuple[str, Gpu | None]]:
-        for uuid in self._uuids:
-            yield uuid, self._machine.by_uuid(uuid)
-
     def report(self) -> list[dict[str, object]]:
         """The GPUs for `/fleet`, by rank."""
-        return [
-            {
-                "rank": rank,
-                "uuid": uuid,
-                "index": gpu.index if gpu else None,
-                "name": gpu.name if gpu else None,
-                "memory_bytes": gpu.memory_bytes if gpu else None,
-                "used_bytes": gpu.used_bytes if gpu else None,
-                "pool_bytes": self._pool_bytes,
-                "utilization": gpu.utilisation if gpu else None,
-                "fault": gpu.fault if gpu else self._machine.why_none or "it is no longer there",
-            }
-            for rank, (uuid, gpu) in enumerate(self._gpus())
-        ]
+        told = None if self._told is None else self._told()
+        if isinstance(told, list) and told:
+            return told
+        return states(
+            self._deployment,
+            self._machine if self._told is None else Machine(why_none="its unit has not told of it yet"),
+        )
 
     def collect(self) -> Iterator[Metric]:
-        if not self._uuids:
+        if self._deployment.gpu is None:
             return
         up = GaugeMetricFamily("muxserve_gpu_up", "1 while the GPU answers and has no fault.", labels=_LABELS)
         total = GaugeMetricFamily("muxserve_gpu_memory_bytes", "Memory of the GPU.", labels=_LABELS)
@@ -80,14 +72,14 @@ class GpuStatus(Collector):
             "muxserve_gpu_utilization_ratio", "Part of the last second in which a kernel ran.", labels=_LABELS
         )
         pool = GaugeMetricFamily("muxserve_gpu_pool_bytes", "Memory of the GPU that KV pages have.", labels=_LABELS)
-        for rank, (uuid, gpu) in enumerate(self._gpus()):
-            labels = [str(gpu.index if gpu else f"rank{rank}"), uuid]
-            up.add_metric(labels, float(gpu is not None and not gpu.fault))
-            pool.add_metric(labels, self._pool_bytes)
-            if gpu is None or not gpu.memory_bytes:
-                continue
-            total.add_metric(labels, gpu.memory_bytes)
-            used.add_metric(labels, gpu.used_bytes)
-            if gpu.utilisation is not None:
-                busy.add_metric(labels, gpu.utilisation)
+        for gpu in self.report():
+            index = gpu["index"]
+            labels = [str(f"rank{gpu['rank']}" if index is None else index), str(gpu["uuid"])]
+            up.add_metric(labels, float(index is not None and not gpu["fault"]))
+            known = ((pool, "pool_bytes"), (total, "memory_bytes"), (used, "used_bytes"), (busy, "utilization"))
+            for family, key in known:
+                value = gpu[key]
+                # What a GPU holds it holds although the driver does not answer; of the rest nothing is known then.
+                if isinstance(value, int | float) and (family is pool or gpu["memory_bytes"]):
+                    family.add_metric(labels, value)
         yield from (up, total, used, busy, pool)

@@ -37,7 +37,8 @@ class UnitStatus:
         self.state: dict[str, Any] = {}
         self.answered = False
         # NVML knows of this machine's GPUs only.
-        self.gpus = None if entry.remote or entry.deployment.gpu is None else GpuStatus(entry.deployment)
+        told = (lambda: self.state.get("gpus") if self.answered else None) if entry.remote else None
+        self.gpus = None if entry.deployment.gpu is None else GpuStatus(entry.deployment, told=told)
         self._broker = broker
         self._clock = clock
         self._heard_at = -1e9

@@ -7,6 +7,7 @@ between is the memory manager, behind `Memory`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from muxserve.deployment import Deployment
 from muxserve.scheduling.policy import Policy
@@ -61,12 +62,21 @@ class UnitExecutor:
         epoch: new for each process; gateways and engines tell by it that the queues are lost.
         now: seconds of the machine's monotonic clock. Lease ids start from it, so that an id is never used again by a
             later unit scheduler while a report of an earlier lease may still come.
+        gpus: tells the state of the unit's GPUs, for those who cannot ask for it themselves.
 
     Raises:
         ValueError: the deployment contradicts itself, or the policy is not made for it.
     """
 
-    def __init__(self, deployment: Deployment, policy: Policy, memory: Memory, epoch: str, now: float) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        policy: Policy,
+        memory: Memory,
+        epoch: str,
+        now: float,
+        gpus: Callable[[], list[dict[str, object]]] | None = None,
+    ) -> None:
         self.deployment = deployment
         self.policy = policy
         self.memory = memory
@@ -74,6 +84,7 @@ class UnitExecutor:
         self.ledger = unit_ledger(deployment)
         policy.check(self.ledger)
         self.ledger.memory_up = False
+        self._gpus = gpus
         self._started = now
         self._lease_id = int(now * 1_000_000)
         self._out = Outbox()
@@ -162,7 +173,8 @@ class UnitExecutor:
         """The unit as JSON-ready data."""
         if self.memory.connected:
             self.memory.read(self.ledger)
-        return unit_state(
+        gpus = {} if self._gpus is None else {"gpus": self._gpus()}
+        return gpus | unit_state(
             self.deployment,
             self.ledger,
             self.policy,

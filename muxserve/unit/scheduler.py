@@ -19,6 +19,7 @@ import zmq
 
 from muxserve import deployment as deployments
 from muxserve.deployment import Deployment
+from muxserve.gpu.watch import GpuWatch
 from muxserve.network import NetworkError, bind_tcp, tcp_address
 from muxserve.process import Signals, die_with_parent, log_to_stderr
 from muxserve.scheduling.policies import make_policy
@@ -50,7 +51,9 @@ def serve(deployment: Deployment, memory: Memory) -> None:
     # A peer that was started again takes over the identity of the one that died.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     epoch = secrets.token_hex(8)
-    executor = UnitExecutor(deployment, make_policy(deployment.policy), memory, epoch, time.monotonic())
+    # The gateways of this machine ask for its GPUs themselves.
+    gpus = GpuWatch(deployment).states if deployment.gpu is not None and deployment.listen is not None else None
+    executor = UnitExecutor(deployment, make_policy(deployment.policy), memory, epoch, time.monotonic(), gpus)
     router.bind(deployment.unit_address)
     if deployment.listen is not None and deployment.keys is not None:
         port = bind_tcp(router, deployment.listen.host, deployment.listen.unit_port, deployment.keys)

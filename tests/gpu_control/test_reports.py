@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,13 @@ from prometheus_client.registry import CollectorRegistry
 
 from muxserve.cli import doctor, status
 from muxserve.cli.output import console
-from muxserve.deployment import GpuDeployment
-from muxserve.gateway.gpus import MAX_AGE_SECONDS, GpuStatus
+from muxserve.deployment import GpuDeployment, Listen
+from muxserve.gateway.gpus import GpuStatus
 from muxserve.gpu import mps, nvml
+from muxserve.gpu.watch import MAX_AGE_SECONDS, GpuWatch
 from tests.cluster.conftest import fake_deployment
 from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml
+from tests.support.patience import PATIENCE
 
 UUIDS = [f"GPU-{i:08d}-0000-0000-0000-000000000000" for i in range(3)]
 POOL = 41 * 65536
@@ -93,6 +96,71 @@ async def test_without_gpus_nobody_is_asked() -> None:
     nothing = GpuStatus(fake_deployment(Path("/run/x")), ask)
     await nothing.refresh()
     assert (asked, nothing.report(), list(nothing.collect())) == ([], [], [])
+
+
+class Elsewhere:
+    """A unit whose GPUs are in another machine, and what it says of them."""
+
+    def __init__(self) -> None:
+        listen = Listen("10.0.0.7", 1, 2)
+        deployment = msgspec.structs.replace(
+            fake_deployment(Path("/run/x")), gpu=GpuDeployment([UUIDS[1]]), listen=listen
+        )
+        self.now, self.asked, self.gate = 0.0, threading.Semaphore(0), threading.Semaphore(0)
+        self.gpu = FakeGpu(uuid=UUIDS[1])
+        self.watch = GpuWatch(deployment, self.ask, lambda: self.now)
+        self.said: object = None
+        self.status = GpuStatus(deployment, self.never, told=lambda: self.said)
+
+    def ask(self) -> nvml.Machine:
+        self.asked.release()
+        assert self.gate.acquire(timeout=PATIENCE)
+        return nvml.machine(FakeNvml(self.gpu))
+
+    def never(self) -> nvml.Machine:
+        raise AssertionError("these GPUs are not in this machine")
+
+    def answer(self) -> None:
+        """The driver answers the question that is open."""
+        assert self.asked.acquire(timeout=PATIENCE)
+        self.gate.release()
+        assert self.watch._asking is not None
+        self.watch._asking.join(PATIENCE)
+
+
+def test_a_unit_does_not_wait_for_the_driver() -> None:
+    there = Elsewhere()
+    assert there.watch.states() == []
+    there.now = 5.0
+    assert there.watch.states() == []  # it is being asked all the time
+    there.answer()
+    assert not there.asked.acquire(blocking=False)
+    (state,) = there.watch.states()
+    assert (state["uuid"], state["host"], state["fault"]) == (UUIDS[1], "10.0.0.7", "")
+    there.answer()
+    there.watch.states()
+    assert not there.asked.acquire(blocking=False), "it was asked less than a second ago"
+
+
+async def test_gpus_of_another_machine_are_what_their_unit_says() -> None:
+    there = Elsewhere()
+    await there.status.refresh()
+    (silent,) = there.status.report()
+    assert (silent["uuid"], silent["fault"]) == (UUIDS[1], "its unit has not told of it yet")
+    registry = CollectorRegistry()
+    registry.register(there.status)
+    labels = {"uuid": UUIDS[1]}
+    assert registry.get_sample_value("muxserve_gpu_up", {"gpu": "rank0", **labels}) == 0
+    there.watch.states()
+    there.answer()
+    there.said = msgspec.json.decode(msgspec.json.encode(there.watch.states()))
+    (told,) = there.status.report()
+    assert (told["index"], told["host"], told["pool_bytes"]) == (0, "10.0.0.7", POOL)
+    assert registry.get_sample_value("muxserve_gpu_up", {"gpu": "0", **labels}) == 1
+    assert registry.get_sample_value("muxserve_gpu_utilization_ratio", {"gpu": "0", **labels}) == 0.4
+    with console.capture() as shown:
+        status._print_gpus([told])
+    assert "GPU 0 of 10.0.0.7 (NVIDIA H200): 1 GiB of 140.4 GiB in use" in shown.get()
 
 
 def test_status_shows_gpus(capsys: pytest.CaptureFixture[str]) -> None:
