@@ -9,6 +9,10 @@ from the message that causes the moves to the end of its handling, over the move
 *Between two processes*, each with a macro instance: from the decision, over packing, a ZeroMQ socket and unpacking, to
 the first request that the other process sends to the replica. Both take in two hundred reports a second meanwhile.
 
+*Decisions*: what the global scheduler takes to say where a request goes, and to take in a report (in which a request
+comes, another has its first token and one ends), with 8 and with 64 replicas of one model in macro instances of up to
+16. From the bytes of the message to those that are sent, without sockets; milliseconds of a core, not of the clock.
+
 Engines are not part of it: a replica is told nothing when its handle moves, so no step of it can be held up.
 """
 
@@ -39,18 +43,19 @@ from muxserve.deployment import (
 )
 from muxserve.global_scheduler.books import apply, rebuild
 from muxserve.global_scheduler.core import SchedulerCore
-from muxserve.global_scheduler.outbox import Unit
+from muxserve.global_scheduler.outbox import Client, Unit
 from muxserve.rolling.constraints import Demand
 from muxserve.rolling.handle import pack, unpack
 from muxserve.rolling.macro_instance import MacroInstance
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
-from muxserve.wire import Load, Loads, RollingReport, RollingRequest, decode, encode
+from muxserve.wire import Load, Loads, Place, Placed, RollingReport, RollingRequest, decode, encode
 
 CAPACITY = 1_000_000
 RULES = RollingRules(ttft=5.0, tpot=0.1, prefill=((1, 0.0002), (10_000, 2.0)), spared=0.25, lower=4, upper=7)
 REPORTS_PER_SECOND = 200
 WARM_UP = 10
+REPLICAS = (8, 64)
 
 
 def everything(unit: str, count: int, epoch: str = "e") -> RollingReport:
@@ -79,7 +84,7 @@ class Reports:
         return report
 
 
-def deployed(units: list[str]) -> FleetDeployment:
+def deployed(units: list[str], rules: RollingRules = RULES) -> FleetDeployment:
     """A fleet whose units all serve the rolling model."""
     model = ModelDeployment(
         name="m", path="/models/m", pool="main", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=16,
@@ -94,7 +99,7 @@ def deployed(units: list[str]) -> FleetDeployment:
             f"/nowhere/{name}", name, "rolling", 2, [PoolDeployment("main", 32768, 1001)], [model], gateway
         )
         entries.append(UnitEntry(deployment, deployment.unit_address, deployment.migrator_address, ["m"]))
-    return FleetDeployment("/nowhere", gateway, [model], entries, rolling={"m": RULES})
+    return FleetDeployment("/nowhere", gateway, [model], entries, rolling={"m": rules})
 
 
 def in_core(requests: int, rounds: int) -> dict[str, object]:
@@ -156,6 +161,56 @@ def in_core(requests: int, rounds: int) -> dict[str, object]:
         "all_moves_of_a_change_ms": percentiles(held_up),
         "report_ms": percentiles(reports),
     }
+
+
+def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
+    """What a request and a report take, in a fleet of so many replicas."""
+    units = [f"u{n}" for n in range(replicas)]
+    rules = msgspec.structs.replace(RULES, upper=16)
+    core = SchedulerCore(deployed(units, rules), "s", time.monotonic())
+    gateway = Client(b"gateway")
+
+    def hear(peer: Unit | Client, message: Any) -> tuple[list[Any], float]:
+        """Answers, and milliseconds of this thread."""
+        data = encode(message)
+        start = time.thread_time()
+        core.handle(peer, decode(data), time.monotonic())
+        sent = core.turn(time.monotonic())
+        for _, each in sent:
+            encode(each)
+        return [each for _, each in sent], 1e3 * (time.thread_time() - start)
+
+    for unit in units:
+        hear(Unit(unit), everything(unit, requests))
+        hear(Unit(unit), Loads(unit, "e", [Load("m", CAPACITY, running=requests)]))
+    speak = {unit: Reports(unit, requests) for unit in units}
+    for unit, report in speak.items():
+        report.steps += 1000  # who decodes has time to spare
+        hear(Unit(unit), report())
+    gc.collect()
+    gc.freeze()
+    places: list[float] = []
+    reports: list[float] = []
+    # As many requests as reports, since each report ends one.
+    count = max(1, rounds * 8 // replicas)
+    for number in range((count + WARM_UP) * replicas):
+        unit = units[number % replicas]
+        took = hear(Unit(unit), speak[unit]())[1]
+        place = Place(f"g{number}", "m", 501, time.monotonic(), "normal", "normal", 500, 400)
+        answers, asked = hear(gateway, place)
+        placed = [each for each in answers if isinstance(each, Placed)]
+        if len(placed) != 1:
+            raise SystemExit(f"{answers} where a replica was expected")
+        # It ends at once, so that there are always as many.
+        ended = RollingReport(placed[0].unit, "e", "m", requests=[RollingRequest(place.request_id, 500, 400)])
+        ended.prefilled = ended.left = [place.request_id]
+        ended.steps, ended.prefill_seconds = speak[placed[0].unit].steps, 0.1
+        hear(Unit(placed[0].unit), ended)
+        if number >= WARM_UP * replicas:
+            reports.append(took)
+            places.append(asked)
+    gc.unfreeze()
+    return {"place_ms": percentiles(places), "report_ms": percentiles(reports)}
 
 
 class Scheduler:
@@ -293,6 +348,9 @@ def main() -> None:
     report: dict[str, object] = {"machine": machine(), "requests": args.requests, "niceness": os.nice(0)}
     report["global_scheduler"] = core = in_core(args.requests, args.rounds)
     print(f"in the global scheduler    {core['move_ms']} ms per move")
+    report["decisions"] = {n: decisions(n, args.requests, args.rounds) for n in REPLICAS}
+    for replicas, found in report["decisions"].items():  # type: ignore[attr-defined]
+        print(f"{replicas:3} replicas               {found}")
     report["between_processes"] = processes = between_processes(args.requests, args.rounds)
     print(f"between processes          {processes['move_ms']} ms per move, {processes['handle_bytes']} bytes")
     write_report(args.out, report)
