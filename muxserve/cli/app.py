@@ -113,11 +113,20 @@ def status(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Check every node of that Ray cluster instead; auto: this machine's."),
+    ] = None,
+) -> None:
     """Check what this machine can do.
 
     Exit codes: 0 a fleet can be served here, 1 something is missing.
     """
+    if ray is not None:
+        from muxserve.cli.doctor_nodes import doctor_nodes
+
+        raise typer.Exit(doctor_nodes(ray))
     from muxserve.cli.doctor import doctor as run
 
     raise typer.Exit(run())

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,16 @@ class Check:
 
 def doctor() -> int:
     """Print all checks; returns 1 if something needed is missing."""
-    checks = list(all_checks())
+    missing = print_checks(list(all_checks()))
+    if missing:
+        console.print(f"\n[bold red]a fleet cannot be served here yet[/]: {escape(', '.join(missing))}")
+        return 1
+    console.print("\n[green]a fleet can be served here[/]")
+    return 0
+
+
+def print_checks(checks: Sequence[Check]) -> list[str]:
+    """Print findings as a table; returns the names of what is missing."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("", "check", "found"):
         table.add_column(column, overflow="fold")
@@ -49,12 +58,7 @@ def doctor() -> int:
         advice = f"\n-> {check.advice}" if check.advice and check.verdict != "ok" else ""
         table.add_row(signs[check.verdict], check.name, escape(check.detail + advice))
     console.print(table)
-    missing = [check.name for check in checks if check.verdict == "missing"]
-    if missing:
-        console.print(f"\n[bold red]a fleet cannot be served here yet[/]: {escape(', '.join(missing))}")
-        return 1
-    console.print("\n[green]a fleet can be served here[/]")
-    return 0
+    return [check.name for check in checks if check.verdict == "missing"]
 
 
 def all_checks() -> Iterator[Check]:

@@ -94,29 +94,44 @@ def survey(ray: Any) -> list[NodeGpus]:
 
 
 def _survey(ray: Any) -> list[NodeGpus]:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")}
-    asked = {
-        name: ray.remote(look)
-        .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False))
-        .remote()
-        for name in nodes
-        if name not in _known
-    }
+    nodes = {node["NodeID"]: node for node in alive(ray) if node["Resources"].get("GPU")}
+    asked = ask_nodes(ray, [name for name in nodes if name not in _known], look)
     told = {}
     for name, node in nodes.items():
         kind = next((each for each in sorted(node["Resources"]) if each.startswith(_TYPE)), "")
-        try:
-            if name in asked:
-                found = msgspec.json.decode(ray.get(asked[name], timeout=_LOOK_SECONDS), type=nvml.Machine)
-                # Ray may have been told to leave some of them alone.
-                found = replace(found, gpus=found.gpus[: int(node["Resources"]["GPU"])])
-                _known[name] = NodeGpus(name, node["NodeManagerAddress"], kind, found)
-            told[name] = _known[name]
-        except ray.exceptions.RayError as error:
-            told[name] = NodeGpus(name, node["NodeManagerAddress"], kind, nvml.Machine(why_none=why(error)))
+        answer = asked.get(name, b"")
+        if isinstance(answer, str):
+            told[name] = NodeGpus(name, node["NodeManagerAddress"], kind, nvml.Machine(why_none=answer))
+            continue
+        if answer:
+            found = msgspec.json.decode(answer, type=nvml.Machine)
+            # Ray may have been told to leave some of them alone.
+            found = replace(found, gpus=found.gpus[: int(node["Resources"]["GPU"])])
+            _known[name] = NodeGpus(name, node["NodeManagerAddress"], kind, found)
+        told[name] = _known[name]
     return list(told.values())
+
+
+def alive(ray: Any) -> list[dict[str, Any]]:
+    """The nodes of the cluster, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def ask_nodes(ray: Any, names: Sequence[str], question: Callable[[], bytes]) -> dict[str, bytes | str]:
+    """Have a function of ours run on each node, by Ray's names of them; its answers, or why there is none in words."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = {}
+    for name in names:
+        there = NodeAffinitySchedulingStrategy(name, soft=False)
+        asked[name] = ray.remote(question).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
+    answers: dict[str, bytes | str] = {}
+    for name, reference in asked.items():
+        try:
+            answers[name] = ray.get(reference, timeout=_LOOK_SECONDS)
+        except ray.exceptions.RayError as error:
+            answers[name] = why(error)
+    return answers
 
 
 def look() -> bytes:

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -166,6 +167,19 @@ class Story:
         return node
 
 
+def examined(address: str) -> None:
+    """`muxserve doctor` sees the GPUs of each node."""
+    command = [sys.executable, "-m", "muxserve.cli.app", "doctor", "--ray", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    for host, kind in ((ONE, "A10"), (OTHER, "A10"), (THIRD, "L40S")):
+        assert f"{host} (" in done.stdout, done.stdout
+        assert f"NVIDIA {kind}, " in done.stdout
+    assert done.stdout.count("4 CPUs, 2 GPUs for units") == 3
+    assert "units can be served on 3 nodes" in done.stdout
+    print("every node is examined")
+
+
 async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     told = Story(cluster, at, base)
     first, second, third = told.planned
@@ -245,6 +259,7 @@ def main() -> None:
         with nodes(HEAD) as cluster:
             for node in at.values():
                 node.start(cluster)
+            examined(cluster.address)
             asyncio.run(story(cluster, at, Path(directory)))
 
 

@@ -11,6 +11,7 @@ import pytest
 def test_units_are_on_the_gpus_that_ray_gives_them_and_leave_nothing_there(said: Callable[[float], str]) -> None:
     text = said(540)
     for step in (
+        "every node is examined",
         "two units, each on the GPUs of a node",
         "GPUs of another type are not taken",
         "a killed unit is back with an MPS server of its own, and the old one is gone",
