@@ -11,6 +11,7 @@ from typing import Any
 
 from muxserve import wire
 from muxserve.cluster.changes import Changes
+from muxserve.cluster.ends import STOP_SECONDS, drain, stop_parts
 from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Progress, Ready, Stopping, Up
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
 from muxserve.cluster.last_words import LastWords, Said
@@ -29,8 +30,6 @@ log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_KEPT_DYING, EXIT_FORCED = 0, 2, 3, 4, 130
 
-_STOP_SECONDS = 5.0
-_DRAIN_MARGIN = 5.0  # on top of what the gateways themselves allow their requests
 
 
 class Controller:
@@ -273,30 +272,22 @@ class Controller:
     async def _drain(self) -> None:
         """Let the gateways finish what they have; what else dies meanwhile is still restarted."""
         gateways = [part for part in self._starts.gateways if part.process is not None and part.process.running]
+        seconds = self.fleet.gateway.drain_seconds
         if not gateways or self._forced.is_set():
             return
-        seconds = self.fleet.gateway.drain_seconds
         if any(part.up.is_set() for part in gateways):
             self._emit(Draining(seconds))
         for part in gateways:
             self._tasks[part.id].cancel()
-        forced: asyncio.Task[object] = asyncio.create_task(self._forced.wait())
-        ended: asyncio.Task[object] = asyncio.create_task(self._stop_parts(gateways, seconds + _DRAIN_MARGIN))
-        await asyncio.wait([forced, ended], return_when=asyncio.FIRST_COMPLETED)
-        forced.cancel()
-        ended.cancel()
+        await drain(gateways, seconds, self._forced)
 
     async def _stop_all(self) -> None:
         """Everything that still runs: who brings requests, who sends them around, who serves them, what they were
         forked from."""
         self._emit(Stopping())
         for group in (self._starts.gateways, [self._starts.scheduler]):
-            await self._stop_parts(group)
+            await stop_parts(group)
         await self.units.stop()
-        await self._stop_parts([self._starts.vllm])
+        await stop_parts([self._starts.vllm])
         vllm = self._starts.vllm.process
-        await self.leftovers.end([vllm.pid] if vllm is not None else [], _STOP_SECONDS)
-
-    async def _stop_parts(self, parts: Sequence[Part], grace: float = _STOP_SECONDS) -> None:
-        processes = [part.process for part in parts]
-        await asyncio.gather(*(p.stop(grace) for p in processes if p is not None and p.running))
+        await self.leftovers.end([vllm.pid] if vllm is not None else [], STOP_SECONDS)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from muxserve.cluster.events import PartId
 from muxserve.deployment import GpuDeployment
-from muxserve.gpu import nvml
+from muxserve.gpu import last_words, nvml
 
 _NVML_SECONDS = 5.0  # a lost GPU may keep the driver busy
 _ON_GPUS = ("weights", "engine", "memory", "mps")
@@ -27,4 +27,4 @@ async def explain(gpu: GpuDeployment | None, part: PartId, tail: Sequence[str]) 
         if found.gpus and (state is None or state.fault):
             number = uuid if state is None else str(state.index)
             return f"GPU {number}: {state.fault if state else 'it is no longer there'}"
-    return nvml.explain(tail)
+    return last_words.explain(tail)

@@ -11,6 +11,7 @@ from typing import Any
 from muxserve import wire
 from muxserve.cluster import gpu_faults
 from muxserve.cluster.deaths import Deaths
+from muxserve.cluster.ends import STOP_SECONDS
 from muxserve.cluster.events import Event, PartId, Ready, Up
 from muxserve.cluster.last_words import LastWords, Said
 from muxserve.cluster.launcher import Launcher
@@ -22,7 +23,6 @@ from muxserve.deployment import Deployment
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 5.0
 _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
 _STOPPED = "its model is not served here any more"
 
