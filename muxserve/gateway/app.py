@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from muxserve.gateway.admission import Keys, presented_key
-from muxserve.gateway.body import ClientGoneError, Replay, model_of, read_body
+from muxserve.gateway.body import CLOSE, ClientGoneError, Replay, model_of, read_body
+from muxserve.gateway.body_memory import BodyMemory
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.priorities import Priorities
@@ -87,7 +88,10 @@ class Endpoint:
         self._pages = dict(pages)
         self._open_pages = open_pages
         self._max_body_bytes = max_body_bytes
+        self.bodies = BodyMemory(max_body_bytes)
+        # Connections end with the answers that they have at present; no request is taken; those that wait get no turn.
         self.draining = False
+        self.refusing = False
         self.ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,7 +100,7 @@ class Endpoint:
             return
         http = HttpRequest(time.monotonic())
         current_http.set(http)
-        answer = _Answer(send, http)
+        answer = _Answer(send, http, self)
         try:
             await self._route(scope, receive, answer, http)
         except RequestError as error:
@@ -156,27 +160,34 @@ class Endpoint:
     async def _serve(
         self, name: str | None, path: str, scope: Scope, receive: Receive, send: Send, http: HttpRequest
     ) -> None:
-        if self.draining:
+        if self.refusing:
             raise self._shutting_down(name)
-        body = await read_body(receive, scope["headers"], self._max_body_bytes)
-        asked = model_of(body)
-        if name is None:
-            name = self._model(asked)
-        replay = Replay(receive, body, http)
-        served = self.models.get(name)  # to its end, also if the model is removed meanwhile
-        if served is None:  # removed while the body was read
-            raise self._unknown_model(name)
-        inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
-        try:
-            if path in GENERATE:
-                async with self._turnstile.turn(name, replay):
-                    if self.ended:  # while it waited for its turn
-                        raise self._shutting_down(name)
+        with self.bodies.claim() as claim:
+            try:
+                body = await read_body(receive, scope["headers"], self._max_body_bytes, claim)
+            except RequestError as error:
+                if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
+                    self._measures.rejected(name or "", "memory")
+                raise
+            asked = model_of(body)
+            if name is None:
+                name = self._model(asked)
+            replay = Replay(receive, body, http)
+            served = self.models.get(name)  # to its end, also if the model is removed meanwhile
+            if served is None:  # removed while the body was read
+                raise self._unknown_model(name)
+            inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
+            try:
+                if path in GENERATE:
+                    async with self._turnstile.turn(name, replay):
+                        if self.ended:  # while it waited for its turn
+                            raise self._shutting_down(name)
+                        claim.release()  # how many are in service is bounded
+                        await served.app(inner, replay, send)
+                else:
                     await served.app(inner, replay, send)
-            else:
-                await served.app(inner, replay, send)
-        finally:
-            replay.unwatch()
+            finally:
+                replay.unwatch()
 
     def _model(self, asked: str | None) -> str:
         if asked is None:
@@ -214,14 +225,15 @@ class Endpoint:
 
 
 class _Answer:
-    """ASGI's `send`, which knows whether the answer has begun, and tells a client when to come back if that is known by
-    then."""
+    """ASGI's `send`, which knows whether the answer has begun, tells a client when to come back if that is known by
+    then, and ends its connection when the server drains."""
 
-    __slots__ = ("_http", "_send", "begun")
+    __slots__ = ("_endpoint", "_http", "_send", "begun")
 
-    def __init__(self, send: Send, http: HttpRequest) -> None:
+    def __init__(self, send: Send, http: HttpRequest, endpoint: Endpoint) -> None:
         self._send = send
         self._http = http
+        self._endpoint = endpoint
         self.begun = False
 
     async def __call__(self, message: Message) -> None:
@@ -230,6 +242,8 @@ class _Answer:
             after = self._http.retry_after
             if after is not None:
                 message["headers"] = [*message.get("headers", ()), (b"retry-after", str(after).encode())]
+            if self._endpoint.draining and CLOSE not in message.get("headers", ()):
+                message["headers"] = [*message.get("headers", ()), CLOSE]
         await self._send(message)
 
 

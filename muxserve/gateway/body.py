@@ -7,14 +7,17 @@ from http import HTTPStatus
 
 import msgspec
 
+from muxserve.gateway.body_memory import Claim
 from muxserve.gateway.errors import Message, Receive, RequestError
 from muxserve.gateway.measure import HttpRequest
 
 # A client that is told "too large" while it still sends may never read it. So this much more is read and thrown away.
 DISCARD_BYTES = 16 << 20
 CLOSE = (b"connection", b"close")
-# A client that sends no more of its body for so long will not.
+RETRY = (b"retry-after", b"1")
+# A client that sends no more of its body for so long will not; nor will one that, after so long, is slower than this.
 STALL_SECONDS = 60.0
+SLOWEST_BYTES_PER_SECOND = 1024
 
 
 class ClientGoneError(Exception):
@@ -30,11 +33,12 @@ class _Addressed(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Addressed)
 
 
-async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit: int) -> bytes:
-    """The whole body.
+async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit: int, claim: Claim) -> bytes:
+    """The whole body, for which `claim` stands from then on.
 
     Raises:
-        RequestError: it is larger than `limit` bytes (413), or stopped coming (408).
+        RequestError: it is larger than `limit` bytes (413), stopped coming (408), or there is no room for it at the
+            moment (503).
         ClientGoneError: the client closed the connection.
     """
     announced = 0
@@ -43,17 +47,21 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
             announced = int(value)
     chunks: list[bytes] = []
     size = 0
-    more = True
+    more = room = True
+    clock = asyncio.get_running_loop().time
+    begun = clock()
     while more:
         if max(size, announced) > limit + DISCARD_BYTES:
             break
+        patience = min(clock(), begun + size / SLOWEST_BYTES_PER_SECOND) + STALL_SECONDS
         try:
-            async with asyncio.timeout(STALL_SECONDS):
+            async with asyncio.timeout_at(patience):
                 message = await receive()
         except TimeoutError:
             raise RequestError(
                 HTTPStatus.REQUEST_TIMEOUT,
-                f"the request body stopped after {size} bytes, and nothing came for {STALL_SECONDS:g} s",
+                f"the request body stopped after {size} bytes, or came too slowly: nothing may take "
+                f"{STALL_SECONDS:g} s, and all of it that and a second for each {SLOWEST_BYTES_PER_SECOND} bytes",
                 headers=[CLOSE],
             ) from None
         if message["type"] == "http.disconnect":
@@ -61,8 +69,10 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
         chunk = message.get("body", b"")
         more = message.get("more_body", False)
         size += len(chunk)
-        if size > limit:
+        room = room and (size > limit or claim.grow(size))
+        if size > limit or not room:
             chunks.clear()
+            claim.release()
         else:
             chunks.append(chunk)
     if max(size, announced) > limit:
@@ -71,6 +81,12 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
             f"the request body has {'more than ' if more else ''}{max(size, announced)} bytes; "
             f"this server takes at most {limit}",
             headers=[CLOSE],
+        )
+    if not room:
+        raise RequestError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "this server holds as many request bodies as it has memory for; try again in a moment",
+            headers=[CLOSE, RETRY],
         )
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 

@@ -21,6 +21,7 @@ from muxserve.gateway.app import Endpoint
 from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.listener import bind, raise_file_limit
 from muxserve.gateway.peers import bind_beside
+from muxserve.gateway.protocol import GuardedProtocol
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Ca
     disable_created_metrics()  # a third of all series, and nobody reads them
     raise_file_limit()
     listener = bind(fleet.gateway)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner, listener:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner, listener:
         runner.run(_serve(fleet, index, listener, lifeline_fd, on_up))
 
 
@@ -66,7 +67,7 @@ async def _serve(
         gc.freeze()
         server = Server(endpoint, on_up)
         beside = [bind_beside(fleet, index)] if fleet.gateway.count > 1 else []
-        drain = Drain(gateway, endpoint, server, fleet.gateway.drain_seconds)
+        drain = Drain(gateway, endpoint, server, fleet.gateway.drain_seconds, fleet.gateway.count > 1)
         loop.add_signal_handler(signal.SIGTERM, drain.begin)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGINT, drain.begin)
@@ -90,9 +91,11 @@ class Server(uvicorn.Server):
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                http=GuardedProtocol,
             )
         )
         self._on_up = on_up
+        self._listeners: list[socket.socket] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,30 +103,62 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
+        self._listeners = list(sockets or ())
         if self.started:
             self._on_up()
 
+    async def stop_listening(self) -> None:
+        """Take no further connection at the endpoint's address, the first socket; those that are there go on."""
+        listener, server = self._listeners[0], self.servers[0]
+        # The kernel resets what has connected and was not accepted yet when the last descriptor is closed, so another
+        # one is kept until the loop's is, and the queue is emptied just before.
+        last = listener.dup()
+        last.setblocking(False)
+        server.close()
+        while listener.fileno() >= 0:
+            await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        taken: list[socket.socket] = []
+        with last, contextlib.suppress(OSError):
+            while True:
+                taken.append(last.accept()[0])
+        for connection in taken:
+            connection.setblocking(False)
+            await loop.connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return GuardedProtocol(self.config, self.server_state, self.lifespan.state)
+
 
 class Drain:
-    """Ends the server: no new requests, running ones get time to finish. A second call ends it at once."""
+    """Ends the server: no new requests, running ones get time to finish. A second call ends it at once.
 
-    def __init__(self, gateway: Gateway, endpoint: Endpoint, server: Server, seconds: float) -> None:
+    Where other gateways listen at the same address (`beside`), new connections are left to them, and what still comes
+    over one that is there is served, as its last. A gateway that is alone goes on to listen, and answers that the
+    server is shutting down.
+    """
+
+    def __init__(self, gateway: Gateway, endpoint: Endpoint, server: Server, seconds: float, beside: bool) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
         self._server = server
         self._seconds = seconds
+        self._beside = beside
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Start to drain."""
         if self._task is None:
             self._endpoint.draining = self._gateway.reports.draining = True
+            self._endpoint.refusing = not self._beside
             log.info("draining: %d requests in service or waiting", self._gateway.turnstile.occupied)
             self._task = asyncio.ensure_future(self._drain())
         else:
             self._end(at_once=True)
 
     async def _drain(self) -> None:
+        if self._beside:
+            await self._server.stop_listening()
         empty = self._gateway.turnstile.empty
         try:
             await asyncio.wait_for(empty(), self._seconds)
@@ -151,7 +186,8 @@ def _end_with(lifeline_fd: int) -> None:
         os._exit(1)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Makes the loop that a gateway runs in; None for Python's own."""
     try:
         import uvloop
     except ImportError:

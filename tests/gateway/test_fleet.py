@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from tests.gateway.deployments import deployment, model
 from tests.gateway.fake_scheduler import FakeScheduler, at, nowhere
+from tests.gateway.playing import play
 from tests.gateway.rig import Event, Rig, Running, unit_state
-from tests.gateway.test_endpoint import play
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -80,6 +81,19 @@ def said(answer: httpx.Response) -> str:
 
 def complete(http: httpx.Client, say: str, model: str = "alpha", **script: Any) -> httpx.Response:
     return http.post("/v1/completions", json={"model": model, "prompt": play(say, **script), "max_tokens": 60})
+
+
+def index_of(http: httpx.Client) -> int:
+    """Which gateway the client's connection is to."""
+    index = http.get("/fleet").json()["gateway"]["index"]
+    assert isinstance(index, int)
+    return index
+
+
+def listeners(port: int) -> int:
+    """How many sockets listen at that port of this machine."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
 
 
 def streamed(http: httpx.Client, say: str, **script: Any) -> str:
@@ -482,11 +496,31 @@ def test_two_gateways_at_one_address(rig: Rig, gateway: Running) -> None:
         assert 'muxserve_unit_up{unit="y0"}' in text
         assert 'process_open_fds{gateway="1"}' in text
         list(text_string_to_metric_families(text))
-    pair[0].terminate()
-    assert pair[0].exit_status() == 0
-    for _ in range(8):
-        with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=PATIENCE) as http:
-            assert http.get("/fleet").json()["gateway"]["index"] == 1
-            assert 'gateway="0"' not in http.get("/metrics").text
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+
+        def client() -> httpx.Client:
+            headers = {"Authorization": "Bearer plain"}
+            return stack.enter_context(httpx.Client(base_url=pair[0].url, headers=headers, timeout=PATIENCE))
+
+        to_first: list[httpx.Client] = []
+        while len(to_first) < 2:
+            http = client()
+            if index_of(http) == 0:
+                to_first.append(http)
+        mark = rig.unit.mark()
+        running = pool.submit(complete, to_first[0], "to the end", hold=2)
+        unit = rig.unit.wait("held", mark)["unit"]
+        pair[0].terminate()
+        while listeners(fleet.gateway.port) > 1:
+            pass
+        # It still serves, but all who come go to the other one, and who is there goes with the next answer.
+        assert [index_of(client()) for _ in range(8)] == [1] * 8
+        last = complete(to_first[1], "goes on")
+        assert (said(last), last.headers["connection"]) == ("goes on", "close")
+        assert index_of(to_first[1]) == 1
+        rig.unit.send("go", unit=unit)
+        assert said(running.result(PATIENCE)) == "to the end"
+        assert pair[0].exit_status() == 0
+        assert 'gateway="0"' not in client().get("/metrics").text
     pair[1].terminate()
     assert pair[1].exit_status() == 0
