@@ -6,6 +6,7 @@ from itertools import takewhile
 
 from muxserve.cluster.arrangement import phases_of
 from muxserve.cluster.plan import FleetPlan
+from muxserve.config import AUTO
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel
 from muxserve.costs.roofline import Roofline
@@ -62,6 +63,8 @@ def _shape(plan: FleetPlan) -> EngineShape:
     if plan.gpu is not None:
         kind = device_name(plan.gpu.gpus[0]) or UNKNOWN_GPU
         return EngineShape(kind, demand.tensor_parallel, 1.0, demand.resolved_dtype)
+    # What an engine's threads get where those of all units compute at the same time.
+    cores = (plan.fleet.cluster.cores if plan.fleet.cluster.cores != AUTO else plan.machine.cores) / plan.units
     # The figures of a CPU are those of a whole one with so many cores.
-    share = min(1.0, unit.threads * demand.ranks / device(CPU).cores)
+    share = min(1.0, min(unit.threads * demand.ranks, cores) / device(CPU).cores)
     return EngineShape(CPU, 1, share, demand.resolved_dtype)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.cluster.plan import FleetPlan
+from muxserve.cluster.rolling_rules import rolling_of
 from muxserve.config import FleetError, load_fleet
 from muxserve.planning.planfile import load_plan
 from muxserve.planning.serving import FleetPlanner
@@ -119,6 +120,19 @@ def test_layers_are_split_as_pools_are_sized_for(
         served(file, None)
     assert words in str(error.value)
     assert "models[0].stages: the environment variable VLLM_PP_LAYER_PARTITION" in str(error.value)
+
+
+def test_prefills_are_predicted_with_the_cores_that_a_replica_gets(tmp_path: Path) -> None:
+    """On two cores two replicas have one each, four half of one."""
+    found = []
+    for replicas in (2, 4):
+        file = fleet_file(
+            tmp_path, f"a arithmetic phases: rolling, replicas: {replicas}, slo: {{ ttft_ms: 1000, tpot_ms: 100 }}"
+        )
+        rules = rolling_of(served(file, None)[0])
+        assert rules is not None
+        found.append(rules.prefill_seconds(1000))
+    assert 1.7 < found[1] / found[0] < 2.0
 
 
 def shares(unit: SimUnit) -> list[tuple[float, float | None]]:
