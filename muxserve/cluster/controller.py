@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_KEPT_DYING, EXIT_FORCED = 0, 2, 3, 4, 130
 
 
-
 class Controller:
     """One fleet, from start to end.
 

@@ -238,6 +238,13 @@ class RayUnit:
 
     def _sized(self, deployment: Deployment) -> None:
         """This life's GPUs and pools are known; until then the unit is to others where it was."""
+        lengths = {model.name: model.max_len for model in self._deployment.models if self.sized.is_set()}
+        for model in deployment.models:
+            if model.max_len < (before := lengths.get(model.name, 0)):
+                # Requests of that length have been promised.
+                words = f"{model.max_len} tokens of {model.name}, which was offered with {before}"
+                self._fail(HOST, f"the GPUs that it has now on {self._host} hold {words}; free their memory")
+                return
         self._deployment = deployment
         self.sized.set()
         if self._was_away:
@@ -269,7 +276,9 @@ class RayUnit:
             case Failed(part, message, path, tail):
                 where = None if path is None else Path(f"{self._host}:{path}")
                 self._said[part] = (where, tail)
-                self._failed_part, self._words = part, message
+                # Whoever is told says himself what it is that failed.
+                self._failed_part = part
+                self._words = message.removeprefix(f"{part} cannot start: ").removeprefix(f"{part} keeps dying: ")
                 return  # the controller says so itself, if it matters to anybody
             case Stopping():
                 return  # that is for the fleet as a whole

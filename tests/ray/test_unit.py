@@ -185,3 +185,16 @@ async def test_a_first_life_that_ends_before_its_pools_are_known_is_told_when_th
     played.actor.sized()
     await played.until(lambda: Up(PartId("host"), 0, 0.0) in played.events)
     played.end()
+
+
+async def test_a_life_that_cannot_hold_what_was_offered_is_none() -> None:
+    played = Played(("m",))
+    played.actor.sized()
+    await played.until(played.unit.sized.is_set)
+    played.actor.restart()
+    longest = DEPLOYMENT.models[0].max_len
+    models = [msgspec.structs.replace(model, max_len=longest - 1) for model in DEPLOYMENT.models]
+    played.actor.sized(msgspec.structs.replace(DEPLOYMENT, models=models))
+    with pytest.raises(GaveUp, match=rf"on 127.0.0.1 hold {longest - 1} tokens of m, which was offered with {longest}"):
+        await asyncio.wait_for(played.unit.wait(), 10)
+    assert played.unit.entry.deployment == DEPLOYMENT
