@@ -103,8 +103,10 @@ class Leases:
             else:
                 engine.stepped(seconds, tokens, steps)
                 prefill_tokens = tokens if phase is Phase.PREFILL else 0
-            if prefill_tokens:
-                model.promise(max(0, model.outstanding - prefill_tokens))
+        if phase is not Phase.DECODE:
+            # Whose prompts are done left before this, so that what others still need is known only now: no more than
+            # all their tokens, and less if a prefix was cached.
+            model.promise(max(0, min(model.outstanding - prefill_tokens, model.prefill_tokens)))
         lease = engine.lease
         if not remaining and not engine.inside and lease_id >= engine.entered_with:
             # Whatever lease the report is about, a later one brought nothing in. (If one did, and that was cancelled on

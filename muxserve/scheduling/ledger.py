@@ -110,7 +110,7 @@ class UnitLedger(Leases):
             return False
         model = live.model
         del model.prefilling[request_id]
-        self._prefilled(live)
+        model.prefill_tokens -= live.tokens
         live.place = Place.HANDED
         live.output_tokens = output_tokens
         live.lease_id = 0
@@ -127,7 +127,7 @@ class UnitLedger(Leases):
             return False
         model = live.model
         del model.prefilling[request_id]
-        self._prefilled(live)
+        model.prefill_tokens -= live.tokens
         live.place = Place.DECODING
         live.output_tokens = output_tokens
         live.entered_at = model.rounds
@@ -146,7 +146,7 @@ class UnitLedger(Leases):
         if live is None or not 0 < live.lease_id <= lease_id or request_id not in live.model.engine(phase).inside:
             return False
         live.model.tally.finished += 1
-        self._leave(live, now)
+        self._leave(live, now, computed=True)
         return True
 
     def returned(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
@@ -158,7 +158,7 @@ class UnitLedger(Leases):
         engine = model.prefill if live.place is Place.PREFILLING else model.decode
         if live.place is Place.PREFILLING:
             del model.prefilling[request_id]
-            self._prefilled(live)
+            self._not_prefilled(live)
         else:
             del model.decoding[request_id]
         self._note(live, Event.LEFT)
@@ -225,8 +225,9 @@ class UnitLedger(Leases):
                 gone.append(request_id)
         return gone
 
-    def _leave(self, live: LiveRequest, now: float, idle: bool = False) -> None:
-        """Forget a request; with `idle`, its engine runs no step, and has no use for a lease if that was the last."""
+    def _leave(self, live: LiveRequest, now: float, idle: bool = False, computed: bool = False) -> None:
+        """Forget a request; with `idle`, its engine runs no step, and has no use for a lease if that was the last. With
+        `computed`, all its tokens were, as far as the step tells that is reported next."""
         model, request_id = live.model, live.request_id
         del self.requests[request_id]
         self._note(live, Event.LEFT)
@@ -238,7 +239,10 @@ class UnitLedger(Leases):
                 model.queue.remove(live)
             case Place.PREFILLING:
                 del model.prefilling[request_id]
-                self._prefilled(live)
+                if computed:
+                    model.prefill_tokens -= live.tokens
+                else:
+                    self._not_prefilled(live)
                 self._settle(model.prefill, now, idle)
             case Place.HANDED:
                 del model.handed[request_id]
@@ -269,8 +273,8 @@ class UnitLedger(Leases):
             journal.append(Note(event, live.request_id))
 
     @staticmethod
-    def _prefilled(live: LiveRequest) -> None:
-        """`live` needs no prefill any more; what is still promised is at most what the others need."""
+    def _not_prefilled(live: LiveRequest) -> None:
+        """`live` will not be prefilled, or not now; what is still promised is at most what the others need."""
         model = live.model
         model.prefill_tokens -= live.tokens
         model.promise(min(model.outstanding, model.prefill_tokens))

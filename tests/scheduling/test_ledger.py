@@ -318,6 +318,36 @@ def test_a_long_prompt_takes_several_steps_alone() -> None:
     assert chosen.request_ids == ("next",)
 
 
+def test_what_a_step_computed_is_counted_once() -> None:
+    """Also when prompts are done with it, whose tokens are among what it computed."""
+    book = ledger()
+    model = book.by_name["a"]
+    for name, prompt in (("first", 40), ("second", 60), ("third", 30)):
+        arrive(book, name, prompt=prompt)
+    prefill(book, "first", "second", "third")
+    assert model.outstanding == 130
+    book.handed_over("first", 1, 1, 0.1)
+    book.stepped("a", Phase.PREFILL, 1, 4, 0.01, 64, 2, 0.1)
+    assert model.outstanding == 66, "36 of the second, and the third"
+    # A client goes away: of what is left, nobody knows whose it was, but no more than all of the third's.
+    book.cancelled("second", 0.15)
+    assert model.outstanding == 30
+    book.finished("third", Phase.PREFILL, 1, 0.2)
+    book.stepped("a", Phase.PREFILL, 1, 3, 0.01, 30, 0, 0.2)
+    assert (model.outstanding, model.prefill_tokens, model.promised, model.pool.promised) == (0, 0, 0, 0)
+
+
+def test_a_cached_prefix_is_promised_no_longer_than_it_is_unknown() -> None:
+    book = ledger()
+    model = book.by_name["a"]
+    arrive(book, "cached", prompt=100)
+    arrive(book, "next", prompt=50)
+    prefill(book, "cached", "next")
+    book.handed_over("cached", 1, 1, 0.1)
+    book.stepped("a", Phase.PREFILL, 1, 4, 0.01, 4, 1, 0.1)
+    assert model.outstanding == 50
+
+
 def test_an_unfinished_prefill_wants_to_go_on() -> None:
     book = ledger()
     model = book.by_name["a"]
