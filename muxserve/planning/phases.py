@@ -58,8 +58,8 @@ def compare(
     goodputs: bool = True,
 ) -> Comparison:
     """Simulate all arrangements (or `only` some) of one model on the same devices, under the same seeded load. The same
-    arguments give the same figures. Without `goodputs` the goodput of the layout that is taken is not looked for (0):
-    for who only wants to know the layout."""
+    arguments give the same figures. Without `goodputs` the goodput of the layout that is taken is not looked for (0),
+    and its figures are of fewer requests: for who only wants to know the layout."""
     load = Load(wanted, seed)
     found: list[Compared] = []
     simulations = 0
@@ -116,13 +116,13 @@ def _arrangement(
             start = point_of(found, COARSE) if found else start
         start = point_of(most) if most > 0 else start
     tell(0.75, place.layout.words)
-    best = Search(wanted, ground, place, latency, load)
+    best = Search(wanted, ground, place, latency, load, brief=not goodputs)
     goodput = best.goodput(SHARE, start) if goodputs else 0.0
     tell(0.9, place.layout.words)
     smooth = goodput
     if phases == "rolling" and goodput:
         smooth = best.goodput(SHARE, point_of(goodput), switch=False)
-    figures = _figures(wanted, best, goodput, smooth, rate, load)
+    figures = _figures(wanted, best, goodput, smooth, rate)
     return figures, simulations + best.simulations + 1
 
 
@@ -158,10 +158,10 @@ def places_of(wanted: Wanted, ground: Ground, phases: PhasesName) -> list[Place]
     return [places[layout] for layout in kept]
 
 
-def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate: float, load: Load) -> Figures:
+def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate: float) -> Figures:
     played = search.at(rate)
     place, demand = search.place, wanted.demand
-    counted = [each for each in played.outcomes if each.arrival >= WARM * load.seconds(rate)]
+    counted = [each for each in played.outcomes if each.arrival >= WARM * search.seconds(rate)]
     devices = min(place.layout.devices, search.devices)
     return Figures(
         layout=place.layout,
@@ -174,7 +174,7 @@ def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate
         ttft_with_wait=_spread(counted, 0, True),
         tpot=_spread(counted, 1, False),
         tpot_after_wait=_spread(counted, 1, True),
-        served=_served(played.outcomes, load.seconds(rate), rate),
+        served=_served(played.outcomes, search.seconds(rate), rate),
         running=rate * statistics.fmean(each.latency for each in counted) if counted else 0.0,
         preemptions=played.preemptions,
         balance=played.balance,

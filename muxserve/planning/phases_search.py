@@ -99,9 +99,13 @@ class Search:
         """
         return play(self._wanted, self._ground, self.place, self._latency, self._load.requests(rate, self._brief), rate)
 
+    def seconds(self, rate: float) -> float:
+        """How long requests come at that rate."""
+        return self._load.seconds(rate, self._brief)
+
     def part_met(self, played: Played, rate: float, switch: bool) -> float:
         """Part of the requests within the objectives, but for the first ones; see `Outcome.times` for `switch`."""
-        return part_met(played, self._objectives, WARM * self._load.seconds(rate, self._brief), switch)
+        return part_met(played, self._objectives, WARM * self.seconds(rate), switch)
 
     def attained(self, point: int, switch: bool = True) -> float:
         """The same at a point of the grid."""

@@ -80,10 +80,13 @@ def test_a_fleet_of_three_arrangements(mixed: Path, tmp_path: Path) -> None:
     assert len({job["pid"] for job in jobs if job["ph"] == "X"}) == mux["extra"]["devices"]
 
 
-def test_words_of_each_arrangement(mixed: Path) -> None:
-    given = (mixed, "--workload", LOAD, *SHORT)
-    result = simulate(*given)
-    words = " ".join(result.stdout.split())
+def test_words_of_each_arrangement(mixed: Path, tmp_path: Path) -> None:
+    """Of a plan, which is simulated as it is, and with the same report every time."""
+    places = places_of(mixed, None, None, None, None, Roofline(), QUICK)
+    plan = tmp_path / "plan.yaml"
+    save_plan(places.placed("muxserve").placement, plan)
+    given = (mixed, "--workload", LOAD, *SHORT, "--plan", plan)
+    words = " ".join(simulate(*given).stdout.split())
     assert "ring is rolling over 2 replicas; after its first token a request waits" in words
     assert "pipe is pipelined, 1 replica of 2 stages with" in words
     assert simulate(*given, "--json").stdout == simulate(*given, "--json").stdout
