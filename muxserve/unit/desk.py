@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import repeat
 
 from muxserve.deployment import Deployment
@@ -16,6 +15,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Place, QueuedRequest
 from muxserve.unit.memory import Memory
+from muxserve.unit.outbox import Outbox, shown
 from muxserve.wire import (
     Abort,
     Admit,
@@ -24,12 +24,10 @@ from muxserve.wire import (
     GatewayHello,
     HandOver,
     Lost,
-    Message,
     Prefilled,
     Refused,
     Returned,
     Submit,
-    TakeOver,
     TookOver,
     UnitHello,
 )
@@ -37,9 +35,6 @@ from muxserve.wire import (
 log = logging.getLogger(__name__)
 
 GATEWAY = b"gateway/"
-
-# What a migrator leaves for another one to hold as well: MOVE/NUMBER. It has a short time limit of its own.
-_SHARED = re.compile(r"[^:]+:[0-9a-f]+:\d+/\d+")
 
 
 @dataclass(slots=True)
@@ -68,16 +63,6 @@ class Gateway:
     number: int = 0
 
 
-@dataclass(slots=True)
-class Outbox:
-    """Messages to send, in order, each with the ZeroMQ identity of its receiver."""
-
-    messages: list[tuple[bytes, Message]] = field(default_factory=list)
-
-    def send(self, peer: bytes, message: Message) -> None:
-        self.messages.append((peer, message))
-
-
 class RequestDesk:
     """Every live request of the ledger, with what only its gateway and its engines understand."""
 
@@ -92,7 +77,6 @@ class RequestDesk:
         self._memory = memory
         self._out = out
         self._epoch = epoch
-        self._orphans: set[tuple[str, str]] = set()
 
     def greeted(self, peer: bytes, hello: GatewayHello, now: float) -> None:
         """A gateway is there."""
@@ -169,54 +153,6 @@ class RequestDesk:
             now,
         )
 
-    def take_over(self, message: TakeOver, now: float) -> str:
-        """A request comes from another unit with its KV, under a hand-off. Returns why not, or nothing."""
-        request = message.request
-        address = next((a for a, g in self.gateways.items() if g.epoch == request.gateway_epoch), None)
-        if address is None:
-            return f"its gateway {request.gateway_epoch} is not known here"
-        model = self._ledger.by_name.get(request.model)
-        if model is None or model.retired or not model.up:
-            return f"model {request.model!r} is not up here"
-        if not self._ledger.memory_up:
-            return "the memory manager is not up"
-        done = len(request.output_tokens)
-        most = request.prompt_tokens + max(request.max_tokens, done + 1) - 1
-        if self._pages(model, most) > self._policy.capacity(model):
-            return f"it can grow to {most} tokens, for which there is no room here"
-        known = self.held.get(request.request_id)
-        if known is not None:
-            if known.attempt >= request.attempt:
-                return "it is here already"
-            self.drop([request.request_id], now)
-        self.held[request.request_id] = Held(
-            address,
-            request.attempt,
-            request.body,
-            request.output_tokens,
-            message.key,
-            request.computed_tokens,
-            request.scheduling,
-            foreign=True,
-            moves=request.moves,
-        )
-        self._ledger.taken_over(
-            QueuedRequest(
-                request.request_id,
-                request.model,
-                request.prompt_tokens,
-                request.max_tokens,
-                now - request.waited,
-                request.priority,
-                done,
-                True,
-                request.execution,
-            ),
-            now,
-        )
-        self._out.send(address, TookOver(request.request_id, request.attempt, request.moves))
-        return ""
-
     def give_back(self, model: ModelState, now: float) -> None:
         """What waits in the model's queue is to be served by other units."""
         waiting = [live.request_id for live in model.queue.first(len(model.queue))]
@@ -226,14 +162,10 @@ class RequestDesk:
             log.info("%d requests of %s go elsewhere", len(ids), model.name)
             self._out.send(gateway, Elsewhere(ids, attempts))
 
-    @staticmethod
-    def _pages(model: ModelState, tokens: int) -> int:
-        return -(-tokens // model.block_tokens) * model.pages_per_block
-
     def too_long(self, gateway: bytes, request_id: str, attempt: int, model: ModelState, tokens: int) -> bool:
         """Refuse a request for which the pool has not enough pages even when the model has all it can get."""
         capacity = self._policy.capacity(model)
-        pages = self._pages(model, tokens)
+        pages = pages_for(model, tokens)
         if pages <= capacity:
             return False
         most = capacity // model.pages_per_block * model.block_tokens
@@ -323,36 +255,6 @@ class RequestDesk:
         if self.too_long(held.gateway, live.request_id, held.attempt, live.model, live.tokens):
             self.drop([live.request_id], now)
 
-    def give_up_hand_offs(self, request_ids: Iterable[str], model: ModelState) -> None:
-        """Of requests that are about to be lost: a decode engine may have died before it adopted them."""
-        for request_id in request_ids:
-            held = self.held.get(request_id)
-            if held is not None and held.key:
-                self._memory.drop(model.name, held.key)
-
-    def drop_orphans(self, waiting: Mapping[str, Iterable[str]]) -> None:
-        """Give up hand-offs (keys by model) that no request here knows.
-
-        An engine that dies between handing over and saying so leaves one, and so does a unit scheduler that dies. What
-        is met for the first time may be on its way, so it goes only when it is still unknown at the next look.
-        """
-        known = {held.key for held in self.held.values()}
-        unknown = {
-            (model, key)
-            for model, keys in waiting.items()
-            for key in keys
-            if key not in known and not _SHARED.fullmatch(key)
-        }
-        for model, key in unknown & self._orphans:
-            log.warning("giving up the hand-off %s of %s, which no request waits for", key, model)
-            self._memory.drop(model, key)
-        self._orphans = unknown
-
-    def hand_offs_void(self, request_ids: Iterable[str]) -> None:
-        """The memory manager died, and these hand-offs with it."""
-        for request_id in request_ids:
-            self.held[request_id].key = ""
-
     def admit(self, live: LiveRequest) -> Admit:
         """What tells the engine that the ledger has put the request into to take it in."""
         held = self.held[live.request_id]
@@ -372,6 +274,6 @@ class RequestDesk:
         )
 
 
-def shown(peer: bytes) -> str:
-    """A peer's identity for people; identities that ZeroMQ made up are not text."""
-    return peer.decode(errors="backslashreplace")
+def pages_for(model: ModelState, tokens: int) -> int:
+    """KV pages of a sequence of so many tokens."""
+    return -(-tokens // model.block_tokens) * model.pages_per_block

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.types import Grant
-from muxserve.unit.desk import Outbox, RequestDesk, shown
+from muxserve.unit.desk import RequestDesk
+from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
+from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.reconcile import Peer, Reconciliation
 from muxserve.wire import EngineDown, EngineHello, EngineLost, HeldRequests, Reset, StepReport
@@ -32,6 +34,7 @@ class Engines:
         self,
         ledger: UnitLedger,
         desk: RequestDesk,
+        hand_offs: HandOffs,
         memory: Memory,
         pages: Pages,
         out: Outbox,
@@ -41,6 +44,7 @@ class Engines:
     ) -> None:
         self._ledger = ledger
         self._desk = desk
+        self._hand_offs = hand_offs
         self._memory = memory
         self._pages = pages
         self._out = out
@@ -52,7 +56,7 @@ class Engines:
             for engine in model.engines:
                 address = f"{model.name}/{engine.phase}".encode()
                 self._peers[address] = Peer(model, engine, address)
-        self.reconciliation = Reconciliation(ledger, desk, out, self._peers.values(), now)
+        self.reconciliation = Reconciliation(ledger, desk, hand_offs, out, self._peers.values(), now)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -84,7 +88,7 @@ class Engines:
             log.warning("an engine %s/%s of identity %s is none of this unit", hello.model, hello.phase, shown(peer))
             return
         lost = [*engine.state.inside]
-        self._desk.give_up_hand_offs(lost, engine.model)
+        self._hand_offs.give_up(lost, engine.model)
         gone = self._ledger.engine_up(hello.model, engine.state.phase, now)
         self._desk.tell_lost(gone, f"engine {shown(peer)} started anew")
         engine.anew(hello.pid)
@@ -99,7 +103,7 @@ class Engines:
             log.warning("%s/%s is no engine of this unit", down.model, down.phase)
             return
         model = engine.model
-        self._desk.give_up_hand_offs([*engine.state.inside, *engine.state.incoming], model)
+        self._hand_offs.give_up([*engine.state.inside, *engine.state.incoming], model)
         gone = self._ledger.engine_down(down.model, engine.state.phase, now)
         engine.anew(None)
         log.warning("engine %s/%s is down: %s", down.model, down.phase, down.reason)

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from muxserve.deployment import Deployment
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.types import Grant
-from muxserve.unit.desk import Outbox, RequestDesk, shown
+from muxserve.unit.arrivals import Arrivals
+from muxserve.unit.desk import RequestDesk
 from muxserve.unit.engines import Engines
+from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
 from muxserve.unit.moving import MIGRATOR, Departures
+from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.profiles import unit_ledger
 from muxserve.unit.replicas import Replicas
@@ -95,9 +98,11 @@ class UnitExecutor:
         self.moving = Departures(
             deployment, self.ledger, self.desk, memory, self._out, epoch, lambda model: self.replicas.load(model)
         )
-        self._pages = Pages(self.ledger, policy, memory, self.desk, self.moving, now)
+        self._arrivals = Arrivals(self.ledger, policy, self.desk, self._out)
+        hand_offs = HandOffs(self.desk.held, memory)
+        self._pages = Pages(self.ledger, policy, memory, self.desk, hand_offs, self.moving, now)
         self.engines = Engines(
-            self.ledger, self.desk, memory, self._pages, self._out, epoch, lambda grant, at: self._grant(grant, at), now
+            self.ledger, self.desk, hand_offs, memory, self._pages, self._out, epoch, self._grant, now
         )
 
     # ------------------------------------------------------------ the two sides
@@ -129,7 +134,7 @@ class UnitExecutor:
             case Blocks() | Detached() | MoveStaged() | MoveCommitted() | MoveFailed():
                 self.moving.heard(peer, message, now)
             case TakeOver():
-                self._out.send(peer, TakenOver(message.move, self.desk.take_over(message, now)))
+                self._out.send(peer, TakenOver(message.move, self._arrivals.take_over(message, now)))
             case MovingIn():
                 self.replicas.migrating(message)
             case Paired():

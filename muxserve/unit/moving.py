@@ -25,8 +25,9 @@ from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, Place
-from muxserve.unit.desk import Outbox, RequestDesk
+from muxserve.unit.desk import RequestDesk
 from muxserve.unit.memory import Memory
+from muxserve.unit.outbox import Outbox
 from muxserve.unit.pairs import Pair, Pairs
 from muxserve.wire import (
     Blocks,

@@ -8,6 +8,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.desk import RequestDesk
+from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
 from muxserve.unit.moving import Departures
 
@@ -21,13 +22,21 @@ class Pages:
     """Keeps the ledger's counts and the manager's quotas in line."""
 
     def __init__(
-        self, ledger: UnitLedger, policy: Policy, memory: Memory, desk: RequestDesk, moving: Departures, now: float
+        self,
+        ledger: UnitLedger,
+        policy: Policy,
+        memory: Memory,
+        desk: RequestDesk,
+        hand_offs: HandOffs,
+        moving: Departures,
+        now: float,
     ) -> None:
         self.due = now
         self._ledger = ledger
         self._policy = policy
         self._memory = memory
         self._desk = desk
+        self._hand_offs = hand_offs
         self._moving = moving
         self._quotas: dict[str, int] | None = None
 
@@ -62,7 +71,7 @@ class Pages:
         self.due = now
         handed = [request_id for model in self._ledger.models for request_id in model.handed]
         on_their_way = self._moving.memory_gone(now)
-        self._desk.hand_offs_void([*handed, *(r for m in self._ledger.models for r in m.moving)])
+        self._hand_offs.void([*handed, *(r for m in self._ledger.models for r in m.moving)])
         self._desk.tell_lost(self._ledger.lost([*handed, *on_their_way], now), "the memory manager died")
 
     def _mind(self, now: float) -> None:
@@ -70,7 +79,7 @@ class Pages:
         if memory.connected and now >= self.due:
             waiting = memory.hand_offs()
             if waiting is not None:
-                self._desk.drop_orphans(waiting)
+                self._hand_offs.drop_orphans(waiting)
         if ledger.memory_up and not memory.connected:
             self.gone(now)
         if not memory.connected:

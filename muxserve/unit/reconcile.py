@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.desk import Outbox, RequestDesk
+from muxserve.unit.desk import RequestDesk
+from muxserve.unit.hand_offs import HandOffs
+from muxserve.unit.outbox import Outbox
 from muxserve.wire import Abort, HeldRequests, ShowRequests, StepReport
 
 log = logging.getLogger(__name__)
@@ -63,11 +65,20 @@ class Reconciliation:
     """Finds requests that engines have lost, and such as they should not have any more. `missing` and `strays` count
     them by model."""
 
-    def __init__(self, ledger: UnitLedger, desk: RequestDesk, out: Outbox, peers: Iterable[Peer], now: float) -> None:
+    def __init__(
+        self,
+        ledger: UnitLedger,
+        desk: RequestDesk,
+        hand_offs: HandOffs,
+        out: Outbox,
+        peers: Iterable[Peer],
+        now: float,
+    ) -> None:
         self.missing: Counter[str] = Counter()
         self.strays: Counter[str] = Counter()
         self._ledger = ledger
         self._desk = desk
+        self._hand_offs = hand_offs
         self._out = out
         self._peers = list(peers)
         self._due = now + RECONCILE_SECONDS
@@ -124,7 +135,7 @@ class Reconciliation:
         self.missing[peer.model.name] += len(ids)
         # Whatever may be left of them there goes, and what they were to adopt.
         self._abort(peer, lives)
-        self._desk.give_up_hand_offs(ids, peer.model)
+        self._hand_offs.give_up(ids, peer.model)
         self._desk.tell_lost(self._ledger.lost(ids, now), f"engine {peer.name} does not have them")
 
     def _abort(self, peer: Peer, lives: Iterable[tuple[str, int]]) -> None:

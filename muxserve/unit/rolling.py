@@ -15,7 +15,7 @@ from muxserve.scheduling.journal import Event, Note
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, Place
-from muxserve.unit.desk import Outbox
+from muxserve.unit.outbox import Outbox
 from muxserve.wire import RollingReport, RollingRequest
 
 log = logging.getLogger(__name__)
