@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
-from muxserve.scheduling.admission import Admission, admissible, prefill_steps
+from muxserve.scheduling.admission import Admission, admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.lending import lend
 from muxserve.scheduling.quanta import Quanta
@@ -17,6 +17,14 @@ T = TypeVar("T")
 
 # Between two changes of fixed quotas: what was lent comes back page by page.
 LEND_SECONDS = 0.1
+
+
+class Renewals(NamedTuple):
+    """Nothing but running decode leases being renewed, each for as long as is usual while others wait (`contended`) or
+    do not, until the clock reaches `until`."""
+
+    contended: bool
+    until: float = float("inf")
 
 
 class Policy(ABC):
@@ -68,6 +76,15 @@ class Policy(ABC):
         """When to ask again even if nothing happens; infinity for never."""
         return ledger.next_retry()
 
+    def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
+        """What is decided from now on until something happens, if that is nothing but to renew decode leases that are
+        `due`: whoever asks may then renew them and need not ask for decisions. None: there may be more.
+
+        Something happens when a request arrives, ends or changes its engine, when a lease ends, when pages come free,
+        and at `wakeup`. A policy that answers changes neither quotas before `wakeup` nor itself by such decisions.
+        """
+        return None
+
     def limit(self, model: ModelState) -> int:
         """Pages up to which `model` admits requests now; less than its quota while that is being lowered."""
         return model.quota
@@ -78,6 +95,20 @@ class Policy(ABC):
         return min(model.quota, model.profile.quota_pages)
 
     # ------------------------------------------------------------ shared by the policies
+
+    def _settled(self, ledger: UnitLedger, now: float) -> bool:
+        """Decode engines with work run under leases that may be renewed, and no prompt waits that could be prefilled
+        now, beside those in a prefill engine that runs."""
+        for model in ledger.models:
+            lease = model.decode.lease
+            if model.handed or (model.decoding if lease is None else not lease.renewable):
+                return False
+            if model.prefill.lease is not None:
+                if model.queue:
+                    return False
+            elif model.prefilling or (model.queue and wants_prefill(ledger, model, now, self.limit(model))):
+                return False
+        return True
 
     def _decode_grant(
         self, model: ModelState, contended: bool, share: int | None = None, steps: int = 0, renewable: bool = True

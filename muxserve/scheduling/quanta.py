@@ -34,12 +34,23 @@ class Quanta:
 
     def decode(self, step_seconds: float, contended: bool) -> Length:
         """Length of a decode lease; `step_seconds` is the engine's usual step, 0 when not known."""
+        steps = self.decode_steps(step_seconds, contended)
+        quantum = self.contended_seconds if contended else self.open_seconds
+        seconds = steps * step_seconds
+        return Length(steps, self.slack * (seconds if seconds > quantum else quantum))
+
+    def decode_steps(self, step_seconds: float, contended: bool) -> int:
+        """Steps of a decode lease."""
         if contended:
             most, least, quantum = self.contended_steps, self.least_contended_steps, self.contended_seconds
         else:
             most, least, quantum = self.open_steps, self.least_open_steps, self.open_seconds
-        steps = most if step_seconds <= 0.0 else min(most, max(least, int(quantum / step_seconds)))
-        return Length(steps, self.slack * max(quantum, steps * step_seconds))
+        if step_seconds <= 0.0:
+            return most
+        steps = int(quantum / step_seconds)
+        if steps < least:
+            steps = least
+        return most if steps > most else steps
 
     def prefill(self, step_seconds: float, steps: int) -> Length:
         """Length of a prefill job of `steps` steps."""

@@ -121,6 +121,10 @@ class PrefillEngine(Leased):
             pairs += chunk * request.computed + chunk * (chunk + 1) // 2
         return tokens, pairs
 
+    def releases(self) -> bool:
+        """A request ends with the step that runs."""
+        return any(request.output - request.made <= 1 for request, _ in self._chunks)
+
     def retime(self, slow: float, now: float) -> None:
         if self.state == STEPPING:
             self._work += (now - self._at) / self.slow

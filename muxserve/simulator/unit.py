@@ -6,18 +6,13 @@ It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, p
 from __future__ import annotations
 
 from muxserve.costs import LatencyModel
-from muxserve.scheduling.adbs import Adbs
-from muxserve.scheduling.admission import wants_prefill
 from muxserve.scheduling.engines import EngineState
-from muxserve.scheduling.fcfs import Fcfs
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
-from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.round_robin import RoundRobin
+from muxserve.scheduling.policy import Policy, Renewals
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, QueuedRequest
 from muxserve.simulator.decode import DecodeEngine
-from muxserve.simulator.leaps import STEPPING
 from muxserve.simulator.leases import Lease
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.prefill import PrefillEngine
@@ -27,10 +22,6 @@ from muxserve.simulator.world import World
 
 # A wakeup that is due already and changed nothing is tried again after this time, so that the clock moves on.
 _AGAIN_SECONDS = 0.001
-
-
-# Of these policies it is known that they do nothing but renew leases where `rest` says so.
-_RENEWING: tuple[type[Policy], ...] = (Adbs, Fcfs, RoundRobin)
 
 
 class LeasedUnit(World):
@@ -54,7 +45,14 @@ class LeasedUnit(World):
         self._wake_at = -1.0
         self._by_name: dict[str, ModelPages] = {}
         self.decoders: list[tuple[ModelState, DecodeEngine]] = []
-        self._leaps_renewals = type(self.policy) in _RENEWING and not (self.overheads.report or self.overheads.lease)
+        self._leaps_renewals = not (self.overheads.report or self.overheads.lease)
+        # What far leaps take for granted; and something has happened that calls for a decision even so.
+        self._renewals: Renewals | None = None
+        self._stirred = False
+        self._woken = False
+        # Pages have come free of which the ledger has not been told.
+        self._freed = False
+        self.prefillers: list[tuple[ModelState, PrefillEngine]] = []
         self._engine: dict[tuple[str, Phase], DecodeEngine | PrefillEngine] = {}
         for index, (model, pages) in enumerate(zip(unit.models, self.pages, strict=True)):
             self._by_name[model.name] = pages
@@ -63,7 +61,9 @@ class LeasedUnit(World):
             self.decoders.append((self.ledger.by_name[model.name], engine))
         # Of steps that begin at the same moment decode comes first, since prefill takes whatever is left.
         for index, (model, pages) in enumerate(zip(unit.models, self.pages, strict=True), len(unit.models)):
-            self._add(PrefillEngine(self, model, index, pages))
+            prefiller = PrefillEngine(self, model, index, pages)
+            self._add(prefiller)
+            self.prefillers.append((self.ledger.by_name[model.name], prefiller))
 
     def _add(self, engine: DecodeEngine | PrefillEngine) -> None:
         phase = Phase(engine.phase)
@@ -78,9 +78,11 @@ class LeasedUnit(World):
         if self._too_long(request, request.prompt + max(1, request.output - 1), now):
             return
         self._requests[request.request_id] = request
-        self.ledger.arrived(
+        live = self.ledger.arrived(
             QueuedRequest(request.request_id, request.model, request.prompt, request.output, request.arrival), now
         )
+        if len(live.model.queue) == 1:
+            self._stirred = True
         self.turn_due = True
 
     def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:
@@ -153,40 +155,55 @@ class LeasedUnit(World):
                 ledger.cancelled(request.request_id, now)
                 del self._requests[request.request_id]
         ledger.stepped(name, phase, lease_id, left, seconds, tokens, remaining, now, steps)
+        if returned or phase is Phase.PREFILL:
+            self._stirred = True
         self.turn_due = True
 
     # ------------------------------------------------------------ the scheduler
 
     def turn(self, now: float) -> None:
-        policy, ledger = self.policy, self.ledger
+        stirred, self._stirred = self._stirred, False
+        woken, self._woken = self._woken, False
         if self.calm:
+            if not stirred and self._goes_on(woken, now):
+                return
             self._stir(now)
-        self._count_pages(now)
-        self._tell_pages()
+        self.turns += 1
+        self._tell_pages(now)
+        self._freed = False
         if self.unit.adapt_quotas:
-            changes = policy.rebalance(ledger, now)
-            if changes:
-                for change in changes:
-                    pages = self._by_name[change.model]
-                    pages.quota = change.pages
-                    ledger.pages(change.model, pages.held, 0, pages.quota)
-                for pool in self.pools.values():
-                    pool.check(now)
-        for grant in policy.decide(ledger, now):
+            self._rebalance(now)
+        for grant in self.policy.decide(self.ledger, now):
             self._grant(grant, now)
-        wakeup = policy.wakeup(ledger, now) if self.unit.adapt_quotas else ledger.next_retry()
+        self._plan_to_wake(now)
+
+    def _rebalance(self, now: float) -> None:
+        changes = self.policy.rebalance(self.ledger, now)
+        if changes:
+            for change in changes:
+                pages = self._by_name[change.model]
+                pages.quota = change.pages
+                self.ledger.pages(change.model, pages.held, 0, pages.quota)
+            for pool in self.pools.values():
+                pool.check(now)
+
+    def _plan_to_wake(self, now: float) -> None:
+        wakeup = self.policy.wakeup(self.ledger, now) if self.unit.adapt_quotas else self.ledger.next_retry()
         if wakeup < self._wake_at or (self._wake_at <= now and wakeup != float("inf")):
             self._wake_at = wakeup if wakeup > now else now + _AGAIN_SECONDS
             self.at(self._wake_at, self._wake)
 
     def _wake(self, now: float) -> None:
         if now == self._wake_at:
-            self.turn_due = True
+            self.turn_due = self._woken = True
 
     # ------------------------------------------------------------ leaps over renewals
 
     def usage(self, engine: DecodeEngine) -> EngineState:
         return self.decoders[engine.order][0].decode
+
+    def freed(self, pages: ModelPages, now: float) -> None:
+        self._freed = True
 
     def releasing(self, pages: ModelPages, now: float) -> None:
         # What a model held at most is what the ledger would have heard of at a turn just before.
@@ -196,40 +213,64 @@ class LeasedUnit(World):
 
     def rest(self, now: float) -> None:
         """See whether all that the policy will do until something happens is to renew leases; then leap over that."""
-        if self._leaps_renewals:
-            if self._only_renewals(now):
-                self.calm = True
-                for _, engine in self.decoders:
-                    if not engine.far:
-                        engine.extend(now)
-            else:
-                self.disturbed(now)
-
-    def _only_renewals(self, now: float) -> bool:
-        """Every engine with work runs under a lease that may be renewed, bounded by its steps and not by its seconds.
-        No prompt can be admitted: none waits, or there are too few pages or seats, of which there will not be more
-        before something is told."""
+        if not self._leaps_renewals:
+            return
+        renewals = self._only_renewals(now)
+        if renewals != self._renewals or renewals is None:
+            self.disturbed(now)
+            if renewals is None:
+                return
+        self._renewals = renewals
+        self.calm = True
         for model, engine in self.decoders:
-            if model.prefilling or model.handed or model.prefill.lease is not None:
-                return False
+            if not engine.far:
+                lease = model.decode.lease
+                if lease is not None and engine.steady(lease, model.decode.step_seconds):
+                    engine.extend(renewals, now)
+
+    def _only_renewals(self, now: float) -> Renewals | None:
+        """What the policy says, and nothing but decoding sequences will give pages back: what each model held at most
+        before that, the ledger is told (`releasing`)."""
+        renewals = None if self._freed else self.policy.renews(self.ledger, now)
+        if renewals is None or renewals.until <= now:
+            return None
+        for model, engine in self.prefillers:
+            if model.prefill.lease is not None and engine.releases():
+                return None
+        return renewals
+
+    def _goes_on(self, woken: bool, now: float) -> bool:
+        """All that has been told are steps of decode engines, ends of their sequences, requests that join others in a
+        queue, and the time. If nothing but renewals follows from that, see to them without asking for a decision."""
+        ledger, self._freed = self.ledger, False
+        if woken or any(model.queue for model in ledger.models):
+            self._tell_pages(now)
+            if woken and self.unit.adapt_quotas:
+                self._rebalance(now)
+        else:
+            for model, pages in zip(ledger.models, self.pages, strict=True):
+                if pages.held < pages.told:
+                    pages.told = pages.held
+                    ledger.pages(model.name, pages.held, 0, pages.quota)
+        renewals = self._only_renewals(now)
+        if renewals is None or renewals != self._renewals:
+            return False
+        due = []
+        for model, engine in self.decoders:
             lease = model.decode.lease
-            if lease is None:
-                if model.decoding:
+            if not engine.far and lease is not None and model.decoding and lease.due(now):
+                if not engine.between():
                     return False
-            elif (
-                not lease.renewable
-                or lease.left * 2 <= lease.steps
-                or engine.state != STEPPING
-                or engine.returned
-                or not engine.steady(lease, model.decode.step_seconds)
-            ):
-                return False
-            if model.queue and wants_prefill(self.ledger, model, now, self.policy.limit(model)):
-                return False
+                due.append((model, engine))
+        for model, engine in due:
+            engine.renew(model.decode, renewals.contended, now)
+        if woken:
+            self._plan_to_wake(now)
         return True
 
     def disturbed(self, now: float) -> None:
         calm, self.calm = self.calm, False
+        self._renewals = None
         for model, engine in self.decoders:
             if engine.far:
                 if calm:
@@ -244,10 +285,13 @@ class LeasedUnit(World):
                 engine.catch_up(now, model.decode, False)
                 if engine.stands_at_report(now):
                     engine.report_now(now)
+        # It is taking place.
+        self.turn_due = self._stirred = False
 
     # ------------------------------------------------------------ what the scheduler sees and does
 
-    def _tell_pages(self) -> None:
+    def _tell_pages(self, now: float) -> None:
+        self._count_pages(now)
         ledger = self.ledger
         for model, pages in zip(ledger.models, self.pages, strict=True):
             held = pages.held

@@ -196,7 +196,6 @@ class World:
             turned = self.turn_due
             if turned:
                 self.turn_due = False
-                self.turns += 1
                 self.turn(now)
             stirred = turned or (self.calm and bool(kicks))
             if kicks:
