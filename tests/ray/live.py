@@ -2,7 +2,7 @@
 one is killed while it serves. With `--come-back` a node is added afterwards, on which Ray starts the unit again; that
 takes another minute and is not part of the tests. Then a unit is drained while it serves: its requests move over TCP.
 
-    PYTHONPATH=.:build/ray python -m tests.ray.live --come-back
+    PYTHONPATH=$PWD:$PWD/build/ray python -m tests.ray.live --come-back
 """
 
 from __future__ import annotations
