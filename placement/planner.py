@@ -225,7 +225,14 @@ def limits_in_words(plan: ClusterPlan, estimate: UnitEstimate) -> str:
     if late:
         parts = [f"{names[m.member]} {m.attainment:.0%}" for m in late]
         return f"SLO: objectives missed ({', '.join(parts)} met)"
-    names_of = {"memory": "the page pool", "compute": "SMs", "sequences": "max_num_seqs", "slo": "the TPOT objective"}
+    names_of = {
+        "memory": "the page pool",
+        "compute": "SMs",
+        "sequences": "max_num_seqs",
+        "slo": "the TPOT objective",
+        # Of what was simulated: the rate at which too many requests miss some of theirs.
+        "goodput": "the objectives",
+    }
     if not estimate.next_limit:
         return "meets its rates, with much to spare"
     return f"meets its rates, up to {estimate.headroom:.1f}x of them; then limited by {names_of[estimate.next_limit]}"

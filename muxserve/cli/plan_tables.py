@@ -165,7 +165,7 @@ def show_plan(
         if made.meets and short:
             console.print(
                 f"[red]the simulation does not bear that out[/] for {escape(', '.join(short))}: the estimate is too "
-                "close to what the GPUs can do; plan for more GPUs or lower rates"
+                "close to what the devices can do; plan for more of them or lower rates"
             )
     search = f"{made.evaluations} units estimated in {seconds:.1f} s"
     if made.gap is not None:

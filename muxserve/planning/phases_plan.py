@@ -176,5 +176,5 @@ def _estimate(each: Arranged, member: Member) -> UnitEstimate:
         decode_load=0.0,
         progress=1.0,
         headroom=figures.goodput / demand.rate,
-        next_limit="slo",
+        next_limit="goodput" if figures.goodput >= demand.rate else "",
     )
