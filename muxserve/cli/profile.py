@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cluster.deploying import deployment_of
 from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import FleetPlan, deployment_of, fetch, plan_fleet
+from muxserve.cluster.plan import FleetPlan, fetch, plan_fleet
 from muxserve.cluster.run_dir import RunDir, RunDirError
 from muxserve.config import FleetError, load_fleet
 from muxserve.costs.latency import CostError

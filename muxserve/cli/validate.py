@@ -10,8 +10,9 @@ import msgspec
 from muxserve.cli.comparing import comparing
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
 from muxserve.cluster.arrangement import policy_of
+from muxserve.cluster.deploying import deployment_of
 from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import FleetPlan, deployment_of
+from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.ray_cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
 from muxserve.deployment import Deployment

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from muxserve.cluster.plan import FleetPlan, deployment_of, gateway_of
+from muxserve.cluster.deploying import deployment_of, gateway_of
+from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.rolling_rules import rolling_of
 from muxserve.cluster.rules import levels_of, migration_of, scaling_of
 from muxserve.cluster.units import PlannedUnit

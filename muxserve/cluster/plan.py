@@ -6,26 +6,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from muxserve.cluster.arrangement import (
     alone,
-    batching_of,
     partition_problem,
     phases_of,
-    policy_of,
     stages_of,
 )
 from muxserve.cluster.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
 from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.gpu_unit import GpuUnit
-from muxserve.cluster.rules import levels_of, migration_of
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
 from muxserve.gpu.budget import BudgetError
-from muxserve.replicas.migration import MigrationRules
-from placement import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, UnitPlan, plan_unit
+from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
 
 UNIT = "u0"
 
@@ -201,47 +194,6 @@ def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None)
     return fleet.model_copy(update={"models": models})
 
 
-def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: int | None = None) -> Deployment:
-    """The deployment of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
-    pools = [PoolDeployment(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
-    models = [_model(*of) for of in zip(plan.fleet.models, plan.unit.models, plan.demands, strict=True)]
-    if plan.gpu is not None:
-        shares = plan.gpu.shares
-        models = [
-            msgspec.structs.replace(m, prefill_share=shares[m.name].prefill, decode_share=shares[m.name].decode)
-            for m in models
-        ]
-    return Deployment(
-        run_dir=run_dir,
-        unit=plan.name,
-        policy=policy_of(plan.fleet),
-        cores=plan.unit.cores,
-        pools=pools,
-        models=models,
-        gateway=gateway_of(plan.fleet, host, port),
-        ranks=plan.demands[0].ranks,
-        stages=plan.demands[0].stages,
-        gpu=plan.gpu.deployed if plan.gpu else None,
-        migration_bandwidth=float((plan.fleet.migration and plan.fleet.migration.bandwidth) or 0),
-        migration=migration_of(plan.fleet) or MigrationRules(),
-        levels=levels_of(plan.fleet),
-        default_level=plan.fleet.default_level,
-    )
-
-
-def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -> GatewayDeployment:
-    """The endpoint of a fleet; `host` and `port` override the fleet file's."""
-    gateway = fleet.gateway
-    return GatewayDeployment(
-        host=gateway.host if host is None else host,
-        port=gateway.port if port is None else port,
-        api_keys=gateway.keys,
-        max_body_bytes=gateway.max_body,
-        drain_seconds=gateway.drain_seconds,
-        count=gateway.count,
-    )
-
-
 def _demand(
     model: Model,
     architecture: ModelArchitecture,
@@ -261,38 +213,6 @@ def _demand(
         ranks=ranks,
         block_tokens=block_tokens,
         stages=stages,
-    )
-
-
-def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelDeployment:
-    assert model.path is not None, "fetch() gives every model a path"
-    return ModelDeployment(
-        name=model.name,
-        path=model.path,
-        pool=plan.pool,
-        dtype=plan.dtype,
-        layers=demand.layers,
-        kv_heads=demand.kv_heads,
-        head_dim=demand.architecture.head_dim,
-        block_tokens=plan.block_tokens,
-        num_blocks=plan.num_blocks,
-        quota_pages=plan.quota_pages,
-        floor_pages=plan.floor_pages,
-        max_len=plan.max_len,
-        rate=model.rate,
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
-        prefix_caching=model.prefix_caching,
-        threads=plan.threads,
-        prefill_share=plan.share,
-        decode_share=plan.share,
-        max_concurrency=model.limits.max_concurrency,
-        max_queue=model.limits.max_queue,
-        slo_ttft_ms=model.slo.ttft_ms,
-        slo_tpot_ms=model.slo.tpot_ms,
-        engine_args=dict(model.engine_args),
-        phases=phases_of(model),
-        batching=batching_of(model),
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.cluster.deploying import deployment_of
 from muxserve.cluster.gpu_plan import GpuPlan, from_json
-from muxserve.cluster.plan import FleetPlan, deployment_of
+from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.config import FleetError, parse_fleet
 from muxserve.deployment import load

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from muxserve.cluster.checkpoints import CheckpointError
-from muxserve.cluster.plan import deployment_of, fetch, plan_fleet
+from muxserve.cluster.deploying import deployment_of
+from muxserve.cluster.plan import fetch, plan_fleet
 from muxserve.config import Fleet, FleetError, parse_fleet
 from muxserve.deployment import load, save
 from placement import Machine

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.cluster.deploying import deployment_of
 from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import deployment_of, plan_fleet
+from muxserve.cluster.plan import plan_fleet
 from muxserve.cluster.run_dir import RunDir
 from muxserve.config import load_fleet
 from muxserve.costs.architecture import ModelArchitecture
