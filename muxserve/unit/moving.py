@@ -18,15 +18,14 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import LiveRequest, ModelState
-from muxserve.scheduling.types import Phase, Place
+from muxserve.scheduling.types import Phase
 from muxserve.unit.desk import RequestDesk
 from muxserve.unit.memory import Memory
+from muxserve.unit.moves import Downtime, Move, Moves, Step
 from muxserve.unit.outbox import Outbox
 from muxserve.unit.pairs import Pair, Pairs
 from muxserve.wire import (
@@ -56,63 +55,11 @@ SILENCE_SECONDS = 10.0
 LAST_SECONDS = 3.0
 # Copying is at least as fast as this (bytes/s), or something is wrong.
 SLOWEST_COPY = 20e6
-# The last stage is what the request waits for. It comes when at most so many whole blocks were filled during the stage
-# before, or after so many stages: the next one would hardly be shorter.
-LAST_STAGE_BLOCKS = 4
-MOST_STAGES = 3
 # Blocks set aside over there beyond those that there are: what the request fills while its first ones are copied.
 SPARE_BLOCKS = 1
 # When the gateway is told that a request left, for the case that the other unit died before it could say `TookOver`.
 # A gateway that has heard it takes no notice.
 FAREWELL_SECONDS = 2.0
-
-
-class Step(Enum):
-    """What a move waits for."""
-
-    SHOWING = auto()  # the engine, which is to show blocks
-    COPYING = auto()  # the migrator, while the request goes on
-    DETACHING = auto()  # the engine, which is to let go of it
-    LAST = auto()  # the migrator; the request stands still
-    COMMITTING = auto()  # the other unit
-
-
-_DETACHED = (Step.LAST, Step.COMMITTING)
-
-
-@dataclass(slots=True)
-class Move:
-    """One request on its way. `until` is how many of its blocks are over there, `held` how many were set aside there.
-    The step that it waits for is given up at `deadline`."""
-
-    name: str
-    live: LiveRequest
-    incarnation: int
-    destination: str
-    address: str
-    usage: int
-    step: Step = Step.SHOWING
-    deadline: float = math.inf
-    until: int = 0
-    held: int = 0
-    total: int = 0
-    stages: int = 0
-    shown_at: float = 0.0
-    detached_at: float = 0.0
-
-    @property
-    def key(self) -> str:
-        """Under which its blocks wait in this unit's memory manager."""
-        return f"move:{self.name}"
-
-
-@dataclass(slots=True)
-class Downtime:
-    """How long requests of a model stood still while they moved, seconds."""
-
-    last: float = 0.0
-    most: float = 0.0
-    total: float = 0.0
 
 
 class Departures:
@@ -134,34 +81,33 @@ class Departures:
         self.memory = memory
         self.out = out
         self.pairs = Pairs(deployment, ledger, deployment.priority_levels(), load_of, SPARE_BLOCKS)
-        self.moves: dict[str, Move] = {}
+        self.moves = Moves()
         self.downtimes: dict[str, Downtime] = {}
         self.migrator_up = False
         self._epoch = epoch
-        self._by_request: dict[str, Move] = {}
         self._departed: deque[tuple[float, str, int, bytes]] = deque()
         self._count = 0
 
     def moving_out(self, model: str) -> int:
         """How many of the model's requests are on their way."""
-        return sum(move.live.model.name == model for move in self.moves.values()) if self.moves else 0
+        return len(self.moves.of_model(model)) if self.moves else 0
 
     def under_way(self, model: str) -> dict[str, int]:
         """How many of the model's moves wait for what."""
-        return dict(Counter(move.step.name.lower() for move in self.moves.values() if move.live.model.name == model))
+        return dict(Counter(move.step.name.lower() for move in self.moves.of_model(model)))
 
     # ------------------------------------------------------------ what is heard
 
     def migrator_new(self, now: float) -> None:
         """The migrator has started, perhaps anew: it knows of no move."""
         self.migrator_up = True
-        for move in list(self.moves.values()):
+        for move in self.moves.all():
             self._fail(move, "the migrator was started anew", now, uncertain=move.step is Step.COMMITTING, tell=False)
 
     def memory_gone(self, now: float) -> list[str]:
         """The memory manager died. Returns the requests that are lost with it; what was committed may have arrived."""
         lost = []
-        for move in list(self.moves.values()):
+        for move in self.moves.all():
             if move.step is Step.COMMITTING:
                 continue
             # One that is asked for may be out of its engine already, which would not tell of it any more then.
@@ -174,21 +120,21 @@ class Departures:
         """An answer of an engine or of the migrator."""
         match message:
             case Blocks():
-                move = self._by_request.get(message.request_id)
+                move = self.moves.of(message.request_id)
                 if move is not None and move.step is Step.SHOWING and move.incarnation == message.incarnation:
                     self._shown(move, message, now)
             case Detached():
                 self._detached(peer, message, now)
             case MoveStaged():
-                move = self.moves.get(message.move)
+                move = self.moves.named(message.move)
                 if move is not None:
                     self._staged(move, message, now)
             case MoveCommitted():
-                move = self.moves.get(message.move)
+                move = self.moves.named(message.move)
                 if move is not None and move.step is Step.COMMITTING:
                     self._committed(move, now)
             case MoveFailed():
-                move = self.moves.get(message.move)
+                move = self.moves.named(message.move)
                 if move is not None:
                     uncertain = message.uncertain and move.step is Step.COMMITTING
                     self._fail(move, message.reason, now, uncertain, tell=False)
@@ -197,8 +143,8 @@ class Departures:
 
     def turn(self, now: float) -> None:
         """End moves whose requests have gone another way or that take too long, and begin others."""
-        for move in list(self.moves.values()):
-            if not self._as_expected(move):
+        for move in self.moves.all():
+            if not move.as_expected(self.ledger):
                 if move.step is Step.DETACHING:
                     # Its engine may have left them there and died.
                     self.memory.drop(move.live.model.name, move.key)
@@ -211,12 +157,12 @@ class Departures:
             if request_id not in self.desk.held and gateway in self.desk.gateways:
                 self.out.send(gateway, Lost([request_id], [attempt], "it went to a unit that has not spoken of it"))
         if self.migrator_up and self.memory.connected:
-            for live, pair, usage in self.pairs.choose(now, self._by_request.keys()):
+            for live, pair, usage in self.pairs.choose(now, self.moves.requests()):
                 self._begin(live, pair, usage, now)
 
     def wakeup(self) -> float:
         """When `turn` is due although no message came."""
-        due = min((move.deadline for move in self.moves.values()), default=math.inf)
+        due = min((move.deadline for move in self.moves.all()), default=math.inf)
         if self._departed:
             due = min(due, self._departed[0][0])
         return min(due, self.pairs.wakeup()) if self.migrator_up and self.memory.connected else due
@@ -227,7 +173,7 @@ class Departures:
         self._count += 1
         name = f"{self.deployment.unit}:{self._epoch}:{self._count}"
         move = Move(name, live, live.lease_id, pair.destination, pair.address, usage)
-        self.moves[name] = self._by_request[live.request_id] = move
+        self.moves.add(move)
         log.debug("%s: %s of %s moves to %s", name, live.request_id, live.model.name, pair.destination)
         self._show(move, now)
 
@@ -262,15 +208,13 @@ class Departures:
         self.out.send(MIGRATOR, stage)
 
     def _staged(self, move: Move, message: MoveStaged, now: float) -> None:
-        if not self._as_expected(move):
+        if not move.as_expected(self.ledger):
             return  # cancelled in the same turn, perhaps submitted anew
         if move.step is Step.LAST and message.until >= move.total:
             self._commit(move, now)
         elif move.step is Step.COPYING:
             move.until = message.until
-            step_seconds = move.live.model.decode.step_seconds
-            filled = (now - move.shown_at) / max(step_seconds, 1e-4) / move.live.model.block_tokens
-            if filled <= LAST_STAGE_BLOCKS or move.stages >= MOST_STAGES:
+            if move.nearly_over(now):
                 move.step, move.deadline = Step.DETACHING, now + SILENCE_SECONDS
                 self._tell_engine(move, Detach(move.live.request_id, move.incarnation, move.key, move.until))
             else:
@@ -278,7 +222,7 @@ class Departures:
 
     def _detached(self, peer: bytes, message: Detached, now: float) -> None:
         request_id = message.request_id
-        move = self._by_request.get(request_id)
+        move = self.moves.of(request_id)
         if move is not None and (move.step is not Step.DETACHING or move.incarnation != message.incarnation):
             move = None
         if not message.key:
@@ -329,7 +273,7 @@ class Departures:
 
     def _committed(self, move: Move, now: float) -> None:
         live, model = move.live, move.live.model
-        self._forget(move)
+        self.moves.remove(move)
         if self.ledger.requests.get(live.request_id) is not live or not self.ledger.moved(live.request_id, now):
             return  # cancelled in the same turn
         held = self.desk.held.pop(live.request_id)
@@ -337,28 +281,18 @@ class Departures:
             self.memory.drop(model.name, held.key)
         self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.attempt, held.gateway))
         downtime = self.downtimes.setdefault(model.name, Downtime())
-        downtime.last = now - move.detached_at
-        downtime.most = max(downtime.most, downtime.last)
-        downtime.total += downtime.last
+        downtime.add(now - move.detached_at)
         self.pairs.arrived(model.name, move.destination, move.usage, live.execution, now)
         log.info("%s moved to %s, stood still for %.1f ms", live.request_id, move.destination, downtime.last * 1e3)
 
     # ------------------------------------------------------------ the end
 
-    def _as_expected(self, move: Move) -> bool:
-        live = move.live
-        if self.ledger.requests.get(live.request_id) is not live:
-            return False
-        if move.step in _DETACHED:
-            return live.place is Place.MOVING
-        return live.place is Place.DECODING and live.lease_id == move.incarnation
-
     def _fail(self, move: Move, reason: str, now: float, uncertain: bool = False, tell: bool = True) -> None:
         """The move is over. Its request stays, or is lost if the other unit may have it (`uncertain`)."""
         request_id, model = move.live.request_id, move.live.model
         log.warning("%s of %s does not move to %s: %s", request_id, model.name, move.destination, reason)
-        expected = self._as_expected(move)
-        detached = move.step in _DETACHED
+        expected = move.as_expected(self.ledger)
+        detached = move.detached
         self._end(move, now, tell and move.step is not Step.COMMITTING)
         if not (expected and detached):
             return  # it is in its engine, or not here at all
@@ -373,17 +307,12 @@ class Departures:
 
     def _end(self, move: Move, now: float, tell: bool) -> None:
         """Forget the move, and count it as aborted; the migrator is told if it may know of it."""
-        self._forget(move)
+        self.moves.remove(move)
         model = move.live.model
         model.tally.moves_aborted += 1
         if tell and move.stages:
             self.out.send(MIGRATOR, MoveAbort(move.name))
         self.pairs.failed(model.name, move.destination, move.live.request_id, now)
-
-    def _forget(self, move: Move) -> None:
-        del self.moves[move.name]
-        if self._by_request.get(move.live.request_id) is move:
-            del self._by_request[move.live.request_id]
 
     def _tell_engine(self, move: Move, message: Message) -> None:
         model = move.live.model

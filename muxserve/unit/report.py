@@ -12,7 +12,8 @@ from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE
 from muxserve.unit.engines import Engines
-from muxserve.unit.moving import Departures, Downtime
+from muxserve.unit.moves import Downtime
+from muxserve.unit.moving import Departures
 
 
 def unit_state(

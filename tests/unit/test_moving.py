@@ -269,7 +269,7 @@ def test_low_execution_priority_and_short_requests_move_first() -> None:
 
 def fails(b: Bench, course: Course, cause: str) -> Sent:
     """What the unit sends when it goes wrong."""
-    name = next(iter(b.unit.moving.moves))
+    name = b.unit.moving.moves.all()[0].name
     match cause:
         case "refused":
             return b.say(b"migrator", MoveFailed(name, "no room"))
