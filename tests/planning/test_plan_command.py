@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
 from muxserve.cli.app import app
+from muxserve.cli.plan_steps import UsageError
 from muxserve.config import FleetError, load_fleet
+from muxserve.planning import phases_machines
 from muxserve.planning.architectures import BUILT_IN, planned_architecture
 from muxserve.planning.fleets import ClusterError, cluster_of, demands_of, equal_nodes
 from muxserve.planning.planfile import load_plan, plan_text, save_plan
@@ -122,6 +125,26 @@ class TestCommand:
         code, _, err = run(fleet, "--simulate", 0, *arguments)
         assert code == 2
         assert expected in err
+
+    @pytest.mark.parametrize(
+        ("file", "option", "bytes_per_second"), [("", (), 1.25e9), ("25Gb/s", (), 3.125e9), ("3GB/s", ("8",), 1e9)]
+    )
+    def test_the_network_is_the_one_of_the_file_or_the_command_line(
+        self, file: str, option: tuple[str, ...], bytes_per_second: float, fleet: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        grounds: list[float] = []
+
+        def divided(*given: object) -> NoReturn:
+            grounds.append(given[5])  # type: ignore[arg-type]
+            raise UsageError("seen")
+
+        monkeypatch.setattr(phases_machines, "divide_gpus", divided)
+        network = f", network: {file}" if file else ""
+        fleet.write_text(
+            FLEET.replace("gpus: 4", f"gpus: 4{network}").replace("rate: 4", "rate: 4\n    phases: pipelined")
+        )
+        code, _, err = run(fleet, "--seconds", 0, *(("--network", *option) if option else ()))
+        assert (code, grounds) == (2, [bytes_per_second]), err
 
     def test_a_fleet_without_gpus_is_planned_for_this_machine(self) -> None:
         root = Path(__file__).resolve().parents[2]
