@@ -36,8 +36,8 @@ def destinations(
 ) -> dict[str, str]:
     """Which member takes the decodes of each that leaves, by name; none for those that had better finish them.
 
-    A destination stays while it may (`before`). A new one is where the least prefill is pending, of equals where most of
-    the memory is left. One member takes decodes of one other at a time.
+    A destination stays while it may (`before`). A new one is where the least prefill is pending, of equals where most
+    of the memory is left. One member takes decodes of one other at a time.
 
     Args:
         alike: whether KV can go from one to the other.
