@@ -16,7 +16,8 @@ from typing import Any
 
 from muxserve.deployment import Deployment, ModelDeployment, load
 from muxserve.deployment.unit import EnginePhase
-from muxserve.memory.client import MemoryClient, ModelView
+from muxserve.memory.client import MemoryClient
+from muxserve.memory.view import ModelView
 
 
 @dataclass(slots=True)

@@ -8,25 +8,21 @@ prefix) holds it once and releases it once, when the last of them is done.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any, NamedTuple, Union
 
 import numpy as np
 import numpy.typing as npt
 
 from muxserve.memory import _native
-from muxserve.memory.device import DevicePool, is_device_handle, map_device_pool
 from muxserve.memory.errors import MemoryManagerError, MemoryManagerGone
+from muxserve.memory.view import BlockIds, ModelView, Views
 
-BlockIds = npt.NDArray[np.int32]
 Hashes = Union[bytes, Iterable[bytes]]
 """Content hashes of 32 bytes each: a sequence of them, or all of them in one bytes object."""
 
 _NO_IDS: BlockIds = np.empty(0, dtype=np.int32)
-_POSIX = "posix:"
 
 
 class StepResult(NamedTuple):
@@ -38,46 +34,6 @@ class StepResult(NamedTuple):
 
     lookups: list[BlockIds]
     reserved: BlockIds
-
-
-@dataclass(frozen=True, slots=True)
-class ModelView:
-    """One model's memory, mapped into this process.
-
-    Attributes:
-        page_table: int32[num_blocks, layers, kv_heads], read-only: the page behind each head of each block. The row of
-            a block is valid while the block is held.
-        pool: uint8[num_pages, page_bytes], writable; views of models of one pool share it. Empty for a pool on a GPU.
-        device_pool: the pool, if it is on a GPU. It is mapped when it is first asked for, so that a process which only
-            reads tables and counters leaves the GPU alone.
-        counters: live numbers, read from shared memory without a lock: free_pages and pool_cached_pages of the pool,
-            used_pages (owned or handed off), cached_pages and quota_pages of the model, and available_blocks, the
-            blocks that could be reserved now.
-    """
-
-    name: str
-    index: int
-    page_table: BlockIds
-    pool: npt.NDArray[np.uint8]
-    counters: _native.CountersView
-    _mappings: tuple[_native.Mapping, ...] = field(repr=False)
-    _map_device_pool: Callable[[], DevicePool] | None = field(default=None, repr=False)
-
-    @property
-    def device_pool(self) -> DevicePool | None:
-        """See above.
-
-        Raises:
-            MemoryManagerGone: the memory is not there any more.
-            DeviceMemoryError: it cannot be mapped.
-        """
-        return None if self._map_device_pool is None else self._map_device_pool()
-
-    @property
-    def current(self) -> bool:
-        """Whether this is still the memory that a client connecting now would map. It is after the manager was killed
-        and started again with the same configuration; it is not after the manager was stopped."""
-        return all(mapping.current for mapping in self._mappings)
 
 
 ModelHandle = Union[str, int, ModelView]
@@ -98,9 +54,7 @@ class MemoryClient:
     def __init__(self, socket_path: str, name: str, timeout_s: float = 10.0) -> None:
         self._native = _native.Client(socket_path, name, timeout_s)
         self._read_description(self._native.description)
-        self._socket_path = socket_path
-        self._pools: dict[tuple[int, int], _native.Mapping] = {}
-        self._counters: _native.Mapping | None = None
+        self._views = Views(socket_path)
         self._guard: _native.WriteGuard | None = None
 
     def close(self) -> None:
@@ -281,33 +235,8 @@ class MemoryClient:
             MemoryManagerGone: the memory is not there any more.
             ValueError: the pool has no such rank.
         """
-        index = self._index(model)
-        entry = self._models[index]
-        pool = self._description["pools"][entry["pool_index"]]
-        blocks, layers, heads = entry["num_blocks"], entry["layers"], entry["kv_heads"]
-        if self._counters is None:
-            prefix = self._description["prefix"]
-            self._counters = _native.Mapping(f"{prefix}.counters", _native.COUNTERS_BYTES, writable=False)
-        table = _native.Mapping(entry["table"], blocks * layers * heads * 4, writable=False)
-        page_table = table.page_table(blocks, layers, heads)
-        counters = _native.CountersView(self._counters, pool["index"], index, layers * heads, blocks)
-        handles: list[str] = pool["handles"]
-        if not 0 <= rank < len(handles):
-            raise ValueError(f"pool {pool['name']!r} is on {len(handles)} ranks; there is no rank {rank}")
-        handle, pages, page_bytes = handles[rank], pool["num_pages"], pool["page_bytes"]
-        if is_device_handle(handle):
-            pool_of = cache(partial(map_device_pool, self._socket_path, handle, pool["index"], rank, pages, page_bytes))
-            nothing = np.empty((0, page_bytes), dtype=np.uint8)
-            shared = (table, self._counters)
-            return ModelView(entry["name"], index, page_table, nothing, counters, shared, pool_of)
-        if not handle.startswith(_POSIX):
-            raise MemoryManagerGone(f"this client cannot map pool memory of the kind {handle!r}")
-        memory = self._pools.get((pool["index"], rank))
-        if memory is None:
-            memory = _native.Mapping(handle.removeprefix(_POSIX), pages * page_bytes, writable=True)
-            self._pools[pool["index"], rank] = memory
-        mappings = (table, memory, self._counters)
-        return ModelView(entry["name"], index, page_table, memory.pages(pages, page_bytes), counters, mappings)
+        index = self._index(model)  # may ask for the description again
+        return self._views.view(self._description, self._models[index], rank)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from muxserve.memory import _native
-from muxserve.memory.client import MemoryClient, ModelView
+from muxserve.memory.client import MemoryClient
+from muxserve.memory.view import ModelView
 from muxserve.migration.tasks import Buffer
 
 PageIds = npt.NDArray[np.int32]

@@ -18,7 +18,8 @@ import pytest
 
 from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone, server
-from muxserve.memory.client import MemoryClient, ModelView
+from muxserve.memory.client import MemoryClient
+from muxserve.memory.view import ModelView
 from tests.memory.support import PAGES, assert_balanced, block_hash, deployment, ids, model, stats_of
 from tests.support.patience import eventually
 

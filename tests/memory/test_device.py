@@ -15,9 +15,10 @@ import pytest
 
 from muxserve.deployment import Deployment, GpuDeployment
 from muxserve.memory import server
-from muxserve.memory.client import MemoryClient, ModelView
+from muxserve.memory.client import MemoryClient
 from muxserve.memory.errors import DeviceMemoryError, MemoryManagerGone
 from muxserve.memory.fd_store import FdStore
+from muxserve.memory.view import ModelView
 from tests.memory.support import deployment
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 
 from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
-from muxserve.memory.client import ModelView
+from muxserve.memory.view import ModelView
 from muxserve.migration.home import Home
 from muxserve.migration.pages import HostPages, Pages
 from tests.memory.conftest import Start, manager, small, start  # noqa: F401 (fixtures)

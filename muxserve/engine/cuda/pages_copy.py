@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from muxserve.memory.client import ModelView
+from muxserve.memory.view import ModelView
 from muxserve.migration.pages import PageIds, pages_of
 from muxserve.migration.tasks import Buffer
 
