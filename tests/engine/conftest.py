@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    split = ["--split", str(MODELS[SPLIT]), "--cases", *TRIED] if wanted(session, "stock_by_ranks", HERE) else []
+    ranks = wanted(session, "stock_by_ranks", HERE) is not None
+    split = ["--split", str(MODELS[SPLIT]), "--cases", *TRIED] if ranks else []
     begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split)
 
 

@@ -14,7 +14,7 @@ MOVING = (3, 300, 1500)
 STRUCK = (1, 300, 500)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair() -> Iterator[Pair]:
     """Two real units. Whoever kills parts of them waits until they are whole again."""
     checkpoint = tiny_checkpoint("llama", 2, 4, 2, 64)
@@ -25,7 +25,7 @@ def pair() -> Iterator[Pair]:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def requests() -> dict[tuple[int, int, int], list[bytes]]:
     """In vLLM's encoding."""
     return dict(zip((MOVING, STRUCK), bodies([MOVING, STRUCK], 256), strict=True))

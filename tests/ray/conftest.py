@@ -26,14 +26,16 @@ def _there() -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if not wanted(session, "said", Path(__file__).parent) or not _there():
+    if wanted(session, "said", Path(__file__).parent) is None or not _there():
         return
-    marks = [item.get_closest_marker("program") for item in session.items]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(BESIDE)])}
-    session.config.stash[_PROGRAMS] = {
-        name: beside(session.config).add([sys.executable, "-m", f"tests.ray.{name}"], environment)
-        for name in dict.fromkeys(str(mark.args[0]) for mark in marks if mark is not None)
-    }
+    programs: dict[str, Future[str]] = {}
+    for turn, item in enumerate(session.items):
+        mark = item.get_closest_marker("program")
+        if mark is not None and (name := str(mark.args[0])) not in programs:
+            command = [sys.executable, "-m", f"tests.ray.{name}"]
+            programs[name] = beside(session.config).add(command, turn, environment)
+    session.config.stash[_PROGRAMS] = programs
 
 
 @pytest.fixture

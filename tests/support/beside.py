@@ -1,7 +1,7 @@
 """Programs that tests need the results of, run beside the tests from the beginning of the session.
 
 Most tests use one core at a time. What takes long, and is needed only later, is begun when it is known which tests were
-chosen: one program after the other, politely.
+chosen: one program after the other, politely, in the order in which the tests need them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,16 +22,34 @@ _END_SECONDS = 15.0
 
 
 class Beside:
-    """Runs programs in the order in which they are added."""
+    """Runs programs, as a plugin of pytest: from the moment when it runs tests."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
+        self._added: list[tuple[int, Future[str], Callable[[], str]]] = []
         self._running: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def add(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[str]:
-        """What the program says, once it has ended well; an `AssertionError` with its last words if it does not."""
-        return self._thread.submit(self._run, command, environment)
+    def add(self, command: Sequence[str], turn: int, environment: Mapping[str, str] | None = None) -> Future[str]:
+        """What the program says, once it has ended well; an `AssertionError` with its last words if it does not.
+
+        Programs are run by their `turn`: the number of the first test that needs them.
+        """
+        said: Future[str] = Future()
+        self._added.append((turn, said, lambda: self._run(command, environment)))
+        return said
+
+    def pytest_runtestloop(self) -> None:
+        """Begin with the first."""
+        for _, said, run in sorted(self._added, key=lambda each: each[0]):
+            self._thread.submit(self._fulfil, said, run)
+
+    @staticmethod
+    def _fulfil(said: Future[str], run: Callable[[], str]) -> None:
+        try:
+            said.set_result(run())
+        except BaseException as error:
+            said.set_exception(error)
 
     def _run(self, command: Sequence[str], environment: Mapping[str, str] | None) -> str:
         with tempfile.TemporaryFile() as said:
@@ -66,16 +84,22 @@ _BESIDE = pytest.StashKey[Beside]()
 def beside(config: pytest.Config) -> Beside:
     """The one of this session."""
     if _BESIDE not in config.stash:
-        config.stash[_BESIDE] = Beside()
-        config.add_cleanup(config.stash[_BESIDE].close)
+        config.stash[_BESIDE] = made = Beside()
+        config.pluginmanager.register(made)
+        config.add_cleanup(made.close)
     return config.stash[_BESIDE]
 
 
-def wanted(session: pytest.Session, fixture: str, below: Path) -> bool:
-    """Whether a chosen test in the directory `below` uses that fixture, and is going to be run."""
+def wanted(session: pytest.Session, fixture: str, below: Path) -> int | None:
+    """The number of the first test in the directory `below` that uses that fixture, if any is going to be run."""
     if session.config.option.collectonly:
-        return False
-    return any(below in item.path.parents and fixture in getattr(item, "fixturenames", ()) for item in session.items)
+        return None
+    using = (
+        number
+        for number, item in enumerate(session.items)
+        if below in item.path.parents and fixture in getattr(item, "fixturenames", ())
+    )
+    return next(using, None)
 
 
 _OUTPUTS = pytest.StashKey[dict[str, tuple["tempfile.TemporaryDirectory[str]", Future[str]]]]()
@@ -83,9 +107,10 @@ _OUTPUTS = pytest.StashKey[dict[str, tuple["tempfile.TemporaryDirectory[str]", F
 
 def begin(session: pytest.Session, fixture: str, below: Path, module: str, *arguments: str) -> None:
     """For a fixture that is `wanted`: run `python -m MODULE DIRECTORY ARGUMENTS`, which writes into the directory."""
-    if wanted(session, fixture, below):
+    turn = wanted(session, fixture, below)
+    if turn is not None:
         directory = tempfile.TemporaryDirectory(prefix=f"mux-{fixture}-")
-        done = beside(session.config).add([sys.executable, "-m", module, directory.name, *arguments])
+        done = beside(session.config).add([sys.executable, "-m", module, directory.name, *arguments], turn)
         session.config.stash.setdefault(_OUTPUTS, {})[fixture] = directory, done
 
 
