@@ -29,8 +29,11 @@ import binascii
 import contextlib
 import logging
 import os
+import select
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,7 @@ log = logging.getLogger(__name__)
 
 HOST = PartId("host")
 EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_KEPT_DYING = 0, 2, 3, 4
+_LOOK_MS = 200
 
 
 class HostProcess:
@@ -181,7 +185,31 @@ async def serve(
     return await process.run(commands)
 
 
-def settled(deployment: Deployment, file: Path, plan_file: Path) -> Settled | None:
+@contextlib.contextmanager
+def ended_with_input(commands: bool) -> Iterator[None]:
+    """While something is done that blocks: SIGTERM ends this process in order, and so does the end of its input if it
+    gets commands there."""
+    over = threading.Event()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(sys.stdin, 0)  # only whether the other end is gone: what it says is read later
+        while not over.is_set():
+            if poll.poll(_LOOK_MS):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_OK))
+    if commands:
+        threading.Thread(target=watch, name="input", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.signal(signal.SIGTERM, before)
+
+
+def settled(deployment: Deployment, file: Path, plan_file: Path, commands: bool) -> Settled | None:
     """The unit's GPUs, or None if it cannot be served on them, which is told then.
 
     Raises:
@@ -189,15 +217,13 @@ def settled(deployment: Deployment, file: Path, plan_file: Path) -> Settled | No
         SystemExit: it was told to stop meanwhile.
     """
     plan = from_json(plan_file.read_bytes())
-    # MPS is tried here, which must be ended in order, too.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_OK))
     try:
-        return settle_gpus(deployment, plan, file, os.environ)
+        # MPS is tried here, which must be ended in order, too.
+        with ended_with_input(commands):
+            return settle_gpus(deployment, plan, file, os.environ)
     except GpuHostError as error:
         say(Failed(HOST, f"{HOST} cannot start: {error}"))
         return None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -219,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
         if deployment.gpu is not None:
             if args.gpu_plan is None:
                 raise ValueError("a unit on GPUs needs --gpu-plan")
-            there = settled(deployment, args.deployment, args.gpu_plan)
+            there = settled(deployment, args.deployment, args.gpu_plan, args.commands)
             if there is None:
                 return EXIT_START
             deployment, sizer = there.deployment, there.sizer

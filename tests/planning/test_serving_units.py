@@ -302,6 +302,10 @@ def test_the_devices_of_a_plan_are_gpus_of_this_machine(tmp_path: Path) -> None:
     assert "the plan's units have 3 GPUs, the fleet file 2" in refused(halves("1", "{gpus: 2}"), file, MACHINE, H200)
     two = saved(tmp_path / "q.yaml", units, (Node("H200-141GB", 2), Node("H200-141GB", 1)))
     assert "the plan is for 2 machines with GPUs" in refused(halves("1", "auto"), two, MACHINE, H200)
+    assert [each.gpu.ranks for each in plan(halves("1", "{launcher: ray}"), two, MACHINE, H200) if each.gpu] == [2, 1]
+    over = saved(tmp_path / "r.yaml", units, (Node("H200-141GB", 1),) * 3)
+    said = refused(halves("1", "{launcher: ray}"), over, MACHINE, H200)
+    assert "the plan has a unit of 2 GPUs, but its machines have 1 at most; a unit is served by one machine" in said
 
 
 def test_what_is_planned_for_gpus_has_the_replicas_that_are_served(tmp_path: Path) -> None:
