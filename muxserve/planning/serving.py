@@ -97,7 +97,7 @@ class FleetPlanner:
         """
         fleet = self.fleet
         if fleet.cluster.nodes:
-            message = "this version serves one machine; write `gpus` instead (nodes are for muxserve plan and simulate)"
+            message = "nodes are for muxserve plan and simulate; write `gpus` (with `launcher: ray`, of all machines)"
             raise FleetError([fleet.problem(("cluster", "nodes"), message)])
         if self._on_ray and fleet.cluster.gpu_ids:
             message = "with `launcher: ray` it is Ray that chooses GPUs; write `gpus`, how many there are for all units"
@@ -194,7 +194,7 @@ class FleetPlanner:
         on_gpus = {unit.device for unit in units} != {CPU}
         if on_gpus and len(placement.cluster.nodes) > 1 and not self._on_ray:
             count = len(placement.cluster.nodes)
-            raise wrong(plan_file, f"the plan is for {count} machines with GPUs; this version serves those of one")
+            raise wrong(plan_file, f"the plan is for {count} machines with GPUs; several need `launcher: ray`")
         ranks, most = max(len(unit.devices) for unit in units), max(node.count for node in placement.cluster.nodes)
         if on_gpus and ranks > most:
             message = f"the plan has a unit of {ranks} GPUs, but its machines have {most} at most"

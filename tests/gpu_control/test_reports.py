@@ -15,9 +15,12 @@ from muxserve.deployment import GpuDeployment, Listen
 from muxserve.gateway.gpus import GpuStatus
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.watch import MAX_AGE_SECONDS, GpuWatch
+from muxserve.scheduling.policies import make_policy
+from muxserve.unit.executor import UnitExecutor
 from tests.cluster.conftest import fake_deployment
 from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml
 from tests.support.patience import PATIENCE
+from tests.unit.support import Bench, model
 
 UUIDS = [f"GPU-{i:08d}-0000-0000-0000-000000000000" for i in range(3)]
 POOL = 41 * 65536
@@ -140,6 +143,15 @@ def test_a_unit_does_not_wait_for_the_driver() -> None:
     there.answer()
     there.watch.states()
     assert not there.asked.acquire(blocking=False), "it was asked less than a second ago"
+
+
+def test_a_unit_scheduler_says_how_its_gpus_are_when_it_is_asked_how_it_stands() -> None:
+    there, bench = Elsewhere(), Bench(model("m"))
+    executor = UnitExecutor(bench.deployment, make_policy("adbs"), bench.memory, "unit-1", 0.0, there.watch.states)
+    assert executor.state(0.0)["gpus"] == []
+    there.answer()
+    assert executor.state(1.0)["gpus"] == there.watch.states()
+    assert "gpus" not in bench.unit.state(1.0)
 
 
 async def test_gpus_of_another_machine_are_what_their_unit_says() -> None:
