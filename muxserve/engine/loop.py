@@ -6,13 +6,11 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import zmq
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.serial_utils import MsgpackDecoder
 from zmq.utils.monitor import recv_monitor_message
 
 from muxserve.deployment import Deployment
@@ -23,6 +21,7 @@ from muxserve.engine.lease import HeldLease, News
 from muxserve.engine.moving import HAND_OFF_SECONDS, detached, shown
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import Pipeline
+from muxserve.engine.requests import EngineRequests, internal_id
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
@@ -33,7 +32,6 @@ from muxserve.wire import (
     EngineHello,
     EngineLost,
     HandOver,
-    HeldRequests,
     Lease,
     Message,
     Prefilled,
@@ -52,18 +50,6 @@ log = logging.getLogger(__name__)
 STALL_MILLISECONDS = 1
 # How often an engine with nothing to do looks whether its memory manager is still the one it knew.
 IDLE_MILLISECONDS = 200
-
-
-@dataclass(slots=True)
-class Admitted:
-    """A request in this engine, under the internal id that vLLM knows."""
-
-    request_id: str
-    incarnation: int
-    attempt: int
-    gateway_epoch: str
-    reply_to: str
-    emitted: int
 
 
 class EngineLoop:
@@ -85,9 +71,7 @@ class EngineLoop:
             self.scheduler.budget = BudgetedSteps(budget, core.vllm_config.max_concurrent_batches)
         # The memory manager's client is another one when that has restarted.
         self._pipeline = Pipeline(core, lambda: self.binding.client.writing())
-        self._decoder = MsgpackDecoder(EngineCoreRequest)
-        self._requests: dict[str, Admitted] = {}
-        self._internal: dict[str, str] = {}
+        self._requests = EngineRequests(core)
         self._lease = HeldLease(
             self._send, core.scheduler.get_request_counts, binding.phase == "prefill", self._pipeline.take_bubbles
         )
@@ -163,54 +147,34 @@ class EngineLoop:
             case Abort():
                 self._abort(message)
             case ShowRequests():
-                self._show_requests()
+                self._send(self._requests.held(self._lease.lease_id))
             case ShowBlocks():
-                self._send(shown(self.scheduler, f"{message.request_id}#{message.incarnation}", message))
+                self._send(shown(self.scheduler, internal_id(message.request_id, message.incarnation), message))
             case Detach():
                 self._detach(message)
             case Reset():
                 log.info("unit scheduler %s: dropping %d requests", message.epoch, len(self._requests))
                 self._lease.drop()
-                self._end([*self._requests])
+                if self._requests:
+                    self._end([*self._requests.there])
             case Stop():
                 self._stopping = True
             case _:
                 log.warning("unexpected message %s", type(message).__name__)
 
     def _admit(self, admit: Admit) -> None:
-        internal = f"{admit.request_id}#{admit.incarnation}"
-        self._requests[internal] = Admitted(
-            admit.request_id,
-            admit.incarnation,
-            admit.attempt,
-            admit.gateway_epoch,
-            admit.reply_to,
-            len(admit.output_tokens),
-        )
-        self._internal[admit.request_id] = internal
+        internal = self._requests.add(admit)
         try:
             blocks = self.scheduler.pool.adopt(admit.adopt) if admit.adopt else None
         except MemoryManagerError as error:
-            self._forget(internal)
+            self._requests.forget(internal)
             self._send(EngineLost([admit.request_id], f"the prefilled blocks are gone: {error}"))
             return
         except MemoryManagerGone:
             self._recover_memory()
             return
         try:
-            wire_request: EngineCoreRequest = self._decoder.decode(admit.body)
-            wire_request.request_id = internal
-            if admit.output_tokens and wire_request.sampling_params is not None:
-                # Sent with the first token already.
-                wire_request.sampling_params.prompt_logprobs = None
-            request, wave = self.core.preprocess_add_request(wire_request)
-            if admit.output_tokens:
-                self.scheduler.resume(request, admit.output_tokens)
-            if blocks is not None:
-                self.scheduler.adopt(request, blocks, admit.computed_tokens, admit.foreign)
-            self.core.add_request(request, wave)
-            if admit.output_tokens:
-                request.events.clear()
+            self._requests.begin(internal, admit, blocks)
         except Exception:
             log.exception("request %s cannot be run", admit.request_id)
             if blocks is not None:
@@ -221,26 +185,20 @@ class EngineLoop:
     def _fail(self, internal: str) -> None:
         """End a request that vLLM refuses; the front end answers with an error."""
         output = EngineCoreOutput(request_id=internal, new_token_ids=[], finish_reason=FinishReason.ERROR)
-        self._tokens.send(EngineCoreOutputs(outputs=[output]), self._requests)
-        request_id = self._requests[internal].request_id
-        self._forget(internal)
-        self._lease.ended_outside([request_id])
+        self._tokens.send(EngineCoreOutputs(outputs=[output]), self._requests.there)
+        self._lease.ended_outside([self._requests.forget(internal).request_id])
 
     def _abort(self, abort: Abort) -> None:
-        if abort.incarnations:
-            named = [f"{r}#{i}" for r, i in zip(abort.request_ids, abort.incarnations, strict=False)]
-        else:
-            named = [self._internal.get(request_id, "") for request_id in abort.request_ids]
-        internal = [each for each in named if each in self._requests]
+        internal = self._requests.meant(abort)
         if internal and self._end(internal):
             # Not one of which a later life goes on.
-            self._lease.ended_outside([r for r in abort.request_ids if r not in self._internal])
+            self._lease.ended_outside([r for r in abort.request_ids if r not in self._requests])
 
     def _end(self, internal: list[str]) -> bool:
         """Drop these requests; False if the memory manager turned out to be gone, and everything with it."""
         self.core.abort_requests(internal)
         for each in internal:
-            self._forget(each)
+            self._requests.forget(each)
         try:
             self.scheduler.pool.end_step()
         except MemoryManagerGone:
@@ -248,27 +206,15 @@ class EngineLoop:
             return False
         return True
 
-    def _show_requests(self) -> None:
-        held = self.scheduler.held()
-        there = [admitted for internal, admitted in self._requests.items() if internal in held]
-        ids, incarnations = [each.request_id for each in there], [each.incarnation for each in there]
-        self._send(HeldRequests(self._lease.lease_id, ids, incarnations))
-
     def _detach(self, ask: Detach) -> None:
-        internal = f"{ask.request_id}#{ask.incarnation}"
+        internal = internal_id(ask.request_id, ask.incarnation)
         # Stages may still write its blocks. A bubble now and then costs less than asking for it later again.
         while self.scheduler.is_in_flight(internal):
             self._step(may_begin=False)
         try:
-            self._send(detached(self.scheduler, internal, ask, self._forget))
+            self._send(detached(self.scheduler, internal, ask, self._requests.forget))
         except MemoryManagerGone:
             self._recover_memory()
-
-    def _forget(self, internal: str) -> Admitted:
-        admitted = self._requests.pop(internal)
-        if self._internal.get(admitted.request_id) == internal:
-            del self._internal[admitted.request_id]
-        return admitted
 
     # ------------------------------------------------------------ a step
 
@@ -280,10 +226,9 @@ class EngineLoop:
             outputs, ran, in_vain = self._pipeline.step(may_begin)
             # Tokens before bookkeeping: a client waits for them, and nobody for the pages.
             for batch in outputs.values():
-                self._tokens.send(batch, self._requests)
-                finished += [
-                    self._forget(o.request_id).request_id for o in batch.outputs if o.finish_reason is not None
-                ]
+                self._tokens.send(batch, self._requests.there)
+                ended = [output.request_id for output in batch.outputs if output.finish_reason is not None]
+                finished += [self._requests.forget(internal).request_id for internal in ended]
             handed = self._hand_over()
             self.scheduler.pool.end_step()
         except MemoryManagerGone:
@@ -294,13 +239,13 @@ class EngineLoop:
 
         news = News(finished, handed)
         for each in self.scheduler.take_started():
-            admitted = self._requests[each.request_id]
+            admitted = self._requests.there[each.request_id]
             news.prefilled.append(Prefilled(admitted.request_id, admitted.incarnation, each.output_tokens))
         for each in self.scheduler.take_preempted():
-            admitted = self._forget(each.request_id)
+            admitted = self._requests.forget(each.request_id)
             news.returned.append(Returned(admitted.request_id, admitted.incarnation, each.output_tokens))
         for hand_over in handed:
-            self._forget(self._internal[hand_over.request_id])
+            self._requests.forget(internal_id(hand_over.request_id, hand_over.incarnation))
         if ran or in_vain:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
             self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens)
@@ -310,7 +255,7 @@ class EngineLoop:
     def _hand_over(self) -> list[HandOver]:
         handed = []
         for each in self.scheduler.take_prefilled():
-            admitted = self._requests[each.request_id]
+            admitted = self._requests.there[each.request_id]
             self._hand_offs += 1
             key = f"{each.request_id}:{os.getpid()}:{self._hand_offs}"
             self.scheduler.pool.hand_off(key, each.blocks, HAND_OFF_SECONDS)
@@ -335,9 +280,7 @@ class EngineLoop:
         """
         self._pipeline.forget()
         self.scheduler.forget_all()
-        lost = [*finished, *(admitted.request_id for admitted in self._requests.values())]
-        self._requests.clear()
-        self._internal.clear()
+        lost = [*finished, *self._requests.clear()]
         self._lease.drop()
         log.warning("the memory manager is gone; %d requests lost, waiting for a new one", len(lost))
         self._send(EngineLost(lost, "the memory manager died"))
