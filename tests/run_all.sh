@@ -18,13 +18,15 @@ if [ $# -gt 0 ]; then
   exec "$python" -m pytest "$@"
 fi
 
-# In this order: what programs that run beside the tests make is needed late.
-fleets=(tests/cluster tests/gpu_control tests/migration tests/e2e tests/ray)
-engines=(tests/gateway tests/models tests/profiling tests/engine_cuda tests/engine)
+# Whole fleets; the processes that they are made of, those first that need nothing of the programs that run beside the
+# tests; and what is left, which mostly computes.
+fleets=(tests/e2e)
+parts=(tests/cluster tests/gpu_control tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda
+  tests/migration tests/ray)
 computing=()
 for tests in tests/[a-z]*/ tests/test_*.py; do
   tests=${tests%/}
-  [[ " ${fleets[*]} ${engines[*]} " == *" $tests "* ]] || computing+=("$tests")
+  [[ " ${fleets[*]} ${parts[*]} " == *" $tests "* ]] || computing+=("$tests")
 done
 logs=build/tests
 mkdir -p "$logs"
@@ -47,11 +49,11 @@ trap 'exit 143' TERM
 
 # What only computes gives way to the others, which have time limits.
 lane computing 5 "${computing[@]}" >"$logs/computing.log" 2>&1
-lane engines 0 "${engines[@]}" >"$logs/engines.log" 2>&1
+lane parts 0 "${parts[@]}" >"$logs/parts.log" 2>&1
 lane fleets 0 "${fleets[@]}"
 
 failed=()
-for name in fleets engines computing; do
+for name in fleets parts computing; do
   wait "${pids[$name]}" || failed+=("$name")
   unset "pids[$name]"
   if [ "$name" != fleets ]; then
