@@ -115,7 +115,7 @@ class TestTypes:
         ("{gpu_ids: [4]}", gpus(2), "f.yaml:1: cluster.gpu_ids: there is no GPU 4"),
         ("{gpus: 1}", gpus(1, gib=4), "f.yaml:1: cluster.gpu_memory: GPU 0 (NVIDIA H200): of 3.68 GiB that may be"),
         ("{gpus: 3}", gpus(3), "models[0].path: its 4 heads, 2 KV heads and MLP of"),
-        ("{nodes: [{gpus: 8, gpu_type: H200}]}", gpus(1), "f.yaml:1: cluster.nodes: nodes are for muxserve plan and simulate; write `gpus`"),
+        ("{nodes: [{gpus: 8, gpu_type: H200}]}", gpus(1), "cluster.nodes: nodes are for muxserve plan and simulate"),
     ],
 )
 def test_what_cannot_be_is_told_with_line_and_key(tmp_path: Path, cluster: str, found: GpuMachine, said: str) -> None:

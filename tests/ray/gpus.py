@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,8 @@ from typing import Any
 import psutil
 
 from muxserve import network
+from muxserve.cli.doctor_nodes import doctor_nodes
+from muxserve.cli.output import console
 from muxserve.cluster.events import Event, PartId, Progress, Up
 from muxserve.cluster.fleet_plan import planned_unit
 from muxserve.cluster.ray_cluster import gpus_for
@@ -169,14 +170,16 @@ class Story:
 
 def examined(address: str) -> None:
     """`muxserve doctor` sees the GPUs of each node."""
-    command = [sys.executable, "-m", "muxserve.cli.app", "doctor", "--ray", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    console.width = 200
+    with console.capture() as shown:
+        able = doctor_nodes(address) == 0
+    said = shown.get()
+    assert able, said
     for host, kind in ((ONE, "A10"), (OTHER, "A10"), (THIRD, "L40S")):
-        assert f"{host} (" in done.stdout, done.stdout
-        assert f"NVIDIA {kind}, " in done.stdout
-    assert done.stdout.count("4 CPUs, 2 GPUs for units") == 3
-    assert "units can be served on 3 nodes" in done.stdout
+        assert f"{host} (" in said, said
+        assert f"NVIDIA {kind}, " in said
+    assert said.count("4 CPUs, 2 GPUs for units") == 3
+    assert "units can be served on 3 nodes" in said
     print("every node is examined")
 
 
