@@ -202,6 +202,8 @@ class Adbs(Policy):
         self._adapt_at = now + self.config.quotas.period
         if not self._adapters:
             self._adapters = [QuotaAdapter(pool, self.config.quotas) for pool in ledger.pools.values() if pool.models]
+        if all(adapter.settled for adapter in self._adapters):
+            return []
         changes = [change for adapter in self._adapters for change in adapter.adapt()]
         self._limits = [0] * len(ledger.models)
         for pool, adapter in zip((p for p in ledger.pools.values() if p.models), self._adapters, strict=True):

@@ -67,6 +67,8 @@ class Policy(ABC):
         """
         if now < self._lend_at or not ledger.memory_up:
             return []
+        if all(model.quota == model.profile.quota_pages and not model.retired for model in ledger.models):
+            return []
         changes = [change for pool in ledger.pools.values() for change in lend(pool)]
         if changes:
             self._lend_at = now + LEND_SECONDS

@@ -137,6 +137,12 @@ class QuotaAdapter:
         self._weights = [demand_weight(model.profile) for model in pool.models]
         self.targets = [model.quota for model in pool.models]
 
+    @property
+    def settled(self) -> bool:
+        """There is nothing to adapt: one model has the whole pool."""
+        model, pages = self._pool.models[0], self._pool.profile.pages
+        return len(self.targets) == 1 and not model.retired and model.quota == self.targets[0] == pages
+
     def adapt(self) -> list[QuotaChange]:
         """The changes to make now; nothing when the floors do not fit the pool."""
         pool, models, config = self._pool, self._pool.models, self._config

@@ -181,13 +181,13 @@ class DecodeEngine(LeapingEngine, Leased):
             return False
         return 2.0 * batch.time_of(self._end - self._steps // 2) < lease.granted_at + lease.deadline
 
-    def extend(self, renewals: Renewals, now: float) -> None:
+    def extend(self, renewals: Renewals) -> None:
         """Leap on, as far as leases are renewed without further ado."""
         self.far = True
         self._contended, self._until = renewals
         end = self._bounded(min(self.batch.next_end(), self.batch.until))
         if end > self._planned:
-            self._replan(end, now)
+            self._reach(end)
 
     def _bounded(self, end: int) -> int:
         """The first step to end when it is not renewals alone any more, if that is before `end`."""

@@ -68,6 +68,7 @@ class Leased(Engine):
     """The part of an engine that holds a lease."""
 
     unit: LeasedHost
+    phase: Phase
     _costs: EngineCosts | None
 
     def _without_lease(self, unit: LeasedHost) -> None:

@@ -50,6 +50,7 @@ class LeasedUnit(World):
         self._renewals: Renewals | None = None
         self._stirred = False
         self._woken = False
+        self._went_on = False
         # Pages have come free of which the ledger has not been told.
         self._freed = False
         self.prefillers: list[tuple[ModelState, PrefillEngine]] = []
@@ -66,10 +67,9 @@ class LeasedUnit(World):
             self.prefillers.append((self.ledger.by_name[model.name], prefiller))
 
     def _add(self, engine: DecodeEngine | PrefillEngine) -> None:
-        phase = Phase(engine.phase)
         self.engines.append(engine)
-        self._engine[engine.model.name, phase] = engine
-        self.ledger.engine_up(engine.model.name, phase, 0.0)
+        self._engine[engine.model.name, engine.phase] = engine
+        self.ledger.engine_up(engine.model.name, engine.phase, 0.0)
 
     # ------------------------------------------------------------ requests
 
@@ -143,7 +143,7 @@ class LeasedUnit(World):
         handed: list[SimRequest],
         returned: list[SimRequest],
     ) -> None:
-        ledger, phase, name = self.ledger, Phase(engine.phase), engine.model.name
+        ledger, phase, name = self.ledger, engine.phase, engine.model.name
         for request in finished:
             ledger.finished(request.request_id, phase, lease_id, now)
             del self._requests[request.request_id]
@@ -164,9 +164,10 @@ class LeasedUnit(World):
     def turn(self, now: float) -> None:
         stirred, self._stirred = self._stirred, False
         woken, self._woken = self._woken, False
+        self._went_on = self.calm and not stirred and self._goes_on(woken, now)
+        if self._went_on:
+            return
         if self.calm:
-            if not stirred and self._goes_on(woken, now):
-                return
             self._stir(now)
         self.turns += 1
         self._tell_pages(now)
@@ -215,18 +216,21 @@ class LeasedUnit(World):
         """See whether all that the policy will do until something happens is to renew leases; then leap over that."""
         if not self._leaps_renewals:
             return
-        renewals = self._only_renewals(now)
-        if renewals != self._renewals or renewals is None:
-            self.disturbed(now)
-            if renewals is None:
-                return
-        self._renewals = renewals
+        went_on, self._went_on = self._went_on, False
+        renewals = self._renewals
+        if renewals is None or not (went_on and self.calm):
+            renewals = self._only_renewals(now)
+            if renewals != self._renewals or renewals is None:
+                self.disturbed(now)
+                if renewals is None:
+                    return
+            self._renewals = renewals
         self.calm = True
         for model, engine in self.decoders:
             if not engine.far:
                 lease = model.decode.lease
                 if lease is not None and engine.steady(lease, model.decode.step_seconds):
-                    engine.extend(renewals, now)
+                    engine.extend(renewals)
 
     def _only_renewals(self, now: float) -> Renewals | None:
         """What the policy says, and nothing but decoding sequences will give pages back: what each model held at most
