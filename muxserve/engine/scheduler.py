@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,6 +26,7 @@ from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import current
 from muxserve.engine.block_pool import Filled, PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps
+from muxserve.engine.demand import demand_of_step
 from muxserve.engine.one_phase import one_phase
 from muxserve.engine.runner import RESUMED_OUTPUT
 
@@ -226,7 +226,7 @@ class PhaseScheduler(Scheduler):
             most = min(most, self._budgeted(self.budget))
         self.max_num_scheduled_tokens = most
         with one_phase(self, phase, self._prompts) if phase != "both" else nullcontext():
-            need, lookups = self._demand()
+            need, lookups = demand_of_step(self, self._blocks_of.req_to_blocks)
             self.pool.begin_step(need, lookups)
             output = super().schedule(throttle_prefills)
         for data in output.scheduled_new_reqs:
@@ -247,34 +247,6 @@ class PhaseScheduler(Scheduler):
         # vLLM counts the step before it makes it.
         step = self.current_step + 1
         return budget.tokens(self.running, len(self.kv_holding_waiting), self.waiting, self._prompts, free, step)
-
-    def _demand(self) -> tuple[int, list[list[bytes]]]:
-        """Blocks that this step can take at most, and the hashes whose cached blocks it can use."""
-        need, budget = 0, self.max_num_scheduled_tokens
-        size, held = self.block_size, self._blocks_of.req_to_blocks
-        for request in self.running:
-            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            budget -= tokens
-            need += max(0, -(-(request.num_computed_tokens + tokens) // size) - len(held[request.request_id]))
-        lookups: list[list[bytes]] = []
-        room = self.max_num_active_reqs - len(self.running)
-        waiting = (self.waiting,) if self.pause_state == PauseState.UNPAUSED else ()
-        for queue in (self.kv_holding_waiting, *waiting):
-            for request in queue:
-                if budget <= 0 or room <= 0:
-                    return need, lookups
-                if not request.num_computed_tokens and self.kv_cache_manager.prefix_cache_lookup_enabled(request):
-                    # The last token is computed again even when all its blocks are cached: its logits are needed.
-                    hashes = request.block_hashes[: (request.num_tokens - 1) // size]
-                    if hashes:
-                        lookups.append(hashes)
-                tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-                budget -= tokens
-                room -= 1
-                # The chunk may start behind a cached prefix, so it can end anywhere up to the prompt's end.
-                end = request.num_tokens if request.block_hashes else request.num_computed_tokens + tokens
-                need += max(0, -(-end // size) - len(held.get(request.request_id, ())))
-        return need, lookups
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
