@@ -22,8 +22,8 @@ class LeasedHost(Host, Protocol):
 
     policy: Policy
 
-    def usage(self, engine: DecodeEngine) -> EngineState:
-        """What the ledger knows of the engine."""
+    def usage(self, engine: Engine) -> EngineState:
+        """What the ledger knows of the decode engine."""
         ...
 
     def disturbed(self, now: float) -> None:

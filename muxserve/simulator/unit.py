@@ -13,6 +13,7 @@ from muxserve.scheduling.policy import Policy, Renewals
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, QueuedRequest
 from muxserve.simulator.decode import DecodeEngine
+from muxserve.simulator.leaps import Engine
 from muxserve.simulator.leases import Lease
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.prefill import PrefillEngine
@@ -200,7 +201,7 @@ class LeasedUnit(World):
 
     # ------------------------------------------------------------ leaps over renewals
 
-    def usage(self, engine: DecodeEngine) -> EngineState:
+    def usage(self, engine: Engine) -> EngineState:
         return self.decoders[engine.order][0].decode
 
     def freed(self, pages: ModelPages, now: float) -> None:
