@@ -25,18 +25,33 @@ def end_orphans(run_dir: Path, grace: float = _GRACE_SECONDS) -> list[int]:
 
     To be called when no host of the unit runs.
     """
+    seen: set[int] = set()
+    killed: set[int] = set()
+    # What one of them started while they were looked for is found the next time.
+    while found := set(_pids_of(run_dir)) - seen:
+        seen |= found
+        killed |= _end(found, grace)
+    return sorted(killed)
+
+
+def _pids_of(run_dir: Path) -> list[int]:
+    pids = [process for process in Path("/proc").iterdir() if process.name.isdigit()]
+    return [int(process.name) for process in pids if int(process.name) != os.getpid() and _is_of(process, run_dir)]
+
+
+def _end(pids: set[int], grace: float) -> set[int]:
+    """Those of them that had to be killed."""
     watched = {}
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid() and _is_of(process, run_dir):
-            with contextlib.suppress(OSError):
-                watched[os.pidfd_open(int(process.name))] = int(process.name)
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            watched[os.pidfd_open(pid)] = pid
     try:
         left = _wait(set(watched), grace)
         for fd in left:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
         _wait(left, grace)
-        return [watched[fd] for fd in left]
+        return {watched[fd] for fd in left}
     finally:
         for fd in watched:
             os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -21,15 +22,22 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
     def one(*words: object, sleeps: str = "600", **environment: str) -> subprocess.Popen[bytes]:
-        program = ["sh", "-c", f"sleep {sleeps}; :", "x", *map(str, words)]
-        started.append(subprocess.Popen(program, env={**os.environ, **environment}, process_group=0))
-        return started[-1]
+        program = ["sh", "-c", f"sleep {sleeps} & echo $!; wait", "x", *map(str, words)]
+        process = subprocess.Popen(program, env={**os.environ, **environment}, process_group=0, stdout=subprocess.PIPE)
+        started.append(process)
+        return process
 
     yield one
     for process in started:
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-        process.wait()
+        process.communicate()
+
+
+def child_of(process: subprocess.Popen[bytes]) -> int:
+    """The pid of what it has started."""
+    assert process.stdout is not None
+    return int(process.stdout.readline())
 
 
 def test_what_was_started_for_the_unit_is_ended(tmp_path: Path, start: Start) -> None:
@@ -38,9 +46,9 @@ def test_what_was_started_for_the_unit_is_ended(tmp_path: Path, start: Start) ->
     memory = start("--socket", unit / "memory.sock")
     server = start(**{PIPE: str(unit / "mps" / "pipe")})
     ending = start("--deployment", unit / "deployment.json", sleeps="0.2")
-    ended = set(end_orphans(unit, grace=2.0))
-    # And what the server has started, which has its environment.
-    assert {process.pid for process in (engine, memory, server)} < ended
+    of_server = child_of(server)  # has its environment
+    ended = end_orphans(unit, grace=2.0)
+    assert {engine.pid, memory.pid, server.pid, of_server} <= {*ended}
     assert ending.pid not in ended
     for process in (engine, memory, server):
         assert process.wait(5) == -9
