@@ -17,7 +17,8 @@ step there, for which it is admitted to an engine that has nothing else to do. T
 not counted: they map the other pool. Beside the measured figures stand those that the simulator's model of migration
 (`MigrationCosts`) gives for the bandwidth that was measured here. Then one request of 8,192 tokens moves to and fro
 while others of 512 are decoded, and the time between their tokens during a move is compared with that of the half
-second before it, and as a control the time in a window as long as the move with the half second before that.
+second before it, and as a control the time in a window as long as the move with the half second before that; and all of
+this again with a limit to the bandwidth of moves (`migration: { bandwidth: ... }`).
 
 Targets: downtime at 8,192 tokens at most 1.5 times that at 256; 20 times less than computing 8,192 tokens; others
 slowed down by at most 2 %.
@@ -36,6 +37,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
 
 from benchmarks.report import machine, write_report
 from benchmarks.two_units import Pair, Seen, TwoUnits, bodies, unit_deployment
@@ -149,16 +152,36 @@ class Bench:
         self.units.cancel(name)
         self.units.wait(0.2)
 
-    def beside(self, long_one: bytes, short_ones: list[bytes], most: int, times: int) -> dict[str, Any]:
-        """Time between tokens of requests that stay, while another one leaves their batch."""
+    def beside(self, long_ones: list[bytes], short_ones: list[bytes], most: int, times: int) -> dict[str, Any]:
+        """Time between tokens of requests that stay, while another one leaves their batch; `times` for each of those
+        that leave."""
+        ratios: dict[str, list[float]] = {"moving": [], "control": []}
+        windows: list[float] = []
+        for long_one in long_ones:
+            self._beside(long_one, short_ones, most, times, ratios, windows)
+        moves = len(windows)
+        result: dict[str, Any] = {"moves": moves, "requests": BESIDE, "move_ms": _ms(windows)}
+        for what, values in ratios.items():
+            mean, error = statistics.mean(values), statistics.stdev(values) / moves**0.5
+            result[what] = {"slowdown": round(mean - 1, 4), "standard_error": round(error, 4)}
+            result[what]["median"] = round(statistics.median(values) - 1, 4)
+        return result
+
+    def _beside(
+        self,
+        long_one: bytes,
+        short_ones: list[bytes],
+        most: int,
+        times: int,
+        ratios: dict[str, list[float]],
+        windows: list[float],
+    ) -> None:
         units = self.units
         stay = [units.submit("a", body, BESIDE_TOKENS, 9000, "high") for body in short_ones]
         mover = units.submit("a", long_one, LENGTHS[-1], most)
         seen = units.requests[mover]
         staying = [units.requests[name] for name in stay]
         units.pump(lambda: all(len(one.at) >= STEPS for one in (*staying, seen)))
-        ratios: dict[str, list[float]] = {"moving": [], "control": []}
-        windows = []
         for _ in range(times):
             window = statistics.median(windows) if windows else 0.05
             units.wait(2 * CALM_SECONDS + window)
@@ -173,12 +196,6 @@ class Bench:
         for name in (*stay, mover):
             units.cancel(name)
         units.wait(0.2)
-        result: dict[str, Any] = {"moves": times, "requests": BESIDE, "move_ms": _ms(windows)}
-        for what, values in ratios.items():
-            mean, error = statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
-            result[what] = {"slowdown": round(mean - 1, 4), "standard_error": round(error, 4)}
-            result[what]["median"] = round(statistics.median(values) - 1, 4)
-        return result
 
 
 def _ratio(staying: list[Seen], begin: float, end: float) -> float:
@@ -228,15 +245,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="over all lengths")
     parser.add_argument("--moves", type=int, default=5, help="of each kind, length and round")
     parser.add_argument(
-        "--beside", type=int, default=12, help="moves beside other requests; 14 at most, or the mover ends"
+        "--beside", type=int, default=12, help="moves beside other requests, three times; more, and the mover ends"
     )
+    parser.add_argument("--limit", type=int, default=128, help="bandwidth of the limited moves, MiB/s")
     options = parser.parse_args()
     lengths = LENGTHS[:2] if options.quick else LENGTHS
     rounds, times, beside_times = (1, 2, 4) if options.quick else (options.rounds, options.moves, options.beside)
     most = 1600
     checkpoint = tiny_checkpoint("llama", LAYERS, HEADS, KV_HEADS, HEAD_DIM, max_len=MAX_LEN)
     wanted = [(rounds, length, most) for length in lengths]
-    *made, short_ones, (long_one,) = bodies([*wanted, (BESIDE, BESIDE_TOKENS, 9000), (1, lengths[-1], most)], 256)
+    movers = 1 if options.quick else 3
+    *made, short_ones, long_ones = bodies([*wanted, (BESIDE, BESIDE_TOKENS, 9000), (movers, lengths[-1], most)], 256)
     found: Any = {way: defaultdict(list) for way in (LIVE, STOPPED, "recompute")}
     report: dict[str, Any] = {"machine": machine(), "token_bytes": TOKEN_BYTES}
     with tempfile.TemporaryDirectory(prefix="mx") as root:
@@ -244,7 +263,12 @@ def main() -> None:
         os.environ[SWITCH] = str(switch)
 
         def make(name: str) -> Deployment:
-            return unit_deployment(Path(root) / name, name, checkpoint, max_len=MAX_LEN, blocks=500)
+            return unit_deployment(Path(root) / name, name, checkpoint, max_len=MAX_LEN, blocks=900)
+
+        def limited(name: str) -> Deployment:
+            limit = float(options.limit << 20)
+            unit = make(f"{name}-limited")
+            return msgspec.structs.replace(unit, unit=name, migration_bandwidth=limit)
 
         with Pair(make, [sys.executable, __file__, "--host"]) as pair, TwoUnits(pair) as units:
             bench = Bench(units, switch)
@@ -253,8 +277,12 @@ def main() -> None:
                     bench.round(length, some[number], most, times, found)
             report |= summary(found)
             print(report)
-            report["beside"] = bench.beside(long_one, short_ones, most, beside_times)
+            report["beside"] = bench.beside(long_ones, short_ones, most, beside_times)
             print(report["beside"])
+        with Pair(limited, [sys.executable, __file__, "--host"]) as pair, TwoUnits(pair) as units:
+            found_limited = Bench(units, switch).beside(long_ones, short_ones, most, beside_times)
+            report["beside_limited"] = {"bytes_per_second": options.limit << 20, **found_limited}
+            print(report["beside_limited"])
 
     longest, shortest = lengths[-1], lengths[0]
     live, stopped = report[LIVE], report[STOPPED]
