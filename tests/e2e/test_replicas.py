@@ -17,8 +17,8 @@ from tests.support.patience import PATIENCE
 MODEL = "atlas"
 FLEET = {
     "policy": "adbs",
-    # 16 blocks of 64 tokens for each replica, and the null page.
-    "kv_pool": {"size": "3200KiB"},
+    # 32 blocks of 64 tokens for each replica, and the null page.
+    "kv_pool": {"size": "6272KiB"},
     "migration": {"source_below": 16, "destination_above": 32},
     "models": [
         {
@@ -26,11 +26,13 @@ FLEET = {
             "path": str(ROOT / "configs/models" / MODEL),
             "dtype": "float32",
             "replicas": 4,
-            "max_len": 1024,
+            "max_len": 2048,
             "prefix_caching": False,
         }
     ],
 }
+# Two such requests fit into one replica until they end, so that one of them can move all that time.
+FILLING = 500
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +79,19 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
     done: list[int] = []
 
     async def filler(index: int) -> str:
-        text = "".join(await generate(fleet, 420, 400, index))
+        text = "".join(await generate(fleet, 420, FILLING, index))
         done.append(index)
         return text
 
-    fillers = [asyncio.create_task(filler(index)) for index in range(4)]
-    # One on each replica: they go to the freest, one after the other.
-    await until(lambda: all(n == 1 for n in of_model(fleet, MODEL, "decoding").values()), PATIENCE, "one on each")
+    await until(lambda: len(of_model(fleet, MODEL, "decoding")) == 4, PATIENCE, "all there")
+    fillers = []
+    for index in range(4):
+        # One on each replica: they go to the freest, one after the other.
+        fillers.append(asyncio.create_task(filler(index)))
+        await until(lambda n=index: sum(of_model(fleet, MODEL, "decoding").values()) > n, PATIENCE, "decoded")
+    assert [*of_model(fleet, MODEL, "decoding").values()] == [1] * 4
     free = await asyncio.to_thread(free_tokens, fleet)
-    need = 700
+    need = 1700
     assert all(tokens < need for tokens in free.values()), f"the long prompt has room as it is: {free}"
 
     finished_at_first_token: list[int] = []
@@ -96,7 +102,7 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
     texts = await asyncio.gather(*fillers)
     # What moved has the tokens of what did not.
     for index, text in enumerate(texts):
-        assert "".join(await generate(fleet, 420, 400, index)) == text
+        assert "".join(await generate(fleet, 420, FILLING, index)) == text
 
 
 async def test_a_killed_replica_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
