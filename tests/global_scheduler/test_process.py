@@ -39,7 +39,7 @@ from muxserve.wire import (
     encode,
 )
 from tests.global_scheduler.support import CAPACITY, fleet, load, place
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 
 M = TypeVar("M", bound=Message)
 
@@ -153,10 +153,7 @@ class Running:
 
     def says(self, words: str) -> None:
         """Wait until it has said so."""
-        deadline = time.monotonic() + PATIENCE
-        while words not in self.log.read_text():
-            assert time.monotonic() < deadline, f"it has not said {words!r}"
-            time.sleep(0.005)
+        eventually(lambda: words in self.log.read_text(), f"it says {words!r}")
 
     def client(self, identity: str) -> Client:
         assert self.fleet is not None
