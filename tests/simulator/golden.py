@@ -1,0 +1,389 @@
+"""What the simulator says of a set of scenarios that covers everything that it knows: modes, arrangements, replicas,
+tight and ample KV caches.
+
+    python -m tests.simulator.golden           # compares with golden.json
+    python -m tests.simulator.golden --write   # and takes over what has changed
+
+A figure may change, but not unnoticed: docs/simulator.md tells what changed and why.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from muxserve.costs import EngineShape, ModelArchitecture
+from muxserve.costs.roofline import Roofline
+from muxserve.metrics.definitions import Objectives as Latencies
+from muxserve.metrics.definitions import percentile
+from muxserve.metrics.records import RequestRecord
+from muxserve.planning.architectures import planned_architecture
+from muxserve.planning.phases_ground import CpuGround, GpuGround
+from muxserve.planning.phases_layout import Ground, Layout, Wanted
+from muxserve.planning.phases_play import play
+from muxserve.replicas.dispatch import FreestOfQueues, LoadAware, RoundRobin
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.scaling import ScalingRules
+from muxserve.rolling.member import Objectives
+from muxserve.rolling.mitosis import Bounds
+from muxserve.rolling.scaling import ScalingRules as RollingScalingRules
+from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget, TokenThrottling
+from muxserve.simulator import (
+    MODES,
+    FleetModel,
+    FleetResult,
+    Options,
+    Overheads,
+    PipelinedModel,
+    Replica,
+    RollingModel,
+    simulate,
+    units_of,
+)
+from muxserve.simulator.instances import ClusterResult, InstanceSpec, MigrationCosts, ReplicaOptions
+from muxserve.simulator.instances import simulate as simulate_instances
+from muxserve.simulator.pipeline import Link, PipelineSpec
+from muxserve.simulator.pipeline import simulate as simulate_pipeline
+from muxserve.simulator.rolling import (
+    Arrangement,
+    Independent,
+    Rolling,
+    RollingOptions,
+    Split,
+    SplitOptions,
+)
+from muxserve.workload import Arrivals, ModelLoad, TraceRequest, generate
+from muxserve.workload.lengths import LogNormalLengths
+from placement import Machine
+from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.demand import Demand
+from placement.memory import MemoryRules
+
+FILE = Path(__file__).with_name("golden.json")
+GIB = 1 << 30
+COSTS = Roofline()
+A100 = "A100-80GB"
+DTYPE = "float16"
+CHAT = LogNormalLengths(150, 0.9, 4, 1000), LogNormalLengths(120, 0.8, 2, 600)
+LLAMA_7B = planned_architecture("llama-7b", Path())
+LLAMA_13B = planned_architecture("llama-13b", Path())
+TINY = ModelArchitecture("tiny", 4, 8, 8, 64, 512, 1408, 8192, 2048, 2048, "float32")
+Figures = dict[str, float]
+
+
+def load(rates: dict[str, float], seconds: float, seed: int = 1, cv: float = 1.0) -> list[TraceRequest]:
+    """Chats, by model."""
+    loads = {name: ModelLoad(rate, *CHAT, Arrivals(cv)) for name, rate in rates.items()}
+    return list(generate(loads, seconds, seed))
+
+
+def figures(records: Sequence[RequestRecord], **more: float) -> Figures:
+    """Times in seconds."""
+    done = [r for r in records if r.ok]
+    ttft = [r.ttft for r in done if r.ttft is not None]
+    tpot = [r.tpot for r in done if r.tpot is not None]
+    latency = [r.latency for r in done if r.latency is not None]
+
+    def spread(name: str, values: list[float]) -> Figures:
+        if not values:
+            return {}
+        return {
+            f"{name}_mean": fmean(values),
+            f"{name}_p50": percentile(values, 0.5),
+            f"{name}_p99": percentile(values, 0.99),
+        }
+
+    return {
+        "requests": len(records),
+        "answered": len(done),
+        **spread("ttft", ttft),
+        **spread("tpot", tpot),
+        **spread("latency", latency),
+        "preemptions": sum(r.preemptions for r in records),
+        **more,
+    }
+
+
+# ------------------------------------------------------------ fleets of multiplexed models
+
+
+MODELS = {
+    "a": FleetModel("a", LLAMA_7B, DTYPE, max_len=2048),
+    "b": FleetModel("b", LLAMA_7B, DTYPE, max_len=2048),
+    "c": FleetModel("c", LLAMA_13B, DTYPE, max_len=2048),
+    "tiny": FleetModel("tiny", TINY, "float32", max_num_seqs=16, max_num_batched_tokens=512),
+    "other": FleetModel("other", TINY, "float32", max_num_seqs=16, max_num_batched_tokens=512),
+}
+
+
+def placement(gib: float) -> Placement:
+    """Two models on one GPU, of which one has a replica beside a third on another two."""
+    one = PlacedUnit(
+        "unit0", A100, (0,), (PlacedModel("a", 2.0, 0.6, 0.4), PlacedModel("b", 6.0, 0.6, 0.5)), int(gib * GIB)
+    )
+    two = PlacedUnit(
+        "unit1", A100, (1, 2), (PlacedModel("a", 2.0, 0.5, 0.4), PlacedModel("c", 4.0, 0.6, 0.5)), int(gib * GIB)
+    )
+    return Placement(Cluster((Node(A100, 3),)), (one, two))
+
+
+def without_replicas(gib: float) -> Placement:
+    """Every model in one unit."""
+    one, two = placement(gib).units
+    return Placement(Cluster((Node(A100, 3),)), (one, replace(two, models=two.models[1:])))
+
+
+def on_cpu(units: int) -> Placement:
+    """Each unit has one model, or one unit has both."""
+    models = (PlacedModel("tiny", 3.0, 0.5, 0.5), PlacedModel("other", 3.0, 0.5, 0.5))
+    if units == 1:
+        placed = (PlacedUnit("unit0", "CPU", (0,), models, GIB // 4),)
+    else:
+        placed = tuple(PlacedUnit(f"unit{n}", "CPU", (0,), (model,), GIB // 8) for n, model in enumerate(models))
+    return Placement(Cluster((Node("CPU", 1),)), placed)
+
+
+def of_fleet(result: FleetResult) -> Figures:
+    """With what units did."""
+    return figures(
+        result.records,
+        steps=result.jobs,
+        busy=result.busy_gpu_seconds,
+        seconds=result.seconds,
+        peak_pages=sum(sum(unit.peak_pages) for unit in result.units),
+    )
+
+
+def fleet(where: Placement, mode: str, requests: list[TraceRequest], options: Options | None = None) -> Figures:
+    return of_fleet(simulate(units_of(where, MODELS, MODES[mode]), requests, COSTS, options, seed=3))
+
+
+def fleets() -> Iterable[tuple[str, Callable[[], Figures]]]:
+    requests = load({"a": 4.0, "b": 6.0, "c": 4.0}, 30.0)
+    delays = Options(Overheads(0.002, 0.0002, 0.0003, 0.0005, 0.0005, 0.001))
+    for mode in MODES:
+        yield f"ample KV, {mode}", lambda mode=mode: fleet(without_replicas(30.0), mode, requests)
+        yield f"tight KV, {mode}", lambda mode=mode: fleet(without_replicas(5.0), mode, requests)
+    yield "delays, muxserve", lambda: fleet(without_replicas(30.0), "muxserve", requests, delays)
+    yield "replicas, muxserve", lambda: fleet(placement(30.0), "muxserve", requests)
+    yield "replicas, temporal", lambda: fleet(placement(30.0), "temporal", requests)
+    slow = load({"tiny": 2.0, "other": 2.0}, 20.0)
+    for units in (1, 2):
+        yield f"{units} CPU units, muxserve", lambda units=units: fleet(on_cpu(units), "muxserve", slow)
+
+
+# ------------------------------------------------------------ rolling and pipelined models
+
+
+def apart() -> Iterable[tuple[str, Callable[[], Figures]]]:
+    shape = EngineShape(A100, 1, 1.0, DTYPE)
+    spec = InstanceSpec(LLAMA_7B, shape, 4000, max_num_batched_tokens=2048)
+    ring = RollingModel(
+        "a",
+        tuple(Replica(f"unit{n}", (n,)) for n in range(3)),
+        spec,
+        RollingOptions(3, Objectives(1.0, 0.05, 0.25)),
+        2048,
+    )
+    stages = PipelineSpec(LLAMA_7B, shape, (4000, 4000), max_num_seqs=256)
+    pipe = PipelinedModel(
+        "a", (Replica("unit0", (0, 1)), Replica("unit1", (2, 3))), (stages, stages), TokenThrottling, 2048
+    )
+    for name, rate in (("light", 6.0), ("heavy", 30.0)):
+        requests = load({"a": rate}, 30.0)
+        yield f"rolling, {name}", lambda requests=requests: of_fleet(simulate([], requests, COSTS, apart=[ring]))
+        yield f"pipelined, {name}", lambda requests=requests: of_fleet(simulate([], requests, COSTS, apart=[pipe]))
+    requests = load({"a": 20.0}, 30.0)
+    tight = replace(ring, spec=replace(spec, blocks=300))
+    yield "rolling, tight KV", lambda: of_fleet(simulate([], requests, COSTS, apart=[tight]))
+    narrow = replace(pipe, specs=(replace(stages, blocks=(300, 300)),) * 2)
+    yield "pipelined, tight KV", lambda: of_fleet(simulate([], requests, COSTS, apart=[narrow]))
+    delays = Options(Overheads(0.002, 0.0, 0.0, 0.0005, 0.0005, 0.001))
+    yield "rolling, delays", lambda: of_fleet(simulate([], requests, COSTS, delays, apart=[ring]))
+    yield "pipelined, delays", lambda: of_fleet(simulate([], requests, COSTS, delays, apart=[pipe]))
+
+
+def planned() -> Iterable[tuple[str, Callable[[], Figures]]]:
+    """As `phases: auto` compares them."""
+    demand = Demand(
+        name="a",
+        architecture=LLAMA_7B,
+        dtype=DTYPE,
+        rate=10.0,
+        prompt_tokens=220,
+        output_tokens=160,
+        slo_ttft=1.0,
+        slo_tpot=0.05,
+        max_num_seqs=256,
+    )
+    wanted = Wanted(demand, max_len=2048)
+    gpus: Ground = GpuGround(A100, (2,), 80 * GIB, MemoryRules())
+    small: Ground = GpuGround(A100, (2,), 19 * GIB, MemoryRules())
+    cpu: Ground = CpuGround(Machine(2, 8 * GIB), 2)
+    slow = replace(wanted, demand=replace(demand, architecture=TINY, dtype="float32", rate=4.0, max_num_seqs=16))
+
+    def one(wanted: Wanted, ground: Ground, layout: Layout, rate: float) -> Figures:
+        requests = load({"a": rate}, 30.0)
+        played = play(wanted, ground, ground.place(wanted, layout), COSTS, requests, rate)
+        done = [each for each in played.outcomes if each.ttft is not None]
+        objectives = Latencies(1.0, 0.05)
+        return {
+            "requests": len(played.outcomes),
+            "answered": len(done),
+            "ttft_mean": fmean(each.ttft or 0.0 for each in done),
+            "wait_mean": fmean(each.wait for each in done),
+            "latency_mean": fmean(each.latency for each in done),
+            "attained": sum(each.met(objectives, True) for each in done) / len(done),
+            "balance": played.balance,
+            "preemptions": played.preemptions,
+            **{f"bubbles_{n}": each for n, each in enumerate(played.bubbles)},
+        }
+
+    layouts = {
+        "multiplexed": Layout("multiplexed", 2, 1, 1),
+        "pipelined": Layout("pipelined", 1, 2, 1),
+        "one stage": Layout("pipelined", 2, 1, 1),
+        "rolling": Layout("rolling", 2, 1, 1),
+    }
+    for name, layout in layouts.items():
+        for about, ground in (("ample", gpus), ("tight", small)):
+            yield f"planned, {name}, {about} KV", lambda g=ground, y=layout: one(wanted, g, y, 16.0)
+        if name != "one stage":
+            yield f"planned, {name}, CPU", lambda y=layout: one(replace(slow, replicas=y.replicas), cpu, y, 2.0)
+
+
+# ------------------------------------------------------------ replicas
+
+
+def replicas() -> Iterable[tuple[str, Callable[[], Figures]]]:
+    spec = InstanceSpec(LLAMA_7B, EngineShape("A10", 1, 1.0, DTYPE), blocks=400)
+    requests = load({"a": 13.0}, 60.0, cv=2.0)
+
+    def of(result: ClusterResult) -> Figures:
+        return figures(
+            [request.record() for request in result.requests],
+            steps=result.steps,
+            busy=result.busy_seconds,
+            migrations=result.migrations,
+            instances=result.average_instances,
+            lost=sum(request.lost for request in result.requests),
+            down=sum(result.downtimes),
+        )
+
+    def run(high: float = 0.0, **options: object) -> Figures:
+        made = ReplicaOptions(**{"instances": 4, **options})  # type: ignore[arg-type]
+        levels = [
+            ("high", "high") if high and n % round(1 / high) == 0 else ("normal", "normal")
+            for n in range(len(requests))
+        ]
+        return of(simulate_instances(spec, COSTS, requests, made, levels.__getitem__))
+
+    yield "replicas, round-robin", lambda: run(dispatch=lambda levels: RoundRobin())
+    yield "replicas, load-aware", lambda: run(dispatch=lambda levels: LoadAware())
+    yield "replicas, freest", lambda: run(dispatch=FreestOfQueues)
+    yield "replicas, migration", lambda: run(migration=MigrationRules())
+    yield "replicas, priorities", lambda: run(0.1, migration=MigrationRules())
+    yield "replicas, slow copies", lambda: run(migration=MigrationRules(in_flight=2), copying=MigrationCosts(1e8))
+    yield (
+        "replicas, scaling",
+        lambda: run(instances=1, migration=MigrationRules(), scaling=ScalingRules(1, 6, low=80, high=480)),
+    )
+    yield "replicas, stale views", lambda: run(stale=1.0, tick=0.5, migration=MigrationRules())
+
+
+# ------------------------------------------------------------ the papers' systems
+
+
+def papers() -> Iterable[tuple[str, Callable[[], Figures]]]:
+    requests = load({"a": 16.0}, 30.0)
+    spec = InstanceSpec(
+        LLAMA_13B, EngineShape("L20-48GB", 1, 1.0, DTYPE), 900, max_num_batched_tokens=2048, step_seconds=5e-3
+    )
+
+    def of(arrangement: Arrangement) -> Figures:
+        result = arrangement.run(requests)
+        return figures(
+            result.records(),
+            busy=sum(result.busy.values()),
+            wait=fmean(request.switch_wait for request in result.requests),
+            attained=result.attained(Latencies(5.0, 0.1)),
+            transfers=result.transfer_seconds,
+            replicas=len(result.replicas),
+        )
+
+    def rolling(**more: object) -> Arrangement:
+        return Rolling(spec, COSTS, RollingOptions(4, Objectives(5.0, 0.1), expected_output=160, **more))  # type: ignore[arg-type]
+
+    inside, outside = Link(20e9, 1e-3), Link(1e9, 1e-3)
+    within = SplitOptions((1, 1), (1, 1), inside, outside, within_node=True, streamed=False)
+    network = SplitOptions((1, 1), (1, 1), inside, outside, within_node=False, streamed=True)
+    scaling = RollingScalingRules(window=5.0, patience=2.0, most=8, idle=0.1)
+    yield "EcoServe", lambda: of(rolling())
+    yield "EcoServe, scaling", lambda: of(rolling(scaling=scaling, bounds=Bounds(2, 4), start_seconds=2.0))
+    yield "vLLM", lambda: of(Independent(spec, COSTS, 4))
+    yield "Sarathi", lambda: of(Independent(spec, COSTS, 4, 512))
+    yield "DistServe", lambda: of(Split(spec, COSTS, within))
+    yield "MoonCake", lambda: of(Split(spec, COSTS, network))
+    four = PipelineSpec(LLAMA_13B, EngineShape("L20-48GB", 1, 1.0, DTYPE), (4000,) * 4)
+
+    def pipeline(spec: PipelineSpec, budget: str) -> Figures:
+        result = simulate_pipeline(spec, COSTS, TOKEN_BUDGETS[budget](), requests)
+        return figures(
+            result.records(),
+            steps=len(result.steps),
+            bubbles=result.bubble_fraction(),
+            variation=result.spread()["tokens"].variation,
+            peak=max(result.peak_kv),
+        )
+
+    for budget in TOKEN_BUDGETS:
+        yield f"gLLM, {budget}", lambda budget=budget: pipeline(four, budget)
+    for name, spec_of in {
+        "tight KV": replace(four, blocks=(250,) * 4),
+        "made ahead": replace(four, ahead=True, depth=5),
+        "one chunk at a time": replace(four, chunk_ahead=False),
+        "host": replace(four, step_seconds=0.002, return_seconds=0.001),
+        "layers": replace(four, layers=(11, 11, 10, 8)),
+    }.items():
+        yield f"gLLM, {name}", lambda spec_of=spec_of: pipeline(spec_of, "token_throttling")
+    # The figure by which admission shows: one stage, few blocks.
+    single = PipelineSpec(LLAMA_7B, EngineShape(A100, 1, 1.0, DTYPE), (250,))
+    yield "one stage, tight KV", lambda: pipeline(single, FixedBudget.name)
+
+
+def scenarios() -> dict[str, Callable[[], Figures]]:
+    """All of them by name."""
+    return {name: run for group in (fleets, apart, planned, replicas, papers) for name, run in group()}
+
+
+def differences(known: Figures, now: Figures) -> list[str]:
+    """What differs by more than rounding."""
+    found = []
+    for name in sorted(known.keys() | now.keys()):
+        old, new = known.get(name), now.get(name)
+        if old is None or new is None or abs(old - new) > 1e-8 * max(abs(old), abs(new), 1e-6):
+            found.append(f"{name}: {old} -> {new}" + (f" ({new / old - 1:+.1%})" if old and new is not None else ""))
+    return found
+
+
+def main() -> int:
+    known: dict[str, Figures] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    now = {name: run() for name, run in scenarios().items()}
+    changed = 0
+    for name in [*now, *(each for each in known if each not in now)]:
+        found = differences(known.get(name, {}), now.get(name, {}))
+        changed += bool(found)
+        if found:
+            print(f"{name}\n  " + "\n  ".join(found))
+    print(f"{changed} of {len(now)} scenarios differ")
+    if "--write" in sys.argv:
+        FILE.write_text(json.dumps(now, indent=1) + "\n")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
