@@ -25,6 +25,7 @@ from muxserve.cluster.events import (
     Stopping,
     Up,
 )
+from muxserve.cluster.restarts import DEGRADED_STARTS
 
 
 class Renderer(Protocol):
@@ -89,7 +90,7 @@ class LiveTable:
                 self._rows[part] = ("starting", detail)
             case Up(part, pid, seconds):
                 self._rows[part] = ("up", f"pid {pid}, {seconds:.1f} s")
-            case Down(part, reason, _):
+            case Down(part, reason):
                 self._rows[part] = ("died", reason)
                 self._lines(event)
             case Ready() | Draining() | Stopping() | Failed():
@@ -123,8 +124,12 @@ def describe(event: Event) -> str:
             return f"{part}: {detail}"
         case Up(part, pid, seconds):
             return f"{part}: up (pid {pid}, {seconds:.1f} s)"
-        case Down(part, reason, restart_in):
-            return f"{part}: {reason}; starting it again" + (f" in {restart_in:g} s" if restart_in >= 0.5 else "")
+        case Down(part, reason, restart_in, failed_starts):
+            again = f"{part}: {reason}; starting it again" + (f" in {restart_in:g} s" if restart_in >= 0.5 else "")
+            if failed_starts < DEGRADED_STARTS:
+                return again
+            degraded = f"; {part.model} is degraded until then" if part.model else ""
+            return f"{again} (its last {failed_starts} starts failed{degraded})"
         case Ready(seconds):
             return f"ready after {seconds:.1f} s"
         case Draining(seconds):

@@ -28,14 +28,15 @@ from muxserve.deployment import FleetDeployment, save_fleet
 
 log = logging.getLogger(__name__)
 
-EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_KEPT_DYING, EXIT_FORCED = 0, 2, 3, 4, 130
+EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_FORCED = 0, 2, 3, 130
 
 
 class Controller:
     """One fleet, from start to end.
 
     `run` does everything; `stop` may be called (from a signal handler of the loop) to end it: once to drain, twice to
-    kill. Exit codes: 0 stopped as asked, 3 could not start, 4 a part kept dying, 130 killed at the second `stop`.
+    kill. Exit codes: 0 stopped as asked, 3 could not start, 130 killed at the second `stop`. A fleet that has served
+    ends when it is told to: whatever keeps dying is tried again, ever more rarely.
 
     Args:
         fleet: the fleet; the units in it are those of `units`.
@@ -119,7 +120,7 @@ class Controller:
     # ------------------------------------------------------------ life
 
     async def run(self) -> int:
-        """Serve until `stop` or until a part cannot be kept alive; returns the exit code."""
+        """Serve until `stop`, or until a part cannot be started at first; returns the exit code."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self.leftovers.reap)
@@ -136,7 +137,7 @@ class Controller:
             if failure is None:
                 await self._drain()
             else:
-                code = await self._fail(failure)
+                code = self._fail(failure)
             if self._forced.is_set() and code == EXIT_OK:
                 code = EXIT_FORCED
         finally:
@@ -251,16 +252,12 @@ class Controller:
     async def _explain(self, part: Part) -> str:
         return ""
 
-    async def _fail(self, failure: BaseException) -> int:
+    def _fail(self, failure: BaseException) -> int:
         if not isinstance(failure, GaveUp):
             raise failure
-        served = self.ready.is_set()
         path, tail = self._said(failure.part)
-        words = f"{failure.part} keeps dying: {failure}" if served else f"{failure.part} cannot start: {failure}"
-        self._emit(Failed(failure.part, words, path, tail))
-        if served and failure.part.kind in ("engine", "vllm"):
-            await self._drain()  # requests of what is still there may still finish
-        return EXIT_KEPT_DYING if served else EXIT_START
+        self._emit(Failed(failure.part, f"{failure.part} cannot start: {failure}", path, tail))
+        return EXIT_START
 
     def _said(self, part: PartId) -> Said:
         own = part.kind in ("vllm", "gateway", "scheduler")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
 from collections.abc import Awaitable, Callable, Iterable
 
 from muxserve import wire
@@ -11,12 +14,15 @@ from muxserve.cluster.processes import kill_group
 from muxserve.cluster.starts import MEMORY, MPS, WARM, Starts
 from muxserve.cluster.supervision import WITH_PARENT, Part
 
+# Its parent tells within a millisecond how an engine ended, unless that died as well.
+_STATUS_SECONDS = 0.1
+
 
 class Deaths:
     """Of one unit.
 
     Args:
-        leftovers: collects what dead parents leave behind.
+        leftovers: collects what dead parents leave behind, and how processes that are not our children ended.
         tell: tells the unit scheduler.
     """
 
@@ -30,8 +36,10 @@ class Deaths:
     async def on_down(self, part: Part, reason: str) -> str:
         """A part has ended; answers why that does not count against it, in words, or nothing if it does."""
         if part.id.kind == "engine":
-            await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason))
-            return self._ended_with_parent(part.id)
+            parent = self._ended_with_parent(part.id)
+            cause = wire.Cause.NONE if parent or part.killed_for else await self._cause(part)
+            await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason, cause))
+            return parent
         if part.id == WARM:
             # What it forked dies with it; what did not would hold its model twice.
             self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
@@ -52,6 +60,19 @@ class Deaths:
             self._kill(engines, "ended with the process that held its weights")
             return self._ended_with_parent(part.id)
         return ""
+
+    async def _cause(self, part: Part) -> wire.Cause:
+        """Whether an engine ended by what it did itself. SIGKILL comes from outside: from someone, or from the kernel
+        for want of memory."""
+        if part.process is None:
+            return wire.Cause.NONE
+        code = part.process.returncode
+        if code is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STATUS_SECONDS):
+                    while (code := self._leftovers.exits.get(part.process.pid)) is None:
+                        await asyncio.sleep(_STATUS_SECONDS / 20)
+        return wire.Cause.KILL if code in (None, -signal.SIGKILL) else wire.Cause.CRASH
 
     def _leave(self, group: int) -> None:
         self.groups.add(group)

@@ -99,11 +99,13 @@ class Up:
 
 @dataclass(frozen=True)
 class Down:
-    """A part ended though it should not have; it is started again in `restart_in` seconds."""
+    """A part ended though it should not have; it is started again in `restart_in` seconds. `failed_starts` are those in
+    a row since it was up."""
 
     part: PartId
     reason: str
     restart_in: float
+    failed_starts: int = 0
 
 
 @dataclass(frozen=True)

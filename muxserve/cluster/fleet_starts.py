@@ -106,8 +106,11 @@ class FleetStarts:
             Part(PartId("gateway", index=index), self._start_gateway, _START_SECONDS["gateway"], before_gateways)
             for index in range(gateways)
         ]
-        # Without it gateways decide by themselves, and nothing fails; hence it is started again for ever.
         self.scheduler = Part(SCHEDULER, self._start_scheduler, _START_SECONDS["scheduler"])
+        # What these have once started serves on without them, and nothing else can stand in for them.
+        for part in (self.vllm, *self.gateways):
+            part.policy = RestartPolicy(max_deaths=None)
+        # Without it gateways decide by themselves.
         self.scheduler.policy = RestartPolicy(max_deaths=None, delays=PATIENT_DELAYS)
 
     async def close(self) -> None:

@@ -12,10 +12,11 @@ from muxserve import wire
 from muxserve.cluster import gpu_faults
 from muxserve.cluster.deaths import Deaths
 from muxserve.cluster.ends import STOP_SECONDS
-from muxserve.cluster.events import Event, PartId, Ready, Up
+from muxserve.cluster.events import Down, Event, PartId, Ready, Up
 from muxserve.cluster.last_words import LastWords, Said
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
 from muxserve.cluster.supervision import Part, Supervisor
@@ -36,6 +37,7 @@ class UnitHost:
         emit: told what happens; a `Ready` when everything is up for the first time.
         sizer: on GPUs, what makes pools of what was measured.
         migrates: whether there is a migrator from the beginning.
+        movable: whether the unit could be started elsewhere: it is given up when none of its models can be started.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class UnitHost:
         leftovers: Leftovers,
         sizer: PoolSizer | None = None,
         migrates: bool = False,
+        movable: bool = False,
     ) -> None:
         # What was there when a part started last is of its predecessors.
         self._last_words = LastWords(deployment.log_dir)
@@ -66,6 +69,9 @@ class UnitHost:
         self._watcher: asyncio.Task[None] | None = None
         # The models that have been up here: from then on their engines are started again with more patience.
         self._served: set[str] = set()
+        # Models whose parts fail at each start: why, and when (monotonic seconds) it is tried again.
+        self._degraded: dict[str, tuple[str, float]] = {}
+        self._movable = movable
         self.ready = asyncio.Event()
 
     @property
@@ -83,6 +89,11 @@ class UnitHost:
         """Set when the sizes of the pools are known."""
         return self._starts.sized
 
+    @property
+    def degraded(self) -> dict[str, str]:
+        """Models that fail at each start, and why."""
+        return {model: reason for model, (reason, _) in self._degraded.items()}
+
     def up(self, model: str) -> bool:
         """Whether the unit scheduler and the engines of `model` are up now."""
         engines = [part for part in self._starts.engines if part.model == model]
@@ -95,10 +106,22 @@ class UnitHost:
         if isinstance(event, Up) and event.part == UNIT:
             # It is new, and knows only what is declared.
             for model in sorted(self._retired):
-                task = asyncio.create_task(self.tell(wire.Retire(model)))
-                self._messages.add(task)
-                task.add_done_callback(self._messages.discard)
+                self._tell_later(wire.Retire(model))
+            for model, (reason, due) in self._degraded.items():
+                self._tell_later(wire.Degraded(model, reason, max(0.0, due - time.monotonic())))
+        elif isinstance(event, Up) and event.part.model:
+            if all(part.up.is_set() for part in self.parts.values() if part.id.model == event.part.model):
+                self._degraded.pop(event.part.model, None)
+        elif isinstance(event, Down) and event.part.model and event.failed_starts >= DEGRADED_STARTS:
+            reason = f"{event.part} cannot start: {event.reason}"
+            self._degraded[event.part.model] = reason, time.monotonic() + event.restart_in
+            self._tell_later(wire.Degraded(event.part.model, reason, event.restart_in))
         self._tell_user(event)
+
+    def _tell_later(self, message: wire.Message) -> None:
+        task = asyncio.create_task(self.tell(message))
+        self._messages.add(task)
+        task.add_done_callback(self._messages.discard)
 
     # ------------------------------------------------------------ life
 
@@ -217,6 +240,7 @@ class UnitHost:
     async def _end_model(self, model: str) -> None:
         gone = [part for part in self.parts if part.model == model]
         self._retired.add(model)
+        self._degraded.pop(model, None)
         await self.tell(wire.Retire(model))
         tasks = [self._tasks.pop(part) for part in gone if part in self._tasks]
         for task in tasks:
@@ -242,7 +266,13 @@ class UnitHost:
 
     def _supervisor(self, serving: Callable[[], bool]) -> Supervisor:
         exits = self._leftovers.exits.get
-        return Supervisor(self._emit, self._deaths.on_down, exits, serving, self._explain)
+        return Supervisor(self._emit, self._deaths.on_down, exits, serving, self._explain, self._hopeless)
+
+    def _hopeless(self, part: Part) -> bool:
+        """A unit none of whose models can be started may do better elsewhere."""
+        if not (self._movable and part.id.model and part.policy.failed_starts >= MAX_DEATHS):
+            return False
+        return not any(self.up(engine.model) for engine in self._starts.engines)
 
     def _keep(self, supervisor: Supervisor, part: Part) -> None:
         self._watch(part.id, asyncio.create_task(supervisor.keep(part)))

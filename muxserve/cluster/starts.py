@@ -136,7 +136,11 @@ class Starts:
         start: Callable[[Part], Awaitable[None]],
         after: Callable[[], Awaitable[object]] | None = None,
     ) -> Part:
-        return Part(who, start, _START_SECONDS[who.kind], after)
+        part = Part(who, start, _START_SECONDS[who.kind], after)
+        if who.model:
+            # Other models serve on without it.
+            part.policy = RestartPolicy(max_deaths=None)
+        return part
 
     def open(self) -> None:
         """Make what needs a running event loop."""

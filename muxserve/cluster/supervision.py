@@ -100,6 +100,7 @@ class Supervisor:
         exit_status: return code of a process that was not our child, if someone has told it.
         serving: whether the whole deployment has been up once; until then there is less patience.
         explain: what more is known of why a part has ended; adds to the reason.
+        hopeless: whether to give up a part whose policy would go on, after a start that failed.
     """
 
     def __init__(
@@ -109,12 +110,14 @@ class Supervisor:
         exit_status: Callable[[int], int | None],
         serving: Callable[[], bool],
         explain: Callable[[Part], Awaitable[str]],
+        hopeless: Callable[[Part], bool] = lambda part: False,
     ) -> None:
         self._emit = emit
         self._on_down = on_down
         self._exit_status = exit_status
         self._serving = serving
         self._explain = explain
+        self._hopeless = hopeless
 
     async def keep(self, part: Part) -> None:
         """Start `part`, and again whenever it ends; never returns.
@@ -146,6 +149,7 @@ class Supervisor:
                 self._emit(Up(part.id, part.process.pid, time.monotonic() - part.began))
                 await part.process.wait()
                 reason = exit_words(part.process.returncode)
+            came_up = part.up.is_set()
             part.up.clear()
             await self._end(part)
             cause = await self._on_down(part, reason) or part.killed_for
@@ -156,11 +160,11 @@ class Supervisor:
             delay = part.policy.delays[0]
             if not blameless:
                 policy = part.policy if self._serving() else part.early_policy
-                next_delay = policy.died(time.monotonic())
-                if fatal or next_delay is None:
+                next_delay = policy.died(time.monotonic(), came_up)
+                if fatal or next_delay is None or (not came_up and self._hopeless(part)):
                     raise GaveUp(part.id, reason)
                 delay = next_delay
-            self._emit(Down(part.id, reason, delay))
+            self._emit(Down(part.id, reason, delay, part.policy.failed_starts))
             await asyncio.sleep(delay)
 
     async def _end(self, part: Part) -> None:

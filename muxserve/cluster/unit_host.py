@@ -178,7 +178,7 @@ async def serve(
     loop.add_signal_handler(signal.SIGCHLD, leftovers.reap)
     deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     launcher = LocalLauncher(deployment, commands_for(deployment, file))
-    host = UnitHost(deployment, serves, launcher, say, leftovers, sizer, migrates)
+    host = UnitHost(deployment, serves, launcher, say, leftovers, sizer, migrates, movable=True)
     process = HostProcess(host)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stop)

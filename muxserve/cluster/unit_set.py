@@ -18,7 +18,7 @@ from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit, UnitHandle, UnitLauncher, served
 from muxserve.deployment import FleetDeployment, UnitEntry, save_fleet
 
-# A unit that could not be kept alive while others serve: its processes have been started again several times already.
+# A unit that could not be kept alive: its processes have been started again several times already.
 _RESTARTS = (1.0, 5.0, 15.0, 60.0)
 
 
@@ -32,7 +32,9 @@ class Unit:
     serves: set[str]
     announced: bool = True
     keeper: asyncio.Task[None] | None = None
-    policy: RestartPolicy = field(default_factory=lambda: RestartPolicy(max_deaths=None, delays=_RESTARTS))
+    policy: RestartPolicy = field(
+        default_factory=lambda: RestartPolicy(max_deaths=None, delays=_RESTARTS, start_delays=_RESTARTS)
+    )
 
     @property
     def name(self) -> str:
@@ -134,7 +136,7 @@ class UnitSet:
         unit.announced = True
 
     def keep(self, unit: Unit) -> None:
-        """Start it again when it cannot be kept alive, as long as others serve meanwhile."""
+        """Start it again when it cannot be kept alive, once the fleet has served."""
         unit.keeper = asyncio.create_task(self._keep(unit))
         unit.keeper.add_done_callback(self._kept)
 
@@ -181,15 +183,15 @@ class UnitSet:
                 await unit.handle.wait()
             except GaveUp as failure:
                 reason = GaveUp(failure.part.within(self._label(name)), str(failure))
-            if not self._can_do_without(unit):
+            if not self.served:
                 raise reason
             await self._start_again(unit, f"{reason.part.within('')}: {reason}")
 
     async def _start_again(self, unit: Unit, reason: str) -> None:
         """Stop what is left, and start it as it was, for as long as it takes to find a place."""
-        stopped = False
+        stopped, came_up = False, unit.handle.ready.is_set()
         while True:
-            delay = unit.policy.died(time.monotonic())
+            delay = unit.policy.died(time.monotonic(), came_up)
             assert delay is not None, "the policy never gives up"
             self._emit(Down(PartId("host", unit=unit.name), reason, delay))
             if not stopped:
@@ -199,7 +201,7 @@ class UnitSet:
             try:
                 unit.handle = await self._start(replace(unit.planned, serves=tuple(unit.serves)))
             except GaveUp as failure:
-                reason = str(failure)
+                reason, came_up = str(failure), False
                 continue
             self.publish()
             return
@@ -207,9 +209,6 @@ class UnitSet:
     def _kept(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             self._on_failure(task.exception() or RuntimeError("a unit is not kept alive any more"))
-
-    def _can_do_without(self, unit: Unit) -> bool:
-        return self.served and any(other.handle.ready.is_set() for other in self.units.values() if other is not unit)
 
     async def _release(self, unit: Unit) -> None:
         if unit.keeper is not None:

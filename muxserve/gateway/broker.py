@@ -269,8 +269,10 @@ class Broker:
     def _fail(self, request: Tracked, message: str, failure: Failure) -> None:
         """End `request`, no longer in the table, and those that share its fate (its siblings when n > 1)."""
         self.measures.ended(request, Outcome.REFUSED if failure is Failure.NEVER else Outcome.FAILED, time.monotonic())
-        if failure is Failure.LATE and request.context is not None:
-            request.context.retry_after = RETRY_AFTER_SECONDS
+        if failure in (Failure.LATE, Failure.DEGRADED) and request.context is not None:
+            degraded = failure is Failure.DEGRADED
+            after = self.router.placing.retry_after(request.model, time.monotonic()) if degraded else None
+            request.context.retry_after = after or RETRY_AFTER_SECONDS
         front_end = self._front_ends.get(request.model)
         others = front_end.fail(request.front_id, message, failure) if front_end is not None else []
         self.cancel(request.model, others, lambda _: Outcome.FAILED)

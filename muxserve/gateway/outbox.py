@@ -10,11 +10,12 @@ from muxserve.wire import Message
 
 
 class Failure(Enum):
-    """Why a request ends without its answer: it can `never` be served; no replica was there `late` into its wait; it
-    may be `again` tried."""
+    """Why a request ends without its answer: it can `never` be served; no replica was there `late` into its wait; its
+    model is `degraded`, and tried again at a time that is known; it may be `again` tried."""
 
     NEVER = "never"
     LATE = "late"
+    DEGRADED = "degraded"
     AGAIN = "again"
 
 

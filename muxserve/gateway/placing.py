@@ -6,13 +6,14 @@ Pure: no socket, no clock; see `routing`.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from muxserve.gateway.outbox import Failure, Outbox
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.tracked import Tracked
-from muxserve.wire import NotPlaced, Placed, Unplace, Waits
+from muxserve.wire import Degraded, NotPlaced, Placed, Unplace, Waits
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Placing:
         self._replicas: dict[str, tuple[str, ...]] = {}
         self._asks: frozenset[str] = frozenset()
         self._models: frozenset[str] = frozenset()
+        # Replicas, (unit, model), whose engines fail at each start: why, and when they are tried again.
+        self._degraded: dict[tuple[str, str], tuple[str, float]] = {}
         self._scheduler_up = False
         # Its connection stands, but it has left a request without an answer: it may hang.
         self._silent = False
@@ -82,6 +85,9 @@ class Placing:
             # It may have waited for admission meanwhile.
             self._fail_removed(request)
             return
+        if self.trouble(request.model):
+            self._fail_degraded(request, now)
+            return
         asks = request.model in self._asks and self._scheduler_up
         unit = self._choose(request, last) if self._silent or not asks else ""
         if unit:
@@ -117,6 +123,39 @@ class Placing:
         self._table.remove(request)
         self._out.failed.append((request, message, failure))
 
+    # ------------------------------------------------------------ models that cannot be served for now
+
+    def degraded(self, unit: str, message: Degraded, now: float) -> None:
+        """A unit says that its replica of a model cannot be started, or (without a reason) that it is up again."""
+        key = unit, message.model
+        if message.reason:
+            self._degraded[key] = message.reason, now + message.retry_in
+            if self.trouble(message.model):
+                for request in [r for r in self._without() if r.model == message.model]:
+                    self.withdraw([request])
+                    self._fail_degraded(request, now)
+        elif self._degraded.pop(key, None) is not None:
+            self.settle(now)
+
+    def heard_anew(self, unit: str) -> None:
+        """A new unit scheduler has greeted, and says itself which of its models are degraded."""
+        self._degraded = {key: why for key, why in self._degraded.items() if key[0] != unit}
+
+    def trouble(self, model: str) -> str:
+        """Why waiting for `model` is pointless: every replica of it is degraded; "" if it is not."""
+        known = [self._degraded.get((unit, model)) for unit in self.replicas(model)] if self._degraded else []
+        return known[0][0] if known and known[0] is not None and all(known) else ""
+
+    def retry_after(self, model: str, now: float) -> int:
+        """Whole seconds, at least one, until a degraded `model` is tried again."""
+        due = [self._degraded[unit, model][1] for unit in self.replicas(model) if (unit, model) in self._degraded]
+        return max(1, math.ceil(min(due, default=now) - now))
+
+    def _fail_degraded(self, request: Tracked, now: float) -> None:
+        why, seconds = self.trouble(request.model), self.retry_after(request.model, now)
+        text = f"the model {request.model!r} cannot be served at the moment ({why}); it is tried again in {seconds} s"
+        self.fail(request, text, Failure.DEGRADED)
+
     # ------------------------------------------------------------ what becomes of the fleet
 
     def learn(
@@ -130,6 +169,7 @@ class Placing:
         self._replicas = {model: tuple(names) for model, names in replicas.items()}
         self._asks, self._models = frozenset(asks), frozenset(models)
         self.up.intersection_update(units)
+        self._degraded = {key: why for key, why in self._degraded.items() if key[1] in units.get(key[0], ())}
         for request in self._without():
             if self._is_removed(request.model):
                 self.withdraw([request])
@@ -197,8 +237,8 @@ class Placing:
         if request is None:
             return
         unit = message.unit
-        if unit not in self.up or unit in request.refused_by:
-            # It is dead or drained, and the scheduler does not know yet; or it is new, and we do not know yet.
+        if unit not in self.up or unit in request.refused_by or (unit, request.model) in self._degraded:
+            # It cannot serve, and the scheduler does not know yet; or it is new, and we do not know yet.
             unit = self._choose(request)
         self._forget(request)
         if unit:
@@ -263,7 +303,11 @@ class Placing:
         return bool(unit)
 
     def _candidates(self, request: Tracked) -> list[str]:
-        return [unit for unit in self.replicas(request.model) if unit in self.up and unit not in request.refused_by]
+        return [
+            unit
+            for unit in self.replicas(request.model)
+            if unit in self.up and unit not in request.refused_by and (unit, request.model) not in self._degraded
+        ]
 
     def _choose(self, request: Tracked, last: str = "") -> str:
         """The simple rule: of the units that serve its model the one with the fewest requests of this gateway, rather

@@ -49,6 +49,7 @@ class Reports:
         gate = self._turnstile.gates[name]
         return {
             "status": self._word(name),
+            **self._trouble(name),
             "engines": {phase: "up" if up else "down" for phase, up in status.engines(name).items()},
             "replicas": {unit.name: "up" if unit.model_up(name) else "down" for unit in replicas},
             "running": gate.inside,
@@ -60,7 +61,14 @@ class Reports:
             return "up"
         if self._status.asleep(name):
             return "asleep"
+        if self._trouble(name):
+            return "degraded"
         return "restarting" if self._status.was_up(name) else "starting"
+
+    def _trouble(self, name: str) -> dict[str, object]:
+        """Why a degraded model cannot be served; nothing of others."""
+        reason = self._status.broker.router.placing.trouble(name)
+        return {"reason": reason} if reason else {}
 
     def fleet(self) -> dict[str, object]:
         """Everything that is known: the units' own states, and the models' limits and queues at the gateway."""
@@ -122,6 +130,7 @@ class Reports:
         return {
             "name": model.name,
             "status": "up" if status.model_up(model.name) else ("asleep" if status.asleep(model.name) else "down"),
+            "degraded": status.broker.router.placing.trouble(model.name) or None,
             "replicas": [unit.name for unit in status.replicas(model.name)],
             "phases": model.phases,
             "pool": model.pool,

@@ -16,7 +16,7 @@ from muxserve.gateway.outbox import Failure, Outbox
 from muxserve.gateway.placing import Placing
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.tracked import Tracked
-from muxserve.wire import Cancel, Elsewhere, Lost, Message, Refused, StateRequest, TookOver
+from muxserve.wire import Cancel, Degraded, Elsewhere, Lost, Message, Refused, StateRequest, TookOver
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ class Router:
         self._epochs[unit] = epoch
         self.placing.up.add(unit)
         self._mute.discard(unit)
+        if before != epoch:
+            self.placing.heard_anew(unit)
         stale = self._stale.pop(unit, [])
         here = self.table.at(unit)
         if before is not None and before != epoch:
@@ -126,6 +128,8 @@ class Router:
                 self._leave(back, now, "drained", died=False)
             case TookOver():
                 self._took_over(unit, message)
+            case Degraded():
+                self.placing.degraded(unit, message, now)
             case Refused():
                 known = self.table.get(message.request_id)
                 if known is not None and known.attempt == message.attempt and known.unit == unit:

@@ -13,6 +13,7 @@ from muxserve.deployment import Deployment
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.types import Grant
 from muxserve.unit.arrivals import Arrivals
+from muxserve.unit.degraded import DegradedModels
 from muxserve.unit.desk import RequestDesk
 from muxserve.unit.engines import Engines
 from muxserve.unit.hand_offs import HandOffs
@@ -26,6 +27,7 @@ from muxserve.unit.report import unit_state
 from muxserve.wire import (
     Blocks,
     Cancel,
+    Degraded,
     Detached,
     EngineDown,
     EngineHello,
@@ -100,6 +102,7 @@ class UnitExecutor:
         )
         self._arrivals = Arrivals(self.ledger, policy, self.desk, self._out)
         hand_offs = HandOffs(self.desk.held, memory)
+        self.degraded = DegradedModels(self.ledger, self.desk, hand_offs, self._out)
         self._pages = Pages(self.ledger, policy, memory, self.desk, hand_offs, self.moving, now)
         self.engines = Engines(
             self.ledger, self.desk, hand_offs, memory, self._pages, self._out, epoch, self._grant, now
@@ -118,6 +121,8 @@ class UnitExecutor:
                 self.desk.cancel(peer, message, now)
             case GatewayHello():
                 self.desk.greeted(peer, message, now)
+                if peer in self.desk.gateways:
+                    self.degraded.greeted(peer, now)
             case EngineHello():
                 self.engines.hello(peer, message, now)
             case EngineLost():
@@ -126,6 +131,8 @@ class UnitExecutor:
                 self.engines.down(message, now)
             case HeldRequests():
                 self.engines.held(peer, message, now)
+            case Degraded():
+                self.degraded.told(message, now)
             case GatewayDown():
                 log.warning("the controller says that gateway %d died", message.gateway)
                 self.desk.gateway_down(message.gateway, now)
@@ -156,6 +163,7 @@ class UnitExecutor:
         """Decide on what has been heard; returns messages and whom to send them to, in order."""
         self._pages.turn(now)
         self.engines.turn(now)
+        self.degraded.turn(now)
         self.moving.turn(now)
         self._pages.rebalance(now)
         for grant in self.policy.decide(self.ledger, now):
@@ -190,6 +198,7 @@ class UnitExecutor:
             self.replicas.terminating,
             self.moving,
             self.engines,
+            self.degraded.reasons,
         )
 
     def _migrator_hello(self, peer: bytes, hello: MigratorHello, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from muxserve.deployment import Deployment
 from muxserve.scheduling.engines import EngineState
@@ -27,6 +27,7 @@ def unit_state(
     terminating: Collection[str],
     moving: Departures,
     engines: Engines,
+    degraded: Mapping[str, str],
 ) -> dict[str, object]:
     """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool."""
     pids, idle, reconciliation = engines.pids, engines.bubbles, engines.reconciliation
@@ -44,6 +45,7 @@ def unit_state(
             | _both(model, idle.get(model.name, []))
             | _moves(model, model.name in terminating, moving)
             | {"missing": reconciliation.missing[model.name], "strays": reconciliation.strays[model.name]}
+            | {"degraded": int(model.name in degraded), "degraded_reason": degraded.get(model.name, "")}
             for model in ledger.models
         },
         "pools": {

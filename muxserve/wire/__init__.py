@@ -63,6 +63,8 @@ from muxserve.wire.unit import (
     Abort,
     Admit,
     Cancel,
+    Cause,
+    Degraded,
     EngineDown,
     EngineHello,
     EngineLost,
@@ -94,7 +96,9 @@ __all__ = [
     "AnyMessage",
     "Blocks",
     "Cancel",
+    "Cause",
     "ControllerHello",
+    "Degraded",
     "Detach",
     "Detached",
     "DrainReplicas",
@@ -172,7 +176,7 @@ AnyMessage = Union[
     StopReplica, StartFailed, DrainReplicas, ShowBlocks, Blocks, Detach, Detached, MigratorHello, MoveStage,
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive,
-    RollingReport, Waits, ShowRequests, HeldRequests,
+    RollingReport, Waits, ShowRequests, HeldRequests, Degraded,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

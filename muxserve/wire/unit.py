@@ -10,7 +10,20 @@ A request is known by `request_id` for its whole life. Two counters tell its liv
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from muxserve.wire.base import Message
+
+
+class Cause(StrEnum):
+    """What an engine's failure says about the requests that it was computing: its own `crash` (an exception, a signal
+    of its own making, a hang) that one of them may be the cause of; a `kill` from outside, which hardly any request
+    is; nothing."""
+
+    NONE = ""
+    KILL = "kill"
+    CRASH = "crash"
+
 
 # ---------------------------------------------------------------- gateway -> unit scheduler
 
@@ -246,6 +259,19 @@ class EngineDown(Message):
     model: str
     phase: str
     reason: str
+    cause: Cause = Cause.NONE
+
+
+class Degraded(Message):
+    """The controller's host: `model` cannot be served here for now, and is tried again in `retry_in` seconds; nobody
+    should wait for that. Over when all its engines are up.
+
+    The unit scheduler passes it on to gateways, and says by a `reason` that is empty that it is over.
+    """
+
+    model: str
+    reason: str
+    retry_in: float = 0.0
 
 
 class GatewayDown(Message):

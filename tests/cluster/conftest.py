@@ -249,8 +249,10 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is started again at once."""
 
-    def policy(max_deaths: int | None = 5, window: float = 60.0, delays: object = ()) -> RestartPolicy:
-        return RestartPolicy(max_deaths, window, (0.01,))
+    def policy(
+        max_deaths: int | None = 5, window: float = 60.0, delays: object = (), start_delays: object = ()
+    ) -> RestartPolicy:
+        return RestartPolicy(max_deaths, window, (0.01,), (0.01,))
 
     for module in (supervision, starts, fleet_starts, unit_set):
         monkeypatch.setattr(module, "RestartPolicy", policy)

@@ -119,6 +119,10 @@ def unit(file: str, journal: Journal) -> None:
         else:
             about = getattr(message, "model", getattr(message, "gateway", ""))
             journal.write(f"{name} got {type(message).__name__} {about}")
+            if isinstance(message, wire.Degraded):
+                journal.write(f"{name} has degraded {message.model}: {message.reason}")
+            if isinstance(message, wire.EngineDown):
+                journal.write(f"{name} lost {message.model}/{message.phase}: {message.cause or 'nothing'}")
 
 
 def scheduler(file: str, journal: Journal) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muxserve.cluster.controller import EXIT_FORCED, EXIT_KEPT_DYING, EXIT_OK, EXIT_START
+from muxserve.cluster.controller import EXIT_FORCED, EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
 from muxserve.cluster.restarts import RestartPolicy
 from tests.cluster.conftest import ROOT, Fleet, alive
@@ -157,25 +157,73 @@ async def test_the_log_of_what_failed_is_shown(fleet: Fleet) -> None:
     assert failed.tail[-1] == "unit dies because the test says so"
 
 
-async def test_a_part_that_keeps_dying_ends_everything(fleet: Fleet) -> None:
+async def test_a_unit_whose_part_keeps_dying_is_started_again_as_a_whole(fleet: Fleet) -> None:
     await fleet.serving()
-    fleet.tell("die-unit")
+    broken = fleet.tell("die-unit")
     os.kill(fleet.pid(UNIT), signal.SIGKILL)
-    assert await fleet.task == EXIT_KEPT_DYING
-    assert sum(isinstance(event, Down) and event.part == UNIT for event in fleet.events) == 4
-    failed = next(event for event in fleet.events if isinstance(event, Failed))
-    assert failed.part == UNIT
-    assert "keeps dying" in failed.message
-    assert not any(alive(pid) for pid in fleet.pids())
+    host = PartId("host", unit="u0")
+    await fleet.until(lambda: any(isinstance(event, Down) and event.part == host for event in fleet.events))
+    assert sum(isinstance(event, Down) and event.part == UNIT for event in fleet.events) >= 4
+    assert fleet.ups(GATEWAY) == 1
+    broken.unlink()
+    await fleet.until(lambda: all(fleet.ups(part) == 2 for part in (UNIT, *ENGINES)))
+    assert not any(isinstance(event, Failed) for event in fleet.events)
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
 
 
-async def test_a_failing_engine_lets_the_gateway_drain(fleet: Fleet) -> None:
+async def test_a_model_that_cannot_be_started_any_more_is_degraded_and_comes_back(fleet: Fleet) -> None:
     await fleet.serving()
-    fleet.tell("fail-one-decode")
+    broken = fleet.tell("fail-one-decode")
     os.kill(fleet.pid(ENGINES[1]), signal.SIGKILL)
-    assert await fleet.task == EXIT_KEPT_DYING
-    assert any(isinstance(event, Draining) for event in fleet.events)
-    assert "the weights are of cheese" in next(e.message for e in fleet.events if isinstance(e, Failed))
+    degraded = {"one": "engine one/decode cannot start: the weights are of cheese"}
+    await fleet.until(lambda: sum(isinstance(e, Down) and e.part == ENGINES[1] for e in fleet.events) > 10)
+    tries = [event for event in fleet.events if isinstance(event, Down) and event.part == ENGINES[1]]
+    assert [event.failed_starts for event in tries[:5]] == [0, 1, 2, 3, 4]
+    assert fleet.host.degraded == degraded
+    # Nothing else was touched by that.
+    assert all(fleet.ups(part) == 1 for part in ALL if part != ENGINES[1])
+    assert f"u0 has degraded one: {degraded['one']}" in fleet.journal()
+    # A new unit scheduler hears of it, too.
+    told = sum("has degraded one" in line for line in fleet.journal())
+    os.kill(fleet.pid(UNIT), signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(UNIT) == 2)
+    await fleet.until(lambda: sum("has degraded one" in line for line in fleet.journal()) > told)
+    broken.unlink()
+    await fleet.until(lambda: fleet.ups(ENGINES[1]) == 2)
+    assert not fleet.host.degraded
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
+
+
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, "kill"), (signal.SIGSEGV, "crash")])
+async def test_the_unit_scheduler_hears_whether_an_engine_was_killed_or_crashed(
+    fleet: Fleet, number: int, cause: str
+) -> None:
+    await fleet.serving()
+    os.kill(fleet.pid(ENGINES[0]), number)
+    await fleet.until(lambda: fleet.ups(ENGINES[0]) == 2)
+    assert f"u0 lost one/prefill: {cause}" in fleet.journal()
+
+
+async def test_an_engine_that_ends_with_its_parent_is_not_said_to_have_failed(fleet: Fleet) -> None:
+    await fleet.serving()
+    os.kill(fleet.pid(WARM), signal.SIGKILL)
+    await fleet.until(lambda: all(fleet.ups(engine) == 2 for engine in ENGINES))
+    assert "u0 lost one/prefill: nothing" in fleet.journal()
+
+
+async def test_a_gateway_and_a_vllm_that_keep_dying_are_started_again(fleet: Fleet) -> None:
+    await fleet.serving()
+    broken = [fleet.tell("die-gateway-0"), fleet.tell("die-vllm")]
+    for part in (VLLM, GATEWAY):
+        os.kill(fleet.pid(part), signal.SIGKILL)
+    await fleet.until(lambda: sum(isinstance(e, Down) and e.part == VLLM for e in fleet.events) > 6)
+    broken[1].unlink()
+    await fleet.until(lambda: sum(isinstance(e, Down) and e.part == GATEWAY for e in fleet.events) > 6)
+    broken[0].unlink()
+    await fleet.until(lambda: fleet.ups(GATEWAY) == 2)
+    assert all(fleet.ups(part) == 1 for part in (UNIT, *ENGINES))
 
 
 async def test_drain_waits_and_still_restarts_what_requests_need(fleet: Fleet) -> None:

@@ -31,6 +31,20 @@ def test_old_deaths_are_forgotten() -> None:
     assert [policy.died(now) for now in (0.0, 60.0, 120.0, 180.0)] == [0.1] * 4
 
 
+def test_what_does_not_even_come_up_is_tried_ever_more_rarely() -> None:
+    policy = RestartPolicy(max_deaths=None)
+    assert policy.died(0.0) == 0.05
+    assert [policy.died(100.0 * k, came_up=False) for k in range(1, 8)] == [0.05, 1.0, 5.0, 15.0, 60.0, 60.0, 60.0]
+    assert policy.failed_starts == 7
+    assert policy.died(1000.0) == 0.05
+    assert policy.failed_starts == 0
+
+
+def test_one_that_is_killed_over_and_over_is_never_long_away() -> None:
+    policy = RestartPolicy(max_deaths=None)
+    assert max(policy.died(2.0 * k) or 0.0 for k in range(100)) == 2.0
+
+
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.integers(2, 6))
 def test_given_up_exactly_when_there_were_too_many(gaps: list[float], most: int) -> None:
     policy = RestartPolicy(max_deaths=most, window=60, delays=(0.1,))

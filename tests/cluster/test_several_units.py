@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from muxserve.cluster import steps
-from muxserve.cluster.controller import EXIT_KEPT_DYING, EXIT_OK, EXIT_START
+from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.steps import Addition
@@ -187,15 +187,17 @@ async def test_a_unit_that_is_not_up_can_be_taken_out(pair: Fleet) -> None:
     assert started == [event for event in pair.events if isinstance(event, Starting) and event.part.unit == "u1"]
 
 
-async def test_without_another_unit_the_fleet_ends(pair: Fleet) -> None:
+async def test_without_another_unit_the_fleet_goes_on_trying(pair: Fleet) -> None:
     await pair.serving()
-    pair.tell("die-unit")
-    for name in ("u0", "u1"):
-        os.kill(pair.pid(PartId("unit", unit=name)), signal.SIGKILL)
-    assert await pair.task == EXIT_KEPT_DYING
-    failed = next(event for event in pair.events if isinstance(event, Failed))
-    assert failed.tail[-1] == "unit dies because the test says so"
-    assert not any(alive(pid) for pid in pair.pids())
+    broken = pair.tell("die-unit")
+    units = [PartId("unit", unit=name) for name in ("u0", "u1")]
+    for unit in units:
+        os.kill(pair.pid(unit), signal.SIGKILL)
+    hosts = {PartId("host", unit=name) for name in ("u0", "u1")}
+    await pair.until(lambda: hosts <= {event.part for event in pair.events if isinstance(event, Down)})
+    broken.unlink()
+    await pair.until(lambda: all(pair.ups(unit) == 2 for unit in units))
+    assert not any(isinstance(event, Failed) for event in pair.events)
 
 
 @pytest.mark.parametrize("file", ["u1/die-unit", "die-scheduler", "fail-gateway-1"])

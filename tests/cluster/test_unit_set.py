@@ -144,14 +144,23 @@ async def test_a_unit_that_fails_is_started_again_elsewhere_when_there_is_room(p
     await pair.units.stop()
 
 
-async def test_the_last_one_that_serves_is_not_done_without(pair: World) -> None:
+async def test_a_unit_that_fails_before_the_fleet_has_served_ends_it(pair: World) -> None:
     await pair.serve()
-    pair.launcher.started[0].ready.clear()
+    pair.units.served = False
     pair.launcher.started[1].fail("it has had enough")
     await pair.until(lambda: bool(pair.failures))
     (failure,) = pair.failures
     assert isinstance(failure, GaveUp)
     assert failure.part == PartId("unit", unit="u1")
+    await pair.units.stop()
+
+
+async def test_the_last_one_that_serves_is_started_again_like_any(pair: World) -> None:
+    await pair.serve()
+    pair.launcher.started[0].ready.clear()
+    pair.launcher.started[1].fail("it has had enough")
+    await pair.until(lambda: len(pair.launcher.started) == 3)
+    assert not pair.failures
     await pair.units.stop()
 
 

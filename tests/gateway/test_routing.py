@@ -15,6 +15,7 @@ from muxserve.gateway.routing import Router
 from muxserve.gateway.tracked import Tracked
 from muxserve.wire import (
     Cancel,
+    Degraded,
     Elsewhere,
     Lost,
     Message,
@@ -593,3 +594,51 @@ def test_tokens_come_once_and_in_order_whatever_happens(
     assert not world.router.placing.waiting
     # Nobody serves what nobody wants.
     assert not any(unit.serving for unit in world.units.values())
+
+
+# ---------------------------------------------------------------- degraded models
+
+
+def test_nobody_waits_for_a_model_that_cannot_be_started() -> None:
+    told = Told("a")
+    waiting = told.submit()
+    told.take("a", Degraded(MODEL, "no weights", 4.2))
+    # What its unit still has it gives back itself.
+    assert told.failed() == []
+    told.take("a", Elsewhere([waiting.request_id], [waiting.attempt]))
+    told.submit("s")
+    assert [(text, failure) for _, text, failure in told.router.out.failed] == [
+        (f"the model {MODEL!r} cannot be served at the moment (no weights); it is tried again in 5 s", Failure.DEGRADED)
+    ] * 2
+    told.failed()
+    told.now = 3.5
+    assert told.placing.retry_after(MODEL, told.now) == 1
+    assert told.placing.trouble(MODEL) == "no weights"
+    told.sent()
+    told.take("a", Degraded(MODEL, ""))
+    told.submit("t")
+    assert told.sent() == [("a", "submit", 0)]
+    assert told.placing.trouble(MODEL) == ""
+
+
+def test_another_replica_serves_while_one_cannot_be_started() -> None:
+    told = Told("ab")
+    told.take("a", Degraded(MODEL, "no weights", 4.0))
+    for name in "rst":
+        told.submit(name)
+    assert {unit for unit, _, _ in told.sent()} == {"b"}
+    told.take("b", Degraded(MODEL, "no weights either", 4.0))
+    told.submit("u")
+    assert told.failed() == [Failure.DEGRADED]
+    # A new unit scheduler says itself what is degraded.
+    told.router.unit_up("a", "a2", 1.0)
+    told.submit("v")
+    assert ("a", "submit", 0) in told.sent()
+
+
+def test_those_that_wait_for_the_global_scheduler_are_told_as_well() -> None:
+    told = Told("a", scheduler=True)
+    told.submit()
+    told.take("a", Degraded(MODEL, "no weights", 4.0))
+    assert told.failed() == [Failure.DEGRADED]
+    assert told.asked() == ["Place", "Unplace"]
