@@ -2,6 +2,7 @@
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
 # make test        every check and test (sets up first)
 # make bench       every benchmark; results go to benchmarks/results/
+# make soak        real fleets under load and faults for an hour (SOAK_ARGS); docs/reliability.md has what came of it
 # make gpu-test    every test that needs a GPU, with GPU_PYTHON; says so where there is none
 # make gpu-bench   every benchmark that needs a GPU
 # make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
@@ -13,10 +14,11 @@ CPP := $(shell find memory_manager -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 FLEET ?= configs/quickstart.yaml
 PORT ?= 8000
 PYTEST_ARGS ?=
+SOAK_ARGS ?= --minutes 60
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test lint unit cpp bench gpu-test gpu-bench gpu-native clean
+.PHONY: setup quickstart test lint unit cpp bench soak gpu-test gpu-bench gpu-native clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -60,6 +62,9 @@ unit: setup build/triton/.installed build/ray/.installed
 
 bench: setup
 	@for b in memory_manager scheduler gateway serving_cpu; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
+
+soak: setup
+	@$(BIN)/python -m tests.soak.run $(SOAK_ARGS)
 
 gpu-test:
 	@$(GPU_PYTHON) -m tests.gpu.run $(PYTEST_ARGS)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -171,5 +171,6 @@ def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         for each in fleet.processes():
-            each.kill()
+            with suppress(psutil.NoSuchProcess):  # it ends with another
+                each.kill()
         log.close()

@@ -1,0 +1,48 @@
+"""The fleets that are soaked: files of `configs/`, with paths made absolute and a model that takes poison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.e2e.fleet import ROOT
+
+# vLLM's logits processor, which throws for requests that ask for it (`poison.py`).
+_POISON = "tests.soak.poison:Poison"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One fleet. `poisoned` is the model whose engines can be made to throw."""
+
+    name: str
+    config: str
+    models: tuple[str, ...]
+    poisoned: str
+    units: int = 1
+
+    def write(self, directory: Path) -> Path:
+        """The fleet file, in `directory`."""
+        source = ROOT / "configs" / self.config
+        fleet: dict[str, Any] = yaml.safe_load(source.read_text())
+        for model in fleet["models"]:
+            model["path"] = str((source.parent / model["path"]).resolve())
+            if model["name"] == self.poisoned:
+                model.setdefault("engine_args", {})["logits_processors"] = [_POISON]
+        path = directory / "fleet.yaml"
+        path.write_text(yaml.safe_dump(fleet))
+        return path
+
+
+TOPOLOGIES = {
+    topology.name: topology
+    for topology in (
+        Topology("quickstart", "quickstart.yaml", ("arithmetic", "atlas", "frontdesk"), "frontdesk"),
+        Topology("replicas", "replicas.yaml", ("arithmetic",), "arithmetic", units=4),
+        Topology("rolling", "rolling.yaml", ("arithmetic",), "arithmetic", units=3),
+        Topology("pipelined", "pipeline.yaml", ("arithmetic",), "arithmetic"),
+    )
+}
