@@ -77,6 +77,7 @@ class UnitEngineClient(EngineCoreClient):
                 priority=priority.queue(request.priority),
                 scheduling=priority.scheduling,
                 execution=priority.execution,
+                group=http.group_of(wire_id) if http is not None else "",
                 context=http,
             )
         )

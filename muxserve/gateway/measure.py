@@ -30,6 +30,12 @@ class HttpRequest:
     disconnected: bool = False
     priority: Priority = field(default_factory=Priority)
     retry_after: int | None = None
+    group: str = ""
+
+    def group_of(self, request_id: str) -> str:
+        """What the requests to units that this one makes have in common: the id of the first of them."""
+        self.group = self.group or request_id
+        return self.group
 
 
 current_http: ContextVar[HttpRequest | None] = ContextVar("current_http", default=None)

@@ -30,7 +30,8 @@ class Tracked:
     `unit` is where it is served or was sent to; "" while it has no unit. (`request_id`, `attempt`) is in one unit at a
     time: within an attempt it goes to another unit by migration only, which `moves` counts. `refused_by` are units that
     gave it back because they are drained or too small; `repeated_at` are units that were sent this attempt twice.
-    Times are seconds of the monotonic clock. `context` belongs to the caller.
+    Requests of one `group` come from one HTTP request. Times are seconds of the monotonic clock. `context` belongs to
+    the caller.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Tracked:
     priority: int = 0
     scheduling: str = NORMAL
     execution: str = NORMAL
+    group: str = ""
     context: Any = None
     attempt: int = 0
     tries: int = 1
@@ -73,6 +75,7 @@ class Tracked:
             priority=self.priority,
             scheduling=self.scheduling,
             execution=self.execution,
+            group=self.group,
         )
 
     def place(self, since: float) -> Place:

@@ -11,7 +11,8 @@ from muxserve.scheduling.engines import EngineState, Work
 from muxserve.scheduling.journal import Note
 from muxserve.scheduling.types import ModelProfile, Phase, Place, PoolProfile, QueuedRequest, share_units
 
-QueueKey = tuple[int, int, float, int]
+# Whether it was never started, priority, tag, arrival, order of entry.
+QueueKey = tuple[int, int, int, float, int]
 
 
 class LiveRequest:
@@ -24,6 +25,7 @@ class LiveRequest:
         "decoding_since",
         "entered_at",
         "execution",
+        "group",
         "key",
         "lease_id",
         "max_tokens",
@@ -46,12 +48,13 @@ class LiveRequest:
         self.priority = request.priority
         self.resumed = request.resumed
         self.execution = request.execution
+        self.group = request.group
         self.place = Place.QUEUED
         self.lease_id = 0
         self.entered_at: float = 0
         self.decoding_since: float | None = None
         self.blocks = model.blocks_of(self.tokens)
-        self.key: QueueKey = (0, 0, 0.0, 0)
+        self.key: QueueKey = (0, 0, 0, 0.0, 0)
 
     @property
     def tokens(self) -> int:
@@ -59,19 +62,55 @@ class LiveRequest:
         return self.prompt_tokens + self.output_tokens
 
 
+@dataclass(slots=True)
+class Turns:
+    """Whose turn it is among waiting requests of one priority: start-time fair queueing in its self-clocked form, where
+    a client's request is a flow and each of its prompts costs one. `now` is the tag of the last one that was taken."""
+
+    now: int = 0
+    waiting: int = 0
+    # Of each group that waits: its last tag, and how many of it wait.
+    groups: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def enter(self, group: str) -> int:
+        """The tag of one more request."""
+        self.waiting += 1
+        if not group:
+            return self.now + 1
+        last, count = self.groups.get(group, (0, 0))
+        tag = (last if last > self.now else self.now) + 1
+        self.groups[group] = (tag, count + 1)
+        return tag
+
+    def leave(self, group: str) -> None:
+        """One of `group` waits no longer."""
+        self.waiting -= 1
+        if group:
+            last, count = self.groups[group]
+            if count > 1:
+                self.groups[group] = (last, count - 1)
+            else:
+                del self.groups[group]
+
+
 class RequestQueue:
-    """Waiting requests of one model: resumed ones first, then by priority (lower first), arrival, and order of entry.
+    """Waiting requests of one model: resumed ones first, then by priority (lower first). Those of equal priority come
+    in order of arrival, and of entry; but requests of one group take turns with others: each has a tag one above that
+    of the one before it, and lower tags go first. A request without company is tagged when it enters, one above the
+    last that was taken, so that it waits for as many of a group as there are rounds before it, and no more.
 
     A sorted list: entering at the end and leaving at the head are what happens, and moving a few thousand pointers for
     the rest takes less time than a tree's bookkeeping.
     """
 
-    __slots__ = ("_keys", "_requests", "_serial", "blocks")
+    __slots__ = ("_keys", "_requests", "_serial", "_turns", "blocks")
 
     def __init__(self) -> None:
         self._keys: list[QueueKey] = []
         self._requests: dict[QueueKey, LiveRequest] = {}
         self._serial = 0
+        # By what goes before all tags; gone with the last request that has it.
+        self._turns: dict[tuple[int, int], Turns] = {}
         self.blocks = 0
 
     def __len__(self) -> int:
@@ -80,7 +119,11 @@ class RequestQueue:
     def add(self, request: LiveRequest) -> None:
         """Put a request at its place."""
         self._serial += 1
-        key = (0 if request.resumed else 1, request.priority, request.arrival, self._serial)
+        rank = (0 if request.resumed else 1, request.priority)
+        turns = self._turns.get(rank)
+        if turns is None:
+            turns = self._turns[rank] = Turns()
+        key = (*rank, turns.enter(request.group), request.arrival, self._serial)
         request.key = key
         keys = self._keys
         if keys and key < keys[-1]:
@@ -92,12 +135,19 @@ class RequestQueue:
 
     def remove(self, request: LiveRequest) -> None:
         """Take a request out, wherever it stands."""
-        del self._requests[request.key]
+        key = request.key
+        del self._requests[key]
+        rank = key[:2]
+        turns = self._turns[rank]
+        turns.leave(request.group)
         keys = self._keys
-        if keys[0] == request.key:
+        if keys[0] == key:
             del keys[0]
+            turns.now = key[2]
         else:
-            del keys[bisect_left(keys, request.key)]
+            del keys[bisect_left(keys, key)]
+        if not turns.waiting:
+            del self._turns[rank]
         self.blocks -= request.blocks
 
     def head(self) -> LiveRequest:

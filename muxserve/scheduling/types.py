@@ -94,7 +94,7 @@ class ModelProfile:
 class QueuedRequest(NamedTuple):
     """A request as it arrives. `output_tokens` counts tokens already generated in an earlier life, which must be
     computed again like the prompt; `resumed` puts it before those that were never started. `execution` is the level of
-    its execution priority."""
+    its execution priority. Requests of one `group`, which a client sent as one, take turns with others."""
 
     request_id: str
     model: str
@@ -105,6 +105,7 @@ class QueuedRequest(NamedTuple):
     output_tokens: int = 0
     resumed: bool = False
     execution: str = "normal"
+    group: str = ""
 
 
 class Grant(NamedTuple):

@@ -149,6 +149,7 @@ class RequestDesk:
                 # One that was begun before has waited already.
                 submit.attempt > 0 or done > 0,
                 submit.execution,
+                submit.group,
             ),
             now,
         )

@@ -43,7 +43,8 @@ class Submit(Message):
 
     `output_tokens` are the tokens already sent to the client; they stay output tokens when the request is prefilled
     again. `priority` follows vLLM: lower is served earlier. `scheduling` and `execution` name the request's levels
-    (`muxserve.replicas.priorities`); the gateway has put the rank of the former into `priority`.
+    (`muxserve.replicas.priorities`); the gateway has put the rank of the former into `priority`. Prompts and choices
+    that a client asked for at once are of one `group`.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class Submit(Message):
     priority: int = 0
     scheduling: str = "normal"
     execution: str = "normal"
+    group: str = ""
 
 
 class Cancel(Message):

@@ -170,6 +170,7 @@ class FakeUnit:
             priority=message.priority,
             scheduling=message.scheduling,
             execution=message.execution,
+            group=message.group,
             body_priority=request.priority,
             structured=params.structured_outputs is not None,
             script=script,

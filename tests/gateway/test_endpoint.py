@@ -88,6 +88,16 @@ def test_several_choices(client: openai.OpenAI, gateway: Running, stream: bool) 
     assert len(gateway.events(mark, "submit")) == 3
 
 
+def test_what_one_client_asks_for_at_once_is_one_group(client: openai.OpenAI, gateway: Running) -> None:
+    mark = gateway.mark()
+    client.completions.create(model="alpha", prompt=[play("one"), play("two")], n=2)
+    client.completions.create(model="alpha", prompt=play("alone"))
+    groups = [event["group"] for event in gateway.events(mark, "submit")]
+    assert len(groups) == 5
+    assert len(set(groups[:4])) == 1
+    assert groups[4] not in ("", groups[0])
+
+
 def test_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="alpha", messages=user("abc"), logprobs=True, top_logprobs=2)
     logprobs = answer.choices[0].logprobs

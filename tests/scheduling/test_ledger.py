@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from muxserve.scheduling.admission import admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
@@ -54,6 +56,82 @@ def test_the_queue_is_by_resumed_then_priority_then_arrival() -> None:
     assert queue_ids(book) == ["resumed", "urgent", "early", "late", "same"]
     book.cancelled("early", 6.0)
     assert queue_ids(book) == ["resumed", "urgent", "late", "same"]
+
+
+def admit_all(book: UnitLedger, rounds: int = 99) -> list[str]:
+    """The order in which they enter the prefill engine, one by one."""
+    order = []
+    while book.by_name["a"].queue and len(order) < rounds:
+        head = book.by_name["a"].queue.head().request_id
+        book.granted(Grant("a", Phase.PREFILL, 1, 1.0, 1, (head,)), len(order) + 1, 0.0)
+        book.cancelled(head, 0.0)
+        order.append(head)
+    return order
+
+
+def test_prompts_of_one_request_take_turns_with_others() -> None:
+    book = ledger()
+    for n in range(6):
+        arrive(book, f"batch{n}", group="batch")
+    arrive(book, "single", at=1.0)
+    arrive(book, "two0", at=2.0, group="two")
+    arrive(book, "two1", at=2.0, group="two")
+    assert admit_all(book) == ["batch0", "single", "two0", "batch1", "two1", "batch2", "batch3", "batch4", "batch5"]
+
+
+def test_who_comes_while_a_batch_is_under_way_waits_for_one_of_it() -> None:
+    book = ledger()
+    for n in range(100):
+        arrive(book, f"batch{n}", group="batch")
+    assert admit_all(book, 50)[-1] == "batch49"
+    arrive(book, "first", at=1.0)
+    arrive(book, "second", at=2.0, group="second")
+    assert admit_all(book, 4) == ["batch50", "first", "second", "batch51"]
+
+
+def test_a_stream_of_requests_does_not_starve_a_batch() -> None:
+    book = ledger()
+    for n in range(5):
+        arrive(book, f"batch{n}", group="batch")
+    order = []
+    # Each comes behind all that wait, so that there is one more of them in each round.
+    for n in range(2 + 3 + 4 + 5 + 6):
+        arrive(book, f"single{n}", at=float(n + 1))
+        order += admit_all(book, 1)
+    assert sum(each.startswith("batch") for each in order) == 5
+
+
+def test_a_batch_takes_turns_within_its_priority_only() -> None:
+    book = ledger()
+    for n in range(3):
+        arrive(book, f"batch{n}", group="batch")
+    for n in range(4):
+        arrive(book, f"urgent{n}", at=1.0, priority=-1)
+        assert admit_all(book, 1) == [f"urgent{n}"]
+    arrive(book, "single", at=2.0)
+    assert admit_all(book) == ["batch0", "single", "batch1", "batch2"]
+
+
+@given(st.lists(st.one_of(st.sampled_from(["", "x", "y", "z"]), st.integers(0, 99)), max_size=80))
+def test_turns_lose_nobody_and_keep_singles_in_order(steps: list[str | int]) -> None:
+    book, queue = ledger(), {}
+    served: list[tuple[int, str]] = []
+    for n, step in enumerate(steps):
+        if isinstance(step, str):
+            arrive(book, f"r{n}", at=float(n), group=step)
+            queue[f"r{n}"] = (n, step)
+        elif step < 70:
+            served += [queue.pop(each) for each in admit_all(book, 1)]
+        elif queue:
+            book.cancelled(sorted(queue)[step % len(queue)], 0.0)
+            del queue[sorted(queue)[step % len(queue)]]
+        assert sorted(queue_ids(book)) == sorted(queue)
+    served += [queue.pop(each) for each in admit_all(book)]
+    assert not queue
+    assert not book.by_name["a"].queue._turns
+    for group in ("", "x", "y", "z"):
+        own = [n for n, each in served if each == group]
+        assert own == sorted(own)
 
 
 def test_a_request_goes_through_its_places() -> None:

@@ -135,6 +135,21 @@ def test_a_resubmission_keeps_its_output_tokens_and_goes_first() -> None:
     assert (again.request_id, again.attempt, again.output_tokens) == ("r", 2, [5, 6])
 
 
+def test_prompts_of_one_client_request_take_turns_with_others() -> None:
+    bench = Bench(model("a", max_num_seqs=1), model("b"))
+    bench.decoding("busy")
+    for n in range(3):
+        bench.submit(f"batch{n}", group="batch")
+    bench.submit("single")
+    order, inside = [], "busy"
+    while len(order) < 4:
+        bench.report("a/decode", finished=[inside], running=0)
+        inside = bench.admitted("a/prefill")[-1].request_id
+        order.append(inside)
+        bench.hand_over(inside)
+    assert order == ["batch0", "single", "batch1", "batch2"]
+
+
 # ---------------------------------------------------------------- cancellation
 
 
