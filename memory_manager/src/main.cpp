@@ -18,6 +18,7 @@
 #include "dispatcher.hpp"
 #include "export_server.hpp"
 #include "fd_store.hpp"
+#include "heartbeat.hpp"
 #include "manager.hpp"
 #include "posix_memory.hpp"
 #include "server.hpp"
@@ -28,7 +29,7 @@ using namespace muxserve::memory;
 
 constexpr char kUsage[] =
     "usage: muxserve-memory-manager --socket PATH --config FILE.json [--die-with-parent] [--settle-ms N]\n"
-    "                               [--fd-store FD]\n"
+    "                               [--fd-store FD] [--heartbeat FILE]\n"
     "\n"
     "  --socket PATH        Unix socket to listen on\n"
     "  --config FILE.json   {\"prefix\", \"pools\": [{\"name\", \"page_bytes\", \"num_pages\"}],\n"
@@ -39,6 +40,7 @@ constexpr char kUsage[] =
     "  --die-with-parent    stop when the process that started this one dies\n"
     "  --settle-ms N        how long to wait at start for clients of an earlier manager that still write (30000)\n"
     "  --fd-store FD        inherited SEQPACKET socket to whoever keeps descriptors of GPU memory over a restart\n"
+    "  --heartbeat FILE     where to show that this process does not hang\n"
     "\n"
     "Prints \"READY <generation>\" when it listens. Exit status: 0 stopped by a signal, 2 wrong usage or "
     "configuration,\n"
@@ -50,6 +52,7 @@ struct Arguments {
   bool die_with_parent = false;
   long settle_ms = 30'000;
   int fd_store = -1;
+  std::string heartbeat;
 };
 
 [[noreturn]] void usage_error(const std::string& what) {
@@ -84,6 +87,8 @@ Arguments parse_arguments(int argc, char** argv) {
       if (text.empty() || *end != '\0' || fd < 3 || fd > 1'000'000)
         usage_error("--fd-store needs the number of an open socket, got \"" + text + "\"");
       arguments.fd_store = static_cast<int>(fd);
+    } else if (flag == "--heartbeat") {
+      arguments.heartbeat = value();
     } else if (flag == "--help" || flag == "-h") {
       std::cout << kUsage;
       std::exit(0);
@@ -176,7 +181,9 @@ void serve(const Arguments& arguments) {
   {
     std::optional<ExportServer> exports;
     if (config.device == "cuda") exports.emplace(ExportServer::path_for(arguments.socket), pools.descriptors);
+    Heartbeat heartbeat(arguments.heartbeat);
     Server server(dispatcher, arguments.socket);
+    server.beat_in(heartbeat);
     server.watch_signals();
     segments.settled();
     std::printf("READY %llu\n", static_cast<unsigned long long>(generation));

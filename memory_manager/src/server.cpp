@@ -136,6 +136,7 @@ bool Server::dispatch(int timeout_ms) {
   const int count = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), timeout_ms);
   if (count < 0 && errno != EINTR) fail("cannot wait for events");
   now_ = clock_now();
+  if (heartbeat_ != nullptr) heartbeat_->beat();
   bool served = false;
   for (int i = 0; i < count; ++i) {
     void* tag = events[static_cast<std::size_t>(i)].data.ptr;
@@ -214,9 +215,11 @@ void Server::sweep() {
 // Milliseconds until there is something to do without an event, -1 if there is nothing.
 int Server::timeout() const {
   const std::int64_t next = std::min(next_sweep_, dispatcher_.manager().next_deadline());
-  if (next == kNever) return -1;
+  const bool watched = heartbeat_ != nullptr && heartbeat_->watched();
+  const std::int64_t longest = watched ? Heartbeat::kPeriodMs : 60'000;
+  if (next == kNever) return watched ? Heartbeat::kPeriodMs : -1;
   const std::int64_t left = std::max<std::int64_t>(0, next - now_);
-  return static_cast<int>(std::min<std::int64_t>(left / 1'000'000 + 1, 60'000));
+  return static_cast<int>(std::min<std::int64_t>(left / 1'000'000 + 1, longest));
 }
 
 }  // namespace muxserve::memory

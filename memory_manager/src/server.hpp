@@ -9,6 +9,7 @@
 
 #include "adaptive_spin.hpp"
 #include "dispatcher.hpp"
+#include "heartbeat.hpp"
 
 namespace muxserve::memory {
 
@@ -34,6 +35,9 @@ class Server {
   // Ends run(); may be called from any thread.
   void stop();
 
+  // Shows there that run() does not hang. Call before run().
+  void beat_in(Heartbeat& heartbeat) { heartbeat_ = &heartbeat; }
+
   // Takes SIGTERM and SIGINT as a request to stop. Call before threads are started.
   void watch_signals();
 
@@ -49,6 +53,7 @@ class Server {
 
   Dispatcher& dispatcher_;
   std::string path_;
+  Heartbeat* heartbeat_ = nullptr;
   int epoll_ = -1;
   int listener_ = -1;
   int wake_ = -1;

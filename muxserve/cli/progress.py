@@ -21,8 +21,10 @@ from muxserve.cluster.events import (
     PartId,
     Progress,
     Ready,
+    Recovered,
     Starting,
     Stopping,
+    Suspected,
     Up,
 )
 from muxserve.cluster.restarts import DEGRADED_STARTS
@@ -93,6 +95,8 @@ class LiveTable:
             case Down(part, reason):
                 self._rows[part] = ("died", reason)
                 self._lines(event)
+            case Suspected() | Recovered():
+                self._lines(event)
             case Ready() | Draining() | Stopping() | Failed():
                 self.close()
                 self._lines(event)
@@ -124,6 +128,10 @@ def describe(event: Event) -> str:
             return f"{part}: {detail}"
         case Up(part, pid, seconds):
             return f"{part}: up (pid {pid}, {seconds:.1f} s)"
+        case Suspected(part, seconds):
+            return f"{part}: no sign of life for {seconds:.1f} s; it gets no new work"
+        case Recovered(part):
+            return f"{part}: was silent, and is not suspected any more"
         case Down(part, reason, restart_in, failed_starts):
             again = f"{part}: {reason}; starting it again" + (f" in {restart_in:g} s" if restart_in >= 0.5 else "")
             if failed_starts < DEGRADED_STARTS:

@@ -23,10 +23,14 @@ from muxserve.cluster.steps import Planner
 from muxserve.cluster.supervision import GaveUp, Part, Supervisor
 from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
+from muxserve.cluster.watch import Watch
 from muxserve.control.server import ControlServer
 from muxserve.deployment import FleetDeployment, save_fleet
 
 log = logging.getLogger(__name__)
+
+# Kinds of the processes that belong to no unit.
+_OWN = ("vllm", "gateway", "scheduler")
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_FORCED = 0, 2, 3, 130
 
@@ -70,11 +74,12 @@ class Controller:
         self._starts = FleetStarts(
             lambda: self.units.fleet, launcher, self._emit, self.leftovers.exits, fleet.gateway.count, self._until_sized
         )
+        self._watch = Watch(fleet.watchdog, fleet.run_dir)
         self.units = UnitSet(
             fleet, unit_launcher(self._starts, self.leftovers), self._emit, self._on_change, self._on_failure
         )
         self._supervisor = Supervisor(
-            self._emit, self._on_down, self.leftovers.exits.get, self.ready.is_set, self._explain
+            self._emit, self._on_down, self.leftovers.exits.get, self.ready.is_set, self._explain, self._watch
         )
         # What users and the global scheduler want different.
         self.changes = Changes(
@@ -102,6 +107,9 @@ class Controller:
 
     def _emit(self, event: Event) -> None:
         self._last_words.note(event)
+        part = getattr(event, "part", None)
+        if part is not None and part.kind in _OWN:
+            self.units.note(event)
         if isinstance(event, Up) and event.part == SCHEDULER:
             self.changes.scheduler_up()
             self._spawn(self._greet())
@@ -130,6 +138,7 @@ class Controller:
         stopping: asyncio.Task[object] = asyncio.create_task(self._stopping.wait())
         code = EXIT_OK
         try:
+            self._spawn(self._watch.keep())
             self._spawn(self._begin(began))
             ends: set[asyncio.Future[Any]] = {self._failure, stopping}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -260,8 +269,7 @@ class Controller:
         return EXIT_START
 
     def _said(self, part: PartId) -> Said:
-        own = part.kind in ("vllm", "gateway", "scheduler")
-        return self._last_words.of(part) if own else self.units.last_words(part)
+        return self._last_words.of(part) if part.kind in _OWN else self.units.last_words(part)
 
     # ------------------------------------------------------------ stopping
 

@@ -6,7 +6,7 @@ import msgspec
 
 from muxserve.cluster.arrangement import batching_of, phases_of, policy_of
 from muxserve.cluster.plan import FleetPlan
-from muxserve.cluster.rules import levels_of, migration_of
+from muxserve.cluster.rules import levels_of, migration_of, watchdog_of
 from muxserve.config import Fleet, Model
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
 from muxserve.replicas.migration import MigrationRules
@@ -38,6 +38,7 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
         migration=migration_of(plan.fleet) or MigrationRules(),
         levels=levels_of(plan.fleet),
         default_level=plan.fleet.default_level,
+        watchdog=watchdog_of(plan.fleet),
     )
 
 

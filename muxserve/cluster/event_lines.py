@@ -7,10 +7,24 @@ from typing import Any
 
 import msgspec
 
-from muxserve.cluster.events import Down, Draining, Event, Expected, Failed, Progress, Ready, Starting, Stopping, Up
+from muxserve.cluster.events import (
+    Down,
+    Draining,
+    Event,
+    Expected,
+    Failed,
+    Progress,
+    Ready,
+    Recovered,
+    Starting,
+    Stopping,
+    Suspected,
+    Up,
+)
 
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (Expected, Starting, Progress, Up, Down, Ready, Draining, Stopping, Failed)
+    kind.__name__: kind
+    for kind in (Expected, Starting, Progress, Up, Down, Suspected, Recovered, Ready, Draining, Stopping, Failed)
 }
 
 

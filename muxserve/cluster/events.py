@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Literal
 
 Kind = Literal[
-    "mps", "weights", "memory", "warm_parent", "unit", "migrator", "engine", "host", "vllm", "gateway", "scheduler"
+    "mps",
+    "weights",
+    "memory",
+    "warm_parent",
+    "model",
+    "unit",
+    "migrator",
+    "engine",
+    "host",
+    "vllm",
+    "gateway",
+    "scheduler",
 ]
 _NAMES = {
     "mps": "MPS server",
@@ -44,7 +55,18 @@ class PartId:
             return f"engine {self.model}/{self.phase}"
         if self.kind == "gateway":
             return f"gateway {self.index}" if self.index else "gateway"
+        if self.kind == "model":
+            return f"parent of {self.model}"
         return f"weights of {self.model}" if self.kind == "weights" else _NAMES.get(self.kind, self.kind)
+
+    @property
+    def file_name(self) -> str:
+        """What its own files are called: its heartbeat, and most of all its log."""
+        if self.kind == "engine":
+            return f"engine-{_file_name(self.model)}-{self.phase}"
+        if self.kind in ("weights", "model"):
+            return f"{self.kind}-{_file_name(self.model)}"
+        return f"gateway-{self.index}" if self.kind == "gateway" else self.kind
 
     def within(self, unit: str) -> PartId:
         """The same part, told apart from those of other units."""
@@ -56,10 +78,8 @@ class PartId:
         one first."""
         if self.kind == "engine":
             # Weights are loaded by a process per model, so a failure may stand in that one's log.
-            return f"engine-{_file_name(self.model)}-{self.phase}.log", f"model-{_file_name(self.model)}.log"
-        if self.kind == "weights":
-            return (f"weights-{_file_name(self.model)}.log",)
-        return (f"gateway-{self.index}.log" if self.kind == "gateway" else f"{self.kind}.log",)
+            return f"{self.file_name}.log", f"model-{_file_name(self.model)}.log"
+        return (f"{self.file_name}.log",)
 
 
 def _file_name(model: str) -> str:
@@ -100,12 +120,28 @@ class Up:
 @dataclass(frozen=True)
 class Down:
     """A part ended though it should not have; it is started again in `restart_in` seconds. `failed_starts` are those in
-    a row since it was up."""
+    a row since it was up. `hung`: it was killed since it gave no sign of life."""
 
     part: PartId
     reason: str
     restart_in: float
     failed_starts: int = 0
+    hung: bool = False
+
+
+@dataclass(frozen=True)
+class Suspected:
+    """A part has given no sign of life for `seconds`. It gets no new work, and is killed if that goes on."""
+
+    part: PartId
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A part that was suspected gives signs of life again, or has ended."""
+
+    part: PartId
 
 
 @dataclass(frozen=True)
@@ -137,7 +173,7 @@ class Failed:
     tail: tuple[str, ...] = ()
 
 
-Event = Expected | Starting | Progress | Up | Down | Ready | Draining | Stopping | Failed
+Event = Expected | Starting | Progress | Up | Down | Suspected | Recovered | Ready | Draining | Stopping | Failed
 
 
 def of_unit(event: Event, unit: str) -> Event:

@@ -10,7 +10,7 @@ import msgspec
 from muxserve.cluster.deploying import deployment_of, gateway_of
 from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.rolling_rules import rolling_of
-from muxserve.cluster.rules import levels_of, migration_of, scaling_of
+from muxserve.cluster.rules import levels_of, migration_of, scaling_of, watchdog_of
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
 from muxserve.deployment import FleetDeployment, Keys, ModelDeployment, UnitEntry
@@ -59,6 +59,7 @@ def fleet_deployment(
         key_levels=fleet.gateway.key_priorities,
         keys=keys,
         tokens_host=tokens_host,
+        watchdog=watchdog_of(fleet),
         # Replicas of a model are alike, so that any of them says how long prefills take.
         rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.deployment.models},
     )

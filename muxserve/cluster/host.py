@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 from muxserve import wire
 from muxserve.cluster import gpu_faults
 from muxserve.cluster.deaths import Deaths
 from muxserve.cluster.ends import STOP_SECONDS
-from muxserve.cluster.events import Down, Event, PartId, Ready, Up
+from muxserve.cluster.events import Down, Event, PartId, Ready, Recovered, Suspected, Up
 from muxserve.cluster.last_words import LastWords, Said
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.processes import Process
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
 from muxserve.cluster.supervision import Part, Supervisor
+from muxserve.cluster.watch import Watch
 from muxserve.deployment import Deployment
 
 log = logging.getLogger(__name__)
@@ -57,14 +59,23 @@ class UnitHost:
         self._leftovers = leftovers
         self._wanted = set(serves)
         first = serves if deployment.gpu is None else [model.name for model in deployment.models]
-        self._starts = Starts(deployment, first, launcher, self._emit, leftovers.exits, sizer)
+        self._starts = Starts(deployment, first, launcher, self._emit, leftovers.exits, sizer, self._on_model_parent)
+        # What calls the memory manager falls silent with it, and is not to blame.
+        self._hangs = Watch(
+            deployment.watchdog,
+            deployment.run_dir,
+            lambda part: (MEMORY,) if part.kind in ("engine", "unit", "migrator") else (),
+        )
+        # Engines of which the unit scheduler knows that they give no sign of life.
+        self._suspects: set[PartId] = set()
         self._deaths = Deaths(self._starts, leftovers, self.tell)
         if migrates:
             self.parts[MIGRATOR] = self._starts.migrator()
         # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
         self._retired = {model.name for model in deployment.models} - {part.model for part in self._starts.engines}
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
-        self._messages: set[asyncio.Task[None]] = set()
+        # Messages on their way, and eyes on processes that are no parts.
+        self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[None] | None = None
         # The models that have been up here: from then on their engines are started again with more patience.
@@ -106,22 +117,28 @@ class UnitHost:
         if isinstance(event, Up) and event.part == UNIT:
             # It is new, and knows only what is declared.
             for model in sorted(self._retired):
-                self._tell_later(wire.Retire(model))
+                self._spawn(self.tell(wire.Retire(model)))
             for model, (reason, due) in self._degraded.items():
-                self._tell_later(wire.Degraded(model, reason, max(0.0, due - time.monotonic())))
+                self._spawn(self.tell(wire.Degraded(model, reason, max(0.0, due - time.monotonic()))))
+            for engine in self._suspects:
+                self._spawn(self.tell(wire.EngineSuspect(engine.model, engine.phase, True)))
         elif isinstance(event, Up) and event.part.model:
             if all(part.up.is_set() for part in self.parts.values() if part.id.model == event.part.model):
                 self._degraded.pop(event.part.model, None)
         elif isinstance(event, Down) and event.part.model and event.failed_starts >= DEGRADED_STARTS:
             reason = f"{event.part} cannot start: {event.reason}"
             self._degraded[event.part.model] = reason, time.monotonic() + event.restart_in
-            self._tell_later(wire.Degraded(event.part.model, reason, event.restart_in))
+            self._spawn(self.tell(wire.Degraded(event.part.model, reason, event.restart_in)))
+        elif isinstance(event, Suspected | Recovered) and event.part.kind == "engine":
+            suspect = isinstance(event, Suspected)
+            (self._suspects.add if suspect else self._suspects.discard)(event.part)
+            self._spawn(self.tell(wire.EngineSuspect(event.part.model, event.part.phase, suspect)))
         self._tell_user(event)
 
-    def _tell_later(self, message: wire.Message) -> None:
-        task = asyncio.create_task(self.tell(message))
-        self._messages.add(task)
-        task.add_done_callback(self._messages.discard)
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
 
     # ------------------------------------------------------------ life
 
@@ -132,6 +149,7 @@ class UnitHost:
         for part in self.parts.values():
             self._keep(supervisor, part)
         self._watcher = asyncio.create_task(self._watch_ready(time.monotonic()))
+        self._spawn(self._hangs.keep())
 
     async def wait(self) -> None:
         """Until a part cannot be kept alive.
@@ -162,7 +180,7 @@ class UnitHost:
     async def stop(self) -> None:
         """End everything that still runs, in this order: what decides, what computes, what that was forked from, what
         owns its memory."""
-        tasks = [*self._tasks.values(), *([self._watcher] if self._watcher else [])]
+        tasks = [*self._tasks.values(), *self._others, *([self._watcher] if self._watcher else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -266,13 +284,22 @@ class UnitHost:
 
     def _supervisor(self, serving: Callable[[], bool]) -> Supervisor:
         exits = self._leftovers.exits.get
-        return Supervisor(self._emit, self._deaths.on_down, exits, serving, self._explain, self._hopeless)
+        return Supervisor(self._emit, self._deaths.on_down, exits, serving, self._explain, self._hangs, self._hopeless)
 
     def _hopeless(self, part: Part) -> bool:
         """A unit none of whose models can be started may do better elsewhere."""
         if not (self._movable and part.id.model and part.policy.failed_starts >= MAX_DEATHS):
             return False
         return not any(self.up(engine.model) for engine in self._starts.engines)
+
+    def _on_model_parent(self, model: str, pid: int) -> None:
+        """What forks a model's engines is no part: it is forked when they are. Its end is theirs."""
+        part = Part(PartId("model", model), _never, 0.0)
+        try:
+            part.process = Process(pid)
+        except ProcessLookupError:
+            return
+        self._spawn(self._supervisor(lambda: True).watch_only(part))
 
     def _keep(self, supervisor: Supervisor, part: Part) -> None:
         self._watch(part.id, asyncio.create_task(supervisor.keep(part)))
@@ -289,3 +316,8 @@ class UnitHost:
 
     async def _explain(self, part: Part) -> str:
         return await gpu_faults.explain(self.deployment.gpu, part.id, self.last_words(part.id)[1])
+
+
+async def _never(part: Part) -> None:
+    """Who starts a process that is only watched."""
+    raise NotImplementedError(part.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from muxserve.config import Fleet
+from muxserve.deployment import WatchdogRules
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
@@ -31,6 +32,12 @@ def migration_of(fleet: Fleet) -> MigrationRules | None:
     if given is None:
         return None
     return MigrationRules(given.source_below, given.destination_above, given.in_flight)
+
+
+def watchdog_of(fleet: Fleet) -> WatchdogRules | None:
+    """When a silent process is suspect, and when it hangs; None: nobody looks."""
+    given = fleet.watchdog
+    return None if given is None else WatchdogRules(given.suspect, given.hung)
 
 
 def levels_of(fleet: Fleet) -> tuple[Level, ...]:

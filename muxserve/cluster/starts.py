@@ -49,6 +49,7 @@ class Starts:
         serves: the models that have engines from the beginning; others of the deployment may get them later.
         exits: return codes of processes that are not our children, as they are told.
         sizer: on GPUs, what makes pools of what was measured.
+        on_model_parent: told model and pid of each process that loads a model to fork its engines.
 
     Raises:
         ValueError: on GPUs, without a sizer, or where a model has no engines from the beginning: what it needs of the
@@ -63,6 +64,7 @@ class Starts:
         emit: Callable[[Event], None],
         exits: dict[int, int],
         sizer: PoolSizer | None = None,
+        on_model_parent: Callable[[str, int], None] = lambda model, pid: None,
     ) -> None:
         if deployment.gpu is not None and sizer is None:
             raise ValueError("on GPUs the pools are sized by what is measured")
@@ -76,6 +78,7 @@ class Starts:
         self._emit = emit
         self._exits = exits
         self._sizer = sizer
+        self._on_model_parent = on_model_parent
         self._needs: dict[tuple[str, int], Needs] = {}
         self._store: FdStore | None = None
         # Model loading is mostly computing; more at once than this only makes each of them later.
@@ -236,7 +239,11 @@ class Starts:
         self._emit(Starting(part.id))
         await self.drop_warm()
         self.warm = WarmLink(
-            WARM, lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__, self._on_measured
+            WARM,
+            lambda of, detail: self._emit(Progress(of, detail)),
+            self._exits.__setitem__,
+            self._on_measured,
+            self._on_model_parent,
         )
         try:
             part.process = await self._launcher.warm_parent(self.warm.theirs.fileno())

@@ -9,9 +9,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from muxserve.cluster.events import Down, Event, PartId, Up
+from muxserve.cluster.events import Down, Event, PartId, Recovered, Suspected, Up
 from muxserve.cluster.processes import Process, exit_words
 from muxserve.cluster.restarts import RestartPolicy
+from muxserve.cluster.watch import Watch
+from muxserve.cluster.watchdog import Finding, State
 
 T = TypeVar("T")
 WITH_PARENT = "ended with the process that it was forked from"
@@ -63,11 +65,20 @@ class Part:
 
         # Why it was killed, if that was because of another part's end.
         self.killed_for = ""
+        # Why it was killed, if that was because it gave no sign of life.
+        self.hung = ""
+        self.suspect = False
 
     def kill(self, because: str = "") -> None:
         """SIGKILL, if it runs. `because`: another part's end, in words; its own end does not count then."""
         if self.process is not None and self.process.running:
             self.killed_for = because
+            self.process.send(signal.SIGKILL)
+
+    def kill_hung(self, seconds: float) -> None:
+        """SIGKILL after so long without a sign of life; that counts against it like any death."""
+        if self.process is not None and self.process.running:
+            self.hung = f"hung: no sign of life for {seconds:.0f} s"
             self.process.send(signal.SIGKILL)
 
 
@@ -100,6 +111,7 @@ class Supervisor:
         exit_status: return code of a process that was not our child, if someone has told it.
         serving: whether the whole deployment has been up once; until then there is less patience.
         explain: what more is known of why a part has ended; adds to the reason.
+        watch: whether those that are up hang; who does is killed, and started again as after any death.
         hopeless: whether to give up a part whose policy would go on, after a start that failed.
     """
 
@@ -110,6 +122,7 @@ class Supervisor:
         exit_status: Callable[[int], int | None],
         serving: Callable[[], bool],
         explain: Callable[[Part], Awaitable[str]],
+        watch: Watch,
         hopeless: Callable[[Part], bool] = lambda part: False,
     ) -> None:
         self._emit = emit
@@ -118,6 +131,7 @@ class Supervisor:
         self._serving = serving
         self._explain = explain
         self._hopeless = hopeless
+        self._watch = watch
 
     async def keep(self, part: Part) -> None:
         """Start `part`, and again whenever it ends; never returns.
@@ -127,7 +141,7 @@ class Supervisor:
         """
         while True:
             part.process = None
-            part.killed_for = ""
+            part.killed_for = part.hung = ""
             blameless = fatal = False
             if part.after is not None:
                 await part.after()
@@ -147,11 +161,13 @@ class Supervisor:
                 assert part.process is not None
                 part.up.set()
                 self._emit(Up(part.id, part.process.pid, time.monotonic() - part.began))
-                await part.process.wait()
-                reason = exit_words(part.process.returncode)
+                with self._watch.over(part.id, part.process.pid, lambda finding: self.found(part, finding)):
+                    await part.process.wait()
+                reason = part.hung or exit_words(part.process.returncode)
             came_up = part.up.is_set()
             part.up.clear()
             await self._end(part)
+            self._clear(part)
             cause = await self._on_down(part, reason) or part.killed_for
             if blameless or cause:
                 blameless, reason = True, cause or WITH_PARENT
@@ -164,8 +180,35 @@ class Supervisor:
                 if fatal or next_delay is None or (not came_up and self._hopeless(part)):
                     raise GaveUp(part.id, reason)
                 delay = next_delay
-            self._emit(Down(part.id, reason, delay, part.policy.failed_starts))
+            self._emit(Down(part.id, reason, delay, part.policy.failed_starts, hung=bool(part.hung)))
             await asyncio.sleep(delay)
+
+    async def watch_only(self, part: Part) -> None:
+        """Watch a process that someone else starts again, until it ends; it beats only when it has loaded what it
+        needs."""
+        assert part.process is not None
+        pid = part.process.pid
+        with self._watch.over(part.id, pid, lambda finding: self.found(part, finding), begun=False):
+            await part.process.wait()
+        self._clear(part)
+        if part.hung:
+            self._emit(Down(part.id, part.hung, 0.0, hung=True))
+
+    def found(self, part: Part, finding: Finding[PartId]) -> None:
+        """Something is thought of a part that runs."""
+        if finding.state is State.WELL:
+            self._clear(part)
+            return
+        if not part.suspect:
+            part.suspect = True
+            self._emit(Suspected(part.id, finding.silence))
+        if finding.state is State.HUNG:
+            part.kill_hung(finding.silence)
+
+    def _clear(self, part: Part) -> None:
+        if part.suspect:
+            part.suspect = False
+            self._emit(Recovered(part.id))
 
     async def _end(self, part: Part) -> None:
         """A part that failed while its process still runs must not stay."""

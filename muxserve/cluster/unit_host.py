@@ -51,6 +51,7 @@ from muxserve.cluster.processes import adopt_orphans
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
 from muxserve.deployment import Deployment, load
+from muxserve.heartbeat import Heartbeat, heartbeat_file
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class HostProcess:
         """Until it is stopped, or a part cannot be kept alive; returns the exit status."""
         self._host.start()
         self._spawn(self._tell_size())
+        self._spawn(Heartbeat(heartbeat_file(self._host.deployment.run_dir, HOST.file_name)).keep())
         if commands:
             self._spawn(self._obey())
         ending = asyncio.create_task(self._host.wait())

@@ -12,6 +12,7 @@ import msgspec
 from muxserve import wire
 from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up, of_unit
 from muxserve.cluster.fleet_plan import offered
+from muxserve.cluster.health import Health
 from muxserve.cluster.last_words import Said
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.supervision import GaveUp
@@ -75,6 +76,7 @@ class UnitSet:
         self._on_failure = on_failure
         self._several = len(fleet.units) > 1
         self._written: FleetDeployment | None = None
+        self._health = Health()
         self._named = 1 + max((_number(unit.name) for unit in fleet.units), default=-1)
 
     # ------------------------------------------------------------ what there is
@@ -146,6 +148,7 @@ class UnitSet:
         await self._release(unit)
         await unit.handle.stop()
         del self.units[name]
+        self._health.forget(name)
 
     async def stop(self) -> None:
         """Stop all units."""
@@ -167,12 +170,20 @@ class UnitSet:
     def publish(self) -> None:
         """Write the fleet's file if anything is not as it says, and have it read."""
         entries = [unit.entry for unit in self.units.values() if unit.announced]
-        changed = msgspec.structs.replace(self.fleet, units=entries)
+        health = {"suspects": self._health.suspects, "hangs": self._health.hangs}
+        changed = msgspec.structs.replace(self.fleet, units=entries, **health)
         if self._written is None or msgspec.json.encode(changed) != msgspec.json.encode(self._written):
             self.fleet = msgspec.structs.replace(changed, generation=self.fleet.generation + 1)
             self._written = self.fleet
             save_fleet(self.fleet)
             self._on_change()
+
+    def note(self, event: Event, unit: str = "") -> None:
+        """Have the file say who is suspected, and who hung. `unit`: whose event it is, empty for the fleet's own
+        processes."""
+        serves = self.units[unit].serves if unit in self.units else ()
+        if self._health.note(event, unit, serves) and self.served:
+            self.publish()
 
     # ------------------------------------------------------------ keeping
 
@@ -196,6 +207,7 @@ class UnitSet:
             self._emit(Down(PartId("host", unit=unit.name), reason, delay))
             if not stopped:
                 await unit.handle.stop()
+                self._health.forget(unit.name)
                 stopped = True
             await asyncio.sleep(delay)
             try:
@@ -236,6 +248,7 @@ class UnitSet:
     def _of_unit(self, name: str, event: Event) -> None:
         if isinstance(event, Up) and event.part.kind == "host" and name in self.units:
             self.publish()  # it may be somewhere else now
+        self.note(event, name)
         if not isinstance(event, Ready):
             self._emit(of_unit(event, self._label(name)))
         elif self._label(name):

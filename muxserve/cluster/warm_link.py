@@ -46,6 +46,7 @@ class WarmLink:
         on_progress: told what a part says of its start.
         on_exited: told pid and return code (as in `subprocess`) of every process of the family that ended.
         on_measured: told what a weight holder has measured of its model.
+        on_model_parent: told model and pid of each process that loads a model to fork its engines.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class WarmLink:
         on_progress: Callable[[PartId, str], None],
         on_exited: Callable[[int, int], None],
         on_measured: Callable[[Needs], None] = lambda _: None,
+        on_model_parent: Callable[[str, int], None] = lambda model, pid: None,
     ) -> None:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours.setblocking(False)
@@ -64,6 +66,7 @@ class WarmLink:
         self._on_progress = on_progress
         self._on_exited = on_exited
         self._on_measured = on_measured
+        self._on_model_parent = on_model_parent
         self._reader = asyncio.create_task(self._read())
 
     def order(self, part: PartId, fds: Sequence[int] = (), **more: str) -> Birth:
@@ -134,6 +137,7 @@ class WarmLink:
             return
         if event == "forked" and message["kind"] == "model":
             self._model_parents[int(message["pid"])] = message["model"]
+            self._on_model_parent(message["model"], int(message["pid"]))
             return
         part = PartId(
             message["kind"],

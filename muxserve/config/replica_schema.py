@@ -7,11 +7,12 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from muxserve.config.values import NAME_PATTERN, Seconds, Section, Size, switch
+from muxserve.deployment import WatchdogRules
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.scaling import ScalingRules
 
-_SCALING, _MIGRATION = ScalingRules(), MigrationRules()
+_SCALING, _MIGRATION, _WATCHDOG = ScalingRules(), MigrationRules(), WatchdogRules()
 
 
 class Replicas(Section):
@@ -89,6 +90,17 @@ class Migration(Section):
     )
 
 
+class WatchdogTimes(Section):
+    """When a process whose main loop gives no sign of life is passed over, and when it is killed."""
+
+    suspect: Annotated[Seconds, Field(ge=0.5)] = Field(
+        default=_WATCHDOG.suspect, description="After so long it gets no new work"
+    )
+    hung: Annotated[Seconds, Field(ge=1)] = Field(
+        default=_WATCHDOG.hung, description="After so long it is killed and started again"
+    )
+
+
 DEFAULT_PRIORITIES = {level.name: Priority(rank=level.rank, target_load=level.target_load) for level in DEFAULT_LEVELS}
 
 
@@ -124,7 +136,17 @@ def _migration(value: object) -> object:
     return value
 
 
+def _watchdog(value: object) -> object:
+    switched = switch(value)
+    if switched in ("on", "off"):
+        return {} if switched == "on" else None
+    if not isinstance(value, (dict, WatchdogTimes)):
+        raise ValueError(f'must be on, off, or a mapping such as "{{hung: 30s}}", not {value!r}')
+    return value
+
+
 ReplicasOrNumber = Annotated[Replicas, BeforeValidator(_replicas)]
 ApiKeys = Annotated[list[Annotated[ApiKey, BeforeValidator(_key)]], BeforeValidator(_keys)]
 Priorities = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Priority]
 MigrationOrSwitch = Annotated[Migration | None, BeforeValidator(_migration)]
+WatchdogOrSwitch = Annotated[WatchdogTimes | None, BeforeValidator(_watchdog)]

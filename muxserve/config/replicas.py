@@ -10,11 +10,13 @@ from typing import Any, TypeGuard
 
 from muxserve.config.problems import KeyPath, Problem, did_you_mean
 from muxserve.config.source import Source
+from muxserve.config.units import parse_duration
+from muxserve.deployment import WatchdogRules
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
 
-_SCALING, _MIGRATION = ScalingRules(), MigrationRules()
+_SCALING, _MIGRATION, _WATCHDOG = ScalingRules(), MigrationRules(), WatchdogRules()
 
 
 def check(source: Source) -> Iterator[Problem]:
@@ -25,6 +27,7 @@ def check(source: Source) -> Iterator[Problem]:
             yield from _replicas(source, ("models", index, "replicas"), model["replicas"])
     yield from _priorities(source)
     yield from _migration(source)
+    yield from _watchdog(source)
     cluster = source.data.get("cluster")
     if isinstance(cluster, dict) and "ray" in cluster and cluster.get("launcher", "local") == "local":
         yield source.problem(("cluster", "ray"), "is for `launcher: ray` only; set that, or leave this out")
@@ -97,6 +100,20 @@ def _migration(source: Source) -> Iterator[Problem]:
             f"source_below ({below:g}) must be at most destination_above ({above:g}), or requests would move to and fro"
         )
         yield source.problem(("migration", key), message)
+
+
+def _watchdog(source: Source) -> Iterator[Problem]:
+    given = source.data.get("watchdog")
+    if not isinstance(given, dict):
+        return
+    try:
+        suspect = parse_duration(given.get("suspect", _WATCHDOG.suspect))
+        hung = parse_duration(given.get("hung", _WATCHDOG.hung))
+    except ValueError:
+        return  # told by its type
+    if hung < suspect:
+        key = "hung" if "hung" in given else "suspect"
+        yield source.problem(("watchdog", key), f"hung ({hung:g} s) must be at least suspect ({suspect:g} s)")
 
 
 def _whole(value: object) -> TypeGuard[int]:

@@ -17,6 +17,8 @@ from muxserve.config.replica_schema import (
     Priorities,
     Replicas,
     ReplicasOrNumber,
+    WatchdogOrSwitch,
+    WatchdogTimes,
 )
 from muxserve.config.source import Source
 from muxserve.config.values import (
@@ -242,6 +244,9 @@ class Fleet(Section):
     )
     migration: MigrationOrSwitch = Field(
         default=Migration(), description="Moving running requests between replicas; off: they stay"
+    )
+    watchdog: WatchdogOrSwitch = Field(
+        default=WatchdogTimes(), description="Processes that hang; off: they are neither noticed nor killed"
     )
     models: list[Model] = Field(min_length=1, description="The models to serve")
 

@@ -6,6 +6,7 @@ readable by their owner only.
 
 from muxserve.deployment.fleet import (
     FleetDeployment,
+    Suspect,
     UnitEntry,
     fleet_of,
     load_fleet_deployment,
@@ -24,6 +25,7 @@ from muxserve.deployment.unit import (
     PoolDeployment,
     PoolIpc,
     SmSharing,
+    WatchdogRules,
     load,
     save,
 )
@@ -43,7 +45,9 @@ __all__ = [
     "PoolDeployment",
     "PoolIpc",
     "SmSharing",
+    "Suspect",
     "UnitEntry",
+    "WatchdogRules",
     "fleet_of",
     "load",
     "load_fleet_deployment",

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from muxserve.deployment.network import Keys
-from muxserve.deployment.unit import Deployment, GatewayDeployment, ModelDeployment, write
+from muxserve.deployment.unit import Deployment, GatewayDeployment, ModelDeployment, WatchdogRules, write
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
@@ -42,6 +42,15 @@ class UnitEntry(msgspec.Struct, frozen=True):
         return self.deployment.unit
 
 
+class Suspect(msgspec.Struct, frozen=True):
+    """A process that gives no sign of life, in words. While another replica can serve `models` of `unit`, that is
+    preferred; there are none where requests are served all the same."""
+
+    part: str
+    unit: str = ""
+    models: tuple[str, ...] = ()
+
+
 class FleetDeployment(msgspec.Struct, frozen=True):
     """Everything that gateways and the global scheduler need to know.
 
@@ -65,6 +74,11 @@ class FleetDeployment(msgspec.Struct, frozen=True):
     generation: int = 0
     # The models whose prefill rolls over their replicas.
     rolling: dict[str, RollingRules] = {}
+    # None: nobody looks whether a process hangs.
+    watchdog: WatchdogRules | None = WatchdogRules()
+    # Who gives no sign of life at present, and how often a process of each kind was killed because it hung.
+    suspects: tuple[Suspect, ...] = ()
+    hangs: dict[str, int] = {}
 
     def unit(self, name: str) -> UnitEntry:
         """The unit of that name.
@@ -80,6 +94,10 @@ class FleetDeployment(msgspec.Struct, frozen=True):
     def replicas(self, model: str) -> list[UnitEntry]:
         """The units that serve `model`."""
         return [unit for unit in self.units if model in unit.serves]
+
+    def is_suspect(self, unit: str, model: str) -> bool:
+        """Whether a process that `model` needs in `unit` gives no sign of life."""
+        return any(each.unit == unit and model in each.models for each in self.suspects)
 
     def placed_by_scheduler(self, model: str) -> bool:
         """Whether the global scheduler says where requests of `model` go. With one replica for good there is nothing to

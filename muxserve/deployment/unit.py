@@ -114,6 +114,14 @@ class GatewayDeployment(msgspec.Struct, frozen=True):
     count: int = 1
 
 
+class WatchdogRules(msgspec.Struct, frozen=True):
+    """When a process whose main loop is silent (`muxserve.heartbeat`) is `suspect`, so that it gets no new work, and
+    when it counts as `hung` and is killed; seconds."""
+
+    suspect: float = 3.0
+    hung: float = 10.0
+
+
 class Deployment(msgspec.Struct, frozen=True):
     """Everything that a process of the unit needs to know."""
 
@@ -138,6 +146,8 @@ class Deployment(msgspec.Struct, frozen=True):
     migration: MigrationRules = MigrationRules()
     levels: tuple[Level, ...] = tuple(DEFAULT_LEVELS)
     default_level: str = NORMAL
+    # None: nobody looks whether a process hangs.
+    watchdog: WatchdogRules | None = WatchdogRules()
 
     def priority_levels(self) -> Levels:
         """The levels as the policies want them."""

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.deployment import Deployment
+from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -80,6 +81,7 @@ class ForkingParent:
         control: where events go.
         handle: called with each command.
         on_exit: called with pid and wait status of each child that died.
+        heartbeat: where it beats while it serves.
     """
 
     def __init__(
@@ -88,11 +90,13 @@ class ForkingParent:
         control: Control,
         handle: Callable[[dict[str, Any]], None],
         on_exit: Callable[[int, int], None] | None = None,
+        heartbeat: Path | None = None,
     ) -> None:
         self.commands = commands
         self.control = control
         self._handle = handle
         self._on_exit = on_exit
+        self._heartbeat = None if heartbeat is None else Heartbeat(heartbeat)
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -101,6 +105,8 @@ class ForkingParent:
         """Let go of what a child that is a parent itself has inherited."""
         for end in (self._wake_read, self._wake_write):
             end.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
 
     def run(self) -> None:
         """Serve until the command side closes."""
@@ -111,7 +117,9 @@ class ForkingParent:
             selector.register(self._wake_read, selectors.EVENT_READ)
             self._reap()
             while True:
-                for key, _ in selector.select():
+                if self._heartbeat is not None:
+                    self._heartbeat.beat()
+                for key, _ in selector.select(PERIOD_SECONDS):
                     if key.fileobj is self._wake_read:
                         self._drain_wakeups()
                         self._reap()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import zmq
@@ -23,6 +23,7 @@ from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import Pipeline
 from muxserve.engine.requests import EngineRequests, internal_id
 from muxserve.engine.scheduler import PhaseScheduler
+from muxserve.heartbeat import Heartbeat, heartbeat_file
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
 from muxserve.wire import (
@@ -77,6 +78,8 @@ class EngineLoop:
         )
         self._stalled = False
         self._stopping = False
+        # Beats once per step: a step that takes far longer than any before hangs.
+        self._heartbeat = Heartbeat(heartbeat_file(deployment.run_dir, f"engine-{binding.model.name}-{binding.phase}"))
         self._hand_offs = 0
 
         context = zmq.Context()
@@ -99,6 +102,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until `Stop`."""
         while not self._stopping:
+            self._heartbeat.beat()
             self._receive(self._patience())
             if self.binding.view.counters.generation != self.binding.client.generation:
                 self._recover_memory()
@@ -210,6 +214,7 @@ class EngineLoop:
         internal = internal_id(ask.request_id, ask.incarnation)
         # Stages may still write its blocks. A bubble now and then costs less than asking for it later again.
         while self.scheduler.is_in_flight(internal):
+            self._heartbeat.beat()
             self._step(may_begin=False)
         try:
             self._send(detached(self.scheduler, internal, ask, self._requests.forget))
@@ -285,14 +290,16 @@ class EngineLoop:
         log.warning("the memory manager is gone; %d requests lost, waiting for a new one", len(lost))
         self._send(EngineLost(lost, "the memory manager died"))
         self.binding.client.close()
-        connect(self.deployment, self.binding)
+        connect(self.deployment, self.binding, self._heartbeat.beat)
         self.core.model_executor.collective_rpc("rebind_pool")
         log.info("bound to the new memory manager")
 
 
-def connect(deployment: Deployment, binding: Binding) -> None:
-    """Connect `binding` to the memory manager, waiting for one to come up, and map its memory."""
+def connect(deployment: Deployment, binding: Binding, beat: Callable[[], None]) -> None:
+    """Connect `binding` to the memory manager, waiting for one to come up, and map its memory. `beat` is called again
+    and again meanwhile."""
     while True:
+        beat()
         try:
             client = MemoryClient(deployment.memory_socket, f"{binding.model.name}/{binding.phase}")
             view = client.map(binding.model.name)

@@ -21,6 +21,7 @@ from typing import Any
 from muxserve.deployment import load_fleet_deployment
 from muxserve.engine import warm_parent
 from muxserve.engine.family import Control, ForkingParent, words
+from muxserve.heartbeat import heartbeat_file
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,10 @@ class MachineParent:
 
     def __init__(self, fleet_file: str, control: Control, lifeline_fd: int) -> None:
         self.fleet_file = fleet_file
+        beat = heartbeat_file(Path(fleet_file).parent, "vllm")
         self.control = control
         self.lifeline_fd = lifeline_fd
-        self._parent = ForkingParent(control, control, self._handle)
+        self._parent = ForkingParent(control, control, self._handle, heartbeat=beat)
 
     def run(self) -> None:
         """Serve the controller until it goes away."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from muxserve.deployment import Deployment
 from muxserve.engine.family import Control, ForkingParent, engine_log, file_name, temporary_files_in, words
+from muxserve.heartbeat import heartbeat_file
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
         pid = parent.fork(name, engine_log(deployment, model, phase), child)
         control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
-    parent = ForkingParent(Control(commands), control, handle)
+    parent = ForkingParent(
+        Control(commands), control, handle, heartbeat=heartbeat_file(deployment.run_dir, f"model-{model}")
+    )
     parent.run()
 
 

@@ -21,6 +21,7 @@ from muxserve.deployment import Deployment, ModelDeployment, load
 from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda, words
 from muxserve.gpu.sm import client_environment
+from muxserve.heartbeat import heartbeat_file
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,9 @@ class WarmParent:
         self.deployment = deployment
         self.control = control
         self._model_parents: dict[str, tuple[int, socket.socket]] = {}
-        self._parent = ForkingParent(control, control, self._handle, self._on_exit)
+        self._parent = ForkingParent(
+            control, control, self._handle, self._on_exit, heartbeat_file(deployment.run_dir, "warm_parent")
+        )
 
     def run(self) -> None:
         """Serve the controller until it goes away."""

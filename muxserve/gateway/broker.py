@@ -100,6 +100,7 @@ class Broker:
             filter(fleet.placed_by_scheduler, names),
             names,
             time.monotonic(),
+            {(each.unit, model) for each in fleet.suspects for model in each.models},
         )
         self._flush()
         if unreachable is not None:

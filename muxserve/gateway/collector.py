@@ -67,6 +67,8 @@ POOL_METRICS = (
     ("muxserve_pool_pages", "KV pages of the pool.", "total_pages"),
     ("muxserve_pool_pages_free", "KV pages that nobody holds and nothing is cached in.", "free_pages"),
 )
+# Kinds of processes that are watched.
+HANG_KINDS = ("engine", "unit", "memory", "migrator", "scheduler", "gateway", "model", "warm_parent", "vllm", "weights")
 Values = Mapping[tuple[str, ...], float]
 
 
@@ -137,6 +139,20 @@ class FleetCollector(Collector):
                 (model.name,): sum(unit.model_up(model.name) for unit in self._status.replicas(model.name))
                 for model in self._status.fleet.models
             },
+        )
+        fleet = self._status.fleet
+        yield _gauge(
+            "muxserve_suspect",
+            "1 for each process that gives no sign of life at present.",
+            ["unit", "part"],
+            {(each.unit, each.part): 1.0 for each in fleet.suspects},
+        )
+        yield _family(
+            True,
+            "muxserve_hangs",
+            "Processes that were killed because they gave no sign of life, by kind.",
+            ["kind"],
+            {(kind,): float(fleet.hangs.get(kind, 0)) for kind in HANG_KINDS},
         )
         for name, text, key, counts in MODEL_METRICS:
             yield _family(counts, name, text, ["unit", "model_name"], self._per_model(key))

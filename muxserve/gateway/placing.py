@@ -42,6 +42,7 @@ class Placing:
         self._models: frozenset[str] = frozenset()
         # Replicas, (unit, model), whose engines fail at each start: why, and when they are tried again.
         self._degraded: dict[tuple[str, str], tuple[str, float]] = {}
+        self._suspects: frozenset[tuple[str, str]] = frozenset()
         self._scheduler_up = False
         # Its connection stands, but it has left a request without an answer: it may hang.
         self._silent = False
@@ -159,7 +160,12 @@ class Placing:
     # ------------------------------------------------------------ what becomes of the fleet
 
     def learn(
-        self, units: Mapping[str, Collection[str]], asks: Iterable[str], models: Iterable[str], now: float
+        self,
+        units: Mapping[str, Collection[str]],
+        asks: Iterable[str],
+        models: Iterable[str],
+        now: float,
+        suspects: Collection[tuple[str, str]] = (),
     ) -> None:
         """The fleet has changed, see `Router.learn`."""
         replicas: defaultdict[str, list[str]] = defaultdict(list)
@@ -168,6 +174,7 @@ class Placing:
                 replicas[model].append(unit)
         self._replicas = {model: tuple(names) for model, names in replicas.items()}
         self._asks, self._models = frozenset(asks), frozenset(models)
+        self._suspects = frozenset(suspects)
         self.up.intersection_update(units)
         self._degraded = {key: why for key, why in self._degraded.items() if key[1] in units.get(key[0], ())}
         for request in self._without():
@@ -311,8 +318,12 @@ class Placing:
 
     def _choose(self, request: Tracked, last: str = "") -> str:
         """The simple rule: of the units that serve its model the one with the fewest requests of this gateway, rather
-        not the one whose engines have just died under it; "" if none is up."""
-        return min(self._candidates(request), key=lambda unit: (unit == last, self._table.count(unit)), default="")
+        not one that gives no sign of life, nor the one whose engines have just died under it; "" if none is up."""
+
+        def badness(unit: str) -> tuple[bool, bool, int]:
+            return (unit, request.model) in self._suspects, unit == last, self._table.count(unit)
+
+        return min(self._candidates(request), key=badness, default="")
 
     def _forget(self, request: Tracked) -> None:
         self._asked.pop(request, None)

@@ -22,6 +22,7 @@ from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.listener import bind, raise_file_limit
 from muxserve.gateway.peers import bind_beside
 from muxserve.gateway.protocol import GuardedProtocol
+from muxserve.heartbeat import Heartbeat, heartbeat_file
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ async def _serve(
         loop.add_reader(lifeline_fd, _end_with, lifeline_fd)
     gateway = Gateway(fleet, index)
     loop.add_signal_handler(signal.SIGHUP, gateway.fleet_changed)
+    beating = loop.create_task(Heartbeat(heartbeat_file(fleet.run_dir, f"gateway-{index}")).keep())
     if fleet.file.exists():
         gateway.fleet_changed()
     try:
@@ -74,6 +76,7 @@ async def _serve(
         await server.serve(sockets=[listener, *beside])
     finally:
         gateway.close()
+        beating.cancel()
 
 
 class Server(uvicorn.Server):

@@ -23,13 +23,13 @@ class Reports:
         """HTTP status and body. 503 until every model has been up once, and when draining.
 
         Afterwards requests are taken whatever happens below, since they survive it; so it stays 200, and `status`
-        says `degraded` while something is being started again.
+        says `degraded` while something is being started again, or gives no sign of life.
         """
         status = self._status
         ready, whole = status.look()
         if self.draining:
             word = "draining"
-        elif ready and whole:
+        elif ready and whole and not status.fleet.suspects:
             word = "ok"
         else:
             word = "degraded" if status.was_ready else "starting"
@@ -38,6 +38,10 @@ class Reports:
             "units": {name: "up" if unit.answered else "down" for name, unit in status.units.items()},
             "scheduler": status.broker.scheduler_word,
             "models": {model.name: self._health_of(model.name) for model in status.fleet.models},
+            # Processes that give no sign of life; they are killed if that goes on.
+            "suspects": [
+                {"part": each.part, **({"unit": each.unit} if each.unit else {})} for each in status.fleet.suspects
+            ],
             # Of a fleet with one unit, its state; otherwise whether there is any.
             "unit": "up" if any(unit.answered for unit in status.units.values()) else "down",
         }
@@ -51,10 +55,15 @@ class Reports:
             "status": self._word(name),
             **self._trouble(name),
             "engines": {phase: "up" if up else "down" for phase, up in status.engines(name).items()},
-            "replicas": {unit.name: "up" if unit.model_up(name) else "down" for unit in replicas},
+            "replicas": {unit.name: self._replica_word(unit, name) for unit in replicas},
             "running": gate.inside,
             "waiting": gate.waiting,
         }
+
+    def _replica_word(self, unit: UnitStatus, model: str) -> str:
+        if self._status.fleet.is_suspect(unit.name, model):
+            return "suspect"
+        return "up" if unit.model_up(model) else "down"
 
     def _word(self, name: str) -> str:
         if self._status.model_up(name):

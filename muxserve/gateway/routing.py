@@ -42,7 +42,12 @@ class Router:
     # ------------------------------------------------------------ the fleet
 
     def learn(
-        self, units: Mapping[str, Collection[str]], asks: Iterable[str], models: Iterable[str], now: float
+        self,
+        units: Mapping[str, Collection[str]],
+        asks: Iterable[str],
+        models: Iterable[str],
+        now: float,
+        suspects: Collection[tuple[str, str]] = (),
     ) -> None:
         """The fleet has changed.
 
@@ -51,17 +56,19 @@ class Router:
             asks: the models whose requests the global scheduler places.
             models: the models that are offered. Requests of others end as they can, or with an error when they have
                 no unit any more.
+            suspects: units and models of them that are passed over where others can serve, since a process there gives
+                no sign of life.
         """
         asks, models = frozenset(asks), frozenset(models)  # both are needed twice, and may be iterators
         gone = [unit for unit in self._epochs if unit not in units]
         for unit in gone:
             del self._epochs[unit]
             self._stale.pop(unit, None)
-        self.placing.learn(units, asks, models, now)
+        self.placing.learn(units, asks, models, now, suspects)
         for unit in gone:
             self._leave(self.table.at(unit), now, "unit_removed", died=False)
         if gone:
-            self.placing.learn(units, asks, models, now)
+            self.placing.learn(units, asks, models, now, suspects)
 
     def unit_up(self, unit: str, epoch: str, now: float) -> None:
         """A unit scheduler has greeted."""

@@ -90,10 +90,12 @@ class UnitStatus:
         return self.entry.deployment.model(model).engines
 
     def engine_up(self, model: str, phase: str) -> bool:
-        """Whether that engine serves now."""
+        """Whether that engine serves now, and gives signs of life."""
         engines = self.state.get("engines")
         engine = engines.get(f"{model}/{phase}") if isinstance(engines, dict) else None
-        return self.answered and isinstance(engine, dict) and bool(engine.get("up"))
+        if not self.answered or not isinstance(engine, dict):
+            return False
+        return bool(engine.get("up")) and not engine.get("suspect")
 
     def model_up(self, model: str) -> bool:
         """Whether all engines of the model serve now."""

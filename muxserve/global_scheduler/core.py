@@ -140,6 +140,7 @@ class SchedulerCore:
             ValueError: its rules contradict each other; then nothing has changed.
         """
         rules = self._rules(fleet)
+        suspected = self._suspects()
         before, self.fleet = self._entries, fleet
         self._entries = {unit.name: unit for unit in fleet.units}
         for name in self._units.keys() - self._entries.keys():
@@ -169,9 +170,26 @@ class SchedulerCore:
                     if self._units[unit].up:
                         self._out.to_unit(unit, SchedulerHello(self.epoch))
                 desk.take_over(before_it, now)
+        self._suspect(suspected, now)
         waiting, self._unknown = self._unknown, []
         for until, peer, place in waiting:
             self._place(peer, place, now, until)
+
+    def _suspects(self) -> set[tuple[str, str]]:
+        return {(each.unit, model) for each in self.fleet.suspects for model in each.models}
+
+    def _suspect(self, before: set[tuple[str, str]], now: float) -> None:
+        """A replica with a process that gives no sign of life counts as gone until it gives them again."""
+        suspects = self._suspects()
+        for unit, model in suspects - before:
+            seen = self._units.get(unit)
+            if seen is not None and model in seen.models and model in self._desks:
+                log.warning("%s in %s gives no sign of life", model, unit)
+                seen.models.discard(model)
+                self._desks[model].gone(unit, now)
+        for unit in {unit for unit, _ in before - suspects}:
+            if unit in self._units and self._units[unit].up:
+                self._out.to_unit(unit, SchedulerHello(self.epoch))
 
     def _rules(self, fleet: FleetDeployment) -> dict[str, Rules]:
         """By what each model of the fleet is scheduled.
@@ -211,7 +229,11 @@ class SchedulerCore:
             return
         loads = {load.model: load for load in message.loads}
         # What the fleet file does not name is about to go, or its file is about to be read.
-        models = {name for name in self._entries[unit].serves if name in loads and name in self._desks}
+        models = {
+            name
+            for name in self._entries[unit].serves
+            if name in loads and name in self._desks and not self.fleet.is_suspect(unit, name)
+        }
         for name in seen.models - models:
             if name in self._desks:
                 self._desks[name].gone(unit, now)
@@ -222,7 +244,9 @@ class SchedulerCore:
     def _rolled(self, unit: str, message: RollingReport, now: float) -> None:
         seen = self._heard(unit, message, now)
         desk = self._desks.get(message.model)
-        if seen is not None and isinstance(desk, RollingDesk) and message.model in self._entries[unit].serves:
+        if seen is None or not isinstance(desk, RollingDesk) or self.fleet.is_suspect(unit, message.model):
+            return
+        if message.model in self._entries[unit].serves:
             seen.models.add(message.model)
             desk.rolled(unit, message, now)
 

@@ -23,6 +23,7 @@ from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.links import UnitSockets
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
+from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.process import Signals, die_with_parent, log_to_stderr
 from muxserve.wire import decode, encode
 
@@ -63,6 +64,7 @@ class Server:
         self._poller.register(signals.fileno(), zmq.POLLIN)
         self._units = UnitSockets(self._context, self._poller, epoch, self._gone)
         self._units.change(fleet.units, fleet.keys)
+        self._heartbeat = Heartbeat(heartbeat_file(fleet.run_dir, "scheduler"))
         log.info("%d models in %d units, epoch %s", len(fleet.models), len(fleet.units), epoch)
 
     def run(self) -> None:
@@ -71,7 +73,8 @@ class Server:
         gc.collect()
         gc.freeze()
         while True:
-            wait = max(self._core.wakeup() - time.monotonic(), 0.0)
+            self._heartbeat.beat()
+            wait = min(max(self._core.wakeup() - time.monotonic(), 0.0), PERIOD_SECONDS)
             ready = dict(self._poller.poll(math.ceil(wait * 1000)))
             if self._signals.fileno() in ready:
                 signals = self._signals.take()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from muxserve.deployment import Deployment
+from muxserve.heartbeat import heartbeat_file
 from muxserve.memory import _native
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -70,7 +71,8 @@ def command(deployment: Deployment, *, die_with_parent: bool = True) -> list[str
     """Write the configuration file and return the command line that starts the manager."""
     config = Path(deployment.run_dir) / "memory.json"
     config.write_text(json.dumps(manager_config(deployment), indent=2))
-    line = [str(binary()), "--socket", deployment.memory_socket, "--config", str(config)]
+    beats = heartbeat_file(deployment.run_dir, "memory")
+    line = [str(binary()), "--socket", deployment.memory_socket, "--config", str(config), "--heartbeat", str(beats)]
     return [*line, "--die-with-parent"] if die_with_parent else line
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from muxserve.deployment import Deployment
+from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.migration.bandwidth import TokenBucket
 from muxserve.migration.hands import Hands
 from muxserve.migration.home import Home
@@ -76,17 +77,20 @@ class Migrator:
         self._poller.register(self.worker.done_fd, zmq.POLLIN)
         self._memory_at = self._tidy_at = -math.inf
         self._bound = False
+        self._heartbeat = Heartbeat(heartbeat_file(deployment.run_dir, "migrator"))
         log.info("migrator %s, machine %s", name, machine)
 
     def run(self, signals: Signals) -> None:
         """Serve until SIGTERM."""
         self._poller.register(signals.fileno(), zmq.POLLIN)
         while True:
+            self._heartbeat.beat()
             now = time.monotonic()
             due = min(self._outgoing.wakeup(now), self._incoming.wakeup(now), self._memory_at, self._tidy_at)
             if self.peers.failed:
                 due = now
-            ready = dict(self._poller.poll(math.ceil(max(due - now, 0.0) * 1000)))
+            wait = min(max(due - now, 0.0), PERIOD_SECONDS)
+            ready = dict(self._poller.poll(math.ceil(wait * 1000)))
             if signals.fileno() in ready:
                 log.info("stopped")
                 return

@@ -68,7 +68,7 @@ class Adbs(Policy):
             decode = model.decode
             if decode.lease is not None:
                 leased.append(model)
-            elif (decode.inside or decode.incoming) and decode.up and decode.retry_at <= now:
+            elif (decode.inside or decode.incoming) and decode.takes_work and decode.retry_at <= now:
                 ready.append(model)
             if model.prefill.lease is not None:
                 prefilling = model

@@ -88,7 +88,7 @@ def wants_prefill(
     """Whether `model` has a prefill job for its prefill engine to run now: an unfinished one, or a request that may be
     admitted."""
     engine = model.prefill
-    if engine.lease is not None or not engine.up:
+    if engine.lease is not None or not engine.takes_work:
         return False
     if engine.inside:
         return engine.retry_at <= now

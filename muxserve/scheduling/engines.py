@@ -79,6 +79,7 @@ class EngineState(Work):
     inside: Mapping[str, LiveRequest]
     incoming: Mapping[str, LiveRequest]
     up: bool = False
+    suspect: bool = False
     lease: LeaseState | None = None
     entered_with: int = 0
     wait_since: float | None = None
@@ -87,10 +88,15 @@ class EngineState(Work):
     prefills: Work | None = None
     rounds: float = 0.0
 
+    @property
+    def takes_work(self) -> bool:
+        """It is up, and gives signs of life."""
+        return self.up and not self.suspect
+
     def of(self, phase: Phase) -> Work:
         """The account of steps under a lease of that phase."""
         return self.prefills if self.prefills is not None and phase is Phase.PREFILL else self
 
     def ready(self, now: float) -> bool:
         """It has work, no lease, and is not sitting out a shortage of pages."""
-        return self.up and self.lease is None and bool(self.inside or self.incoming) and self.retry_at <= now
+        return self.takes_work and self.lease is None and bool(self.inside or self.incoming) and self.retry_at <= now

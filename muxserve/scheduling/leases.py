@@ -181,7 +181,7 @@ class Leases:
         due = float("inf")
         for model in self.models:
             for engine in model.engines:
-                if not engine.up:
+                if not engine.takes_work:
                     continue
                 lease, prefills = engine.lease, engine.prefills
                 if prefills is None:

@@ -295,7 +295,7 @@ class UnitLedger(Leases):
         Hand-offs that a dead prefill engine has made survive it. Returns the lost requests.
         """
         engine = self.by_name[name].engine(phase)
-        engine.up = False
+        engine.up = engine.suspect = False
         self._end_lease(engine)
         engine.fed()
         engine.of(Phase.PREFILL).fed()
@@ -303,6 +303,12 @@ class UnitLedger(Leases):
         gone = self.lost([*engine.inside, *(engine.incoming if hand_offs else ())], now)
         self._settle(engine, now)
         return gone
+
+    def engine_suspect(self, name: str, phase: Phase, on: bool) -> None:
+        """An engine gives no signs of life, or gives them again; what it has stays with it. One that is not up is not
+        suspected of anything."""
+        engine = self.by_name[name].engine(phase)
+        engine.suspect = on and engine.up
 
     # ------------------------------------------------------------ pages
 

@@ -26,7 +26,7 @@ class Pipelined(Policy):
     both = True
 
     def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
-        grants = (self._next(ledger, model, now) for model in ledger.models if model.decode.up)
+        grants = (self._next(ledger, model, now) for model in ledger.models if model.decode.takes_work)
         return [grant for grant in grants if grant is not None]
 
     def _next(self, ledger: UnitLedger, model: ModelState, now: float) -> Grant | None:

@@ -277,8 +277,8 @@ class ModelState:
 
     @property
     def up(self) -> bool:
-        """All its engines are."""
-        return self.prefill.up and self.decode.up
+        """All its engines are, and give signs of life."""
+        return self.prefill.takes_work and self.decode.takes_work
 
     @property
     def rounds(self) -> float:

@@ -1,4 +1,4 @@
-"""The unit's engines: what they say, how they come and go, and those that fall silent."""
+"""The unit's engines: what they say, how they come and go, and leases that end without a word."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from muxserve.unit.memory import Memory
 from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.reconcile import Peer, Reconciliation
-from muxserve.wire import EngineDown, EngineHello, EngineLost, HeldRequests, Reset, StepReport
+from muxserve.wire import EngineDown, EngineHello, EngineLost, EngineSuspect, HeldRequests, Reset, StepReport
 
 log = logging.getLogger(__name__)
 
 ENGINE_CHECK_SECONDS = 0.05
 SILENCE_SECONDS = 0.25
 EMPTY_SECONDS = 1.0
-HUNG_SECONDS = 10.0
 
 
 class Engines:
@@ -92,7 +91,6 @@ class Engines:
         gone = self._ledger.engine_up(hello.model, engine.state.phase, now)
         self._desk.tell_lost(gone, f"engine {shown(peer)} started anew")
         engine.anew(hello.pid)
-        engine.heard_at, engine.warned = now, False
         self._out.send(peer, Reset(self._epoch))
         log.info("engine %s is up, pid %d", shown(peer), hello.pid)
 
@@ -108,6 +106,15 @@ class Engines:
         engine.anew(None)
         log.warning("engine %s/%s is down: %s", down.model, down.phase, down.reason)
         self._desk.tell_lost(gone, f"engine {down.model}/{down.phase} died: {down.reason}")
+
+    def suspect(self, message: EngineSuspect) -> None:
+        """The controller has no sign of life of an engine, or has it again."""
+        engine = self._peers.get(f"{message.model}/{message.phase}".encode())
+        if engine is None:
+            log.warning("%s/%s is no engine of this unit", message.model, message.phase)
+            return
+        log.warning("engine %s %s", engine.name, "gives no sign of life" if message.on else "gives signs of life again")
+        self._ledger.engine_suspect(engine.model.name, engine.state.phase, message.on)
 
     def lost(self, peer: bytes, message: EngineLost, now: float) -> None:
         """An engine dropped requests, most likely with the memory manager that had their pages."""
@@ -133,7 +140,6 @@ class Engines:
                 for late in report.handed:
                     self._memory.drop(engine.model.name, late.key)
             return
-        engine.heard_at, engine.warned = now, False
         ledger, desk, name = self._ledger, self._desk, engine.model.name
         for request_id in report.finished:
             if ledger.finished(request_id, engine.state.phase, report.lease_id, now):
@@ -166,7 +172,6 @@ class Engines:
         """An engine says which requests it has."""
         engine = self._peers.get(peer)
         if engine is not None and engine.state.up:
-            engine.heard_at, engine.warned = now, False
             self.reconciliation.heard(engine, message, now)
 
     # ------------------------------------------------------------ silence
@@ -181,9 +186,8 @@ class Engines:
         for peer in self._peers.values():
             state = peer.state
             lease = state.lease
-            if lease is None:
+            if lease is None or state.suspect:
                 continue
-            silent = now - max(peer.heard_at, lease.granted_at)
             if not state.inside:
                 if now > lease.deadline + max(EMPTY_SECONDS, 20 * state.step_seconds):
                     log.warning("engine %s did not say that it is empty", shown(peer.address))
@@ -191,6 +195,3 @@ class Engines:
             elif now > lease.deadline + SILENCE_SECONDS:
                 length = 2 * max(lease.deadline - lease.granted_at, SILENCE_SECONDS)
                 self._grant(Grant(peer.model.name, lease.phase, 1, length, lease.share), now)
-            if silent > max(HUNG_SECONDS, 20 * state.step_seconds) and not peer.warned:
-                peer.warned = True
-                log.warning("engine %s holds a lease and has not reported for %.0f s", shown(peer.address), silent)

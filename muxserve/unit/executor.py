@@ -32,6 +32,7 @@ from muxserve.wire import (
     EngineDown,
     EngineHello,
     EngineLost,
+    EngineSuspect,
     GatewayDown,
     GatewayHello,
     HeldRequests,
@@ -129,6 +130,8 @@ class UnitExecutor:
                 self.engines.lost(peer, message, now)
             case EngineDown():
                 self.engines.down(message, now)
+            case EngineSuspect():
+                self.engines.suspect(message)
             case HeldRequests():
                 self.engines.held(peer, message, now)
             case Degraded():

@@ -117,7 +117,7 @@ class Pairs:
     ) -> tuple[LiveRequest, Pair, int] | None:
         rules, levels = self._rules, self._levels
         load = self._load_of(model)
-        if not model.decode.up or load.moving_out >= rules.in_flight or pair.load.moving_in >= rules.in_flight:
+        if not model.decode.takes_work or load.moving_out >= rules.in_flight or pair.load.moving_in >= rules.in_flight:
             return None
         # As `choose_request` asks, but without looking at every request.
         if not load.terminating and freeness(instance_of(self._unit, load), levels) >= rules.source_below:

@@ -33,7 +33,7 @@ RECONCILE_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """What is known of an engine beside its ledger entry: its process, and when it was heard last. `bubbles` are
+    """What is known of an engine beside its ledger entry: its process. `bubbles` are
     seconds of each stage of a pipeline. `remaining` is how many requests it said to have; `asked`: it is to list them;
     `strays` are those, (id, incarnation), that it had last time and should not have."""
 
@@ -41,8 +41,6 @@ class Peer:
     state: EngineState
     address: bytes
     pid: int | None = None
-    heard_at: float = 0.0
-    warned: bool = False
     bubbles: list[float] = field(default_factory=list)
     remaining: int = 0
     asked: bool = False

@@ -155,6 +155,7 @@ def _engine(engine: EngineState, pid: int | None, now: float) -> dict[str, objec
     lease = engine.lease
     return {
         "up": engine.up,
+        "suspect": engine.suspect,
         "pid": pid,
         "requests": len(engine.inside),
         "lease": None

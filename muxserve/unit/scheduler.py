@@ -20,6 +20,7 @@ import zmq
 from muxserve import deployment as deployments
 from muxserve.deployment import Deployment
 from muxserve.gpu.watch import GpuWatch
+from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.network import NetworkError, bind_tcp, tcp_address
 from muxserve.process import Signals, die_with_parent, log_to_stderr
 from muxserve.scheduling.policies import make_policy
@@ -31,7 +32,6 @@ log = logging.getLogger("muxserve.unit")
 
 # Messages taken in before a decision is made: enough to decide on a burst as a whole, few enough to be quick.
 BATCH = 64
-LONGEST_WAIT_SECONDS = 1.0
 
 
 def serve(deployment: Deployment, memory: Memory) -> None:
@@ -61,14 +61,16 @@ def serve(deployment: Deployment, memory: Memory) -> None:
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)
     poller.register(signals.fileno(), zmq.POLLIN)
+    heartbeat = Heartbeat(heartbeat_file(deployment.run_dir, "unit"))
     log.info("unit %s, policy %s, epoch %s", deployment.unit, deployment.policy, epoch)
     # What exists now stays; looking at it again and again would only lengthen the pauses.
     gc.collect()
     gc.freeze()
     try:
         while True:
+            heartbeat.beat()
             now = time.monotonic()
-            wait = min(max(executor.wakeup(now) - now, 0.0), LONGEST_WAIT_SECONDS)
+            wait = min(max(executor.wakeup(now) - now, 0.0), PERIOD_SECONDS)
             # Rounded up: waking a little early would only mean to wait again.
             ready = dict(poller.poll(math.ceil(wait * 1000)))
             if signals.fileno() in ready:

@@ -68,6 +68,7 @@ from muxserve.wire.unit import (
     EngineDown,
     EngineHello,
     EngineLost,
+    EngineSuspect,
     GatewayDown,
     GatewayHello,
     HandOver,
@@ -106,6 +107,7 @@ __all__ = [
     "EngineDown",
     "EngineHello",
     "EngineLost",
+    "EngineSuspect",
     "GatewayDown",
     "GatewayHello",
     "HandOver",
@@ -176,7 +178,7 @@ AnyMessage = Union[
     StopReplica, StartFailed, DrainReplicas, ShowBlocks, Blocks, Detach, Detached, MigratorHello, MoveStage,
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive,
-    RollingReport, Waits, ShowRequests, HeldRequests, Degraded,
+    RollingReport, Waits, ShowRequests, HeldRequests, Degraded, EngineSuspect,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

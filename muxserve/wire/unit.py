@@ -276,6 +276,15 @@ class Degraded(Message):
     retry_in: float = 0.0
 
 
+class EngineSuspect(Message):
+    """The controller has no sign of life of the engine (`on`), or has it again. Meanwhile it gets no new work; if that
+    goes on, it is killed, and there is an `EngineDown`."""
+
+    model: str
+    phase: str
+    on: bool
+
+
 class GatewayDown(Message):
     """The controller saw gateway number `gateway` die: every request of that gateway is cancelled."""
 

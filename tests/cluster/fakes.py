@@ -7,7 +7,8 @@
 
 Files in the unit's or the fleet's directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME`
 (say that they cannot start), `slow-gateway` (seconds that draining takes), `linger` (the scheduler never says that a
-replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it stands).
+replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it stands),
+`beat` (unit scheduler, parents and engines show by heartbeats that they live).
 The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is written to `journal` in
 the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the scheduler.
 """
@@ -23,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,15 @@ def die_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(1, number)
 
 
+def beating(run_dir: Path, name: str) -> Callable[[], None]:
+    """What beats for a process, if the test wants heartbeats."""
+    if not told(run_dir, "beat"):
+        return lambda: None
+    from muxserve.heartbeat import Heartbeat, heartbeat_file
+
+    return Heartbeat(heartbeat_file(run_dir, name)).beat
+
+
 def unit(file: str, journal: Journal) -> None:
     import zmq
 
@@ -101,7 +112,9 @@ def unit(file: str, journal: Journal) -> None:
     address.unlink(missing_ok=True)
     sock = zmq.Context().socket(zmq.ROUTER)
     sock.bind(f"ipc://{address}")
+    beat = beating(Path(file).parent, "unit")
     while True:
+        beat()
         # A signal may be delivered to one of ZeroMQ's threads; Python's handler waits for this one to come back.
         if not sock.poll(20):
             continue
@@ -171,6 +184,8 @@ def seen(file: str) -> str:
 class Parent:
     """What both forking parents have."""
 
+    name: str
+
     def __init__(self, file: str, journal: Journal, control: int) -> None:
         self.file = file
         self.run_dir, self.journal = Path(file).parent, journal
@@ -180,8 +195,10 @@ class Parent:
         self.control.send(json.dumps({"event": event, **fields}).encode())
 
     def serve(self) -> None:
+        beat = beating(self.run_dir, self.name)
         self.event("ready")
         while True:
+            beat()
             readable = select.select([self.control], [], [], 0.01)[0]
             self.reap()
             if not readable:
@@ -212,6 +229,8 @@ class Parent:
 
 
 class Vllm(Parent):
+    name = "vllm"
+
     def __init__(self, file: str, journal: Journal, control: int, lifeline: int) -> None:
         super().__init__(file, journal, control)
         self.lifeline = lifeline
@@ -262,6 +281,8 @@ class Vllm(Parent):
 
 
 class Warm(Parent):
+    name = "warm_parent"
+
     def run(self) -> None:
         if told(self.run_dir, "fail-warm"):
             self.event("failed", kind="warm_parent", error="no room here")
@@ -292,9 +313,11 @@ class Warm(Parent):
             figures = {"weights_bytes": 100, "activation_bytes": 20, "context_bytes": 3, "graph_bytes": 1}
             for rank in (0, 1):
                 self.event("measured", kind="weights", model=order["model"], rank=rank, **figures)
+        beat = beating(self.run_dir, f"engine-{order['model']}-{order['phase']}")
         self.event("up", pid=os.getpid(), **who)
         while True:
-            signal.pause()
+            beat()
+            time.sleep(0.02)
 
 
 def serve_pages(file: str) -> None:

@@ -55,7 +55,13 @@ def test_greetings_are_answered() -> None:
     assert hello.epoch == "unit-1"
     (reset,) = to("a/prefill", Reset, bench.say(b"a/prefill", EngineHello("a", "prefill", 4711)))
     assert reset.epoch == "unit-1"
-    assert bench.state()["engines"]["a/prefill"] == {"up": True, "pid": 4711, "requests": 0, "lease": None}
+    assert bench.state()["engines"]["a/prefill"] == {
+        "up": True,
+        "suspect": False,
+        "pid": 4711,
+        "requests": 0,
+        "lease": None,
+    }
     assert not bench.state()["engines"]["a/decode"]["up"]
 
 

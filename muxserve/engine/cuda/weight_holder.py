@@ -7,7 +7,7 @@ import fcntl
 import gc
 import logging
 import os
-import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
 from muxserve.engine.family import words
+from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 
 log = logging.getLogger(__name__)
 
@@ -167,9 +168,11 @@ def run(deployment: Deployment, model: str, control: Any) -> None:
         raise
     # A shard's process that dies takes the whole holder with it: engines need all of them.
     executor.register_failure_callback(lambda: os._exit(1))
+    heartbeat = Heartbeat(heartbeat_file(deployment.run_dir, f"weights-{model}"))
     control.event("up", kind="weights", model=model, phase="", pid=os.getpid())
     while True:
-        signal.pause()
+        heartbeat.beat()
+        time.sleep(PERIOD_SECONDS)
 
 
 def _load(deployment: Deployment, model: str, control: Any) -> Any:
