@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ FLEET = {
     # 32 blocks of 64 tokens for each replica, and the null page.
     "kv_pool": {"size": "6272KiB"},
     "migration": {"source_below": 16, "destination_above": 32},
+    "watchdog": {"suspect": "1s", "hung": "5s"},
     "models": [
         {
             "name": MODEL,
@@ -103,6 +105,37 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
     # What moved has the tokens of what did not.
     for index, text in enumerate(texts):
         assert "".join(await generate(fleet, 420, FILLING, index)) == text
+
+
+async def test_a_hung_engine_gets_no_work_and_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
+    streams = asyncio.create_task(load(fleet, MODEL, reference, concurrency=16))
+    struck = await busy_unit(fleet, MODEL)
+    stopped = units(fleet)[struck]["engines"][f"{MODEL}/decode"]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    part = {"part": f"engine {MODEL}/decode", "unit": struck}
+    await until(lambda: part in fleet.get("/health").json()["suspects"], PATIENCE, "suspected")
+    health = fleet.get("/health")
+    assert health.status_code == 200
+    assert health.json()["status"] == "degraded"
+    assert health.json()["models"][MODEL]["replicas"][struck] == "suspect"
+    assert f'muxserve_suspect{{part="{part["part"]}",unit="{struck}"}} 1.0' in fleet.get("/metrics").text
+    # What was on its way has come.
+    live = in_unit(fleet, struck)
+    new = asyncio.create_task(load(fleet, MODEL, reference, count=16))
+    while part in (await asyncio.to_thread(fleet.get, "/health")).json()["suspects"]:
+        assert await asyncio.to_thread(in_unit, fleet, struck) <= live
+    assert not await new
+    assert not await streams
+    await asyncio.to_thread(fleet.wait, lambda: fleet.get("/health").json()["status"] == "ok", PATIENCE, "whole")
+    assert units(fleet)[struck]["engines"][f"{MODEL}/decode"]["pid"] != stopped
+    assert 'muxserve_hangs_total{kind="engine"} 1.0' in fleet.get("/metrics").text
+    await asyncio.to_thread(fleet.wait_pages_free)
+
+
+def in_unit(fleet: Fleet, unit: str) -> int:
+    """Requests of the model that are in a unit."""
+    state = units(fleet)[unit]["models"][MODEL]
+    return sum(state[place] for place in ("queued", "prefilling", "handed", "decoding"))
 
 
 async def test_a_killed_replica_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
