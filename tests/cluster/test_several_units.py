@@ -127,7 +127,7 @@ async def test_an_engine_concerns_its_unit_only(pair: Fleet) -> None:
     victim = PartId("engine", "one", "decode", "u1")
     os.kill(pair.pid(victim), signal.SIGKILL)
     await pair.until(lambda: pair.ups(victim) == 2)
-    assert "u1 got EngineDown one" in pair.journal()
+    await pair.until(lambda: "u1 got EngineDown one" in pair.journal())
     assert "u0 got EngineDown one" not in pair.journal()
 
 
