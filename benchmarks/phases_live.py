@@ -73,6 +73,7 @@ def fleet_of(keys: Mapping[str, Any], checkpoint: Path, options: argparse.Namesp
         "max_len": options.max_len,
         "max_num_batched_tokens": options.batch_tokens,
         "slo": {"ttft_ms": options.ttft_ms, "tpot_ms": options.tpot_ms},
+        "limits": {"max_wait": "none"},
         **keys,
     }
     return {"kv_pool": {"size": f"{options.kv_mib}MiB"}, "migration": "off", "models": [model]}

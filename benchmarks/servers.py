@@ -166,13 +166,15 @@ def fleet_with(
 ) -> Path:
     """Write a variant of a fleet file to `target`: only `models`, each expecting its rate of `rates` and with these
     `engine_args` too, and other values for top-level keys. A value that is a mapping is merged into the key's own
-    mapping. Model paths become absolute."""
+    mapping. Model paths become absolute. All requests are served, however late: systems that are compared do the same
+    work."""
     fleet = yaml.safe_load(source.read_text())
     for key, value in changes.items():
         fleet[key] = {**fleet.get(key, {}), **value} if isinstance(value, dict) else value
     if models is not None:
         fleet["models"] = [model for model in fleet["models"] if model["name"] in models]
     for model in fleet["models"]:
+        model["limits"] = {"max_wait": "none", **model.get("limits", {})}
         if rates is not None:
             model["rate"] = rates[model["name"]]
         if engine_args is not None:

@@ -81,6 +81,7 @@ def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelDeploymen
         max_queue=model.limits.max_queue,
         slo_ttft_ms=model.slo.ttft_ms,
         slo_tpot_ms=model.slo.tpot_ms,
+        max_wait=model.limits.max_wait,
         engine_args=dict(model.engine_args),
         phases=phases_of(model),
         batching=batching_of(model),

@@ -27,6 +27,7 @@ from muxserve.config.values import (
     NAME_PATTERN,
     BytesPerSecond,
     CountOrAuto,
+    MaxWait,
     Milliseconds,
     MpsMode,
     PolicyName,
@@ -148,6 +149,11 @@ class Limits(Section):
 
     max_concurrency: int = Field(default=256, ge=1, description="Requests in service at once; more wait in the queue")
     max_queue: int = Field(default=1024, ge=0, description="Requests that may wait; more are answered with 429")
+    max_wait: MaxWait = Field(
+        default=AUTO,
+        description="Predicted wait for the first token from which on requests are answered with 429; auto: twice "
+        "slo.ttft_ms, or without that 5s once the queue stands; none: without end",
+    )
 
 
 class Model(Section):

@@ -17,6 +17,7 @@ from muxserve.config.units import (
 )
 
 AUTO: Literal["auto"] = "auto"
+NONE: Literal["none"] = "none"
 Auto = Literal["auto"]
 PolicyName = Literal["adbs", "fcfs", "round_robin"]
 SmSharingName = Literal["mps", "green_contexts"]
@@ -89,6 +90,31 @@ Milliseconds = Annotated[
 ]
 
 
+def _max_wait(value: object) -> object:
+    if value in (AUTO, NONE):
+        return value
+    try:
+        seconds = parse_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error} (or auto, or none)") from None
+    if not seconds:
+        raise ValueError(f"must be more than 0 (or auto, or none), not {value!r}")
+    return seconds
+
+
+MaxWait = Annotated[
+    float | Literal["auto", "none"],
+    BeforeValidator(_max_wait),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["auto", "none"]},
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": DURATION_PATTERN},
+            ]
+        }
+    ),
+]
 MpsMode = Annotated[
     Literal["auto", "on", "off"],
     BeforeValidator(switch),

@@ -87,6 +87,8 @@ class ModelDeployment(msgspec.Struct, frozen=True):
     max_queue: int
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
+    # Seconds; auto: as its objective has it, none: without end.
+    max_wait: float | Literal["auto", "none"] = "auto"
     engine_args: dict[str, object] = {}
     phases: PhasesName = "multiplexed"
     batching: Batching = Batching()

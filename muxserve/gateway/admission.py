@@ -78,12 +78,17 @@ class Verdict(Enum):
 
 
 class Gate:
-    """Lets `max_concurrency` requests of one model in at once; `max_queue` more wait, first come, first served."""
+    """Lets `max_concurrency` requests of one model in at once; `max_queue` more wait, first come, first served.
+
+    A request of several prompts or choices is one of them, since these take turns with other requests. But as many
+    `prompts` as may be in service and wait are the most that are let in, beside others, together.
+    """
 
     def __init__(self, max_concurrency: int, max_queue: int) -> None:
         self.max_concurrency = max_concurrency
         self.max_queue = max_queue
         self.inside = 0
+        self.prompts = 0
         self.mean_seconds = 1.0
         # In order of arrival. In a deque each of many clients that leave at the same time would be looked for.
         self._waiting: OrderedDict[object, None] = OrderedDict()
@@ -102,29 +107,36 @@ class Gate:
         """Requests in the queue."""
         return len(self._waiting)
 
-    def arrive(self, ticket: object) -> Verdict:
+    def arrive(self, ticket: object, prompts: int = 1) -> Verdict:
         """A request arrives; `ticket`, one of its own, is what `leave` and `withdraw` know it by if it has to wait."""
+        if self.prompts and self.prompts + prompts > self.max_concurrency + self.max_queue:
+            return Verdict.REFUSE
         if self.inside < self.max_concurrency:
             self.inside += 1
-            return Verdict.ENTER
-        if len(self._waiting) < self.max_queue:
+            verdict = Verdict.ENTER
+        elif len(self._waiting) < self.max_queue:
             self._waiting[ticket] = None
-            return Verdict.WAIT
-        return Verdict.REFUSE
+            verdict = Verdict.WAIT
+        else:
+            return Verdict.REFUSE
+        self.prompts += prompts
+        return verdict
 
-    def leave(self, seconds: float) -> object | None:
+    def leave(self, seconds: float, prompts: int = 1) -> object | None:
         """A request that was inside for `seconds` is done. Returns the ticket that enters in its place, if any."""
+        self.prompts -= prompts
         self.mean_seconds += SMOOTHING * (seconds - self.mean_seconds)
         if self._waiting and self.inside <= self.max_concurrency:
             return self._waiting.popitem(last=False)[0]
         self.inside -= 1
         return None
 
-    def withdraw(self, ticket: object) -> bool:
+    def withdraw(self, ticket: object, prompts: int = 1) -> bool:
         """A waiting request's client went away. False if it has entered meanwhile."""
         if ticket not in self._waiting:
             return False
         del self._waiting[ticket]
+        self.prompts -= prompts
         return True
 
     def retry_after(self) -> int:

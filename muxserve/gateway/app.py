@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from muxserve.gateway.admission import Keys, presented_key
-from muxserve.gateway.body import CLOSE, ClientGoneError, Replay, model_of, read_body
+from muxserve.gateway.body import CLOSE, ClientGoneError, Replay, asked_by, read_body
 from muxserve.gateway.body_memory import BodyMemory
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
@@ -169,9 +169,9 @@ class Endpoint:
                 if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
                     self._measures.rejected(name or "", "memory")
                 raise
-            asked = model_of(body)
+            asked = asked_by(body)
             if name is None:
-                name = self._model(asked)
+                name = self._model(asked.model)
             replay = Replay(receive, body, http)
             served = self.models.get(name)  # to its end, also if the model is removed meanwhile
             if served is None:  # removed while the body was read
@@ -179,7 +179,7 @@ class Endpoint:
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path in GENERATE:
-                    async with self._turnstile.turn(name, replay):
+                    async with self._turnstile.turn(name, replay, asked.prompts):
                         if self.ended:  # while it waited for its turn
                             raise self._shutting_down(name)
                         claim.release()  # how many are in service is bounded

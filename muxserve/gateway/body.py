@@ -24,13 +24,26 @@ class ClientGoneError(Exception):
     """The client closed the connection before its request was complete."""
 
 
-class _Addressed(msgspec.Struct):
-    """The one field that routing needs; msgspec checks the syntax of the rest and keeps none of it."""
+class Asked(msgspec.Struct):
+    """The fields that routing and admission need; msgspec checks the syntax of the rest and keeps none of it."""
 
     model: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def prompts(self) -> int:
+        """How many answers are asked for: prompts times choices. What is none of either counts as one; vLLM says what
+        is wrong with it."""
+        text = bytes(self.prompt).lstrip()
+        prompts = 1
+        if text[:1] == b"[" and text[1:].lstrip()[:1] in (b'"', b"["):  # otherwise a text, or the tokens of one prompt
+            prompts = len(msgspec.json.decode(text, type=list[msgspec.Raw]))
+        choices = bytes(self.n).strip()
+        return max(1, prompts) * (max(1, int(choices)) if choices.isdigit() and len(choices) < 4 else 1)
 
 
-_decoder = msgspec.json.Decoder(_Addressed)
+_decoder = msgspec.json.Decoder(Asked)
 
 
 async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit: int, claim: Claim) -> bytes:
@@ -91,8 +104,8 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def model_of(body: bytes) -> str | None:
-    """The `model` that a JSON body names; None if it names none.
+def asked_by(body: bytes) -> Asked:
+    """What a JSON body asks for, as far as that is looked at here.
 
     Raises:
         RequestError: the body is no JSON object, or its model no string (400).
@@ -100,7 +113,7 @@ def model_of(body: bytes) -> str | None:
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not look into strings that it skips
-        return _decoder.decode(body).model
+        return _decoder.decode(body)
     except msgspec.ValidationError as error:
         if "$.model" in str(error):
             raise RequestError(HTTPStatus.BAD_REQUEST, "'model' must be a string", param="model") from None
@@ -123,12 +136,12 @@ class Replay:
         http: is told when the client closes the connection.
     """
 
-    __slots__ = ("_after", "_body", "_http", "_receive")
+    __slots__ = ("_after", "_body", "_receive", "http")
 
     def __init__(self, receive: Receive, body: bytes, http: HttpRequest) -> None:
         self._receive = receive
         self._body: bytes | None = body
-        self._http = http
+        self.http = http
         self._after: asyncio.Task[Message] | None = None
 
     async def __call__(self) -> Message:
@@ -137,7 +150,7 @@ class Replay:
             return {"type": "http.request", "body": body, "more_body": False}
         message = await (asyncio.shield(self._after) if self._after is not None else self._receive())
         if message["type"] == "http.disconnect":
-            self._http.disconnected = True
+            self.http.disconnected = True
         return message
 
     def watch(self) -> asyncio.Task[Message]:
@@ -155,5 +168,5 @@ class Replay:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self._http.disconnected = True
+                self.http.disconnected = True
                 return message

@@ -18,6 +18,7 @@ from muxserve.gateway.fleet_links import FleetLinks
 from muxserve.gateway.link import SchedulerLink
 from muxserve.gateway.measure import Measures, Outcome
 from muxserve.gateway.outbox import Failure
+from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.questions import Questions
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.routing import Router
@@ -53,12 +54,16 @@ class Broker:
         index: which of the fleet's gateways this is.
         epoch: this process.
         measures: where ends, repetitions and moves are counted.
+        waits: is told when prompts are submitted, have their first token, or lose what served them.
     """
 
-    def __init__(self, fleet: FleetDeployment, index: int, epoch: str, measures: Measures) -> None:
+    def __init__(
+        self, fleet: FleetDeployment, index: int, epoch: str, measures: Measures, waits: PredictedWaits | None = None
+    ) -> None:
         self.table = RequestTable(epoch)
         self.router = Router(self.table)
         self.measures = measures
+        self.waits = waits or PredictedWaits()
         self._fleet = fleet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tokens = TokensSocket(self._context, epoch, fleet.tokens_address(index), self._take_tokens)
@@ -140,6 +145,7 @@ class Broker:
 
     def submit(self, request: Tracked) -> None:
         """Serve a new request."""
+        self.waits[request.model].submitted(request.context, request.prompt_tokens)
         self.router.submit(request, time.monotonic())
         self._flush()
         self._look_later()
@@ -227,6 +233,8 @@ class Broker:
         ready = []
         for request, output in taken.ready:
             ready.append(output)
+            if request.first_token_at == now:
+                self.waits[request.model].answered(request.context, request.prompt_tokens, now)
             if output.finish_reason is not None:
                 self.measures.ended(request, Outcome.of_finish(output.finish_reason), now)
                 self.router.finished(request)
@@ -253,6 +261,7 @@ class Broker:
             again, out.again = out.again, []
             for model, why in again:
                 self.measures.resubmitted(model, why)
+                self.waits[model].interrupted()
             moved, out.moved = out.moved, []
             for model, source, destination in moved:
                 self.measures.moved(model, source, destination)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -93,6 +94,14 @@ class GatewayCollector(Collector):
             "Requests waiting for admission at the gateway.",
             ["model_name"],
             {(name,): gate.waiting for name, gate in gates.items()},
+        )
+        now = time.monotonic()
+        waits = {(name,): self._turnstile.waits[name].seconds(now) for name in gates}
+        yield _gauge(
+            "muxserve_gateway_predicted_wait_seconds",
+            "Wait for its first token of a request that came now; none if nothing is known of it.",
+            ["model_name"],
+            {name: seconds for name, seconds in waits.items() if seconds is not None},
         )
         unplaced = self._status.broker.router.placing.waiting
         yield _gauge(

@@ -21,6 +21,7 @@ from muxserve.gateway.measure import Measures
 from muxserve.gateway.offered import Offered
 from muxserve.gateway.pages import Pages
 from muxserve.gateway.peers import Peers
+from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.reports import Reports
 from muxserve.gateway.status import FleetStatus
@@ -47,8 +48,9 @@ class Gateway:
         self.index = index
         self.registry = CollectorRegistry()
         self.measures = Measures(fleet.models, self.registry)
-        self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures)
-        self.turnstile = Turnstile(fleet.models, index, fleet.gateway.count, self.measures)
+        waits = PredictedWaits()
+        self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures, waits)
+        self.turnstile = Turnstile(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.turnstile)
         self.offered = Offered(self.broker, self.turnstile, self._has_left)

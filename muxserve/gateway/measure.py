@@ -21,7 +21,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HttpRequest:
     """The HTTP request that a task works for. `arrival` is in seconds of the monotonic clock; `retry_after`, in
     seconds, is told to the client if the answer is 503."""

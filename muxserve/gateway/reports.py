@@ -135,7 +135,8 @@ class Reports:
 
     def _model(self, model: ModelDeployment) -> dict[str, object]:
         status = self._status
-        gate = self._turnstile.gates[model.name]
+        gate, waits = self._turnstile.gates[model.name], self._turnstile.waits[model.name]
+        wait = waits.seconds(time.monotonic())
         return {
             "name": model.name,
             "status": "up" if status.model_up(model.name) else ("asleep" if status.asleep(model.name) else "down"),
@@ -152,11 +153,16 @@ class Reports:
             "rate": model.rate,
             "prefix_caching": model.prefix_caching,
             "slo": {"ttft_ms": model.slo_ttft_ms, "tpot_ms": model.slo_tpot_ms},
-            "limits": {"max_concurrency": model.max_concurrency, "max_queue": model.max_queue},
+            "limits": {
+                "max_concurrency": model.max_concurrency,
+                "max_queue": model.max_queue,
+                "max_wait_seconds": waits.longest,
+            },
             "gateway": {
                 "running": gate.inside,
                 "waiting": gate.waiting,
                 "unplaced": status.broker.router.placing.waiting[model.name],
                 "mean_service_seconds": round(gate.mean_seconds, 4),
+                "predicted_wait_seconds": None if wait is None else round(wait, 4),
             },
         }

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from muxserve.deployment import ModelDeployment
-from muxserve.gateway.admission import Gate, Verdict, part_of
+from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Verdict, part_of
 from muxserve.gateway.body import ClientGoneError, Replay
 from muxserve.gateway.errors import RequestError
 from muxserve.gateway.measure import Measures
+from muxserve.gateway.predicted_wait import PredictedWaits
 
 
 class Turnstile:
@@ -23,10 +25,19 @@ class Turnstile:
         index: which gateway this is.
         gateways: among how many gateways their limits are divided; the kernel gives each as many clients.
         measures: where rejections are counted.
+        waits: what is told here of requests that come and go, and by others of what becomes of them.
     """
 
-    def __init__(self, models: Iterable[ModelDeployment], index: int, gateways: int, measures: Measures) -> None:
+    def __init__(
+        self,
+        models: Iterable[ModelDeployment],
+        index: int,
+        gateways: int,
+        measures: Measures,
+        waits: PredictedWaits | None = None,
+    ) -> None:
         self.gates: dict[str, Gate] = {}
+        self.waits = waits or PredictedWaits()
         self._index = index
         self._gateways = gateways
         for model in models:
@@ -38,6 +49,7 @@ class Turnstile:
         """Make a gate for `model`, or give the one it has these limits."""
         limits = model.max_concurrency, model.max_queue
         concurrency, queue = (part_of(limit, self._index, self._gateways) for limit in limits)
+        self.waits.learn(model)
         gate = self.gates.get(model.name)
         if gate is None:
             self.gates[model.name] = Gate(concurrency, queue)
@@ -49,6 +61,7 @@ class Turnstile:
         """Take the gate of `model` away when nobody is in service or waiting at it any more."""
         await self.empty(model)
         del self.gates[model]
+        self.waits.forget(model)
 
     @property
     def occupied(self) -> int:
@@ -63,16 +76,20 @@ class Turnstile:
             await waiter
 
     @asynccontextmanager
-    async def turn(self, model: str, replay: Replay) -> AsyncIterator[None]:
-        """Hold a place at `model` while the block runs.
+    async def turn(self, model: str, replay: Replay, prompts: int = 1) -> AsyncIterator[None]:
+        """Hold a place at `model` while the block runs, for a request of so many prompts.
 
         Raises:
-            RequestError: the queue is full (429).
+            RequestError: the first token would come too late, or the queue is full (429).
             ClientGoneError: the client went away while it waited.
         """
-        gate = self.gates[model]
+        gate, waits = self.gates[model], self.waits[model]
+        rank = replay.http.priority.scheduling_step
+        wait = waits.refuses(time.monotonic(), rank)
+        if wait is not None:
+            self._refuse_late(model, wait)
         ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        verdict = gate.arrive(ticket)
+        verdict = gate.arrive(ticket, prompts)
         if verdict is Verdict.REFUSE:
             self._measures.rejected(model, "queue_full")
             raise RequestError(
@@ -81,27 +98,43 @@ class Turnstile:
                 "try again later",
                 headers=[(b"retry-after", str(gate.retry_after()).encode())],
             )
-        if verdict is Verdict.WAIT:
-            await self._wait(gate, ticket, replay)
-        entered = time.monotonic()
+        waits.enter(replay.http, rank, prompts, time.monotonic())
         try:
-            yield
+            if verdict is Verdict.WAIT:
+                await self._wait(gate, ticket, replay, prompts)
+            entered = time.monotonic()
+            try:
+                yield
+            finally:
+                self._leave(gate, time.monotonic() - entered, prompts)
         finally:
-            self._leave(gate, time.monotonic() - entered)
+            waits.leave(replay.http)
 
-    async def _wait(self, gate: Gate, ticket: asyncio.Future[None], replay: Replay) -> None:
+    def _refuse_late(self, model: str, wait: float) -> None:
+        self._measures.rejected(model, "predicted_wait")
+        longest = self.waits[model].longest or 0.0
+        # By then half of what may wait has been worked off, beside all that is too much.
+        after = min(MAX_RETRY_AFTER_SECONDS, max(1, math.ceil(wait - longest / 2)))
+        raise RequestError(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"model {model} is overloaded: a first token would take about {wait:.1f} s, and {longest:g} s is the "
+            "longest wait; try again later",
+            headers=[(b"retry-after", str(after).encode())],
+        )
+
+    async def _wait(self, gate: Gate, ticket: asyncio.Future[None], replay: Replay, prompts: int) -> None:
         gone = replay.watch()
         try:
             await asyncio.wait((ticket, gone), return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
                 raise ClientGoneError
         except BaseException:
-            if not gate.withdraw(ticket):
-                self._leave(gate, gate.mean_seconds)  # it had just been let in: let the next one in instead
+            if not gate.withdraw(ticket, prompts):
+                self._leave(gate, gate.mean_seconds, prompts)  # it had just been let in: let the next one in instead
             raise
 
-    def _leave(self, gate: Gate, seconds: float) -> None:
-        ticket = gate.leave(seconds)
+    def _leave(self, gate: Gate, seconds: float, prompts: int) -> None:
+        ticket = gate.leave(seconds, prompts)
         _enter(ticket)
         for entry in [entry for entry in self._waiting_for_empty if self._is_empty(entry[0])]:
             self._waiting_for_empty.remove(entry)

@@ -116,6 +116,8 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"{ONE}    prefix_caching: 'on'\n", "fleet.yaml:4: models[0].prefix_caching: must be true or false, not the text 'on'"),
         (f"{ONE}    slo:\n      ttft_ms: 0\n", "fleet.yaml:5: models[0].slo.ttft_ms: must be more than 0, not 0"),
         (f"{ONE}    slo: {{ttft: 5}}\n", 'fleet.yaml:4: models[0].slo.ttft: unknown key; did you mean "ttft_ms"?'),
+        (f"{ONE}    limits: {{max_wait: 0}}\n", "fleet.yaml:4: models[0].limits.max_wait: must be more than 0 (or auto, or none), not 0"),
+        (f"{ONE}    limits: {{max_wait: soon}}\n", "fleet.yaml:4: models[0].limits.max_wait: must be a number of s or a duration such as 500ms, 30s or 2m, not 'soon' (or auto, or none)"),
         (f"{ONE}    max_queue: 5\n", "fleet.yaml:4: models[0].max_queue: unknown key; `max_queue` belongs under `models.limits`"),
         (f"{ONE}    max_num_seqs: 64\n    max_num_batched_tokens: 32\n", "fleet.yaml:5: models[0].max_num_batched_tokens: one step must have room"),
         (f"{ONE}    engine_args: {{max_model_len: 5}}\n", "fleet.yaml:4: models[0].engine_args.max_model_len: is set by `max_len` of the model; move it there"),

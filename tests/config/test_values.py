@@ -39,7 +39,7 @@ gateway: {{host: 0.0.0.0, port: 0, api_keys: [plain, env:KEYS], max_body: 1MB, d
 {ONE}    rate: 3
     slo: {{ttft_ms: 1.5s, tpot_ms: 20}}
     max_len: 512
-    limits: {{max_concurrency: 2, max_queue: 0}}
+    limits: {{max_concurrency: 2, max_queue: 0, max_wait: 1500ms}}
     engine_args: {{trust_remote_code: false}}
 """
     fleet = parse_fleet(text, "fleet.yaml", Path("/"), {"KEYS": "k1, k2,plain"})
@@ -48,7 +48,7 @@ gateway: {{host: 0.0.0.0, port: 0, api_keys: [plain, env:KEYS], max_body: 1MB, d
     assert (fleet.gateway.max_body, fleet.gateway.drain_seconds) == (1_000_000, 120.0)
     model = fleet.models[0]
     assert (model.rate, model.slo.ttft_ms, model.slo.tpot_ms, model.max_len) == (3.0, 1500.0, 20.0, 512)
-    assert (model.limits.max_concurrency, model.limits.max_queue) == (2, 0)
+    assert (model.limits.max_concurrency, model.limits.max_queue, model.limits.max_wait) == (2, 0, 1.5)
     assert model.engine_args == {"trust_remote_code": False}
 
 

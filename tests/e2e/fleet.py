@@ -37,6 +37,7 @@ def fleet_file(
     fleet = yaml.safe_load(QUICKSTART.read_text())
     for model in fleet["models"]:
         model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
+        model["limits"] = {"max_wait": "none"}  # the tests mean to queue, on machines that are busy otherwise
         model.update(model_changes or {})
         model.update((changes_of or {}).get(model["name"], {}))
     fleet.update(changes)

@@ -26,6 +26,7 @@ def configured(name: str, directory: Path, **changes: Any) -> Path:
     fleet = yaml.safe_load(source.read_text())
     for model in fleet["models"]:
         model["path"] = str((source.parent / model["path"]).resolve())
+        model["limits"] = {"max_wait": "none"}
     path = directory / "fleet.yaml"
     path.write_text(yaml.safe_dump({**fleet, **changes}))
     return path

@@ -30,6 +30,7 @@ FLEET = {
             "replicas": 4,
             "max_len": 2048,
             "prefix_caching": False,
+            "limits": {"max_wait": "none"},
         }
     ],
 }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Keys, Verdict, part_of, presented_key
-from muxserve.gateway.body import ClientGoneError, Replay
+from muxserve.gateway.body import ClientGoneError, Replay, asked_by
 from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.measure import HttpRequest, Measures
+from muxserve.gateway.priorities import Priority
 from muxserve.gateway.turnstile import Turnstile
 from tests.gateway.deployments import model
 from tests.support.patience import PATIENCE
@@ -127,7 +129,7 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-def turnstile(**limits: int) -> Turnstile:
+def turnstile(**limits: float) -> Turnstile:
     models = [model("m", **limits)]
     return Turnstile(models, 0, 1, Measures(models, CollectorRegistry()))
 
@@ -161,6 +163,58 @@ async def test_full_queue_is_told_when_to_come_back() -> None:
     assert caught.value.status == 429
     assert dict(caught.value.headers)[b"retry-after"].isdigit()
     assert gates.occupied == 0
+
+
+async def test_a_first_token_that_would_be_late_is_refused_at_once() -> None:
+    gates = turnstile(max_wait=0.5)
+    wait, now = gates.waits["m"], time.monotonic()
+    for n in range(100):
+        wait.enter(n, 0, 1, now - 1.1)
+    for n in range(10):
+        wait.answered(n, 20, now - 1.0 + n / 10)
+    with pytest.raises(RequestError, match="overloaded: a first token would take about") as caught:
+        async with gates.turn("m", Client().replay):
+            pass
+    assert caught.value.status == 429
+    assert int(dict(caught.value.headers)[b"retry-after"]) >= 1
+    assert gates.occupied == 0
+    urgent = Client()
+    urgent.http.priority = Priority(scheduling_step=-1)
+    async with gates.turn("m", urgent.replay):
+        pass
+    gates.add(model("m", max_wait="none"))
+    async with gates.turn("m", Client().replay):
+        pass
+
+
+async def test_prompts_together_are_bounded_but_those_of_one_are_not() -> None:
+    gates = turnstile(max_concurrency=2, max_queue=2)
+    async with gates.turn("m", Client().replay, 1000):
+        with pytest.raises(RequestError):
+            async with gates.turn("m", Client().replay):
+                pass
+    async with gates.turn("m", Client().replay, 3), gates.turn("m", Client().replay):
+        pass
+    assert gates.gates["m"].prompts == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "prompts"),
+    [
+        (b"{}", 1),
+        (b'{"prompt": "x"}', 1),
+        (b'{"prompt": [1, 2, 3]}', 1),
+        (b'{"prompt": ["a", "b"]}', 2),
+        (b'{"prompt": [ [1, 2], [3] ], "n": 3}', 6),
+        (b'{"prompt": [], "n": 2}', 2),
+        (b'{"prompt": {"a": 1}, "n": "many"}', 1),
+        (b'{"messages": [], "n": 4}', 4),
+        (b'{"n": 99999}', 1),
+        (b'{"n": -1}', 1),
+    ],
+)
+def test_prompts_and_choices_of_a_body_are_counted(body: bytes, prompts: int) -> None:
+    assert asked_by(body).prompts == prompts
 
 
 async def test_a_client_that_leaves_the_queue_makes_room() -> None:

@@ -373,7 +373,7 @@ def test_health_says_what_is_up(gateway: Running, http: httpx.Client) -> None:
 def test_fleet(http: httpx.Client) -> None:
     fleet = http.get("/fleet").json()
     assert [m["name"] for m in fleet["models"]] == ["alpha", "beta"]
-    assert fleet["models"][0]["limits"] == {"max_concurrency": 64, "max_queue": 64}
+    assert fleet["models"][0]["limits"] == {"max_concurrency": 64, "max_queue": 64, "max_wait_seconds": 5.0}
     assert fleet["units"][0]["state"]["models"]["alpha"]["used_pages"] == 12
     assert fleet["gateway"]["requests_in_flight"] == 0
 

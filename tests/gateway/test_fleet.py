@@ -392,13 +392,13 @@ def test_a_model_that_changes_holds_up_nothing_else(rig: Rig, fleet: Running, ht
 def test_keys_levels_and_limits_change(fleet: Running, http: httpx.Client) -> None:
     before = fleet.fleet
     gateway = msgspec.structs.replace(before.gateway, api_keys=["plain", "another"])
-    models = [msgspec.structs.replace(one, max_concurrency=5, max_queue=3) for one in before.models]
+    models = [msgspec.structs.replace(one, max_concurrency=5, max_queue=3, max_wait=2.0) for one in before.models]
     fleet.change(msgspec.structs.replace(before, gateway=gateway, models=models, key_levels={}, generation=20))
     while http.get("/fleet", headers={"Authorization": "Bearer another"}).status_code != 200:
         pass
     assert http.get("/fleet", headers={"Authorization": "Bearer vip"}).status_code == 401
     shown = http.get("/fleet").json()["models"][0]
-    assert shown["limits"] == {"max_concurrency": 5, "max_queue": 3}
+    assert shown["limits"] == {"max_concurrency": 5, "max_queue": 3, "max_wait_seconds": 2.0}
     fleet.change(msgspec.structs.replace(before, generation=21))
     while http.get("/fleet", headers={"Authorization": "Bearer vip"}).status_code != 200:
         pass

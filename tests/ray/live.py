@@ -35,6 +35,7 @@ def fleet_file(directory: Path, address: str) -> Path:
     model = next(each for each in fleet["models"] if each["name"] == MODEL)
     model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
     model["replicas"] = 2
+    model["limits"] = {"max_wait": "none"}
     fleet["models"] = [model]
     fleet["kv_pool"] = {"size": "64MiB"}
     fleet["cluster"] = {"cores": 1, "launcher": "ray", "ray": {"address": address}}
