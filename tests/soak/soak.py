@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ from tests.soak.world import Kind, Struck, World
 from tests.support.patience import PATIENCE
 
 _STRIKE_SECONDS = 3 * PATIENCE
+# Some parts come back only when vLLM has been imported anew.
+_RECOVERY_SECONDS = 2 * PATIENCE
 # A process of a kind may have so many more than at first; what grows without bound goes beyond.
 _MORE_THREADS, _MORE_DESCRIPTORS = 16, 64
 # A fleet that ends by itself is started again so often.
@@ -39,6 +42,7 @@ class Soaked:
     """What was found in one topology."""
 
     name: str
+    began: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
     starts: int = 0
     first: dict[str, Held] = field(default_factory=dict)
@@ -52,7 +56,7 @@ class Soaked:
             "seconds": round(self.seconds),
             "starts": self.starts,
             "stops": self.stops,
-            "pss_mib": [[round(at), round(mib)] for at, mib in self.pss_mib],
+            "pss_mib": [[round(at - self.began), round(mib)] for at, mib in self.pss_mib],
             "parts": {name: as_json(getattr(self, name)) for name in ("first", "last", "most")},
         }
 
@@ -189,24 +193,26 @@ class Soak:
 
     async def _recovered(self, fleet: Fleet, struck: Struck, whole: Counter[str], step: Step) -> float | None:
         """When all parts were there again and `/health` said so, twice in a row, by the monotonic clock."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + _RECOVERY_SECONDS
         first: float | None = None
         words = ""
         while time.monotonic() < deadline and fleet.process.poll() is None:
             now = how_many(parts(fleet))
             there = [str(part) for part in struck.gone if _alive_or_stopped(part)]
             status, said = await self._status(fleet)
-            if status == "ok" and now == whole and not there:
+            imported = _imported(self._log(step.topology))
+            if status == "ok" and now == whole and not there and imported:
                 if first is not None:
                     return first
                 first = time.monotonic()
             else:
                 first = None
                 missing = {kind: f"{now[kind]} of {whole[kind]}" for kind in now | whole if now[kind] != whole[kind]}
-                words = f"/health: {said}; parts: {missing or 'all'}; still there: {there or 'none'}"
+                words = f"/health: {said}; parts: {missing or 'all'}; still there: {there or 'none'}; "
+                words += "vLLM is imported" if imported else "vLLM is not imported"
             await asyncio.sleep(0.1)
         if fleet.process.poll() is None:
-            step.faults.append(f"not whole again within {PATIENCE:g} s: {words}"[:800])
+            step.faults.append(f"not whole again within {_RECOVERY_SECONDS:g} s: {words}"[:800])
             for part in struck.gone:  # the soak goes on
                 with contextlib.suppress(psutil.NoSuchProcess):
                     part.process.kill()
@@ -265,6 +271,10 @@ class Soak:
         self.steps.append(failed)
         self._tell(failed)
 
+    def _log(self, topology: str) -> Path:
+        """What `deploy` says of the fleet that runs now."""
+        return self._out / f"{topology}-{self.soaked[topology].starts - 1}" / "deploy.log"
+
     def _keep_logs(self, directory: Path) -> None:
         """The fleet's own logs, which it would remove."""
         for logs in self._place.run.glob("muxserve/*/**/logs"):
@@ -293,6 +303,12 @@ def _alive_or_stopped(part: Part) -> bool:
         return part.process.is_running() and part.process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _imported(log: Path) -> bool:
+    """Whether the vLLM parent can fork: its process is there much earlier."""
+    states = re.findall(r"^ *[\d.]+ s  vLLM: (up|starting|importing)\b", log.read_text(errors="replace"), re.MULTILINE)
+    return not states or states[-1] == "up"
 
 
 def _owned(fleet: Fleet) -> str:
