@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.e2e.fleet import Fleet, running
+from tests.e2e.fleet import START_SECONDS, Fleet, running
 from tests.soak.confined import SHARED_MEMORY, Confined
 from tests.soak.load import Background, Questions, Tally
 from tests.soak.parts import Held, Part, as_json, census, how_many, parts
@@ -27,7 +27,7 @@ from tests.soak.world import Kind, Struck, World
 from tests.support.patience import PATIENCE
 
 _STRIKE_SECONDS = 3 * PATIENCE
-# Some parts come back only when vLLM has been imported anew.
+# Without an import of vLLM, for which some parts have to wait: that may take as long as a start.
 _RECOVERY_SECONDS = 2 * PATIENCE
 # A process of a kind may have so many more than at first; what grows without bound goes beyond.
 _MORE_THREADS, _MORE_DESCRIPTORS = 16, 64
@@ -94,6 +94,8 @@ class Soak:
                 if time.monotonic() >= end or (last is not None and step >= last):
                     break
                 step = await self._fleet(topology, soaked, end, step, last)
+                if not soaked.stops[-1]["served"]:
+                    break
         finally:
             soaked.seconds += time.monotonic() - began
 
@@ -102,12 +104,13 @@ class Soak:
         directory = self._out / f"{topology.name}-{soaked.starts}"
         directory.mkdir(parents=True, exist_ok=True)
         soaked.starts += 1
-        stop: dict[str, Any] = {}
+        stop: dict[str, Any] = {"served": False}
         soaked.stops.append(stop)
         stopping = time.monotonic()
         try:
             with running(topology.write(directory)) as fleet:
                 print(f"-- {topology.name} serves at {fleet.url}", flush=True)
+                stop["served"] = True
                 try:
                     step = await self._strike_on(topology, soaked, fleet, end, step, last)
                 except BaseException:
@@ -193,7 +196,8 @@ class Soak:
 
     async def _recovered(self, fleet: Fleet, struck: Struck, whole: Counter[str], step: Step) -> float | None:
         """When all parts were there again and `/health` said so, twice in a row, by the monotonic clock."""
-        deadline = time.monotonic() + _RECOVERY_SECONDS
+        began = time.monotonic()
+        deadline = began + _RECOVERY_SECONDS
         first: float | None = None
         words = ""
         while time.monotonic() < deadline and fleet.process.poll() is None:
@@ -201,6 +205,8 @@ class Soak:
             there = [str(part) for part in struck.gone if _alive_or_stopped(part)]
             status, said = await self._status(fleet)
             imported = _imported(self._log(step.topology))
+            if not imported:
+                deadline = min(time.monotonic(), began + START_SECONDS) + _RECOVERY_SECONDS
             if status == "ok" and now == whole and not there and imported:
                 if first is not None:
                     return first
@@ -212,7 +218,7 @@ class Soak:
                 words += "vLLM is imported" if imported else "vLLM is not imported"
             await asyncio.sleep(0.1)
         if fleet.process.poll() is None:
-            step.faults.append(f"not whole again within {_RECOVERY_SECONDS:g} s: {words}"[:800])
+            step.faults.append(f"not whole again within {time.monotonic() - began:.0f} s: {words}"[:800])
             for part in struck.gone:  # the soak goes on
                 with contextlib.suppress(psutil.NoSuchProcess):
                     part.process.kill()
