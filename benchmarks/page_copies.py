@@ -86,7 +86,7 @@ class Unit:
         self.client = MemoryClient(of.memory_socket, "benchmark", 60.0)
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
-        self.router.bind(of.unit_address)
+        network.bind_local(self.router, of.unit_address)
         self.migrator: subprocess.Popen[bytes] | None = None
         self.machine_id = machine_id
 

@@ -29,6 +29,7 @@ from pathlib import Path
 import zmq
 from report import machine, percentiles, write_report
 
+from muxserve import network
 from muxserve.deployment import (
     Deployment,
     FleetDeployment,
@@ -156,7 +157,7 @@ def _report(fleet: FleetDeployment, up: Event) -> None:
     poller = zmq.Poller()
     for unit in fleet.units:
         router = context.socket(zmq.ROUTER)
-        router.bind(unit.unit_address)
+        network.bind_local(router, unit.unit_address)
         poller.register(router, zmq.POLLIN)
         routers[router] = unit.name
     due = time.monotonic()
@@ -189,7 +190,7 @@ def measure_process(units: int, times: int = 2000) -> dict[str, object]:
             with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
                 gateway.identity = b"gateway/bench"
                 gateway.linger = 0
-                gateway.connect(fleet.scheduler_address)
+                network.connect(gateway, fleet.scheduler_address)
                 took = []
                 for number in range(times + 100):
                     start = time.perf_counter_ns()

@@ -1,11 +1,14 @@
-"""Sockets between machines: TCP with CURVE (RFC 26), which proves who is at the other end and encrypts.
+"""ZeroMQ sockets of the fleet, which let in processes of the fleet only.
 
-Whoever opens a ZeroMQ socket that other machines reach does it with `bind_tcp`, and reaches others with `connect`. Unix
-sockets need no keys: the directory that they lie in lets in its owner only. One socket may be bound to both, since
-ZeroMQ takes its options for each address when that is bound.
+* Between machines: TCP with CURVE (RFC 26), which proves who is at the other end and encrypts. A server proves itself
+  by the fleet's server key, and lets in whoever proves to have the fleet's client key.
+* On one machine: Unix sockets with PLAIN (RFC 24). The directory that a socket lies in has a file, readable by its
+  owner only, with a secret that is made for each run; whoever connects shows it.
 
-A server proves itself by the fleet's server key. It lets in whoever proves to have the fleet's client key, which an
-`Authenticator` decides (ZAP, RFC 27). It fails closed: without one nobody is let in.
+Servers use `bind_local` and `bind_tcp`, clients `connect`. One socket may be bound to both kinds of address, since
+ZeroMQ takes its options for each when that is bound. Who is let in is decided by an `Authenticator` (ZAP, RFC 27) at
+the handshake, before the peer has an identity and a message of it is read; it costs nothing per message. It fails
+closed: without one nobody is let in.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ import errno
 import hmac
 import ipaddress
 import os
+import secrets
 import socket as sockets
+import stat
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -37,6 +43,10 @@ HANDSHAKE_MS = 5_000
 RECONNECT_MS = 20
 RECONNECT_MAX_MS = 1_000
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_LOCAL = "ipc://"
+# In the directory of the sockets that it opens.
+SECRET_FILE = "secret"
+_USERNAME = b"muxserve"
 
 
 class NetworkError(Exception):
@@ -91,14 +101,77 @@ def bind_tcp(socket: AnySocket, host: str, port: int, keys: Keys) -> int:
             why = f"{shown}, port {port}, cannot be listened on: {error.strerror}"
         raise NetworkError(why) from error
     finally:
-        _serve_plainly(socket)
+        socket.setsockopt(zmq.CURVE_SERVER, 0)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
 
 
-def connect(socket: AnySocket, address: str, keys: Keys | None) -> None:
-    """Connect to a `tcp://` address with the fleet's keys, or to any other without.
+def bind_local(socket: AnySocket, address: str) -> None:
+    """Let processes of this machine reach `socket` at an `ipc://` address that show the secret of its directory.
+
+    Addresses that the socket is bound to before or after are not concerned. Makes the secret if there is none yet, and
+    starts the `Authenticator` of the socket's context.
 
     Raises:
-        NetworkError: the address is TCP, and there are no keys.
+        NetworkError: the secret cannot be read.
+        zmq.ZMQError: the address cannot be bound.
+    """
+    directory = _directory_of(address)
+    secret = local_secret(directory, binding=True)
+    if secret is not None:  # else the directory is not there, as binding is about to say
+        Authenticator.of(socket.context).allow_local(directory, secret)
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, os.fsencode(directory))
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    try:
+        socket.bind(address)
+    finally:
+        socket.setsockopt(zmq.PLAIN_SERVER, 0)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
+
+
+def local_secret(directory: Path, binding: bool = False) -> bytes | None:
+    """The secret that whoever connects to a socket in `directory` has to show; None if there is no such directory.
+
+    Whoever needs it first makes it. Who is not `binding` a socket there makes none in a directory that is not its
+    owner's alone, since that is no run's.
+
+    Raises:
+        NetworkError: the file cannot be read or written, or others than its owner may read it.
+    """
+    path = directory / SECRET_FILE
+    # Once more if another process has made it meanwhile.
+    for _ in range(2):
+        try:
+            with open(path, "rb") as file:
+                info = os.fstat(file.fileno())
+                if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+                    raise NetworkError(f"{path} is to be read by its owner only, by nobody else; remove it")
+                return file.read()
+        except FileNotFoundError:
+            if not directory.is_dir() or not (binding or _is_private(directory)):
+                return None
+        except OSError as error:
+            raise NetworkError(f"{path} cannot be read: {error.strerror}") from error
+        # Complete under its name from the first moment on, for whoever reads it just then.
+        temporary = directory / f"{SECRET_FILE}.{secrets.token_hex(8)}"
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(secrets.token_hex(32).encode())
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+        except OSError as error:
+            raise NetworkError(f"{path} cannot be written: {error.strerror}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+    raise NetworkError(f"{path} comes and goes; is the directory of a run being removed?")
+
+
+def connect(socket: AnySocket, address: str, keys: Keys | None = None) -> None:
+    """Connect to a `tcp://` address with the fleet's keys, or to an `ipc://` one with the secret of its directory.
+
+    Raises:
+        NetworkError: the address is TCP, and there are no keys; or the secret cannot be read.
         zmq.ZMQError: it is no address at all.
     """
     if address.startswith("tcp://"):
@@ -107,6 +180,9 @@ def connect(socket: AnySocket, address: str, keys: Keys | None) -> None:
         client_curve(socket, keys)
         if address.startswith("tcp://["):
             socket.setsockopt(zmq.IPV6, 1)
+    elif address.startswith(_LOCAL) and (secret := local_secret(_directory_of(address))) is not None:
+        socket.setsockopt(zmq.PLAIN_USERNAME, _USERNAME)
+        socket.setsockopt(zmq.PLAIN_PASSWORD, secret)
     socket.connect(address)
 
 
@@ -169,7 +245,8 @@ def probe(address: str, keys: Keys, seconds: float) -> None:
 
 
 class Authenticator:
-    """Lets in who proves to have the client key of the fleet whose server key it asked for.
+    """Lets in who proves to have the client key of the fleet whose server key it asked for, or shows the secret of the
+    directory whose socket it came to.
 
     A thread with ZeroMQ's ZAP socket; it ends with its context, which it does not keep from ending.
     """
@@ -186,6 +263,7 @@ class Authenticator:
         # A context for asyncio makes sockets that only a loop can read.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         self._clients: dict[bytes, bytes] = {}
+        self._secrets: dict[bytes, bytes] = {}
         self._closed = False
         socket = self._context.socket(zmq.REP)
         socket.setsockopt(zmq.LINGER, 0)
@@ -211,6 +289,10 @@ class Authenticator:
         """From now on let in this fleet's clients, to its own sockets."""
         self._clients[keys.server_public.encode()] = z85.decode(keys.client_public)
 
+    def allow_local(self, directory: Path, secret: bytes) -> None:
+        """From now on let in who shows `secret`, to the Unix sockets of `directory`."""
+        self._secrets[os.fsencode(directory)] = secret
+
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
         try:
             while True:
@@ -229,13 +311,14 @@ class Authenticator:
 
     def _good(self, frames: list[bytes]) -> bool:
         # version, request id, domain, address, identity, mechanism, credentials
-        if len(frames) == 6 and frames[5] == b"NULL":
-            # Not over TCP but a Unix socket, of which `frames[3]` names user, group and process.
-            return not _is_ip(frames[3].decode(errors="replace"))
-        if len(frames) != 7 or frames[0] != b"1.0" or frames[5] != b"CURVE":
-            return False
-        wanted = self._clients.get(frames[2])
-        return wanted is not None and hmac.compare_digest(wanted, frames[6])
+        match frames:
+            case [b"1.0", _, domain, _, _, b"CURVE", shown]:
+                wanted = self._clients.get(domain)
+            case [b"1.0", _, domain, _, _, b"PLAIN", _, shown]:
+                wanted = self._secrets.get(domain)
+            case _:
+                return False
+        return wanted is not None and hmac.compare_digest(wanted, shown)
 
 
 def free_port(host: str) -> int:
@@ -264,10 +347,13 @@ def machine_id() -> str:
     return f"{boot or sockets.gethostname()}/{os.getuid()}"
 
 
-def _serve_plainly(socket: AnySocket) -> None:
-    socket.setsockopt(zmq.CURVE_SERVER, 0)
-    # The domain cannot be taken back, so that the authenticator is asked about Unix sockets bound from now on, too.
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
+def _is_private(path: Path) -> bool:
+    info = path.stat()
+    return info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
+
+
+def _directory_of(address: str) -> Path:
+    return Path(address.removeprefix(_LOCAL)).parent
 
 
 def _watch(socket: AnySocket) -> None:

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from muxserve import wire
+from muxserve.network import connect
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ class Line:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.connect(address)
-        self._peer = peer
+        connect(self._socket, address)
+        self._peer = f"the {peer}"
+        self._inbox = wire.Inbox(log, wire.decode)
         self._take = take
         self._reader = asyncio.create_task(self._read())
 
@@ -54,9 +55,6 @@ class Line:
     async def _read(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
-            try:
-                message = wire.decode(frames[-1])
-            except msgspec.DecodeError as error:
-                log.warning("a message that is none from the %s: %s", self._peer, error)
-                continue
-            self._take(message)
+            message = self._inbox.read(frames[-1], self._peer)
+            if message is not None:
+                self._inbox.handle(message, self._peer, self._take, message)

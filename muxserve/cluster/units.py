@@ -223,7 +223,8 @@ class LocalUnit:
 
 def write_deployment(deployment: Deployment) -> Path:
     """Make the unit's directory and write the deployment where its processes read it; returns the file."""
-    deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for directory in (Path(deployment.run_dir), deployment.log_dir):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = Path(deployment.run_dir) / DEPLOYMENT_FILE
     save(deployment, file)
     return file

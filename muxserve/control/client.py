@@ -17,6 +17,7 @@ from muxserve.cluster.run_dir import default_base
 from muxserve.control import messages
 from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.deployment.fleet import FILE
+from muxserve.network import connect
 from placement.words import enumerate_words
 
 _LOCK = "lock"
@@ -115,7 +116,7 @@ class ControlClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         # As `FleetDeployment.control_address` has it.
-        self._socket.connect(f"ipc://{fleet.path}/control.sock")
+        connect(self._socket, f"ipc://{fleet.path}/control.sock")
 
     def __enter__(self) -> ControlClient:
         return self

@@ -14,6 +14,7 @@ import zmq.asyncio
 from muxserve.control import messages, rules
 from muxserve.control.changes import ChangeError, FleetControl, Tell
 from muxserve.deployment import FleetDeployment
+from muxserve.network import bind_local
 from placement.words import enumerate_words
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class ControlServer:
 
     def start(self) -> None:
         """Listen at the fleet's `control_address`; the fleet's directory, which only its owner may enter, is there."""
-        self._socket.bind(self._control.fleet.control_address)
+        bind_local(self._socket, self._control.fleet.control_address)
         self._loops = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
 
     async def close(self) -> None:

@@ -6,15 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from zmq.utils.monitor import recv_monitor_message
 
+from muxserve import network
 from muxserve.deployment import Deployment
-from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import Binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.lease import HeldLease, News
@@ -33,6 +32,8 @@ from muxserve.wire import (
     EngineHello,
     EngineLost,
     HandOver,
+    ImpossibleMessageError,
+    Inbox,
     Lease,
     Message,
     Prefilled,
@@ -76,6 +77,7 @@ class EngineLoop:
         self._lease = HeldLease(
             self._send, core.scheduler.get_request_counts, binding.phase == "prefill", self._pipeline.take_bubbles
         )
+        self._inbox = Inbox(log, decode)
         self._stalled = False
         self._stopping = False
         # Beats once per step: a step that takes far longer than any before hangs.
@@ -89,7 +91,7 @@ class EngineLoop:
         self._unit.sndhwm = self._unit.rcvhwm = 0
         # A restarted unit scheduler knows no engine: greet it each time the connection is made.
         self._monitor = self._unit.get_monitor_socket(zmq.EVENT_CONNECTED)
-        self._unit.connect(deployment.unit_address)
+        network.connect(self._unit, deployment.unit_address)
         self._tokens = TokenSender(
             context, binding.model.name, engine=0 if binding.phase == "prefill" else 1, keys=deployment.keys
         )
@@ -129,10 +131,12 @@ class EngineLoop:
                 continue
             while True:
                 try:
-                    frame = self._unit.recv(zmq.NOBLOCK)
+                    frames = self._unit.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                self._handle(decode(frame))
+                message = self._inbox.read(frames[-1], "the unit scheduler")
+                if message is not None:
+                    self._inbox.handle(message, "the unit scheduler", self._handle, message)
 
     def _send(self, message: Message) -> None:
         self._unit.send(encode(message), zmq.NOBLOCK)
@@ -145,7 +149,7 @@ class EngineLoop:
                 self._lease.take(message)
                 self.scheduler.step_tokens = message.tokens
                 if self.binding.phase == "both":
-                    self.scheduler.lease_phase = cast(EnginePhase, message.phase)
+                    self.scheduler.lease_phase = message.phase
                 for admit in message.admit:
                     self._admit(admit)
             case Abort():
@@ -164,9 +168,12 @@ class EngineLoop:
             case Stop():
                 self._stopping = True
             case _:
-                log.warning("unexpected message %s", type(message).__name__)
+                raise ImpossibleMessageError("an engine has no use for it")
 
     def _admit(self, admit: Admit) -> None:
+        if internal_id(admit.request_id, admit.incarnation) in self._requests.there:
+            self._inbox.drop("Admit", f"request {admit.request_id} is admitted a second time: ignored")
+            return
         internal = self._requests.add(admit)
         try:
             blocks = self.scheduler.pool.adopt(admit.adopt) if admit.adopt else None

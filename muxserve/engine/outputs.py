@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -10,8 +11,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from muxserve.deployment import Keys
-from muxserve.network import connect
+from muxserve.network import NetworkError, connect
 from muxserve.wire import TokensHeader, encode
+
+log = logging.getLogger(__name__)
 
 
 class Addressed(Protocol):
@@ -33,7 +36,7 @@ class TokenSender:
         self._model = model
         self._engine = engine
         self._encoder = MsgpackEncoder()
-        self._sockets: dict[str, zmq.Socket] = {}
+        self._sockets: dict[str, zmq.Socket | None] = {}
 
     def send(self, batch: EngineCoreOutputs, requests: Mapping[str, Addressed]) -> None:
         """Send `batch`; its outputs carry internal ids and are left unchanged.
@@ -62,17 +65,24 @@ class TokenSender:
             )
             header = TokensHeader(epoch, self._model, self._engine, entries)
             frames = [encode(header), *self._encoder.encode(message)]
-            self._socket(address).send_multipart(frames, zmq.NOBLOCK)
+            socket = self._socket(address)
+            if socket is not None:
+                socket.send_multipart(frames, zmq.NOBLOCK)
             for (output, _), internal in zip(pairs, renamed, strict=True):
                 output.request_id = internal
             stats = None
 
-    def _socket(self, address: str) -> zmq.Socket:
-        socket = self._sockets.get(address)
-        if socket is None:
-            socket = self._context.socket(zmq.PUSH)
+    def _socket(self, address: str) -> zmq.Socket | None:
+        """The connection to a gateway; None if there is no such address, which costs the gateway that named it its
+        tokens and nobody else anything."""
+        if address not in self._sockets:
+            socket = self._sockets[address] = self._context.socket(zmq.PUSH)
             socket.linger = 0
             socket.sndhwm = 0
-            connect(socket, address, self._keys)
-            self._sockets[address] = socket
-        return socket
+            try:
+                connect(socket, address, self._keys)
+            except (NetworkError, zmq.ZMQError) as error:
+                log.warning("%r, where a gateway waits for tokens, cannot be reached: %s", address, error)
+                socket.close()
+                self._sockets[address] = None
+        return self._sockets[address]

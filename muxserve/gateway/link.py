@@ -10,14 +10,13 @@ import itertools
 import logging
 from collections.abc import Callable
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from muxserve.deployment import Keys
 from muxserve.gateway.reader import Reader
 from muxserve.network import connect
-from muxserve.wire import GatewayHello, Message, UnitHello, decode, encode
+from muxserve.wire import GatewayHello, Inbox, Message, UnitHello, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +57,7 @@ class Link:
         self.address = address
         self.up = False
         self._context = context
+        self._inbox = Inbox(log, decode)
         self._keys = keys
         self._on_down = on_down
         self._on_message = on_message
@@ -76,7 +76,10 @@ class Link:
         socket.sndhwm = socket.rcvhwm = 0
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._monitor = socket.get_monitor_socket(self._EVENTS, f"inproc://events-{next(_numbers)}")
-        self._readers = [Reader(socket, self._take), Reader(self._monitor, self._take_event)]
+        self._readers = [
+            Reader(socket, self._take, self._inbox, self.name),
+            Reader(self._monitor, self._take_event, self._inbox, self.name),
+        ]
         connect(socket, self.address, self._keys)
         self._greet()
 
@@ -127,12 +130,9 @@ class Link:
             self._on_down()
 
     def _take(self, frames: list[bytes]) -> None:
-        try:
-            message = decode(frames[-1])
-        except msgspec.DecodeError as error:
-            log.warning("not a message of ours from %s: %s", self.name, error)
-            return
-        self._heard(message)
+        message = self._inbox.read(frames[-1], self.name)
+        if message is not None:
+            self._inbox.handle(message, self.name, self._heard, message)
 
 
 class UnitLink(Link):

@@ -4,12 +4,11 @@ cost more than the messages themselves."""
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 import zmq
 
-log = logging.getLogger(__name__)
+from muxserve.wire import AnyMessage, Inbox
 
 # Messages taken from one socket before others get their turn.
 BATCH = 64
@@ -20,10 +19,18 @@ class Reader:
 
     ZeroMQ's descriptor tells only of changes, so after anything else was done with the socket it must be looked at
     again: `look`.
+
+    Args:
+        inbox: where it is said what could not be handled.
+        peer: who is at the other end, for the log.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None], inbox: Inbox[AnyMessage], peer: str
+    ) -> None:
         self._socket = socket
+        self._inbox = inbox
+        self._peer = peer
         self._take = take
         self._loop = asyncio.get_running_loop()
         self._fd: int = socket.fileno()
@@ -49,8 +56,5 @@ class Reader:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                self._take(frames)
-            except Exception:  # one bad message must not stop those behind it
-                log.exception("a message could not be handled")
+            self._inbox.handle(frames, self._peer, self._take, frames)
         self.look()

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from muxserve.deployment import Keys
 from muxserve.gateway.reader import Reader
-from muxserve.network import bind_tcp, tcp_address
-from muxserve.wire import TokensHeader, decode
+from muxserve.network import bind_local, bind_tcp, tcp_address
+from muxserve.wire import Inbox, TokensHeader, decode
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,7 @@ class TokensSocket:
         self.address = address
         self.tcp_address = ""
         self._context = context
+        self._inbox = Inbox(log, decode)
         self._epoch = epoch
         self._on_tokens = on_tokens
         self._socket: zmq.Socket[bytes] | None = None
@@ -47,13 +47,13 @@ class TokensSocket:
 
         Raises:
             zmq.ZMQError: the address cannot be bound.
+            muxserve.network.NetworkError: the run's secret cannot be read.
         """
         self._socket = self._context.socket(zmq.PULL)
         self._socket.rcvhwm = 0
-        if self.address.startswith("ipc://"):
-            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
-        self._socket.bind(self.address)
-        self._reader = Reader(self._socket, self._take)
+        Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        bind_local(self._socket, self.address)
+        self._reader = Reader(self._socket, self._take, self._inbox, "an engine")
 
     def open_tcp(self, host: str, keys: Keys) -> str:
         """Let engines of other machines in as well; the address under which they reach it.
@@ -74,12 +74,10 @@ class TokensSocket:
             self._socket = None
 
     def _take(self, frames: list[bytes]) -> None:
-        try:
-            header = decode(frames[0])
-        except msgspec.DecodeError as error:
-            log.warning("not a token message: %s", error)
+        header = self._inbox.read(frames[0], "an engine")
+        if header is None:
             return
         if not isinstance(header, TokensHeader):
-            log.warning("unexpected %s among the tokens", type(header).__name__)
+            self._inbox.drop("unexpected", f"unexpected {type(header).__name__} among the tokens")
         elif header.gateway_epoch == self._epoch:
             self._on_tokens(header, frames[1:])

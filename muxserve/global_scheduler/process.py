@@ -19,13 +19,14 @@ from typing import Any
 import msgspec
 import zmq
 
+from muxserve import network
 from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.links import UnitSockets
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
 from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.process import Signals, die_with_parent, log_to_stderr
-from muxserve.wire import decode, encode
+from muxserve.wire import Inbox, decode, encode
 
 log = logging.getLogger("muxserve.global_scheduler")
 
@@ -47,6 +48,7 @@ class Server:
     def __init__(self, path: str, fleet: FleetDeployment, signals: Signals) -> None:
         self._path = path
         self._signals = signals
+        self._inbox = Inbox(log, decode)
         epoch = secrets.token_hex(8)
         self._core = SchedulerCore(fleet, epoch, time.monotonic())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,7 +61,7 @@ class Server:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._poller = zmq.Poller()
-        self._router.bind(fleet.scheduler_address)
+        network.bind_local(self._router, fleet.scheduler_address)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(signals.fileno(), zmq.POLLIN)
         self._units = UnitSockets(self._context, self._poller, epoch, self._gone)
@@ -124,18 +126,11 @@ class Server:
                 return
             peer: Peer = unit or Client(frames[0])
             if len(frames) != (1 if unit else 2):
-                log.warning("a message of %d frames from %s ignored", len(frames), peer)
+                self._inbox.drop("frames", f"a message of {len(frames)} frames from {peer} ignored")
                 continue
-            try:
-                message = decode(frames[-1])
-            except msgspec.DecodeError as error:
-                log.warning("a message from %s that is none of ours ignored: %s", peer, error)
-                continue
-            try:
-                self._core.handle(peer, message, time.monotonic())
-            except Exception:
-                # The message made sense to nobody who wrote this; the other requests go on.
-                log.exception("a %s from %s could not be handled", type(message).__name__, peer)
+            message = self._inbox.read(frames[-1], peer)
+            if message is not None:
+                self._inbox.handle(message, peer, self._core.handle, peer, message, time.monotonic())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -162,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"{options.fleet}: {error}", file=sys.stderr)
         return 2
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, network.NetworkError) as error:
         print(f"cannot listen on {fleet.scheduler_address}: {error}", file=sys.stderr)
         return 3
     try:

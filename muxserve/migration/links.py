@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -16,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from muxserve import network
 from muxserve.deployment import Deployment, Keys
 from muxserve.migration.tasks import Buffer
-from muxserve.wire import AnyMessage, Message, MigratorHello, decode, encode
+from muxserve.wire import AnyMessage, Inbox, Message, MigratorHello, encode
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,15 @@ class UnitLink:
     """The connection to the unit scheduler, which is greeted each time it is made. Nothing is sent, and nothing is
     heard, before it has answered."""
 
-    def __init__(self, context: zmq.Context[Any], poller: zmq.Poller, address: str, hello: MigratorHello) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        poller: zmq.Poller,
+        inbox: Inbox[AnyMessage],
+        address: str,
+        hello: MigratorHello,
+    ) -> None:
+        self._inbox = inbox
         self.greeted = False
         self._hello = hello
         self.socket: Socket = context.socket(zmq.DEALER)
@@ -51,14 +58,14 @@ class UnitLink:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.monitor: Socket = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        self.socket.connect(address)
+        network.connect(self.socket, address)
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
 
     def messages(self) -> Iterator[AnyMessage]:
         """What has come."""
         for frames in received(self.socket):
-            message = understood(frames[0], "the unit scheduler") if len(frames) == 1 else None
+            message = self._inbox.read(frames[0], "the unit scheduler") if len(frames) == 1 else None
             if message is not None:
                 yield message
 
@@ -87,7 +94,10 @@ class PeerLinks:
     """Connections to other migrators, made when they are needed. One that ends is not made again by itself: what was
     under way through it is over."""
 
-    def __init__(self, context: zmq.Context[Any], poller: zmq.Poller, name: str, keys: Keys | None) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], poller: zmq.Poller, inbox: Inbox[AnyMessage], name: str, keys: Keys | None
+    ) -> None:
+        self._inbox = inbox
         self._context = context
         self._poller = poller
         self._name = name
@@ -115,7 +125,7 @@ class PeerLinks:
         for address, (socket, _) in list(self._by_address.items()):
             if socket in ready:
                 for frames in received(socket):
-                    message = understood(frames[0], address) if len(frames) == 1 else None
+                    message = self._inbox.read(frames[0], address) if len(frames) == 1 else None
                     if message is not None:
                         yield address, message
 
@@ -168,20 +178,23 @@ class PeerLinks:
 class Doorway:
     """The ROUTER that other migrators send to: over a Unix socket, and over TCP if the deployment says so."""
 
-    def __init__(self, context: zmq.Context[Any], poller: zmq.Poller, deployment: Deployment) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], poller: zmq.Poller, inbox: Inbox[AnyMessage], deployment: Deployment
+    ) -> None:
         """Bind it.
 
         Raises:
             network.NetworkError: the TCP address cannot be listened on.
             zmq.ZMQError: the Unix socket cannot be.
         """
+        self._inbox = inbox
         self.socket: Socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         # One that is gone is found out when it is answered.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.socket.bind(deployment.migrator_address)
+        network.bind_local(self.socket, deployment.migrator_address)
         if deployment.listen is not None and deployment.keys is not None:
             network.bind_tcp(self.socket, deployment.listen.host, deployment.listen.migrator_port, deployment.keys)
         poller.register(self.socket, zmq.POLLIN)
@@ -190,7 +203,7 @@ class Doorway:
         """What has come, from whom, with the pages of `PeerPages`."""
         for frames in received(self.socket, copy=False):
             peer = frames[0].bytes
-            message = understood(frames[1].bytes, repr(peer)) if len(frames) in (2, 3) else None
+            message = self._inbox.read(frames[1].bytes, peer) if len(frames) in (2, 3) else None
             if message is not None:
                 # The array keeps the frame; nothing is copied.
                 yield peer, message, np.frombuffer(frames[2], dtype=np.uint8) if len(frames) == 3 else None
@@ -216,15 +229,6 @@ def received(socket: Socket, copy: bool = True) -> Iterator[list[Any]]:
             yield socket.recv_multipart(zmq.NOBLOCK, copy=copy)
         except zmq.Again:
             return
-
-
-def understood(frame: bytes, whose: str) -> AnyMessage | None:
-    """The message of a frame; None, and a word in the log, if it is none of ours."""
-    try:
-        return decode(frame)
-    except msgspec.DecodeError as error:
-        log.warning("a message from %s that is none of ours ignored: %s", whose, error)
-        return None
 
 
 def _reason(event: int, address: str) -> str:

@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -28,6 +27,7 @@ from muxserve.migration.worker import Worker
 from muxserve.network import machine_id
 from muxserve.process import Signals
 from muxserve.wire import (
+    Inbox,
     Message,
     MigratorHello,
     MoveAbort,
@@ -35,6 +35,7 @@ from muxserve.wire import (
     MoveStage,
     Reset,
     TakenOver,
+    decode,
 )
 
 log = logging.getLogger(__name__)
@@ -70,9 +71,11 @@ class Migrator:
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 65535)
         self._poller = zmq.Poller()
-        self.door = Doorway(self._context, self._poller, deployment)
-        self.unit = UnitLink(self._context, self._poller, deployment.unit_address, MigratorHello(epoch, os.getpid()))
-        self.peers = PeerLinks(self._context, self._poller, name, deployment.keys)
+        self._inbox = Inbox(log, decode)
+        self.door = Doorway(self._context, self._poller, self._inbox, deployment)
+        hello = MigratorHello(epoch, os.getpid())
+        self.unit = UnitLink(self._context, self._poller, self._inbox, deployment.unit_address, hello)
+        self.peers = PeerLinks(self._context, self._poller, self._inbox, name, deployment.keys)
         self.worker = Worker(Hands(self._home, self._neighbours).do, NICE)
         self._poller.register(self.worker.done_fd, zmq.POLLIN)
         self._memory_at = self._tidy_at = -math.inf
@@ -130,14 +133,14 @@ class Migrator:
                 self.outcome(task, outcome, now)
         if self.door.socket in ready:
             for peer, message, data in self.door.messages():
-                _guarded(message, self._incoming.heard, peer, message, now, data)
+                self._inbox.handle(message, peer, self._incoming.heard, peer, message, now, data)
         for address, message in self.peers.messages(ready):
-            _guarded(message, self._outgoing.heard, address, message, now)
+            self._inbox.handle(message, address, self._outgoing.heard, address, message, now)
         for address, reason in self.peers.lost(ready):
             self._outgoing.peer_lost(address, reason, now)
         if self.unit.socket in ready:
             for message in self.unit.messages():
-                _guarded(message, self._of_unit, message, now)
+                self._inbox.handle(message, "the unit scheduler", self._of_unit, message, now)
         if self.unit.monitor in ready and self.unit.ended():
             log.warning("the unit scheduler is gone")
             self._nobody_wants()
@@ -200,11 +203,3 @@ class _Actions:
     def start(self, task: Task) -> None:
         # A stage of one chunk is as a rule a last one, and somebody waits for it.
         self._migrator.worker.start(task, at_once=isinstance(task, CopyOver) and task.whole)
-
-
-def _guarded(message: Message, handle: Callable[..., None], *arguments: object) -> None:
-    try:
-        handle(*arguments)
-    except Exception:
-        # The message made sense to nobody who wrote this; the other moves go on.
-        log.exception("a %s could not be handled", type(message).__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,8 +14,11 @@ import zmq.asyncio
 
 from muxserve import wire
 from muxserve.deployment import Deployment
+from muxserve.network import bind_local
 from muxserve.profiling.contention import Waiting
 from muxserve.profiling.family import StartError
+
+log = logging.getLogger(__name__)
 
 _EPOCH = "profile"
 _ANSWER_SECONDS = 120.0
@@ -93,6 +97,7 @@ class Player:
             for model in deployment.models
             for phase in ("prefill", "decode")
         }
+        self._inbox = wire.Inbox(log, wire.decode)
         self._numbers = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._engines: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
@@ -103,8 +108,8 @@ class Player:
         for socket in (self._engines, self._tokens):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
-        self._engines.bind(self.deployment.unit_address)
-        self._tokens.bind(self._reply_to)
+        bind_local(self._engines, self.deployment.unit_address)
+        bind_local(self._tokens, self._reply_to)
         self._readers = [asyncio.create_task(self._listen()), asyncio.create_task(self._take_tokens())]
         return self
 
@@ -148,9 +153,10 @@ class Player:
         while True:
             peer, frame = await self._engines.recv_multipart()
             at = time.monotonic()
-            model, _, phase = peer.decode().rpartition("/")
-            line = self.lines[model, phase]
-            message = wire.decode(frame)
+            model, _, phase = peer.decode(errors="replace").rpartition("/")
+            line, message = self.lines.get((model, phase)), self._inbox.read(frame, peer)
+            if line is None:
+                continue
             if isinstance(message, wire.EngineHello):
                 await self.send(line, wire.Reset(_EPOCH))
                 line.pid = message.pid

@@ -67,7 +67,7 @@ class Work:
 @dataclass(slots=True, eq=False)
 class EngineState(Work):
     """One engine. `inside` are the requests that it holds, `incoming` those waiting to enter with its next lease.
-    `entered_with` is the last lease with which any came in.
+    `last_lease` is the last that it was given, `entered_with` the last with which any came in.
 
     An engine of both phases has two accounts of its work: steps that do nothing but prefill are in `prefills`, all
     others in its own. `rounds` is how many tokens each of its sequences has been given, in so far as steps tell: fewer
@@ -82,6 +82,7 @@ class EngineState(Work):
     suspect: bool = False
     lease: LeaseState | None = None
     entered_with: int = 0
+    last_lease: int = 0
     wait_since: float | None = None
     waits: int = 0
     wait_seconds: float = 0.0

@@ -30,6 +30,7 @@ class Leases:
         engine.lease = LeaseState(
             lease_id, grant.steps, grant.steps, now, now + grant.seconds, grant.share, grant.renewable, grant.phase
         )
+        engine.last_lease = lease_id
         self.share_used += grant.share
         if engine.wait_since is not None:
             if now > engine.wait_since:

@@ -13,7 +13,16 @@ from muxserve.unit.memory import Memory
 from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.reconcile import Peer, Reconciliation
-from muxserve.wire import EngineDown, EngineHello, EngineLost, EngineSuspect, HeldRequests, Reset, StepReport
+from muxserve.wire import (
+    EngineDown,
+    EngineHello,
+    EngineLost,
+    EngineSuspect,
+    HeldRequests,
+    ImpossibleMessageError,
+    Reset,
+    StepReport,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +59,7 @@ class Engines:
         self._epoch = epoch
         self._grant = grant
         self._due = now
+        self._first_lease = int(now * 1_000_000)
         self._peers: dict[bytes, Peer] = {}
         for model in ledger.models:
             for engine in model.engines:
@@ -140,16 +150,27 @@ class Engines:
                 for late in report.handed:
                     self._memory.drop(engine.model.name, late.key)
             return
-        ledger, desk, name = self._ledger, self._desk, engine.model.name
+        # One that was up before this unit scheduler was has a lease of an earlier one, whose ids are all smaller.
+        if report.lease_id > max(engine.state.last_lease, self._first_lease):
+            raise ImpossibleMessageError(f"lease {report.lease_id} was not given to it")
+        if report.seconds > 0.0 and not report.steps:
+            raise ImpossibleMessageError(f"{report.seconds} s without a step")
+        ledger, desk, name, inside = self._ledger, self._desk, engine.model.name, engine.state.inside
         for request_id in report.finished:
             if ledger.finished(request_id, engine.state.phase, report.lease_id, now):
                 desk.finished(request_id)
+        # What is not in it was cancelled meanwhile; what somebody else has is not for it to speak of.
         for each in report.handed:
-            desk.handed_over(name, each, now)
+            if each.request_id in inside:
+                desk.handed_over(name, each, now)
+            else:
+                self._memory.drop(name, each.key)
         for first in report.prefilled:
-            desk.prefilled(first, now)
+            if first.request_id in inside:
+                desk.prefilled(first, now)
         for back in report.returned:
-            desk.returned(back, now)
+            if back.request_id in inside:
+                desk.returned(back, now)
         if report.bubbles:
             known = engine.bubbles or [0.0] * len(report.bubbles)
             engine.bubbles = [sum(pair) for pair in zip(known, report.bubbles, strict=False)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import cast
 
-from muxserve.deployment import Deployment
+from muxserve.deployment import Deployment, EnginePhase
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.types import Grant
 from muxserve.unit.arrivals import Arrivals
@@ -36,6 +37,7 @@ from muxserve.wire import (
     GatewayDown,
     GatewayHello,
     HeldRequests,
+    ImpossibleMessageError,
     Lease,
     Message,
     MigratorHello,
@@ -141,6 +143,8 @@ class UnitExecutor:
                 self.desk.gateway_down(message.gateway, now)
             case StateRequest():
                 self._out.send(peer, UnitState(self.state(now)))
+            case MoveStaged() | MoveCommitted() | MoveFailed() | TakeOver() | MovingIn() if peer != MIGRATOR:
+                raise ImpossibleMessageError("it is not the unit's migrator")
             case Blocks() | Detached() | MoveStaged() | MoveCommitted() | MoveFailed():
                 self.moving.heard(peer, message, now)
             case TakeOver():
@@ -160,7 +164,7 @@ class UnitExecutor:
             case Retire() | Revive():
                 self._retire(message, now)
             case _:
-                log.warning("unexpected %s from %s", type(message).__name__, shown(peer))
+                raise ImpossibleMessageError("a unit scheduler has no use for it")
 
     def turn(self, now: float) -> list[tuple[bytes, Message]]:
         """Decide on what has been heard; returns messages and whom to send them to, in order."""
@@ -232,6 +236,8 @@ class UnitExecutor:
         self._lease_id += 1
         self.ledger.granted(grant, self._lease_id, now)
         admits = [self.desk.admit(self.ledger.requests[request_id]) for request_id in grant.admit]
-        lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, str(grant.phase))
+        lease = Lease(
+            self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, cast(EnginePhase, str(grant.phase))
+        )
         engine = self.ledger.by_name[grant.model].engine(grant.phase)
         self._out.send(f"{grant.model}/{engine.phase}".encode(), lease)

@@ -32,6 +32,7 @@ from muxserve.wire import (
     Blocks,
     Detach,
     Detached,
+    ImpossibleMessageError,
     Load,
     Lost,
     Message,
@@ -230,6 +231,9 @@ class Departures:
                 self._fail(move, "it does not run in its engine", now)
             return
         name = peer.decode(errors="replace").rsplit("/", 1)[0]
+        live = self.ledger.requests.get(request_id)
+        if live is not None and live.model.name != name:
+            raise ImpossibleMessageError(f"request {request_id} is in no engine of {name}")
         if not self.ledger.detached(request_id, message.incarnation, len(message.output_tokens), now):
             # It was cancelled meanwhile, and this is the engine's answer to that.
             self.memory.drop(name, message.key)

@@ -21,12 +21,13 @@ from muxserve import deployment as deployments
 from muxserve.deployment import Deployment
 from muxserve.gpu.watch import GpuWatch
 from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
-from muxserve.network import NetworkError, bind_tcp, tcp_address
+from muxserve.network import NetworkError, bind_local, bind_tcp, tcp_address
 from muxserve.process import Signals, die_with_parent, log_to_stderr
 from muxserve.scheduling.policies import make_policy
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import Memory, MemoryLink
-from muxserve.wire import decode, encode
+from muxserve.unit.outbox import shown
+from muxserve.wire import AnyMessage, Inbox, decode, encode
 
 log = logging.getLogger("muxserve.unit")
 
@@ -54,10 +55,11 @@ def serve(deployment: Deployment, memory: Memory) -> None:
     # The gateways of this machine ask for its GPUs themselves.
     gpus = GpuWatch(deployment).states if deployment.gpu is not None and deployment.listen is not None else None
     executor = UnitExecutor(deployment, make_policy(deployment.policy), memory, epoch, time.monotonic(), gpus)
-    router.bind(deployment.unit_address)
+    bind_local(router, deployment.unit_address)
     if deployment.listen is not None and deployment.keys is not None:
         port = bind_tcp(router, deployment.listen.host, deployment.listen.unit_port, deployment.keys)
         log.info("other machines reach it at %s", tcp_address(deployment.listen.host, port))
+    inbox = Inbox(log, decode)
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)
     poller.register(signals.fileno(), zmq.POLLIN)
@@ -78,7 +80,7 @@ def serve(deployment: Deployment, memory: Memory) -> None:
                 return
             # One moment for the whole turn: what is granted in the turn in which it became possible has not waited.
             now = time.monotonic()
-            _take_in(router, executor, now)
+            _take_in(router, inbox, executor, now)
             for peer, message in executor.turn(now):
                 router.send_multipart((peer, encode(message)), zmq.NOBLOCK, copy=True)
     finally:
@@ -86,7 +88,7 @@ def serve(deployment: Deployment, memory: Memory) -> None:
         context.term()
 
 
-def _take_in(router: zmq.Socket[bytes], executor: UnitExecutor, now: float) -> None:
+def _take_in(router: zmq.Socket[bytes], inbox: Inbox[AnyMessage], executor: UnitExecutor, now: float) -> None:
     for _ in range(BATCH):
         try:
             frames = router.recv_multipart(zmq.NOBLOCK)
@@ -94,18 +96,11 @@ def _take_in(router: zmq.Socket[bytes], executor: UnitExecutor, now: float) -> N
             return
         peer = frames[0]
         if len(frames) != 2 or not frames[1]:
-            log.warning("a message of %d frames from %r ignored", len(frames) - 1, peer)
+            inbox.drop("frames", f"a message of {len(frames) - 1} frames from {shown(peer)} ignored")
             continue
-        try:
-            message = decode(frames[1])
-        except msgspec.DecodeError as error:
-            log.warning("a message from %r that is none of ours ignored: %s", peer, error)
-            continue
-        try:
-            executor.handle(peer, message, now)
-        except Exception:
-            # The message made sense to nobody who wrote this; the other requests go on.
-            log.exception("a %s from %r could not be handled", type(message).__name__, peer)
+        message = inbox.read(frames[1], peer)
+        if message is not None:
+            inbox.handle(message, peer, executor.handle, peer, message, now)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -132,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"cannot listen on {deployment.unit_address}: {error}", file=sys.stderr)
         return 3
     except NetworkError as error:
-        print(f"unit {deployment.unit} cannot be reached from other machines: {error}", file=sys.stderr)
+        print(f"unit {deployment.unit} cannot be reached: {error}", file=sys.stderr)
         return 3
     return 0
 

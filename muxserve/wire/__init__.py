@@ -11,6 +11,7 @@ from typing import Union
 import msgspec
 
 from muxserve.wire.base import Message
+from muxserve.wire.inbox import ImpossibleMessageError, Inbox
 from muxserve.wire.migration import (
     Blocks,
     Detach,
@@ -112,6 +113,8 @@ __all__ = [
     "GatewayHello",
     "HandOver",
     "HeldRequests",
+    "ImpossibleMessageError",
+    "Inbox",
     "Lease",
     "Load",
     "Loads",

@@ -9,7 +9,7 @@ scheduler of A decides everything; until `MoveCommit` is sent, it can take every
 
 from __future__ import annotations
 
-from muxserve.wire.base import Message
+from muxserve.wire.base import Count, Message, Seconds
 
 # ---------------------------------------------------------------- unit scheduler <-> decode engine
 
@@ -214,9 +214,9 @@ class Moving(Message):
     attempt: int
     gateway_epoch: str
     body: bytes
-    prompt_tokens: int
-    max_tokens: int
-    waited: float
+    prompt_tokens: Count
+    max_tokens: Count
+    waited: Seconds
     priority: int
     scheduling: str
     execution: str

@@ -11,8 +11,9 @@ A request is known by `request_id` for its whole life. Two counters tell its liv
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
-from muxserve.wire.base import Message
+from muxserve.wire.base import Count, Message, Seconds
 
 
 class Cause(StrEnum):
@@ -35,7 +36,7 @@ class GatewayHello(Message):
 
     epoch: str
     reply_to: str
-    gateway: int = 0
+    gateway: Count = 0
 
 
 class Submit(Message):
@@ -49,10 +50,10 @@ class Submit(Message):
 
     request_id: str
     model: str
-    attempt: int
-    prompt_tokens: int
-    max_tokens: int
-    arrival: float
+    attempt: Count
+    prompt_tokens: Count
+    max_tokens: Count
+    arrival: Seconds
     body: bytes
     output_tokens: list[int] = []
     priority: int = 0
@@ -90,7 +91,7 @@ class Lost(Message):
     next one may be on its way to the unit already, and goes on."""
 
     request_ids: list[str]
-    attempts: list[int]
+    attempts: list[Count]
     reason: str
 
 
@@ -98,7 +99,7 @@ class Refused(Message):
     """The request can never be served; `message` is for the user."""
 
     request_id: str
-    attempt: int
+    attempt: Count
     message: str
 
 
@@ -115,14 +116,14 @@ class Admit(Message):
     """
 
     request_id: str
-    incarnation: int
-    attempt: int
+    incarnation: Count
+    attempt: Count
     gateway_epoch: str
     reply_to: str
     body: bytes
     output_tokens: list[int] = []
     adopt: str = ""
-    computed_tokens: int = 0
+    computed_tokens: Count = 0
     foreign: bool = False
 
 
@@ -135,12 +136,12 @@ class Lease(Message):
     have their first token for `decode`), or `both` in every step.
     """
 
-    lease_id: int
-    steps: int
-    seconds: float
+    lease_id: Count
+    steps: Count
+    seconds: Seconds
     admit: list[Admit] = []
-    tokens: int = 0
-    phase: str = "both"
+    tokens: Count = 0
+    phase: Literal["prefill", "decode", "both"] = "both"
 
 
 class Abort(Message):
@@ -184,11 +185,11 @@ class HandOver(Message):
     """
 
     request_id: str
-    incarnation: int
+    incarnation: Count
     key: str
-    blocks: int
-    computed_tokens: int
-    output_tokens: list[int]
+    blocks: Count
+    computed_tokens: Count
+    output_tokens: list[Count]
 
 
 class Prefilled(Message):
@@ -197,16 +198,16 @@ class Prefilled(Message):
     `output_tokens` is what the request has generated so far (at least the first token)."""
 
     request_id: str
-    incarnation: int
-    output_tokens: list[int]
+    incarnation: Count
+    output_tokens: list[Count]
 
 
 class Returned(Message):
     """A decode engine preempted the request (no page was left for it): it must be prefilled again, before others."""
 
     request_id: str
-    incarnation: int
-    output_tokens: list[int]
+    incarnation: Count
+    output_tokens: list[Count]
 
 
 class EngineLost(Message):
@@ -220,9 +221,9 @@ class HeldRequests(Message):
     """Answer to `ShowRequests`: the requests that the engine goes on with, after it has taken in lease `lease_id` and
     told everything that happened before. Incarnations belong to the ids in order."""
 
-    lease_id: int
+    lease_id: Count
     request_ids: list[str]
-    incarnations: list[int]
+    incarnations: list[Count]
 
 
 class StepReport(Message):
@@ -236,20 +237,20 @@ class StepReport(Message):
     with one stage.
     """
 
-    lease_id: int
+    lease_id: Count
     lease_left: int
-    seconds: float
-    tokens: int
-    running: int
-    waiting: int
+    seconds: Seconds
+    tokens: Count
+    running: Count
+    waiting: Count
     finished: list[str] = []
     handed: list[HandOver] = []
     returned: list[Returned] = []
-    steps: int = 1
+    steps: Count = 1
     prefilled: list[Prefilled] = []
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    bubbles: list[float] = []
+    prefill_tokens: Count = 0
+    prefill_seconds: Seconds = 0.0
+    bubbles: list[Seconds] = []
 
 
 # ---------------------------------------------------------------- controller or gateway <-> unit scheduler
@@ -288,7 +289,7 @@ class EngineSuspect(Message):
 class GatewayDown(Message):
     """The controller saw gateway number `gateway` die: every request of that gateway is cancelled."""
 
-    gateway: int = 0
+    gateway: Count = 0
 
 
 class Retire(Message):
@@ -330,5 +331,5 @@ class TokensHeader(Message):
 
     gateway_epoch: str
     model: str
-    engine: int
-    entries: list[tuple[str, int, int]]
+    engine: Count
+    entries: list[tuple[str, Count, Count]]

@@ -104,14 +104,14 @@ def beating(run_dir: Path, name: str) -> Callable[[], None]:
 def unit(file: str, journal: Journal) -> None:
     import zmq
 
-    from muxserve import wire
+    from muxserve import network, wire
 
     deployment = read(file)
     name = deployment["unit"]
     address = Path(deployment["run_dir"]) / "unit.sock"
     address.unlink(missing_ok=True)
     sock = zmq.Context().socket(zmq.ROUTER)
-    sock.bind(f"ipc://{address}")
+    network.bind_local(sock, f"ipc://{address}")
     beat = beating(Path(file).parent, "unit")
     while True:
         beat()
@@ -141,14 +141,14 @@ def unit(file: str, journal: Journal) -> None:
 def scheduler(file: str, journal: Journal) -> None:
     import zmq
 
-    from muxserve import deployment, wire
+    from muxserve import deployment, network, wire
 
     fleet = deployment.load_fleet_deployment(file)
     journal.write("scheduler starts")
     signal.signal(signal.SIGHUP, lambda *_: journal.write(f"scheduler {seen(file)}"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     sock = zmq.Context().socket(zmq.ROUTER)
-    sock.bind(fleet.scheduler_address)
+    network.bind_local(sock, fleet.scheduler_address)
     orders, greeted = Path(fleet.run_dir) / "orders", False
     while True:
         # Before it has greeted, there is no way to the controller.

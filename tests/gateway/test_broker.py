@@ -19,7 +19,7 @@ from muxserve.gateway.broker import Broker
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.tracked import Output, Tracked
-from muxserve.network import NetworkError, bind_tcp, connect, new_keys, tcp_address
+from muxserve.network import NetworkError, bind_local, bind_tcp, connect, new_keys, tcp_address
 from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, UnitHello, decode, encode
 from tests.gateway.deployments import deployment, model
 from tests.gateway.world import Out
@@ -111,7 +111,7 @@ async def test_a_unit_of_another_machine_is_reached_with_keys(directory: Path, p
     port = bind_tcp(router, HOST, 0, KEYS)
     remote, local = entry(directory, "far", tcp_address(HOST, port)), entry(directory, "near")
     near = peers.socket(zmq.ROUTER)
-    near.bind(local.unit_address)
+    bind_local(near, local.unit_address)
     front = Front()
     broker = broker_of(fleet(directory, remote, local))
     broker.attach("m", front)
@@ -142,7 +142,7 @@ async def test_a_unit_of_another_machine_is_reached_with_keys(directory: Path, p
 async def test_a_unit_that_moved_to_another_address_is_linked_anew(directory: Path, peers: Peers) -> None:
     first, second = peers.socket(zmq.ROUTER), peers.socket(zmq.ROUTER)
     addresses = [f"ipc://{directory}/{name}.sock" for name in ("first", "second")]
-    first.bind(addresses[0]), second.bind(addresses[1])
+    bind_local(first, addresses[0]), bind_local(second, addresses[1])
     at_first = fleet(directory, msgspec.structs.replace(entry(directory, "u0"), unit_address=addresses[0]))
     broker = broker_of(at_first)
     broker.start()
@@ -166,7 +166,7 @@ async def test_a_unit_that_moved_to_another_address_is_linked_anew(directory: Pa
 async def test_of_units_that_cannot_be_linked_the_others_do_not_suffer(directory: Path, peers: Peers) -> None:
     router = peers.socket(zmq.ROUTER)
     near = entry(directory, "near")
-    router.bind(near.unit_address)
+    bind_local(router, near.unit_address)
     # Not linked before: with a host of its own that it does not have, and without keys for the network.
     nowhere = entry(directory, "nowhere", "tcp://127.0.0.1:9")
     broker = broker_of(fleet(directory, tokens_host="203.0.113.7"))
@@ -192,7 +192,7 @@ async def test_the_global_scheduler_is_linked_while_it_is_needed(directory: Path
     units = [entry(directory, "u0"), entry(directory, "u1")]
     alone, both = fleet(directory, units[0]), fleet(directory, *units)
     router = peers.socket(zmq.ROUTER)
-    router.bind(both.scheduler_address)
+    bind_local(router, both.scheduler_address)
     broker = broker_of(alone)
     broker.start()
     try:

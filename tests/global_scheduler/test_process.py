@@ -53,7 +53,7 @@ class Client:
         self.socket.identity = identity.encode()
         self.socket.linger = 0
         self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self.socket.connect(address)
+        network.connect(self.socket, address)
 
     def say(self, message: Message) -> None:
         self.socket.send(encode(message))
@@ -92,7 +92,7 @@ class FakeUnit:
             )
         else:
             Path(entry.deployment.run_dir).mkdir(exist_ok=True)
-            self.socket.bind(entry.unit_address)
+            network.bind_local(self.socket, entry.unit_address)
         self.scheduler = b""
         self.last: list[bytes] | None = None
 

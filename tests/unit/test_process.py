@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 import zmq
 
@@ -23,15 +26,21 @@ from muxserve.memory.client import MemoryClient
 from muxserve.network import connect, free_port, new_keys, tcp_address
 from muxserve.wire import (
     Abort,
+    AnyMessage,
     Cancel,
+    Detached,
     EngineDown,
     EngineHello,
+    GatewayDown,
     GatewayHello,
     HandOver,
     Lease,
     Lost,
     Message,
     Reset,
+    Retire,
+    Returned,
+    SchedulerHello,
     StateRequest,
     StepReport,
     Submit,
@@ -56,7 +65,7 @@ class Peer:
         self.socket.identity = identity.encode()
         self.socket.linger = 0
         self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self.socket.connect(address)
+        connect(self.socket, address)
         self.heard: list[Message] = []
 
     def say(self, message: Message) -> None:
@@ -328,7 +337,7 @@ def test_garbage_is_ignored(unit: Unit) -> None:
     stranger.socket.send_multipart([b"too", b"many", b"frames"])
     nobody = unit.context.socket(zmq.DEALER)  # with an identity that ZeroMQ makes up, which is no text
     nobody.linger = 0
-    nobody.connect(unit.deployment.unit_address)
+    connect(nobody, unit.deployment.unit_address)
     nobody.send(encode(EngineHello("a", "prefill", 1)))
     nobody.send(encode(StateRequest()))
     assert nobody.poll(PATIENCE * 1000)
@@ -338,6 +347,109 @@ def test_garbage_is_ignored(unit: Unit) -> None:
     assert unit.state(gateway)["models"]["a"]["arrived"] == 0
     assert unit.process.poll() is None
     assert "none of ours" in unit.words()
+
+
+def test_a_stranger_without_the_secret_changes_nothing(unit: Unit) -> None:
+    gateway, prefill, decode_ = unit.gateway(), unit.engine("a", "prefill"), unit.engine("a", "decode")
+    unit.until(gateway, lambda state: state["memory_connected"])
+    gateway.say(submit("r"))
+    lease = prefill.hear(Lease)
+    # It speaks as the gateway, as the engine and as the controller, before and after the others have spoken.
+    spoken: dict[str, list[Message]] = {
+        "gateway/g1": [GatewayHello("g1", REPLY_TO), Cancel(["r"]), submit("s")],
+        "a/prefill": [EngineHello("a", "prefill", 9), StepReport(lease.lease_id, 0, 0.1, 9, 0, 0, finished=["r"])],
+        "controller/1": [EngineDown("a", "prefill", "says a stranger"), GatewayDown(0)],
+    }
+    strangers = []
+    for identity, messages in spoken.items():
+        stranger = unit.context.socket(zmq.DEALER)
+        strangers.append(stranger)
+        stranger.identity, stranger.linger = identity.encode(), 0
+        for message in messages:
+            with suppress(zmq.Again):
+                stranger.send(encode(message), zmq.NOBLOCK)
+        stranger.connect(unit.deployment.unit_address)
+        for message in messages:
+            with suppress(zmq.Again):
+                stranger.send(encode(message), zmq.NOBLOCK)
+    prefill.prefill(lease)
+    decode_.finish(decode_.hear(Lease))
+    state = unit.until(gateway, lambda state: state["models"]["a"]["finished"] == 1)
+    assert state["models"]["a"]["arrived"] == 1
+    assert state["models"]["a"]["cancelled"] == state["models"]["a"]["lost"] == 0
+    assert state["engines"]["a/prefill"]["pid"] == 1
+    assert not any(stranger.poll(0) for stranger in strangers)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_impossible_messages_of_peers_with_the_secret_end_nothing(unit: Unit) -> None:
+    """Every message of the protocol with random fields, under every identity, while real ones are served."""
+    rng = random.Random(7)
+    gateway, prefill, decode_ = unit.gateway(), unit.engine("a", "prefill"), unit.engine("a", "decode")
+    other = unit.engine("b", "decode")
+    unit.until(gateway, lambda state: state["memory_connected"])
+    liars = [unit.peer(identity) for identity in ("gateway/liar", "migrator", "b/prefill", "scheduler/x", "x/y", "z")]
+    kinds = sorted(get_args(AnyMessage), key=lambda kind: kind.__name__)
+    # These say truly, by whoever has the secret, that something has ended or begins.
+    kinds = [k for k in kinds if k not in (EngineDown, GatewayDown, Retire, GatewayHello, SchedulerHello, EngineHello)]
+    for round_ in range(3):
+        for liar in liars:
+            for kind in kinds:
+                liar.socket.send(msgspec.msgpack.encode(random_fields(rng, kind)))
+        # An engine of another model speaks of requests and leases that it does not have.
+        name = f"r{round_}"
+        gateway.say(submit(name))
+        lease = prefill.hear(Lease)
+        (admit,) = lease.admit
+        handed = HandOver(name, admit.incarnation, "not there", 2, 20, [1])
+        for lease_id in (lease.lease_id, 1 << 62):
+            more = {"finished": [name], "handed": [handed], "returned": [Returned(name, admit.incarnation, [1])]}
+            other.say(StepReport(lease_id, 0, 0.1, 5, 0, 0, **more))
+            other.say(Detached(name, admit.incarnation, "not there", 0, [], 0, []))
+        prefill.prefill(lease)
+        decode_.finish(decode_.hear(Lease))
+        unit.until(gateway, lambda state, n=round_: state["models"]["a"]["finished"] == n + 1)  # type: ignore[misc]
+    assert unit.process.poll() is None
+    words = unit.words()
+    assert "impossible StepReport from b/decode" in words
+    assert words.count("impossible StepReport") == 1, "the same again is not said again at once"
+    assert len(words.splitlines()) < 150
+
+
+def random_fields(rng: random.Random, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A message of that kind, most of whose fields have the right type."""
+
+    def some(kind: Any) -> Any:
+        origin, arguments = get_origin(kind), get_args(kind)
+        if rng.random() < 0.03:
+            return rng.choice([None, -1, "", [], {}, float("nan"), 1 << 63])
+        if origin is Annotated:
+            return some(arguments[0])
+        if origin is Literal:
+            return rng.choice(arguments)
+        if origin in (Union, UnionType):
+            return some(rng.choice(arguments))
+        if origin is list:
+            return [some(arguments[0]) for _ in range(rng.randrange(3))]
+        if origin is tuple:
+            return [some(each) for each in arguments if each is not Ellipsis]
+        if origin is dict:
+            return {some(arguments[0]): some(arguments[1]) for _ in range(rng.randrange(3))}
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            return fields_of(kind)
+        simple: dict[Any, Any] = {
+            int: rng.choice([0, 1, 5, 1 << 40]),
+            float: rng.choice([0.0, 0.01, 1e9, -1.0]),
+            bool: rng.random() < 0.5,
+            bytes: rng.randbytes(4),
+        }
+        return simple.get(kind, rng.choice(["a", "b", "r0", "x", "decode"]))
+
+    def fields_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+        return {name: some(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+
+    return {"t": kind.__name__, **fields_of(kind)}
 
 
 def test_sigterm_ends_it_cleanly(unit: Unit) -> None:
