@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <thread>
 
 #include "client/client.hpp"
@@ -294,6 +295,40 @@ TEST(Server, ReleasesExpiredHandOffsByItself) {
   thread.join();
   fixture.manager.check();
   unlink((directory + "/s").c_str());
+  rmdir(directory.c_str());
+}
+
+TEST(Server, BeatsWhileNobodyAsks) {
+  char name[] = "/tmp/mux-memory-XXXXXX";
+  const std::string directory = mkdtemp(name);
+  const std::string file = directory + "/beats/memory.beat";
+  Fixture fixture;
+  Dispatcher dispatcher(fixture.manager, {});
+  const auto read = [&] {
+    std::uint64_t beats = 0;
+    std::ifstream(file, std::ios::binary).read(reinterpret_cast<char*>(&beats), sizeof beats);
+    return beats;
+  };
+  {
+    Heartbeat heartbeat(file);
+    const std::uint64_t first = read();
+    EXPECT_GE(first, 1U);
+    Server server(dispatcher, directory + "/s");
+    server.beat_in(heartbeat);
+    std::thread thread([&] { server.run(); });
+    while (read() < first + 3) std::this_thread::yield();
+    server.stop();
+    thread.join();
+  }
+  // Who comes next goes on from there.
+  const std::uint64_t last = read();
+  Heartbeat next(file);
+  EXPECT_GT(read(), last);
+  // Without a place for it there is no heartbeat, and no harm.
+  EXPECT_FALSE(Heartbeat(directory + "/no/such/place").watched());
+  EXPECT_FALSE(Heartbeat("").watched());
+  unlink(file.c_str());
+  rmdir((directory + "/beats").c_str());
   rmdir(directory.c_str());
 }
 

@@ -26,8 +26,12 @@ from typing import Any
 
 import msgspec
 
+from muxserve.cluster.event_lines import to_line
+from muxserve.cluster.events import Down, PartId
 from muxserve.cluster.orphans import end_orphans
 from muxserve.cluster.run_dir import LOCK, RunDirError, claim, default_base
+from muxserve.cluster.watch import Watch
+from muxserve.cluster.watchdog import Finding, State
 from muxserve.deployment import Deployment, Listen, save
 from muxserve.network import NetworkError, free_port
 
@@ -154,6 +158,7 @@ class UnitActor:
         os.close(lock)
         self._note = _usual_priority(self._process.pid)
         threading.Thread(target=self._read, args=(self._process,), name="host", daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._process,), name="watchdog", daemon=True).start()
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -166,6 +171,24 @@ class UnitActor:
         with self._changed:
             self._finished = True
             self._changed.notify_all()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a host that hangs; whoever starts the unit again learns of that as of any end."""
+        host = PartId("host")
+        watch = Watch(self._deployment.watchdog, self._deployment.run_dir)
+
+        def found(finding: Finding[PartId]) -> None:
+            if finding.state is State.HUNG:
+                reason = f"hung: no sign of life for {finding.silence:.0f} s"
+                with self._changed:
+                    self._lines.append(to_line(Down(host, reason, 0.0, hung=True)))
+                    self._said += 1
+                process.kill()
+
+        watch.begin(host, process.pid, found, begun=False)
+        while not self._finished:
+            time.sleep(watch.period)
+            watch.look()
 
     def _ended(self) -> int | None:
         if self._problem:

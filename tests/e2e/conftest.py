@@ -28,6 +28,7 @@ def reference(pytestconfig: pytest.Config) -> dict[str, Any]:
 
 @pytest.fixture(scope="package")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The quickstart fleet. Whoever kills parts of it waits until it is whole again."""
-    with running(fleet_file(tmp_path_factory.mktemp("quickstart"))) as deployed:
+    """The quickstart fleet. Whoever kills or stops parts of it waits until it is whole again."""
+    watchdog = {"suspect": "1s", "hung": "8s"}
+    with running(fleet_file(tmp_path_factory.mktemp("quickstart"), watchdog=watchdog)) as deployed:
         yield deployed

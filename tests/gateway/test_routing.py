@@ -50,6 +50,11 @@ class Told:
     def learn(self, units: str, scheduler: bool = False, models: tuple[str, ...] = (MODEL,)) -> None:
         self.router.learn({unit: [MODEL] for unit in units}, [MODEL] if scheduler else [], models, self.now)
 
+    def suspect(self, units: str, *suspects: str) -> None:
+        self.router.learn(
+            {unit: [MODEL] for unit in units}, [], [MODEL], self.now, {(unit, MODEL) for unit in suspects}
+        )
+
     def submit(self, front_id: str = "r") -> Tracked:
         request = Tracked(self.table.new_id(), front_id, MODEL, b"", 10, 100, self.now)
         self.router.submit(request, self.now)
@@ -89,6 +94,16 @@ class Told:
 
 
 # ------------------------------------------------------------ one unit
+
+
+def test_a_replica_that_gives_no_sign_of_life_is_passed_over_where_others_serve() -> None:
+    told = Told("ab")
+    told.suspect("ab", "a")
+    assert [told.submit(str(number)).unit for number in range(3)] == ["b", "b", "b"]
+    told.suspect("ab", "a", "b")
+    assert told.submit("x").unit == "a"  # nobody else is there
+    told.suspect("ab")
+    assert told.submit("y").unit == "a"
 
 
 def test_with_one_replica_nobody_is_asked() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from muxserve.deployment import Suspect
 from muxserve.global_scheduler.outbox import Unit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level, PriorityError
@@ -173,6 +174,25 @@ def test_a_unit_that_is_silent_is_down_and_greeted_again() -> None:
     world.report("u0", load())
     world.say(G0, place("s"))
     assert world.heard(Placed) == [Placed("s", "u0")]
+
+
+def test_a_replica_that_gives_no_sign_of_life_gets_nothing_until_it_gives_some_again() -> None:
+    world = World(fleet({"u0": ["a", "b"], "u1": ["a", "b"]}))
+    for unit in ("u0", "u1"):
+        world.report(unit, load("a"), load("b"))
+    known = world.core.fleet
+    world.change(msgspec.structs.replace(known, suspects=(Suspect("engine a/decode", "u0", ("a",)),)))
+    world.report("u0", load("a"), load("b"))  # it goes on to report
+    world.report("u1", load("a", used=9_000, running=9), load("b", used=9_000, running=9))
+    world.say(G0, place("r", "a"))
+    world.say(G0, place("s", "b"))
+    assert world.heard(Placed) == [Placed("r", "u1"), Placed("s", "u0")]
+    world.change(known)
+    # What it said meanwhile is asked for again.
+    assert world.heard(SchedulerHello, Unit("u0")) == [SchedulerHello("s1")]
+    world.report("u0", load("a"), load("b"))
+    world.say(G0, place("t", "a"))
+    assert world.heard(Placed) == [Placed("t", "u0")]
 
 
 def test_a_model_that_a_unit_does_not_report_is_down_there() -> None:

@@ -3,8 +3,8 @@
 The units are real; gateway and global scheduler are played (`benchmarks/two_units.py`). A step lasts because the
 process that it waits for is stopped, or copying is slow.
 
-Every process and every step is met, but not each with each: that is 40 cases of about seven seconds, which run with
-MUXSERVE_EVERY_FAULT=1.
+Every process and every step is met, but not each with each, and one of them is stopped instead of killed: all that is
+120 cases of seven to twenty seconds, which run with MUXSERVE_EVERY_FAULT=1.
 """
 
 from __future__ import annotations
@@ -46,8 +46,13 @@ PARTS = ("decode", "prefill", "migrator", "memory", "scheduler")
 # Whoever is stopped for a step not to end. The last stage has to wait for the bandwidth of the first.
 HELD_BY = {"showing": ("a", "decode"), "copying": ("b", "migrator"), "committing": ("b", "scheduler")}
 VICTIMS = [f"{unit}-{part}" for part in PARTS for unit in "ab"]
-EVERY = [(step, victim) for step in STEPS for victim in VICTIMS]
-SOME = [(STEPS[number % len(STEPS)], victim) for number, victim in enumerate(VICTIMS)]
+KILLED, PAUSED, STOPPED = "killed", "stopped for 5 s", "stopped for good"
+PAUSE_SECONDS = 5.0
+EVERY = [(step, victim, how) for how in (KILLED, PAUSED, STOPPED) for step in STEPS for victim in VICTIMS]
+SOME = [
+    *((STEPS[number % len(STEPS)], victim, KILLED) for number, victim in enumerate(VICTIMS)),
+    ("copying", "a-migrator", STOPPED),
+]
 TRIES = 5
 ASK_SECONDS = 0.004
 GREET_SECONDS = 0.2
@@ -181,9 +186,9 @@ def moves(units: Gateway) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("step", "victim"), EVERY if os.environ.get("MUXSERVE_EVERY_FAULT") else SOME)
-def test_any_process_killed_in_any_step(
-    units: Gateway, body: bytes, expected: list[int], step: str, victim: str
+@pytest.mark.parametrize(("step", "victim", "how"), EVERY if os.environ.get("MUXSERVE_EVERY_FAULT") else SOME)
+def test_any_process_killed_or_stopped_in_any_step(
+    units: Gateway, body: bytes, expected: list[int], step: str, victim: str, how: str
 ) -> None:
     units.states.clear()
     units.until(lambda: healthy(units))
@@ -205,11 +210,20 @@ def test_any_process_killed_in_any_step(
     else:
         pytest.fail(f"no move was met {step}")
     unit, part = victim.split("-")
-    process(units, unit, part).send_signal(signal.SIGKILL)
+    struck = process(units, unit, part)
+    struck.send_signal(signal.SIGKILL if how == KILLED else signal.SIGSTOP)
     units.end_moving("a")
-    if held is not None:
+    if held is not None and held != struck:
         with contextlib.suppress(psutil.NoSuchProcess):
             held.resume()
+    if how == PAUSED:
+        end = time.monotonic() + PAUSE_SECONDS
+        units.until(lambda: time.monotonic() > end)
+    if how != STOPPED:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            struck.resume()
+    else:
+        units.until(lambda: not struck.is_running() or struck.status() == psutil.STATUS_ZOMBIE)
     units.until(lambda: seen.finished)
     assert seen.tokens == expected
     assert units.again.count(name) <= 3

@@ -15,6 +15,7 @@ from muxserve.wire import (
     EngineDown,
     EngineHello,
     EngineLost,
+    EngineSuspect,
     GatewayDown,
     GatewayHello,
     HandOver,
@@ -633,3 +634,28 @@ def test_the_state_is_json_and_says_what_there_is() -> None:
     assert state["engines"]["a/decode"]["lease"]["left"] > 0
     assert state["pools"]["main"]["total_pages"] == 1000
     assert set(state["pools"]["main"]["usage"]) == {"a", "b"}
+
+
+# ---------------------------------------------------------------- engines that hang
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_engine_that_gives_no_sign_of_life_gets_no_work(phase: str) -> None:
+    bench = Bench(model("a"), model("b"))
+    bench.say(b"controller/1", EngineSuspect("a", phase, True))
+    assert bench.state()["engines"][f"a/{phase}"]["suspect"]
+    # What would have to go through it waits; the other model does not.
+    assert to("a/prefill", Lease, bench.submit("r-a", "a")) == []
+    assert to("b/prefill", Lease, bench.submit("r-b", "b")) != []
+    bench.hand_over("r-b", "b")
+    (lease,) = to("a/prefill", Lease, bench.say(b"controller/1", EngineSuspect("a", phase, False)))
+    assert [admit.request_id for admit in lease.admit] == ["r-a"]
+
+
+def test_an_engine_that_was_killed_is_not_suspected_any_more() -> None:
+    bench = Bench()
+    bench.say(b"controller/1", EngineSuspect("a", "decode", True))
+    bench.say(b"controller/1", EngineDown("a", "decode", "hung: no sign of life for 10 s"))
+    bench.say(b"a/decode", EngineHello("a", "decode", 4712))
+    assert not bench.state()["engines"]["a/decode"]["suspect"]
+    assert to("a/prefill", Lease, bench.submit("r")) != []
