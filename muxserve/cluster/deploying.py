@@ -8,7 +8,7 @@ from muxserve.cluster.arrangement import batching_of, phases_of, policy_of
 from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.rules import levels_of, migration_of, watchdog_of
 from muxserve.config import Fleet, Model
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve.deployment import Deployment, GatewayDeployment, GrammarLimits, ModelDeployment, PoolDeployment
 from muxserve.replicas.migration import MigrationRules
 from placement import ModelDemand, ModelPlan
 
@@ -52,6 +52,14 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
         max_body_bytes=gateway.max_body,
         drain_seconds=gateway.drain_seconds,
         count=gateway.count,
+        grammars=GrammarLimits(
+            max_bytes=gateway.structured_output.max_bytes,
+            max_expansion=gateway.structured_output.max_expansion,
+            max_depth=gateway.structured_output.max_depth,
+            compile_seconds=gateway.structured_output.compile_timeout,
+            compile_bytes=gateway.structured_output.compile_memory,
+            workers=gateway.structured_output.workers,
+        ),
     )
 
 

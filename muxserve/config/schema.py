@@ -210,6 +210,19 @@ class Model(Section):
     demo: str | None = Field(default=None, min_length=1, description="Question that `muxserve deploy --demo` asks")
 
 
+class StructuredOutput(Section):
+    """What a request may constrain its answer with, and what compiling that may cost."""
+
+    max_bytes: Size = Field(default=64 << 10, description='Largest grammar as it is sent, e.g. "64KiB"')
+    max_expansion: int = Field(
+        default=10_000_000, ge=1, description="Elements that a grammar may have with all repetitions written out"
+    )
+    max_depth: int = Field(default=64, ge=1, le=64, description="How deeply a grammar may be nested")
+    compile_timeout: Seconds = Field(default=5.0, description="CPU time that compiling one grammar may take")
+    compile_memory: Size = Field(default=512 << 20, description="Memory that compiling one grammar may take")
+    workers: int = Field(default=1, ge=1, le=64, description="Slow grammars that one gateway compiles at once")
+
+
 class Gateway(Section):
     """The OpenAI endpoint."""
 
@@ -221,6 +234,9 @@ class Gateway(Section):
     max_body: Size = Field(default=4 << 20, description='Largest request body, e.g. "4MiB"')
     drain_seconds: Seconds = Field(default=30.0, description="How long running requests may go on after Ctrl-C")
     count: int = Field(default=1, ge=1, le=64, description="Gateway processes that share the port")
+    structured_output: StructuredOutput = Field(
+        default=StructuredOutput(), description="Limits of JSON schemas, regexes and other grammars in requests"
+    )
 
     @property
     def keys(self) -> list[str]:

@@ -104,6 +104,20 @@ class ModelDeployment(msgspec.Struct, frozen=True):
         return self.layers * self.kv_heads
 
 
+class GrammarLimits(msgspec.Struct, frozen=True):
+    """What a request may constrain its answer with (schema, regex, choices, EBNF), and what compiling it may cost."""
+
+    # As sent; and with all repetitions written out, in elements.
+    max_bytes: int = 64 << 10
+    max_expansion: int = 10_000_000
+    max_depth: int = 64
+    # CPU seconds and bytes of compiling one of them.
+    compile_seconds: float = 5.0
+    compile_bytes: int = 512 << 20
+    # Slow ones that a gateway compiles at once; as many quick ones overtake them.
+    workers: int = 1
+
+
 class GatewayDeployment(msgspec.Struct, frozen=True):
     """Where the OpenAI endpoint listens and whom it lets in. No keys: anyone who can connect."""
 
@@ -114,6 +128,7 @@ class GatewayDeployment(msgspec.Struct, frozen=True):
     drain_seconds: float = 30.0
     # Gateway processes at that address; the kernel spreads connections over them.
     count: int = 1
+    grammars: GrammarLimits = GrammarLimits()
 
 
 class WatchdogRules(msgspec.Struct, frozen=True):

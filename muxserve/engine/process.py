@@ -15,6 +15,7 @@ from vllm.v1.executor.abstract import Executor
 from muxserve.deployment import Deployment
 from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import Binding, bind, current
+from muxserve.engine.grammars import use_grammars
 from muxserve.engine.loop import EngineLoop
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory.client import MemoryClient
@@ -40,6 +41,7 @@ def run_engine(
     binding = Binding(deployed, phase, client, client.map(model))
     bind(binding)
     core = EngineCore(config, executor_of, log_stats=True)
+    use_grammars(core)
     warm_up(core)
     loop = EngineLoop(deployment, binding, core)
     on_up()

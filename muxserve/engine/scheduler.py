@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -27,6 +27,7 @@ from muxserve.engine.binding import current
 from muxserve.engine.block_pool import Filled, PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps
 from muxserve.engine.demand import demand_of_step
+from muxserve.engine.grammars import NOTHING_LEFT, Grammars
 from muxserve.engine.one_phase import one_phase
 from muxserve.engine.runner import RESUMED_OUTPUT
 
@@ -255,12 +256,30 @@ class PhaseScheduler(Scheduler):
         if scheduler_output.num_scheduled_tokens:
             self._in_vain = False
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._tell_ended_grammars(outputs)
         ran = [request_id for request_id in self._prompts if request_id in scheduler_output.num_scheduled_tokens]
         for request_id in ran:
             request = self.requests[request_id]
             if request.num_output_tokens > self._prompts[request_id]:
                 self._first_token(request)
         return outputs
+
+    def _tell_ended_grammars(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """A request whose grammar and other constraints left no token has what it has, and a reason; vLLM tells of an
+        error, together with the token that was sampled of none."""
+        grammars = self.structured_output_manager
+        if not isinstance(grammars, Grammars) or not grammars.ended:
+            return
+        for batch in outputs.values():
+            for output in batch.outputs:
+                reason = grammars.ended.get(output.request_id)
+                if reason is not None and output.finish_reason is FinishReason.ERROR:
+                    output.stop_reason = reason
+                    output.new_token_ids = []
+                    output.new_logprobs = None
+                    if reason is NOTHING_LEFT:
+                        output.finish_reason = FinishReason.STOP
+        grammars.ended.clear()
 
     def _first_token(self, request: Request) -> None:
         if self.phase == "prefill":
@@ -302,15 +321,19 @@ class PhaseScheduler(Scheduler):
 
     def _forget(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
+        if isinstance(self.structured_output_manager, Grammars):
+            self.structured_output_manager.forget(request_id)
         if self.budget is not None:
             self.budget.forget(request_id)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         waited = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         ready = super()._handle_blocked_waiting_request(request)
+        # The grammar is new in this process: lead it over the tokens that exist already.
         if waited and ready and request.num_output_tokens:
-            # The grammar is new in this process: lead it over the tokens that exist already.
-            self.structured_output_manager.accept_tokens(request, list(request.output_token_ids))
+            ready = self.structured_output_manager.accept_tokens(request, list(request.output_token_ids))
+            if not ready:
+                self.grammar_compile_error_reqs.add(request.request_id)
         return ready
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

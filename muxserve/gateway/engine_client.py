@@ -17,6 +17,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from muxserve.deployment import ModelDeployment
 from muxserve.gateway.broker import Broker
+from muxserve.gateway.grammars import Grammars
 from muxserve.gateway.measure import Outcome, current_http
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.priorities import Priority
@@ -29,8 +30,10 @@ class UnitEngineClient(EngineCoreClient):
     """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine or that
     of both phases."""
 
-    def __init__(self, model: ModelDeployment, broker: Broker) -> None:
+    def __init__(self, model: ModelDeployment, broker: Broker, grammars: Grammars) -> None:
         self.model = model.name
+        self._deployment = model
+        self._grammars = grammars
         self.broker = broker
         self.engine_ranks_managed = [0, 1] if len(model.engines) > 1 else [1]
         # Engines die and come back underneath; the client never does.
@@ -57,6 +60,9 @@ class UnitEngineClient(EngineCoreClient):
             params, prompt = request.sampling_params, request.prompt_token_ids
             assert params is not None
             assert prompt is not None
+            await self._grammars.admit(self._deployment, params)
+            if not self._has(front_id):
+                return  # cancelled meanwhile
             wire_id = self.broker.table.new_id()
             http = current_http.get()
             priority = http.priority if http is not None else Priority()
@@ -128,6 +134,10 @@ class UnitEngineClient(EngineCoreClient):
         return self._end(front_id, GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE))
 
     # ------------------------------------------------------------ inside
+
+    def _has(self, front_id: str) -> bool:
+        assert self._processor is not None
+        return front_id in self._processor.request_states
 
     def _end(self, front_id: str, error: Exception | None = None) -> list[str]:
         assert self._processor is not None

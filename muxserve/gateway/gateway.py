@@ -17,6 +17,8 @@ from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.collector import FleetCollector, GatewayCollector
+from muxserve.gateway.grammar_compiler import Started
+from muxserve.gateway.grammars import Grammars
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.offered import Offered
 from muxserve.gateway.pages import Pages
@@ -41,9 +43,10 @@ class Gateway:
     Args:
         fleet: as it stands when the process starts.
         index: which of its gateways this is.
+        compiler: the process that compiles grammars, if it was forked already.
     """
 
-    def __init__(self, fleet: FleetDeployment, index: int) -> None:
+    def __init__(self, fleet: FleetDeployment, index: int, compiler: Started | None = None) -> None:
         self.fleet = fleet
         self.index = index
         self.registry = CollectorRegistry()
@@ -53,7 +56,8 @@ class Gateway:
         self.turnstile = Turnstile(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.turnstile)
-        self.offered = Offered(self.broker, self.turnstile, self._has_left)
+        self.grammars = Grammars(fleet.gateway.grammars, compiler)
+        self.offered = Offered(self.broker, self.turnstile, self.grammars, self._has_left)
         self._endpoint: Endpoint | None = None
         self._changed = asyncio.Event()
         self._to_offer = asyncio.Event()
@@ -98,6 +102,7 @@ class Gateway:
         """Cancel what is left at the units, and close the sockets."""
         for task in self._tasks:
             task.cancel()
+        self.grammars.close()
         self.broker.close()
 
     async def _follow(self) -> None:

@@ -13,6 +13,7 @@ from muxserve.gateway import seam
 from muxserve.gateway.app import Served
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.engine_client import UnitEngineClient
+from muxserve.gateway.grammars import Grammars
 from muxserve.gateway.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class Offered:
     Args:
         broker: what they send requests to.
         turnstile: says when a model's last request has ended.
+        grammars: checks what structured outputs ask for.
         left: called when one that was withdrawn is gone.
     """
 
@@ -31,11 +33,13 @@ class Offered:
         self,
         broker: Broker,
         turnstile: Turnstile,
+        grammars: Grammars,
         left: Callable[[], None],
     ) -> None:
         self.models: dict[str, Served] = {}
         self._broker = broker
         self._turnstile = turnstile
+        self._grammars = grammars
         self._left = left
         self._front_ends: dict[str, seam.ModelFrontEnd] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
@@ -55,7 +59,7 @@ class Offered:
         models = list(models)
         seam.register_architectures(models)
         for model in models:
-            client = UnitEngineClient(model, self._broker)
+            client = UnitEngineClient(model, self._broker, self._grammars)
             try:
                 # Reads files and compiles templates: others' streams must not wait for it.
                 front_end = await asyncio.to_thread(seam.make_llm, model, client)

@@ -16,7 +16,7 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 
 from muxserve.deployment import FleetDeployment
-from muxserve.gateway import vllm_seam
+from muxserve.gateway import grammar_compiler, vllm_seam
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.listener import bind, raise_file_limit
@@ -46,18 +46,24 @@ def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Ca
     ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them
     raise_file_limit()
+    compiler = grammar_compiler.fork()  # while there is one thread
     listener = bind(fleet.gateway)
     with asyncio.Runner(loop_factory=loop_factory()) as runner, listener:
-        runner.run(_serve(fleet, index, listener, lifeline_fd, on_up))
+        runner.run(_serve(fleet, index, compiler, listener, lifeline_fd, on_up))
 
 
 async def _serve(
-    fleet: FleetDeployment, index: int, listener: socket.socket, lifeline_fd: int | None, on_up: Callable[[], None]
+    fleet: FleetDeployment,
+    index: int,
+    compiler: grammar_compiler.Started,
+    listener: socket.socket,
+    lifeline_fd: int | None,
+    on_up: Callable[[], None],
 ) -> None:
     loop = asyncio.get_running_loop()
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, _end_with, lifeline_fd)
-    gateway = Gateway(fleet, index)
+    gateway = Gateway(fleet, index, compiler)
     loop.add_signal_handler(signal.SIGHUP, gateway.fleet_changed)
     beating = loop.create_task(Heartbeat(heartbeat_file(fleet.run_dir, f"gateway-{index}")).keep())
     if fleet.file.exists():

@@ -70,6 +70,8 @@ def make_llm(model: ModelDeployment, client: UnitEngineClient) -> ModelFrontEnd:
         )
     finally:
         EngineCoreClient.make_async_mp_client = stock
+    # `client` sees to it, elsewhere: compilers must not run in a process that serves.
+    llm.input_processor.structured_outputs_config = None
     client.bind(llm.output_processor)
     return ModelFrontEnd(model, client, llm, args, registry)
 
