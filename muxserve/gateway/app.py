@@ -20,6 +20,7 @@ from http import HTTPStatus
 from muxserve.gateway.admission import Keys, presented_key
 from muxserve.gateway.body import CLOSE, ClientGoneError, Replay, asked_by, read_body
 from muxserve.gateway.body_memory import BodyMemory
+from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.priorities import Priorities
@@ -102,7 +103,7 @@ class Endpoint:
         current_http.set(http)
         answer = _Answer(send, http, self)
         try:
-            await self._route(scope, receive, answer, http)
+            await self._route(scope, receive, EarlyErrors(answer), http)
         except RequestError as error:
             await respond_error(answer, error)
         except ClientGoneError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Iterable
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -43,10 +44,10 @@ class Gateway:
     Args:
         fleet: as it stands when the process starts.
         index: which of its gateways this is.
-        compiler: the process that compiles grammars, if it was forked already.
+        compilers: processes that compile grammars, the spare ones included, if they were forked already.
     """
 
-    def __init__(self, fleet: FleetDeployment, index: int, compiler: Started | None = None) -> None:
+    def __init__(self, fleet: FleetDeployment, index: int, compilers: Iterable[Started] = ()) -> None:
         self.fleet = fleet
         self.index = index
         self.registry = CollectorRegistry()
@@ -56,7 +57,7 @@ class Gateway:
         self.turnstile = Turnstile(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.turnstile)
-        self.grammars = Grammars(fleet.gateway.grammars, compiler)
+        self.grammars = Grammars(fleet.gateway.grammars, compilers)
         self.offered = Offered(self.broker, self.turnstile, self.grammars, self._has_left)
         self._endpoint: Endpoint | None = None
         self._changed = asyncio.Event()

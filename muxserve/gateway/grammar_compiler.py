@@ -3,8 +3,8 @@
     gateway ── socket ── grammar compiler (tokenizers) ── one child per grammar
 
 A grammar that takes too long is ended by the kernel, one that nobody waits for any more by the compiler, and all that
-it took comes back with its process. The first compiler is forked from the gateway before that has threads; one that has
-died is started anew:
+it took comes back with its process. A compiler and a spare one are forked from the gateway before that has threads;
+when both have died, one is started anew:
 
     python -m muxserve.gateway.grammar_compiler --socket-fd N
 
@@ -138,6 +138,7 @@ class GrammarCompiler:
         known = self._checkers.get(model.name)
         if known is None or known[0] != model:
             known = self._checkers[model.name] = model, self._make(model)
+            set_title("grammar compiler")
             # What is here now stays: without the collector's touch its pages remain shared with the children.
             gc.collect()
             gc.freeze()
@@ -274,7 +275,7 @@ def start() -> Started:
 
 def run(sock: socket.socket) -> None:
     """Be the grammar compiler at the other end of `sock`."""
-    set_title("grammar compiler")
+    set_title("spare grammar compiler")
     GrammarCompiler(sock).run()
 
 

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -60,12 +61,14 @@ class Grammars:
 
     Args:
         limits: what a grammar may be and cost.
-        compiler: the process that compiles; one is started when needed where there is none.
+        compilers: the process that compiles, and those that take its place when it dies; more are started when there
+            is none left, which takes a while.
     """
 
-    def __init__(self, limits: GrammarLimits, compiler: Started | None) -> None:
+    def __init__(self, limits: GrammarLimits, compilers: Iterable[Started] = ()) -> None:
         self.limits = limits
-        self._compiler = compiler
+        self._spare = list(compilers)
+        self._compiler: Started | None = None
         self._numbers = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._by_key: dict[bytes, Job] = {}
@@ -114,8 +117,9 @@ class Grammars:
         """End the compiler."""
         if self._reading is not None:
             self._reading.cancel()
-        if self._compiler is not None:
-            self._compiler.end()
+        for compiler in [self._compiler, *self._spare]:
+            if compiler is not None:
+                compiler.end()
 
     def _words(self, compiled: Compiled) -> str:
         if compiled.outcome == "slow":
@@ -210,8 +214,7 @@ class Grammars:
         """Listen to the compiler, and start another one when it has died."""
         while True:
             try:
-                if self._compiler is None:
-                    self._compiler = await asyncio.to_thread(grammar_compiler.start)
+                self._compiler = self._spare.pop() if self._spare else await asyncio.to_thread(grammar_compiler.start)
                 await self._listen(self._compiler)
                 log.warning("the grammar compiler died; starting another one")
                 await asyncio.to_thread(self._compiler.end)

@@ -46,16 +46,16 @@ def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Ca
     ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them
     raise_file_limit()
-    compiler = grammar_compiler.fork()  # while there is one thread
+    compilers = [grammar_compiler.fork() for _ in range(2)]  # one to spare, while there is one thread
     listener = bind(fleet.gateway)
     with asyncio.Runner(loop_factory=loop_factory()) as runner, listener:
-        runner.run(_serve(fleet, index, compiler, listener, lifeline_fd, on_up))
+        runner.run(_serve(fleet, index, compilers, listener, lifeline_fd, on_up))
 
 
 async def _serve(
     fleet: FleetDeployment,
     index: int,
-    compiler: grammar_compiler.Started,
+    compilers: list[grammar_compiler.Started],
     listener: socket.socket,
     lifeline_fd: int | None,
     on_up: Callable[[], None],
@@ -63,7 +63,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, _end_with, lifeline_fd)
-    gateway = Gateway(fleet, index, compiler)
+    gateway = Gateway(fleet, index, compilers)
     loop.add_signal_handler(signal.SIGHUP, gateway.fleet_changed)
     beating = loop.create_task(Heartbeat(heartbeat_file(fleet.run_dir, f"gateway-{index}")).keep())
     if fleet.file.exists():

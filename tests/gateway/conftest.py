@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from muxserve.deployment import GrammarLimits
 from tests.gateway.deployments import deployment, model
 from tests.gateway.rig import Rig, Running
 from tests.support.patience import PATIENCE
@@ -49,6 +50,7 @@ def gateway(rig: Rig) -> Running:
             unit="main",
             port=free_port(),
             max_body_bytes=200_000,
+            grammars=GrammarLimits(compile_seconds=1.0, compile_bytes=256 << 20),
         )
     )
     running.engines()

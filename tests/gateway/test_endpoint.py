@@ -304,8 +304,7 @@ def test_refusals_are_the_clients_to_know(client: openai.OpenAI, stream: bool) -
         list(
             client.completions.create(model="alpha", prompt=play("", refuse="longer than the pool"), stream=stream, n=2)
         )
-    if not stream:
-        assert isinstance(caught.value, openai.BadRequestError)
+    assert isinstance(caught.value, openai.BadRequestError)
 
 
 def test_a_request_that_kills_every_engine_ends(client: openai.OpenAI, gateway: Running) -> None:

@@ -92,7 +92,7 @@ def test_repetitions_are_written_out(kind: str, spec: Any, elements: int) -> Non
 
 
 def test_optional_properties_count_for_each_order_that_they_may_be_left_out_in() -> None:
-    properties = {f"p{i}": {} for i in range(100)}
+    properties: dict[str, Any] = {f"p{i}": {} for i in range(100)}
     free = measure("json", {"properties": properties}, LIMITS).elements
     fixed = measure("json", {"properties": properties, "required": list(properties)}, LIMITS).elements
     assert free - fixed == 4900  # half of 100², less the 100 names under `required`
