@@ -66,7 +66,8 @@ class Grammars(StructuredOutputManager):
         self.ended: dict[str, str] = {}
         self._backends: dict[str, StructuredOutputBackend] = {}
         self._making = threading.Lock()
-        self._broken: set[object] = set()
+        # By identity, since some backends' grammars cannot be hashed.
+        self._broken: dict[int, StructuredOutputGrammar] = {}
         self._compiling: dict[str, Future[StructuredOutputGrammar]] = {}
         self.executor = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar", initializer=_be_nice)
 
@@ -107,15 +108,15 @@ class Grammars(StructuredOutputManager):
                 log.exception("a grammar cannot say which tokens it allows")
                 assert self._grammar_bitmask is not None
                 self._grammar_bitmask[each[1]].fill_(self._full_mask)
-                self._broken.add(each[0])
+                self._broken[id(each[0])] = each[0]
 
     def accept_tokens(self, request: Request, new_token_ids: list[int]) -> bool:
         if not request.use_structured_output or not new_token_ids:
             return True
         assert request.structured_output_request is not None
         grammar = request.structured_output_request.grammar
-        if grammar in self._broken:
-            self._broken.discard(grammar)
+        if id(grammar) in self._broken:
+            del self._broken[id(grammar)]
             self.ended[request.request_id] = BROKEN
             return False
         if _excluded(request, new_token_ids):

@@ -202,3 +202,50 @@ async def test_a_client_that_goes_away_frees_its_pages(fleet: Fleet) -> None:
     assert fleet.pages_in_use() > 0
     await stream.close()
     await asyncio.to_thread(fleet.wait_pages_free)
+
+
+def test_constraints_that_leave_no_token_end_the_answer_with_a_reason(fleet: Fleet) -> None:
+    """Which token comes second is known only when the first has come; the engine that finds none goes on."""
+    engines = {p.pid for p in fleet.processes() if "muxserve engine atlas" in " ".join(p.cmdline())}
+    body = {"model": "atlas", "prompt": "y", "add_special_tokens": False}
+    (letter,) = httpx.post(f"{fleet.url}/tokenize", json=body).json()["tokens"]
+    for temperature in (0, 1):
+        for regex, extra in (
+            ("yes", {"allowed_token_ids": [letter]}),
+            ("y", {"min_tokens": 4}),
+            ("(yes|yno)", {"bad_words": ["yes", "yno"], "allowed_token_ids": [letter]}),
+        ):
+            answer = fleet.client.completions.create(
+                model="atlas",
+                prompt="Say it",
+                temperature=temperature,
+                max_tokens=20,
+                logprobs=1,
+                extra_body={"structured_outputs": {"regex": regex}, **extra},
+            )
+            (choice,) = answer.choices
+            assert (choice.text, choice.finish_reason) == ("y", "stop")
+            assert "no token was left" in choice.stop_reason  # type: ignore[attr-defined]
+    with pytest.raises(openai.BadRequestError, match="no token can be the first"):
+        fleet.client.completions.create(
+            model="atlas",
+            prompt="Say it",
+            extra_body={"structured_outputs": {"regex": "no"}, "allowed_token_ids": [letter]},
+        )
+    assert engines <= {p.pid for p in fleet.processes()}
+
+
+def test_grammars_of_several_backends_in_one_engine(fleet: Fleet) -> None:
+    """What xgrammar cannot do is done by llguidance, beside and after what xgrammar does."""
+
+    def constrained(**structured: object) -> str:
+        answer = fleet.client.completions.create(
+            model="atlas", prompt="Say", temperature=0, max_tokens=12, extra_body={"structured_outputs": structured}
+        )
+        return answer.choices[0].text
+
+    for _ in range(2):
+        assert int(constrained(json={"type": "integer", "multipleOf": 7, "minimum": 14, "maximum": 98})) % 7 == 0
+        assert constrained(choice=["yes", "no"]) in ("yes", "no")
+        assert constrained(grammar='root ::= "a" [0-9]{2}')[0] == "a"
+        assert constrained(grammar='start: "b" /[0-9]{2}/')[0] == "b"
