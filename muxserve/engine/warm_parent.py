@@ -26,6 +26,12 @@ from muxserve.heartbeat import heartbeat_file
 log = logging.getLogger(__name__)
 
 
+# oneDNN keeps what it has compiled for a shape, by itself 1,024 shapes of 0.4 MB each in a prefill engine: every length
+# of a step is another one. These suffice for each batch size of a decode engine; a prefill engine meets most lengths
+# for the first time anyway.
+PRIMITIVE_CACHE = 256
+
+
 def environment() -> dict[str, str]:
     """What vLLM must find in the environment before it is imported."""
     return {
@@ -37,6 +43,7 @@ def environment() -> dict[str, str]:
         # An engine that may use more threads makes its team after it was forked.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_CACHE)),
         # vLLM salts its block hashes with this; engines that share a prefix index must agree, also after a restart.
         "PYTHONHASHSEED": str(int.from_bytes(secrets.token_bytes(4), "little")),
     }
