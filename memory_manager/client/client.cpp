@@ -7,20 +7,15 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
+
+#include "clock.hpp"
 
 namespace muxserve::memory {
 namespace {
 
-constexpr std::uint32_t kMaxReply = 4 * kMaxPayload;
 // How long a reply is looked for before the thread sleeps, where that pays: the time of a manager that has to be woken.
 constexpr std::int64_t kSpinTime = 100'000;
-
-std::int64_t clock_now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "json.hpp"
+#include "text.hpp"
 
 namespace muxserve::memory {
 namespace {
@@ -89,8 +90,8 @@ void check_range(const std::string& where, std::int64_t value, std::int64_t low,
 }
 
 void check_name(const std::string& where, const std::string& name) {
-  if (name.empty() || name.size() > kMaxNameBytes)
-    throw ConfigError(where + ": a name has 1 to " + std::to_string(kMaxNameBytes) + " bytes");
+  const std::string problem = name_problem(name, kMaxNameBytes);
+  if (!problem.empty()) throw ConfigError(where + ": the name " + problem);
 }
 
 }  // namespace
@@ -103,6 +104,18 @@ void check_model(const ModelConfig& model) {
   check_range(where + "layers * kv_heads", model.layers * model.kv_heads, 1, kMaxPagesPerBlock);
   check_range(where + "num_blocks", model.num_blocks, 2, kMaxBlocks);
   check_range(where + "quota_pages", model.quota_pages, 0, kMaxPages);
+  check_name(where + "pool", model.pool);
+}
+
+void check_table(const ModelConfig& model, const PoolConfig& pool) {
+  // Neither product overflows: kMaxBlocks * kMaxPagesPerBlock is 2^40.
+  const std::int64_t most = pool.num_pages * kMaxTableEntriesPerPage;
+  if (model.table_entries() > most) {
+    throw ConfigError("model \"" + model.name + "\": num_blocks: " + std::to_string(model.num_blocks) + " blocks of " +
+                      std::to_string(model.pages_per_block()) + " pages are more than pool \"" + pool.name +
+                      "\" can ever fill: it has " + std::to_string(pool.num_pages) + " pages, so at most " +
+                      std::to_string(most / model.pages_per_block()) + " blocks are allowed");
+  }
 }
 
 void check_config(const Config& config) {
@@ -144,8 +157,10 @@ void check_config(const Config& config) {
     const std::string where = "model \"" + model.name + "\": ";
     for (std::size_t j = 0; j < i; ++j)
       if (config.models[j].name == model.name) throw ConfigError(where + "the name is used twice");
-    if (std::none_of(config.pools.begin(), config.pools.end(), [&](const auto& p) { return p.name == model.pool; }))
-      throw ConfigError(where + "there is no pool \"" + model.pool + "\"");
+    const auto pool = std::find_if(config.pools.begin(), config.pools.end(),
+                                   [&](const auto& each) { return each.name == model.pool; });
+    if (pool == config.pools.end()) throw ConfigError(where + "there is no pool \"" + model.pool + "\"");
+    check_table(model, *pool);
   }
   for (const PoolConfig& pool : config.pools) {
     std::int64_t sum = 0;

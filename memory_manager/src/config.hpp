@@ -6,16 +6,9 @@
 #include <string>
 #include <vector>
 
-namespace muxserve::memory {
+#include "limits.hpp"
 
-constexpr std::size_t kMaxNameBytes = 128;
-constexpr std::size_t kMaxPools = 64;
-constexpr std::int64_t kMaxRanks = 64;
-constexpr std::size_t kMaxModels = 4096;             // over the life of one manager
-constexpr std::int64_t kMaxBlocks = 1 << 20;         // of one model; keeps every reply under the message bound
-constexpr std::int64_t kMaxPagesPerBlock = 1 << 20;  // layers * kv_heads
-constexpr std::int64_t kMaxPoolBytes = 1LL << 47;    // the user address space of x86-64
-constexpr std::int64_t kMaxPages = (1LL << 31) - 1;  // page ids are int32
+namespace muxserve::memory {
 
 // The configuration is wrong; what() names the place and what to do.
 class ConfigError : public std::runtime_error {
@@ -41,6 +34,8 @@ struct ModelConfig {
   std::int64_t quota_pages = 0;
 
   std::int32_t pages_per_block() const { return static_cast<std::int32_t>(layers * kv_heads); }
+  // Of the page table. Fits for a checked model.
+  std::int64_t table_entries() const { return num_blocks * layers * kv_heads; }
 };
 
 // `prefix` starts the name of every shared memory segment, so that the names outlive a restart. Every pool has its
@@ -69,5 +64,9 @@ void check_config(const Config& config);
 
 // Checks the ranges of one model alone. Throws ConfigError.
 void check_model(const ModelConfig& model);
+
+// Checks that the page table of a checked model is not larger than the pages of its pool can ever need. Throws
+// ConfigError.
+void check_table(const ModelConfig& model, const PoolConfig& pool);
 
 }  // namespace muxserve::memory

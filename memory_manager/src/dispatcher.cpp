@@ -1,8 +1,24 @@
 #include "dispatcher.hpp"
 
+#include <algorithm>
+#include <exception>
+#include <new>
 #include <utility>
 
+#include "text.hpp"
+
 namespace muxserve::memory {
+namespace {
+
+// What every answer has room for beside its lists.
+constexpr std::size_t kSmallReply = 64;
+
+// Makes room for `bytes` more, so that writing them cannot fail.
+void make_room(Bytes& out, std::size_t bytes) {
+  if (out.capacity() - out.size() < bytes) out.reserve(std::max(2 * out.capacity(), out.size() + bytes));
+}
+
+}  // namespace
 
 Header Dispatcher::reply_to(const Header& header, Code status) const {
   Header reply;
@@ -15,10 +31,10 @@ Header Dispatcher::reply_to(const Header& header, Code status) const {
 }
 
 void Dispatcher::refuse(const Header& header, Code code, const std::string& words, Bytes& out) const {
-  FrameWriter(out, reply_to(header, code)).text(words).finish();
+  FrameWriter(out, reply_to(header, code)).text(printable(words, kMaxRefusalBytes)).finish();
 }
 
-bool Dispatcher::check_header(const Header& header, Bytes& out) const {
+bool Dispatcher::check_header(const Session& session, const Header& header, Bytes& out) const {
   if (header.magic != kMagic) {
     refuse(header, Code::kBadMagic, "this is not the memory manager's protocol", out);
     return false;
@@ -30,10 +46,11 @@ bool Dispatcher::check_header(const Header& header, Bytes& out) const {
            out);
     return false;
   }
-  if (header.length > kMaxPayload || header.length % 4 != 0) {
+  const std::uint32_t most = session.client < 0 ? kMaxHelloPayload : kMaxPayload;
+  if (header.length > most || header.length % 4 != 0) {
     refuse(header, Code::kTooLarge,
-           "a payload of " + std::to_string(header.length) + " bytes is over the bound of " +
-               std::to_string(kMaxPayload) + " or no multiple of 4",
+           "a payload of " + std::to_string(header.length) + " bytes is over the bound of " + std::to_string(most) +
+               (session.client < 0 ? " before HELLO" : "") + " or no multiple of 4",
            out);
     return false;
   }
@@ -44,6 +61,8 @@ bool Dispatcher::handle(Session& session, const Header& header, Span<std::uint8_
                         Bytes& out) {
   const std::size_t before = out.size();
   session.core = header.core;
+  Code code = Code::kOk;
+  std::string words;
   try {
     const bool hello = header.operation == static_cast<std::uint16_t>(Operation::kHello);
     if (!hello && session.client < 0) throw Refused(Code::kNotGreeted, "say HELLO first");
@@ -54,10 +73,15 @@ bool Dispatcher::handle(Session& session, const Header& header, Span<std::uint8_
     carry_out(session, header, Reader(payload.data(), payload.size()), now, out);
     return true;
   } catch (const Refused& refused) {
-    out.resize(before);
-    refuse(header, refused.code(), refused.what(), out);
-    return refused.code() != Code::kTooManyClients;
+    code = refused.code();
+    words = refused.what();
+  } catch (const std::bad_alloc&) {
+    code = Code::kNoMemory;
+    words = "the memory manager's machine has no memory left for this request; nothing was done";
   }
+  out.resize(before);
+  refuse(header, code, words, out);
+  return code != Code::kTooManyClients;
 }
 
 void Dispatcher::end(Session& session) {
@@ -65,20 +89,30 @@ void Dispatcher::end(Session& session) {
   session.client = -1;
 }
 
+void Dispatcher::greet(Session& session, Reader in, FrameWriter& reply, Bytes& out) {
+  const std::string name = in.text();
+  const std::uint32_t pid = in.u32();
+  in.end();
+  if (session.client >= 0) throw Refused(Code::kInvalid, "this connection has said HELLO already");
+  const std::string description = manager_.describe(pool_handles_);
+  make_room(out, kSmallReply + description.size());
+  session.client = manager_.connect(name, static_cast<int>(pid));
+  reply.u32(static_cast<std::uint32_t>(session.client)).text(description);
+}
+
+// Room for the answer is made before anything is done: a request that has been carried out is also answered.
 void Dispatcher::carry_out(Session& session, const Header& header, Reader in, std::int64_t now, Bytes& out) {
+  make_room(out, sizeof(Header) + kSmallReply);
   FrameWriter reply(out, reply_to(header, Code::kOk));
   switch (static_cast<Operation>(header.operation)) {
-    case Operation::kHello: {
-      const std::string name = in.text();
-      const std::uint32_t pid = in.u32();
-      in.end();
-      if (session.client >= 0) throw Refused(Code::kInvalid, "this connection has said HELLO already");
-      session.client = manager_.connect(name, static_cast<int>(pid));
-      reply.u32(static_cast<std::uint32_t>(session.client)).text(manager_.describe(pool_handles_));
+    case Operation::kHello:
+      greet(session, in, reply, out);
       break;
-    }
     case Operation::kStep: {
       const StepRequest request = read_step(in);
+      const auto blocks = static_cast<std::size_t>(manager_.model(request.model).config().num_blocks);
+      const std::size_t most = std::min<std::size_t>(request.reserve, blocks) + request.lookup_hashes.size();
+      make_room(out, kSmallReply + (request.lookup_lengths.size() + most) * sizeof(std::int32_t));
       manager_.step(session.client, request, step_reply_);
       reply.u32(static_cast<std::uint32_t>(step_reply_.hit_lengths.size()));
       reply.u32(static_cast<std::uint32_t>(step_reply_.reserved.size()));
@@ -110,6 +144,7 @@ void Dispatcher::carry_out(Session& session, const Header& header, Reader in, st
       const std::uint32_t model = in.u32();
       const std::string key = in.text();
       in.end();
+      make_room(out, kSmallReply + manager_.handed_blocks(model, key) * sizeof(std::int32_t));
       const std::vector<std::int32_t> blocks = manager_.adopt(session.client, model, key);
       reply.u32(static_cast<std::uint32_t>(blocks.size())).array(Span<std::int32_t>(blocks));
       break;
@@ -124,6 +159,8 @@ void Dispatcher::carry_out(Session& session, const Header& header, Reader in, st
     case Operation::kSetQuotas: {
       std::vector<std::pair<std::uint32_t, std::int64_t>> quotas;
       const std::uint32_t count = in.u32();
+      if (count > kMaxModels)
+        throw Refused(Code::kInvalid, "at most " + std::to_string(kMaxModels) + " quotas are set at once");
       for (std::uint32_t i = 0; i < count; ++i) {
         const std::uint32_t model = in.u32();
         quotas.emplace_back(model, in.i64());
@@ -145,6 +182,8 @@ void Dispatcher::carry_out(Session& session, const Header& header, Reader in, st
     case Operation::kAddModel: {
       const std::string text = in.text();
       in.end();
+      if (text.size() > kMaxModelText)
+        throw Refused(Code::kInvalid, "a model's text has at most " + std::to_string(kMaxModelText) + " bytes");
       try {
         reply.u32(manager_.add_model(parse_model(text)));
       } catch (const ConfigError& error) {

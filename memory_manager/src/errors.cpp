@@ -38,6 +38,10 @@ const char* code_name(Code code) {
       return "INVALID";
     case Code::kExhausted:
       return "EXHAUSTED";
+    case Code::kNoMemory:
+      return "NO_MEMORY";
+    case Code::kForbidden:
+      return "FORBIDDEN";
   }
   return "UNKNOWN";
 }

@@ -25,7 +25,9 @@ enum class Code : std::uint32_t {
   kQuotaExceedsPool = 13,  // quotas of a pool would sum to more than its pages
   kModelInUse = 14,        // the model still has owned or handed-off blocks
   kInvalid = 15,           // a value out of its range
-  kExhausted = 16,         // no slot for one more model
+  kExhausted = 16,         // a bound of the manager is reached: models, hand-offs, tables
+  kNoMemory = 17,          // the machine has not the memory for it
+  kForbidden = 18,         // another user's process; the connection is closed
 };
 
 // Upper-case name of a code, for people and for the Python exception.

@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "text.hpp"
+
 namespace muxserve::memory::json {
 namespace {
 
@@ -247,7 +249,10 @@ class Parser {
 
 }  // namespace
 
-Value parse(const std::string& text) { return Parser(text).whole(); }
+Value parse(const std::string& text) {
+  if (!is_utf8(text)) throw ParseError("the text is not UTF-8");
+  return Parser(text).whole();
+}
 
 void Writer::separate() {
   if (comma_) text_ += ", ";

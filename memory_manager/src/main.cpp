@@ -5,11 +5,14 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iostream>
+#include <new>
 #include <optional>
 #include <sstream>
 
@@ -30,6 +33,8 @@ using namespace muxserve::memory;
 constexpr char kUsage[] =
     "usage: muxserve-memory-manager --socket PATH --config FILE.json [--die-with-parent] [--settle-ms N]\n"
     "                               [--fd-store FD] [--heartbeat FILE]\n"
+    "                               [--max-hand-offs-per-client N] [--max-hand-offs-per-model N]\n"
+    "                               [--max-tables-mib N] [--max-buffers-mib N] [--stall-s N]\n"
     "\n"
     "  --socket PATH        Unix socket to listen on\n"
     "  --config FILE.json   {\"prefix\", \"pools\": [{\"name\", \"page_bytes\", \"num_pages\"}],\n"
@@ -41,6 +46,11 @@ constexpr char kUsage[] =
     "  --settle-ms N        how long to wait at start for clients of an earlier manager that still write (30000)\n"
     "  --fd-store FD        inherited SEQPACKET socket to whoever keeps descriptors of GPU memory over a restart\n"
     "  --heartbeat FILE     where to show that this process does not hang\n"
+    "  --max-hand-offs-per-client N, --max-hand-offs-per-model N\n"
+    "                       waiting hand-offs that one connection has made (4096), and that one model has (8192)\n"
+    "  --max-tables-mib N   page tables and books, beyond which no model is added (a quarter of memory, at most 4096)\n"
+    "  --max-buffers-mib N  buffers of all connections together; the largest is closed beyond it (256)\n"
+    "  --stall-s N          a client that takes nothing of its replies for so long is disconnected (30)\n"
     "\n"
     "Prints \"READY <generation>\" when it listens. Exit status: 0 stopped by a signal, 2 wrong usage or "
     "configuration,\n"
@@ -53,15 +63,35 @@ struct Arguments {
   long settle_ms = 30'000;
   int fd_store = -1;
   std::string heartbeat;
+  Limits limits;
 };
+
+// A quarter of the machine's memory, if that is less than the bound.
+std::int64_t default_table_bytes() {
+  const std::int64_t memory = std::int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  return memory > 0 ? std::min(memory / 4, Limits().table_bytes) : Limits().table_bytes;
+}
 
 [[noreturn]] void usage_error(const std::string& what) {
   std::cerr << "muxserve-memory-manager: " << what << "\n" << kUsage;
   std::exit(2);
 }
 
+// The value of a flag as a whole number between `low` and `high`.
+std::int64_t whole_number(const std::string& flag, const std::string& text, std::int64_t low, std::int64_t high) {
+  char* end = nullptr;
+  errno = 0;
+  const long long number = std::strtoll(text.c_str(), &end, 10);
+  if (text.empty() || *end != '\0' || errno != 0 || number < low || number > high) {
+    usage_error(flag + " needs a whole number from " + std::to_string(low) + " to " + std::to_string(high) +
+                ", got \"" + text + "\"");
+  }
+  return number;
+}
+
 Arguments parse_arguments(int argc, char** argv) {
   Arguments arguments;
+  arguments.limits.table_bytes = default_table_bytes();
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     const auto value = [&]() -> std::string {
@@ -75,20 +105,21 @@ Arguments parse_arguments(int argc, char** argv) {
     } else if (flag == "--die-with-parent") {
       arguments.die_with_parent = true;
     } else if (flag == "--settle-ms") {
-      const std::string text = value();
-      char* end = nullptr;
-      arguments.settle_ms = std::strtol(text.c_str(), &end, 10);
-      if (text.empty() || *end != '\0' || arguments.settle_ms < 0 || arguments.settle_ms > 3'600'000)
-        usage_error("--settle-ms needs a whole number of milliseconds up to 3600000, got \"" + text + "\"");
+      arguments.settle_ms = static_cast<long>(whole_number(flag, value(), 0, 3'600'000));
     } else if (flag == "--fd-store") {
-      const std::string text = value();
-      char* end = nullptr;
-      const long fd = std::strtol(text.c_str(), &end, 10);
-      if (text.empty() || *end != '\0' || fd < 3 || fd > 1'000'000)
-        usage_error("--fd-store needs the number of an open socket, got \"" + text + "\"");
-      arguments.fd_store = static_cast<int>(fd);
+      arguments.fd_store = static_cast<int>(whole_number(flag, value(), 3, 1'000'000));
     } else if (flag == "--heartbeat") {
       arguments.heartbeat = value();
+    } else if (flag == "--max-hand-offs-per-client") {
+      arguments.limits.hand_offs_per_client = whole_number(flag, value(), 1, kMaxHandOffs);
+    } else if (flag == "--max-hand-offs-per-model") {
+      arguments.limits.hand_offs_per_model = whole_number(flag, value(), 1, kMaxHandOffs);
+    } else if (flag == "--max-tables-mib") {
+      arguments.limits.table_bytes = whole_number(flag, value(), 0, 1 << 24) << 20;
+    } else if (flag == "--max-buffers-mib") {
+      arguments.limits.buffer_bytes = static_cast<std::size_t>(whole_number(flag, value(), 64, 1 << 20)) << 20;
+    } else if (flag == "--stall-s") {
+      arguments.limits.stall_time = whole_number(flag, value(), 1, 86'400) * 1'000'000'000;
     } else if (flag == "--help" || flag == "-h") {
       std::cout << kUsage;
       std::exit(0);
@@ -117,12 +148,28 @@ Config load_config(const std::string& path) {
   }
 }
 
-// Never 0, which stands for "nobody" in the counters.
-std::uint64_t new_generation() {
-  std::uint64_t generation = 0;
-  while (generation == 0)
-    if (getrandom(&generation, sizeof generation, 0) != static_cast<ssize_t>(sizeof generation)) generation = 0;
-  return generation;
+// Random and never 0, which stands for "nobody" in the counters.
+std::uint64_t random_number() {
+  std::uint64_t number = 0;
+  while (number == 0)
+    if (getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) number = 0;
+  return number;
+}
+
+// Refuses at start what would kill engines later, when /dev/shm is full.
+void check_space(const Config& config, const PosixSegments& segments) {
+  std::vector<SegmentSize> wanted;
+  for (std::size_t i = 0; i < config.models.size(); ++i) {
+    const auto entries = static_cast<std::size_t>(config.models[i].table_entries());
+    wanted.push_back({segments.table_name(static_cast<std::uint32_t>(i)), entries * sizeof(std::int32_t)});
+  }
+  for (std::size_t i = 0; config.device == "posix" && i < config.pools.size(); ++i) {
+    const auto pages = static_cast<std::size_t>(config.pools[i].num_pages);
+    for (std::int64_t rank = 0; rank < config.ranks; ++rank)
+      wanted.push_back(
+          {pool_segment(config.prefix, i, rank), pages * static_cast<std::size_t>(config.pools[i].page_bytes)});
+  }
+  check_shared_memory(wanted);
 }
 
 // The pools of a configuration, by pool and rank, and how clients map them.
@@ -171,18 +218,19 @@ void block_signals() {
 void serve(const Arguments& arguments) {
   const Config config = load_config(arguments.config);
   if (config.device == "cuda") block_signals();
-  const std::uint64_t generation = new_generation();
+  const std::uint64_t generation = random_number();
   FdStore store(arguments.fd_store);
   PosixSegments segments(config.prefix, std::chrono::milliseconds(arguments.settle_ms));
+  check_space(config, segments);
   const Pools pools = make_pools(config, store);
-  Manager manager(config, segments, generation);
+  Manager manager(config, segments, generation, arguments.limits, random_number());
   segments.remove_stale(pools.segments);
   Dispatcher dispatcher(manager, pools.handles);
   {
     std::optional<ExportServer> exports;
     if (config.device == "cuda") exports.emplace(ExportServer::path_for(arguments.socket), pools.descriptors);
     Heartbeat heartbeat(arguments.heartbeat);
-    Server server(dispatcher, arguments.socket);
+    Server server(dispatcher, arguments.socket, arguments.limits);
     server.beat_in(heartbeat);
     server.watch_signals();
     segments.settled();
@@ -204,6 +252,7 @@ int main(int argc, char** argv) {
     if (getppid() != parent) return 0;  // it died before we asked
   }
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // a limit on the size of files is an error of the call that meets it
   rlimit files{};
   if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
     files.rlim_cur = files.rlim_max;
@@ -215,6 +264,10 @@ int main(int argc, char** argv) {
   } catch (const ConfigError& error) {
     std::cerr << "muxserve-memory-manager: " << error.what() << std::endl;
     return 2;
+  } catch (const std::bad_alloc&) {
+    std::cerr << "muxserve-memory-manager: this machine has not the memory for the books of these pools and models"
+              << std::endl;
+    return 3;
   } catch (const std::exception& error) {
     std::cerr << "muxserve-memory-manager: " << error.what() << std::endl;
     return 3;

@@ -2,12 +2,34 @@
 
 #include <algorithm>
 #include <map>
+#include <new>
 #include <stdexcept>
 
-namespace muxserve::memory {
+#include "text.hpp"
 
-Manager::Manager(Config config, Segments& segments, std::uint64_t generation)
-    : config_(std::move(config)), segments_(segments), generation_(generation), clients_(kMaxClients) {
+namespace muxserve::memory {
+namespace {
+
+void check_key(const std::string& key) {
+  const std::string problem = name_problem(key, kMaxKeyBytes);
+  if (!problem.empty()) throw Refused(Code::kInvalid, "the hand-off's key " + problem + "; nothing was done");
+}
+
+[[noreturn]] void refuse_hand_off(const std::string& who, std::int64_t most) {
+  throw Refused(Code::kExhausted, who + " at most " + std::to_string(most) +
+                                      " waiting hand-offs; adopt or drop some first. Nothing was done");
+}
+
+}  // namespace
+
+Manager::Manager(Config config, Segments& segments, std::uint64_t generation, const Limits& limits,
+                 std::uint64_t hash_seed)
+    : config_(std::move(config)),
+      segments_(segments),
+      generation_(generation),
+      limits_(limits),
+      hash_seed_(hash_seed),
+      clients_(kMaxClients) {
   check_config(config_);
   Counters& counters = segments_.counters();
   for (std::size_t i = 0; i < config_.pools.size(); ++i)
@@ -19,10 +41,20 @@ Manager::Manager(Config config, Segments& segments, std::uint64_t generation)
 ModelTable& Manager::install(const ModelConfig& model) {
   const auto index = static_cast<std::uint32_t>(models_.size());
   const std::uint32_t pool = pool_index(model.pool);
-  const auto entries = static_cast<std::size_t>(model.num_blocks) * static_cast<std::size_t>(model.pages_per_block());
-  std::int32_t* table = segments_.create_table(index, entries);
-  models_.push_back(std::make_unique<ModelTable>(model, index, pool, *pools_[pool], table,
-                                                 segments_.counters().models[index], generation_ + index));
+  models_.emplace_back();
+  try {
+    std::int32_t* table = segments_.create_table(index, static_cast<std::size_t>(model.table_entries()));
+    try {
+      models_.back() = std::make_unique<ModelTable>(model, index, pool, *pools_[pool], table,
+                                                    segments_.counters().models[index], hash_seed_ + index);
+    } catch (...) {
+      segments_.destroy_table(index);
+      throw;
+    }
+  } catch (...) {
+    models_.pop_back();  // nobody has heard of the index
+    throw;
+  }
   return *models_.back();
 }
 
@@ -46,8 +78,8 @@ void Manager::show(ModelTable& model) {
 }
 
 int Manager::connect(const std::string& name, int pid) {
-  if (name.empty() || name.size() > kMaxNameBytes)
-    throw Refused(Code::kInvalid, "a client's name has 1 to " + std::to_string(kMaxNameBytes) + " bytes");
+  const std::string problem = name_problem(name, kMaxNameBytes);
+  if (!problem.empty()) throw Refused(Code::kInvalid, "the client's name " + problem);
   for (int slot = 0; slot < kMaxClients; ++slot) {
     auto& client = clients_[static_cast<std::size_t>(slot)];
     if (client) continue;
@@ -59,9 +91,10 @@ int Manager::connect(const std::string& name, int pid) {
 
 void Manager::disconnect(int client) {
   for (const auto& model : models_) {
-    if (!model || model->held_blocks(client) == 0) continue;
+    if (!model) continue;
+    const bool held = model->held_blocks(client) > 0;
     model->release_client(client);
-    show(*model);
+    if (held) show(*model);
   }
   clients_[static_cast<std::size_t>(client)].reset();
 }
@@ -88,6 +121,10 @@ void Manager::step(int client, const StepRequest& request, StepReply& reply) {
   reply.hits.clear();
   reply.reserved.clear();
   ModelTable& model = get(request.model);
+  // Room for every answer, so that nothing fails once something has been done.
+  reply.hit_lengths.reserve(request.lookup_lengths.size());
+  reply.hits.reserve(request.lookup_hashes.size());
+  reply.reserved.reserve(std::min<std::size_t>(request.reserve, static_cast<std::size_t>(model.config().num_blocks)));
   model.publish_and_release(client, request.publish, request.publish_hashes, request.release);
   std::size_t begin = 0;
   for (const std::uint32_t length : request.lookup_lengths) {
@@ -109,22 +146,49 @@ void Manager::step(int client, const StepRequest& request, StepReply& reply) {
 void Manager::hand_off(int client, std::uint32_t model, const std::string& key, Span<std::int32_t> blocks,
                        Span<std::int32_t> release, std::int64_t ttl, std::int64_t now) {
   ModelTable& table = get(model);
-  if (key.empty() || key.size() > kMaxKeyBytes)
-    throw Refused(Code::kInvalid, "a hand-off's key has 1 to " + std::to_string(kMaxKeyBytes) + " bytes");
+  check_key(key);
   if (ttl <= 0 || ttl > kNever / 4) throw Refused(Code::kInvalid, "a hand-off's time to live must be positive");
+  if (blocks.empty()) throw Refused(Code::kInvalid, "a hand-off has at least one block; nothing was done");
+  check_hand_offs(client, table, blocks.size());
   table.hand_off(client, key, blocks, release, now + ttl);
   show(table);
 }
 
+// Whether one more hand-off, of so many blocks, is within the bounds.
+void Manager::check_hand_offs(int client, const ModelTable& model, std::size_t blocks) const {
+  if (static_cast<std::int64_t>(model.hand_offs().size()) >= limits_.hand_offs_per_model)
+    refuse_hand_off("model \"" + model.config().name + "\" may have", limits_.hand_offs_per_model);
+  std::int64_t made = 0, all = 0, ids = static_cast<std::int64_t>(blocks);
+  for (const auto& each : models_) {
+    if (!each) continue;
+    made += each->hand_offs().made_by(client);
+    all += static_cast<std::int64_t>(each->hand_offs().size());
+    ids += each->hand_offs().ids();
+  }
+  if (made >= limits_.hand_offs_per_client) refuse_hand_off("a client may have", limits_.hand_offs_per_client);
+  if (all >= kMaxHandOffs) refuse_hand_off("all models together may have", kMaxHandOffs);
+  if (ids > limits_.handed_ids) {
+    throw Refused(Code::kExhausted, "the waiting hand-offs of all models would name " + std::to_string(ids) +
+                                        " blocks, more than " + std::to_string(limits_.handed_ids) +
+                                        "; adopt or drop some first. Nothing was done");
+  }
+}
+
+std::size_t Manager::handed_blocks(std::uint32_t model, const std::string& key) const {
+  check_key(key);
+  return this->model(model).handed_blocks(key);
+}
+
 std::vector<std::int32_t> Manager::adopt(int client, std::uint32_t model, const std::string& key) {
-  std::vector<std::int32_t> blocks;
+  check_key(key);
   ModelTable& table = get(model);
-  table.adopt(client, key, blocks);
+  std::vector<std::int32_t> blocks = table.adopt(client, key);
   show(table);
   return blocks;
 }
 
 void Manager::drop(std::uint32_t model, const std::string& key) {
+  check_key(key);
   ModelTable& table = get(model);
   table.drop(key);
   show(table);
@@ -185,9 +249,10 @@ std::uint32_t Manager::add_model(const ModelConfig& model) {
   if (models_.size() >= kMaxModels)
     throw Refused(Code::kExhausted, "this manager has had " + std::to_string(kMaxModels) + " models; restart it");
   const std::uint32_t pool = pool_index(model.pool);
-  std::int64_t sum = model.quota_pages;
+  std::int64_t sum = model.quota_pages, bytes = ModelTable::bytes(model);
   for (const auto& other : models_) {
     if (!other) continue;
+    bytes += ModelTable::bytes(other->config());
     if (other->config().name == model.name)
       throw Refused(Code::kInvalid, "there is a model \"" + model.name + "\" already");
     if (other->pool_index() == pool) sum += other->config().quota_pages;
@@ -197,7 +262,22 @@ std::uint32_t Manager::add_model(const ModelConfig& model) {
                                                std::to_string(sum) + " pages, more than its " +
                                                std::to_string(pools_[pool]->config().num_pages));
   }
-  return install(model).index();
+  try {
+    check_table(model, pools_[pool]->config());
+  } catch (const ConfigError& error) {
+    throw Refused(Code::kInvalid, error.what());
+  }
+  if (bytes > limits_.table_bytes) {
+    throw Refused(Code::kExhausted, "model \"" + model.name +
+                                        "\": the page tables and books of all models would take " +
+                                        std::to_string(bytes >> 20) + " MiB, more than the " +
+                                        std::to_string(limits_.table_bytes >> 20) + " MiB of --max-tables-mib");
+  }
+  try {
+    return install(model).index();
+  } catch (const std::runtime_error& error) {
+    throw Refused(Code::kNoMemory, "model \"" + model.name + "\" was not added: " + error.what());
+  }
 }
 
 void Manager::remove_model(std::uint32_t model) {
@@ -206,7 +286,6 @@ void Manager::remove_model(std::uint32_t model) {
     throw Refused(Code::kModelInUse, "model \"" + table.config().name + "\" still has " +
                                          std::to_string(table.used_pages()) + " pages owned or handed off");
   }
-  table.drop_all();  // only hand-offs of no blocks can be left
   table.reset_cache();
   table.set_quota(0);
   show(table);
@@ -220,7 +299,7 @@ void Manager::check() const {
     const std::string where = "pool \"" + pool.config().name + "\": ";
     std::vector<std::uint8_t> seen(static_cast<std::size_t>(pool.config().num_pages), 0);
     seen[0] = 1;
-    std::int64_t sum = 1 + pool.free_pages(), cached = 0;
+    std::int64_t sum = 1 + pool.free_pages(), cached = 0, quotas = 0;
     for (std::int64_t at = 0; at < pool.free_pages(); ++at) {
       const std::int32_t page = pool.stack()[at];
       if (page <= 0 || page >= pool.config().num_pages || seen[static_cast<std::size_t>(page)]++)
@@ -231,7 +310,9 @@ void Manager::check() const {
       model->check(seen);
       sum += model->used_pages() + model->cached_pages();
       cached += model->cached_pages();
+      quotas += model->config().quota_pages;
     }
+    if (quotas > pool.config().num_pages) throw std::logic_error(where + "the quotas sum to more than the pool");
     if (sum != pool.config().num_pages) throw std::logic_error(where + "free and used pages do not sum to the pool");
     if (cached != pool.cached_pages()) throw std::logic_error(where + "cached pages do not agree");
   }

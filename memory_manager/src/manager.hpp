@@ -37,12 +37,14 @@ struct StepReply {
   std::vector<std::int32_t> reserved;
 };
 
-// Every operation either does all that it says or throws Refused and changes nothing. `client` is what connect()
-// returned. Times are nanoseconds of one monotonic clock.
+// Every operation either does all that it says or throws Refused or std::bad_alloc and changes nothing. `client` is
+// what connect() returned. Times are nanoseconds of one monotonic clock.
 class Manager {
  public:
-  // Throws ConfigError. `segments` must outlive the manager.
-  Manager(Config config, Segments& segments, std::uint64_t generation);
+  // Throws ConfigError, and what Segments throws. `segments` must outlive the manager. `hash_seed` is what clients must
+  // not know, lest they choose hashes that collide in the prefix indices.
+  Manager(Config config, Segments& segments, std::uint64_t generation, const Limits& limits = {},
+          std::uint64_t hash_seed = 0);
 
   std::uint64_t generation() const { return generation_; }
   const Config& config() const { return config_; }
@@ -57,9 +59,13 @@ class Manager {
   // given or none; with it as many as quota, pool and page table allow.
   void step(int client, const StepRequest& request, StepReply& reply);
 
-  // Hands `blocks` over under `key` for `ttl` nanoseconds from `now`, and ends the client's hold on `release`.
+  // Hands `blocks`, at least one, over under `key` for `ttl` nanoseconds from `now`, and ends the client's hold on
+  // `release`.
   void hand_off(int client, std::uint32_t model, const std::string& key, Span<std::int32_t> blocks,
                 Span<std::int32_t> release, std::int64_t ttl, std::int64_t now);
+
+  // How many blocks a hand-off has.
+  std::size_t handed_blocks(std::uint32_t model, const std::string& key) const;
 
   // The blocks of a hand-off, now held by the client.
   std::vector<std::int32_t> adopt(int client, std::uint32_t model, const std::string& key);
@@ -108,12 +114,15 @@ class Manager {
   ModelTable& get(std::uint32_t index);
   void make_room(ModelTable& model, std::int64_t blocks);
   ModelTable& install(const ModelConfig& model);
+  void check_hand_offs(int client, const ModelTable& model, std::size_t blocks) const;
   std::uint32_t pool_index(const std::string& name) const;
   void show(ModelTable& model);
 
   Config config_;
   Segments& segments_;
   std::uint64_t generation_;
+  Limits limits_;
+  std::uint64_t hash_seed_;
   std::vector<std::unique_ptr<PagePool>> pools_;
   std::vector<std::unique_ptr<ModelTable>> models_;  // by index; null where removed
   std::vector<std::optional<Client>> clients_;

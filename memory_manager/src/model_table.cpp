@@ -45,7 +45,8 @@ void ModelTable::clear_holds(int client, Span<std::int32_t> ids) {
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const std::int32_t id = ids[i];
     if (!known(id) || (block(id).holders & mask) == 0) {
-      restore_holds(client, ids.first(i));  // first, so that refuse() can tell "twice" from "never"
+      // First, so that refuse() can tell "twice" from "never".
+      for (const std::int32_t restored : ids.first(i)) block(restored).holders |= mask;
       refuse(client, id);
     }
     block(id).holders &= ~mask;
@@ -53,8 +54,10 @@ void ModelTable::clear_holds(int client, Span<std::int32_t> ids) {
   held_[static_cast<std::size_t>(client)] -= static_cast<std::int64_t>(ids.size());
 }
 
+// Undoes clear_holds().
 void ModelTable::restore_holds(int client, Span<std::int32_t> ids) {
   for (const std::int32_t id : ids) block(id).holders |= bit(client);
+  held_[static_cast<std::size_t>(client)] += static_cast<std::int64_t>(ids.size());
 }
 
 void ModelTable::hold(int client, std::int32_t id) {
@@ -158,25 +161,40 @@ void ModelTable::reserve(int client, std::int64_t count, std::vector<std::int32_
 
 void ModelTable::hand_off(int client, const std::string& key, Span<std::int32_t> blocks, Span<std::int32_t> release,
                           std::int64_t deadline) {
-  if (hand_offs_.contains(key))
+  if (hand_offs_.find(key) != nullptr)
     throw Refused(Code::kKeyExists, "model \"" + config_.name + "\": a hand-off \"" + key + "\" is waiting already");
   clear_holds(client, blocks);  // finds what is not held and what is given twice
   restore_holds(client, blocks);
-  held_[static_cast<std::size_t>(client)] += static_cast<std::int64_t>(blocks.size());
   clear_holds(client, release);
+  try {
+    hand_offs_.add(key, std::vector<std::int32_t>(blocks.begin(), blocks.end()), deadline, client);
+  } catch (...) {
+    restore_holds(client, release);
+    throw;
+  }
+  // From here on nothing fails.
   for (const std::int32_t id : blocks) ++block(id).hand_offs;
   for (const std::int32_t id : release) unheld(id);
-  hand_offs_.add(key, std::vector<std::int32_t>(blocks.begin(), blocks.end()), deadline);
 }
 
-void ModelTable::adopt(int client, const std::string& key, std::vector<std::int32_t>& out) {
-  const auto ids = hand_offs_.take(key);
-  if (!ids) throw Refused(Code::kUnknownKey, "model \"" + config_.name + "\": no hand-off \"" + key + "\" is waiting");
+void ModelTable::refuse_key(const std::string& key) const {
+  throw Refused(Code::kUnknownKey, "model \"" + config_.name + "\": no hand-off \"" + key + "\" is waiting");
+}
+
+std::size_t ModelTable::handed_blocks(const std::string& key) const {
+  const std::vector<std::int32_t>* blocks = hand_offs_.find(key);
+  if (blocks == nullptr) refuse_key(key);
+  return blocks->size();
+}
+
+std::vector<std::int32_t> ModelTable::adopt(int client, const std::string& key) {
+  auto ids = hand_offs_.take(key);
+  if (!ids) refuse_key(key);
   for (const std::int32_t id : *ids) {
     --block(id).hand_offs;
     hold(client, id);
-    out.push_back(id);
   }
+  return std::move(*ids);
 }
 
 void ModelTable::drop_blocks(const std::vector<std::int32_t>& ids) {
@@ -188,7 +206,7 @@ void ModelTable::drop_blocks(const std::vector<std::int32_t>& ids) {
 
 void ModelTable::drop(const std::string& key) {
   const auto ids = hand_offs_.take(key);
-  if (!ids) throw Refused(Code::kUnknownKey, "model \"" + config_.name + "\": no hand-off \"" + key + "\" is waiting");
+  if (!ids) refuse_key(key);
   drop_blocks(*ids);
 }
 
@@ -203,6 +221,7 @@ bool ModelTable::expire(std::int64_t now) {
 }
 
 void ModelTable::release_client(int client) {
+  hand_offs_.forget_maker(client);
   if (held_blocks(client) == 0) return;
   const std::uint64_t mask = bit(client);
   for (auto id = static_cast<std::int32_t>(config_.num_blocks - 1); id > 0; --id) {
@@ -228,6 +247,12 @@ void ModelTable::reset_cache() {
   }
   for (std::int32_t id = 1; id < config_.num_blocks; ++id)
     if (prefixes_.contains(id)) prefixes_.erase(id);
+}
+
+std::int64_t ModelTable::bytes(const ModelConfig& config) {
+  // By block: its entry, its place on the free list, and up to four slots in the prefix index beside its hash.
+  constexpr std::int64_t kByBlock = sizeof(Block) + 5 * sizeof(std::int32_t) + sizeof(Hash) + 1;
+  return config.table_entries() * static_cast<std::int64_t>(sizeof(std::int32_t)) + config.num_blocks * kByBlock;
 }
 
 ModelStatistics ModelTable::statistics() const {
@@ -259,10 +284,16 @@ void ModelTable::check(std::vector<std::uint8_t>& seen) const {
     if (!known(id) || is_free[static_cast<std::size_t>(id)]) fail("block ids on the free list are wrong");
     is_free[static_cast<std::size_t>(id)] = 1;
   }
+  hand_offs_.check();
+  std::vector<std::int32_t> handed(blocks_.size(), 0);
+  hand_offs_.each([&](const std::vector<std::int32_t>& ids) {
+    for (const std::int32_t id : ids) ++handed[static_cast<std::size_t>(id)];
+  });
   std::int64_t used = 0, owned = 0, cached = 0;
   std::array<std::int64_t, kMaxClients> held{};
   for (std::int32_t id = 1; id < config_.num_blocks; ++id) {
     const Block& entry = blocks_[static_cast<std::size_t>(id)];
+    if (entry.hand_offs != handed[static_cast<std::size_t>(id)]) fail("hand-offs of a block do not agree");
     const bool in_use = entry.holders != 0 || entry.hand_offs != 0;
     const bool published = prefixes_.contains(id);
     if (is_free[static_cast<std::size_t>(id)]) {

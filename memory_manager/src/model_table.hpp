@@ -15,8 +15,6 @@
 
 namespace muxserve::memory {
 
-constexpr int kMaxClients = 64;  // one bit each in a block's holder mask
-
 // Numbers of one model for statistics.
 struct ModelStatistics {
   std::int64_t owned_pages = 0;
@@ -50,8 +48,9 @@ class ModelTable {
   std::int64_t cached_pages() const { return cached_blocks_ * pages_per_block_; }
   std::int64_t held_blocks(int client) const { return held_[static_cast<std::size_t>(client)]; }
   void set_quota(std::int64_t pages) { config_.quota_pages = pages; }
-  HandOffs& hand_offs() { return hand_offs_; }
   const HandOffs& hand_offs() const { return hand_offs_; }
+  // What the page table and the books of such a model take in memory, in bytes.
+  static std::int64_t bytes(const ModelConfig& config);
 
   // Publishes blocks that the client holds, then ends its hold on `release`; the earlier a block stands in `release`,
   // the earlier it is evicted. Throws Refused(kNotOwner) if any of the ids is not held (an id twice in `release`
@@ -73,12 +72,15 @@ class ModelTable {
 
   // Makes a hand-off of `blocks` and ends the client's hold on `release`. Every id must be held by the client; blocks
   // that it goes on using for another request (a shared prefix) are left out of `release`. Throws Refused (kNotOwner,
-  // kKeyExists); nothing has changed then.
+  // kKeyExists) or std::bad_alloc; nothing has changed then.
   void hand_off(int client, const std::string& key, Span<std::int32_t> blocks, Span<std::int32_t> release,
                 std::int64_t deadline);
 
-  // Appends the blocks of the hand-off, now held by the client. Throws Refused(kUnknownKey).
-  void adopt(int client, const std::string& key, std::vector<std::int32_t>& out);
+  // How many blocks the hand-off has. Throws Refused(kUnknownKey).
+  std::size_t handed_blocks(const std::string& key) const;
+
+  // The blocks of the hand-off, now held by the client. Throws Refused(kUnknownKey).
+  std::vector<std::int32_t> adopt(int client, const std::string& key);
 
   // Gives up the hand-off. Throws Refused(kUnknownKey).
   void drop(const std::string& key);
@@ -86,10 +88,7 @@ class ModelTable {
   // Gives up the hand-offs whose time is over; true if there were any.
   bool expire(std::int64_t now);
 
-  // Gives up every hand-off, whatever its time.
-  void drop_all() { expire(kNever); }
-
-  // Ends every hold of the client.
+  // Ends every hold of the client; the hand-offs that it has made wait on.
   void release_client(int client);
 
   // Forgets every hash; cached blocks become free.
@@ -125,6 +124,7 @@ class ModelTable {
   }
   bool known(std::int32_t id) const { return id > 0 && id < config_.num_blocks; }
   [[noreturn]] void refuse(int client, std::int32_t id) const;
+  [[noreturn]] void refuse_key(const std::string& key) const;
 
   void clear_holds(int client, Span<std::int32_t> ids);
   void restore_holds(int client, Span<std::int32_t> ids);

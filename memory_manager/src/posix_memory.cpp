@@ -8,7 +8,9 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <set>
 #include <thread>
@@ -23,16 +25,16 @@ constexpr char kDirectory[] = "/dev/shm";
 
 std::string mebibytes(std::uint64_t bytes) { return std::to_string((bytes + (1u << 20) - 1) >> 20) + " MiB"; }
 
-// Shared memory is a file system that may be smaller than the pool; running out of it later kills whoever writes.
-void check_space(std::size_t bytes, std::uint64_t already) {
+std::uint64_t shared_memory_left() {
   struct statvfs fs{};
-  if (statvfs(kDirectory, &fs) != 0) return;  // not where this system keeps shared memory: nothing to check
-  const std::uint64_t available = static_cast<std::uint64_t>(fs.f_bavail) * fs.f_frsize + already;
-  if (fs.f_blocks != 0 && available < bytes) {
-    throw MemoryError("the pool needs " + mebibytes(bytes) + " of shared memory, " + kDirectory + " has " +
-                      mebibytes(available) + " left: make the pool smaller or " + kDirectory +
-                      " larger (containers: --shm-size)");
-  }
+  // Without a size (f_blocks) it is as large as memory itself.
+  if (statvfs(kDirectory, &fs) != 0 || fs.f_blocks == 0) return UINT64_MAX;
+  return static_cast<std::uint64_t>(fs.f_bavail) * fs.f_frsize;
+}
+
+std::string advice(std::uint64_t left) {
+  return std::string(kDirectory) + " has " + mebibytes(left) + " left: make the pools smaller or " + kDirectory +
+         " larger (containers: --shm-size)";
 }
 
 std::vector<std::string> segments_with(const std::string& start) {
@@ -47,43 +49,65 @@ std::vector<std::string> segments_with(const std::string& start) {
 
 }  // namespace
 
-PosixSegment::PosixSegment(const std::string& name, std::size_t bytes, bool map) : name_(name), bytes_(bytes) {
-  const std::string path = "/" + name;
-  fd_ = shm_open(path.c_str(), O_RDWR | O_CLOEXEC, 0);
+PosixSegment::PosixSegment(const std::string& name, std::size_t bytes, Use use)
+    : name_(name), path_("/" + name), bytes_(bytes) {
+  open_or_create();
+  if (use == Use::kSparse) return;
+  reserve();
+  map();
+}
+
+void PosixSegment::open_or_create() {
+  fd_ = shm_open(path_.c_str(), O_RDWR | O_CLOEXEC, 0);
   if (fd_ >= 0) {
     struct stat status{};
-    if (fstat(fd_, &status) == 0 && status.st_size == static_cast<off_t>(bytes)) {
+    if (fstat(fd_, &status) == 0 && status.st_size == static_cast<off_t>(bytes_)) {
       existed_ = true;
-    } else {
-      // Another size: a new segment, so that nobody who has the old one mapped reads beyond its end.
-      close(fd_);
-      shm_unlink(path.c_str());
-      fd_ = -1;
+      return;
     }
-  } else if (errno != ENOENT) {
-    fail("cannot open shared memory " + name);
-  }
-  if (fd_ < 0) {
-    fd_ = shm_open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd_ < 0) fail("cannot create shared memory " + name);
-    if (ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
-      const int error = errno;
-      close(fd_);
-      shm_unlink(path.c_str());
-      errno = error;
-      fail("cannot make shared memory " + name + " " + mebibytes(bytes) + " large");
-    }
-  }
-  if (!map) return;
-  data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
-  if (data_ == MAP_FAILED) {
-    data_ = nullptr;
-    const int error = errno;
+    // Another size: a new segment, so that nobody who has the old one mapped reads beyond its end.
     close(fd_);
-    errno = error;
-    fail("cannot map shared memory " + name);
+    fd_ = -1;
+    unlink();
+  } else if (errno != ENOENT) {
+    fail("cannot open shared memory " + name_);
   }
+  fd_ = shm_open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (fd_ < 0) fail("cannot create shared memory " + name_);
+  if (ftruncate(fd_, static_cast<off_t>(bytes_)) != 0)
+    give_up("cannot make shared memory " + name_ + " " + mebibytes(bytes_) + " large");
 }
+
+void PosixSegment::reserve() {
+  int error = 0;
+  do {
+    error = posix_fallocate(fd_, 0, static_cast<off_t>(bytes_));
+  } while (error == EINTR);
+  if (error == 0) return;
+  errno = error;
+  std::string what = "cannot reserve " + mebibytes(bytes_) + " of shared memory for " + name_;
+  if (error == ENOSPC) what += " (" + advice(shared_memory_left()) + ")";
+  errno = error;
+  give_up(what);
+}
+
+void PosixSegment::map() {
+  data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  if (data_ != MAP_FAILED) return;
+  data_ = nullptr;
+  give_up("cannot map shared memory " + name_);
+}
+
+// The constructor fails with errno: what it has made goes.
+void PosixSegment::give_up(const std::string& what) {
+  const int error = errno;
+  close(fd_);
+  if (!existed_) unlink();
+  errno = error;
+  fail(what);
+}
+
+void PosixSegment::unlink() noexcept { shm_unlink(path_.c_str()); }
 
 PosixSegment::~PosixSegment() {
   if (data_ != nullptr) munmap(data_, bytes_);
@@ -95,21 +119,24 @@ std::string pool_segment(const std::string& prefix, std::size_t pool, std::int64
   return rank == 0 ? name : name + "." + std::to_string(rank);
 }
 
-PosixPoolMemory::PosixPoolMemory(const std::string& name, std::size_t bytes) : segment_(name, bytes, false) {
-  struct stat status{};
-  const bool known = fstat(segment_.fd(), &status) == 0;
-  try {
-    check_space(bytes, known ? static_cast<std::uint64_t>(status.st_blocks) * 512 : 0);
-  } catch (const MemoryError&) {
-    if (!segment_.existed()) destroy();
-    throw;
+void check_shared_memory(const std::vector<SegmentSize>& wanted) {
+  std::uint64_t bytes = 0, already = 0;
+  for (const SegmentSize& segment : wanted) {
+    bytes += segment.bytes;  // kMaxPools * kMaxRanks * kMaxPoolBytes is 2^59
+    struct stat status{};
+    if (stat((std::string(kDirectory) + "/" + segment.name).c_str(), &status) == 0)
+      already += std::min<std::uint64_t>(segment.bytes, static_cast<std::uint64_t>(status.st_blocks) * 512);
   }
+  const std::uint64_t left = shared_memory_left();
+  if (bytes - already > left)
+    throw MemoryError("the pools and page tables need " + mebibytes(bytes - already) + " of shared memory, " +
+                      advice(left));
 }
 
-void PosixPoolMemory::destroy() { shm_unlink(("/" + segment_.name()).c_str()); }
-
 PosixSegments::PosixSegments(const std::string& prefix, std::chrono::milliseconds settle)
-    : prefix_(prefix), counters_(prefix + ".counters", sizeof(Counters), true), guard_(prefix + ".guard", 8, false) {
+    : prefix_(prefix),
+      counters_(prefix + ".counters", sizeof(Counters), PosixSegment::Use::kMapped),
+      guard_(prefix + ".guard", 8, PosixSegment::Use::kSparse) {
   if (flock(counters_.fd(), LOCK_EX | LOCK_NB) != 0)
     throw MemoryError("another memory manager is running with the prefix \"" + prefix + "\"");
   const auto end = std::chrono::steady_clock::now() + settle;
@@ -137,16 +164,23 @@ PosixSegments::PosixSegments(const std::string& prefix, std::chrono::millisecond
 std::string PosixSegments::table_name(std::uint32_t model) const { return prefix_ + ".table." + std::to_string(model); }
 
 std::int32_t* PosixSegments::create_table(std::uint32_t model, std::size_t entries) {
-  auto segment = std::make_unique<PosixSegment>(table_name(model), entries * sizeof(std::int32_t), true);
+  std::unique_ptr<PosixSegment>& segment = tables_[model];
+  try {
+    segment =
+        std::make_unique<PosixSegment>(table_name(model), entries * sizeof(std::int32_t), PosixSegment::Use::kMapped);
+  } catch (...) {
+    tables_.erase(model);
+    throw;
+  }
   if (segment->existed()) std::memset(segment->data(), 0, segment->bytes());
-  auto* table = static_cast<std::int32_t*>(segment->data());
-  tables_[model] = std::move(segment);
-  return table;
+  return static_cast<std::int32_t*>(segment->data());
 }
 
-void PosixSegments::destroy_table(std::uint32_t model) {
-  tables_.erase(model);
-  shm_unlink(("/" + table_name(model)).c_str());
+void PosixSegments::destroy_table(std::uint32_t model) noexcept {
+  const auto found = tables_.find(model);
+  if (found == tables_.end()) return;
+  found->second->unlink();
+  tables_.erase(found);
 }
 
 void PosixSegments::settled() { flock(guard_.fd(), LOCK_UN); }

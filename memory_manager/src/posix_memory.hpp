@@ -24,12 +24,18 @@ class MemoryError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// One mapped segment.
+// One segment of shared memory.
 class PosixSegment {
  public:
+  enum class Use {
+    kSparse,  // only the file descriptor is kept; memory is taken where clients write
+    kMapped,  // mapped into this process, all of its memory reserved: nothing that happens to /dev/shm later can make
+              // reading or writing it fail (with SIGBUS)
+  };
+
   // Opens `name` (without the leading slash), or creates it. An existing segment of another size is replaced by a new
-  // one. `map` = false only keeps the file descriptor. Throws MemoryError.
-  PosixSegment(const std::string& name, std::size_t bytes, bool map);
+  // one. Throws MemoryError, and then nothing is left that was not there before.
+  PosixSegment(const std::string& name, std::size_t bytes, Use use);
   ~PosixSegment();
   PosixSegment(const PosixSegment&) = delete;
   PosixSegment& operator=(const PosixSegment&) = delete;
@@ -39,9 +45,17 @@ class PosixSegment {
   std::size_t bytes() const { return bytes_; }
   const std::string& name() const { return name_; }
   bool existed() const { return existed_; }
+  // Takes the name away. Whoever has the segment open or mapped keeps it.
+  void unlink() noexcept;
 
  private:
+  void open_or_create();
+  void reserve();
+  void map();
+  [[noreturn]] void give_up(const std::string& what);
+
   std::string name_;
+  std::string path_;
   std::size_t bytes_;
   int fd_ = -1;
   void* data_ = nullptr;
@@ -51,13 +65,24 @@ class PosixSegment {
 // What the segment of a pool on a rank is called.
 std::string pool_segment(const std::string& prefix, std::size_t pool, std::int64_t rank);
 
+// A segment that is going to be made.
+struct SegmentSize {
+  std::string name;
+  std::size_t bytes = 0;
+};
+
+// Shared memory is a file system that may be smaller than what is to lie in it, and running out of it later kills
+// whoever writes into a sparse segment. Throws MemoryError, with words on what to do, unless everything in `wanted`
+// fits at once; what existing segments of these names have already taken counts as there.
+void check_shared_memory(const std::vector<SegmentSize>& wanted);
+
 // A pool in a sparse segment: memory is taken page by page as engines write.
 class PosixPoolMemory final : public PoolMemory {
  public:
-  // Throws MemoryError, also where the file system of shared memory is too small for the pool.
-  PosixPoolMemory(const std::string& name, std::size_t bytes);
+  // Throws MemoryError.
+  PosixPoolMemory(const std::string& name, std::size_t bytes) : segment_(name, bytes, PosixSegment::Use::kSparse) {}
   std::string handle() const override { return "posix:" + segment_.name(); }
-  void destroy() override;
+  void destroy() override { segment_.unlink(); }
 
  private:
   PosixSegment segment_;
@@ -73,7 +98,7 @@ class PosixSegments final : public Segments {
 
   Counters& counters() override { return *static_cast<Counters*>(counters_.data()); }
   std::int32_t* create_table(std::uint32_t model, std::size_t entries) override;
-  void destroy_table(std::uint32_t model) override;
+  void destroy_table(std::uint32_t model) noexcept override;
   std::string table_name(std::uint32_t model) const override;
 
   // Tables are reset and the new generation stands in the counters: clients may look again.

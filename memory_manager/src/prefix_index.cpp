@@ -4,8 +4,24 @@
 #include <cstring>
 
 namespace muxserve::memory {
+namespace {
 
-PrefixIndex::PrefixIndex(std::int32_t num_blocks, std::uint64_t seed) : seed_(seed | 1) {
+// The two halves of a product of 128 bits, folded: every bit of both numbers reaches every bit of the result.
+std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
+  __extension__ using Wide = unsigned __int128;
+  const Wide product = static_cast<Wide>(a) * b;
+  return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
+}
+
+}  // namespace
+
+PrefixIndex::PrefixIndex(std::int32_t num_blocks, std::uint64_t seed) {
+  for (std::uint64_t& key : keys_) {  // splitmix64
+    std::uint64_t z = seed += 0x9E3779B97F4A7C15ULL;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+    key = z ^ (z >> 31);
+  }
   std::size_t capacity = 16;
   while (capacity < 2 * static_cast<std::size_t>(num_blocks)) capacity *= 2;
   mask_ = capacity - 1;
@@ -15,14 +31,19 @@ PrefixIndex::PrefixIndex(std::int32_t num_blocks, std::uint64_t seed) : seed_(se
 }
 
 std::size_t PrefixIndex::home(const Hash& hash) const {
-  std::uint64_t mixed = seed_;
-  for (std::size_t i = 0; i < kHashBytes; i += 8) {
-    std::uint64_t word;
-    std::memcpy(&word, hash.data() + i, 8);
-    mixed = (mixed ^ word) * 0x9E3779B97F4A7C15ULL;
-    mixed ^= mixed >> 29;
-  }
-  return static_cast<std::size_t>(mixed) & mask_;
+  std::array<std::uint64_t, 4> words;
+  static_assert(sizeof words == kHashBytes);
+  std::memcpy(words.data(), hash.data(), sizeof words);
+  const std::uint64_t first = fold(words[0] ^ keys_[0], words[1] ^ keys_[1]);
+  const std::uint64_t second = fold(words[2] ^ keys_[2], words[3] ^ keys_[3]);
+  return static_cast<std::size_t>(fold(first ^ keys_[1], second ^ keys_[2])) & mask_;
+}
+
+std::size_t PrefixIndex::probes(const Hash& hash) const {
+  std::size_t count = 1;
+  for (std::size_t slot = home(hash); slots_[slot] >= 0; slot = (slot + 1) & mask_, ++count)
+    if (hashes_[static_cast<std::size_t>(slots_[slot])] == hash) break;
+  return count;
 }
 
 std::int32_t PrefixIndex::find(const Hash& hash) const {

@@ -14,7 +14,8 @@ using Hash = std::array<std::uint8_t, kHashBytes>;
 // block at once, so that no operation allocates.
 class PrefixIndex {
  public:
-  // `num_blocks` bounds the block ids; `seed` keeps clients from choosing hashes that collide here.
+  // `num_blocks` bounds the block ids; `seed`, which clients must not know, keeps them from choosing hashes that
+  // collide here.
   PrefixIndex(std::int32_t num_blocks, std::uint64_t seed);
 
   // The block published under that hash, or -1.
@@ -31,10 +32,13 @@ class PrefixIndex {
 
   std::int64_t size() const { return size_; }
 
+  // How many slots are looked at to find that hash, or that it is not there. For tests.
+  std::size_t probes(const Hash& hash) const;
+
  private:
   std::size_t home(const Hash& hash) const;
 
-  std::uint64_t seed_;
+  std::array<std::uint64_t, 4> keys_{};
   std::size_t mask_;
   std::int64_t size_ = 0;
   std::vector<std::int32_t> slots_;  // block id, or -1

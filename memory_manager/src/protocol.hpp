@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "errors.hpp"
+#include "limits.hpp"
 #include "manager.hpp"
 #include "span.hpp"
 
@@ -40,7 +41,6 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
 
 constexpr std::uint32_t kMagic = 0x4D4D584D;  // "MXMM"
 constexpr std::uint16_t kVersion = 1;
-constexpr std::uint32_t kMaxPayload = 8u << 20;
 constexpr std::uint16_t kReply = 0x8000;
 constexpr std::uint32_t kPartial = 1;
 

@@ -19,11 +19,12 @@ class Segments {
   // The counters, zeroed. Valid as long as this object.
   virtual Counters& counters() = 0;
 
-  // A zeroed page table of `entries` int32 for the model of that index. Throws std::runtime_error.
+  // A zeroed page table of `entries` int32 for the model of that index, whose memory is there: writing to it cannot
+  // fail later. Throws std::runtime_error with the reason or std::bad_alloc, and then nothing is left behind.
   virtual std::int32_t* create_table(std::uint32_t model, std::size_t entries) = 0;
 
   // Gives the table back.
-  virtual void destroy_table(std::uint32_t model) = 0;
+  virtual void destroy_table(std::uint32_t model) noexcept = 0;
 
   // The name under which a client maps it; empty where it cannot be mapped.
   virtual std::string table_name(std::uint32_t model) const = 0;
@@ -38,7 +39,7 @@ class HeapSegments final : public Segments {
     table.assign(entries, 0);
     return table.data();
   }
-  void destroy_table(std::uint32_t model) override { tables_.erase(model); }
+  void destroy_table(std::uint32_t model) noexcept override { tables_.erase(model); }
   std::string table_name(std::uint32_t) const override { return {}; }
 
  private:

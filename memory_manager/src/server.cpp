@@ -13,32 +13,33 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
+#include <exception>
 #include <utility>
 
+#include "clock.hpp"
 #include "connection.hpp"
 
 namespace muxserve::memory {
 namespace {
 
-// Connections that have not said HELLO: so many may be open, for so long.
-constexpr std::ptrdiff_t kMaxStrangers = 128;
-constexpr std::int64_t kGreetingTime = 10'000'000'000;
 // How long the next request is looked for before the thread sleeps, where that pays.
 constexpr std::int64_t kSpinTime = 100'000;
 
-std::int64_t clock_now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
 [[noreturn]] void fail(const std::string& what) { throw ServerError(what + ": " + std::strerror(errno)); }
+
+// Whether the process at the other end runs as this user, or as root.
+bool may_connect(int fd) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
+  return peer.uid == geteuid() || peer.uid == 0;
+}
 
 }  // namespace
 
-Server::Server(Dispatcher& dispatcher, std::string path)
-    : dispatcher_(dispatcher), path_(std::move(path)), next_sweep_(kNever) {
+Server::Server(Dispatcher& dispatcher, std::string path, const Limits& limits)
+    : dispatcher_(dispatcher), path_(std::move(path)), limits_(limits), next_sweep_(kNever), accept_again_(kNever) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) fail("cannot make an event loop");
@@ -137,56 +138,94 @@ bool Server::dispatch(int timeout_ms) {
   if (count < 0 && errno != EINTR) fail("cannot wait for events");
   now_ = clock_now();
   if (heartbeat_ != nullptr) heartbeat_->beat();
+  ++round_;
+  turns_.swap(waiting_);
+  waiting_.clear();
   bool served = false;
   for (int i = 0; i < count; ++i) {
     void* tag = events[static_cast<std::size_t>(i)].data.ptr;
     if (tag == &wake_ || tag == &signals_) {
       stopping_ = true;
     } else if (tag == &listener_) {
-      accept_all();
+      accept_some();
     } else {
       serve(*static_cast<Connection*>(tag), events[static_cast<std::size_t>(i)].events);
       last_core_ = static_cast<Connection*>(tag)->session().core;
       served = true;
     }
   }
+  for (Connection* connection : turns_) {
+    if (connection->round == round_) continue;  // it has had its turn
+    serve(*connection, 0);
+    served = true;
+  }
   sweep();
   return served;
 }
 
-void Server::accept_all() {
-  while (true) {
+void Server::accept_some() {
+  for (int i = 0; i < kMaxAcceptsPerTurn; ++i) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0) return;
-    admit(fd);
+    if (fd >= 0) {
+      admit(fd);
+    } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+      // epoll would tell of the connection that cannot be taken again and again.
+      epoll_ctl(epoll_, EPOLL_CTL_DEL, listener_, nullptr);
+      accept_again_ = now_ + kAcceptPause;
+      return;
+    } else if (errno != EINTR && errno != ECONNABORTED) {
+      return;
+    }
   }
 }
 
 void Server::admit(int fd) {
-  const auto strangers = std::count_if(connections_.begin(), connections_.end(),
-                                       [](const auto& c) { return !c->greeted() && !c->closed(); });
-  if (strangers >= kMaxStrangers) {
-    // The oldest stranger goes: connections are in the order of their opening.
-    const auto oldest = std::find_if(connections_.begin(), connections_.end(),
-                                     [](const auto& c) { return !c->greeted() && !c->closed(); });
-    (*oldest)->abandon();
+  const auto stranger = [](const auto& c) { return !c->greeted() && !c->closed(); };
+  const auto strangers = std::count_if(connections_.begin(), connections_.end(), stranger);
+  Descriptor descriptor(fd);
+  try {
+    auto connection = std::make_unique<Connection>(std::move(descriptor), now_);
+    if (!may_connect(fd)) {
+      connection->refuse(dispatcher_, "this memory manager serves only the user that it runs as");
+      return;
+    }
+    connection->watched = EPOLLIN;
+    connections_.reserve(connections_.size() + 1);
+    waiting_.reserve(connections_.size() + 1);
+    turns_.reserve(connections_.size() + 1);
+    watch(fd, EPOLLIN, connection.get());
+    next_sweep_ = std::min(next_sweep_, connection->deadline(limits_));
+    connections_.push_back(std::move(connection));
+  } catch (const std::exception&) {
+    return;  // no memory, here or in the kernel: the connection ends
   }
-  connections_.push_back(std::make_unique<Connection>(fd, now_));
-  Connection& connection = *connections_.back();
-  connection.watched = EPOLLIN;
-  watch(fd, EPOLLIN, &connection);
-  next_sweep_ = strangers >= kMaxStrangers ? now_ : std::min(next_sweep_, now_ + kGreetingTime);
+  if (strangers < kMaxStrangers) return;
+  // The oldest stranger goes: connections are in the order of their opening.
+  (*std::find_if(connections_.begin(), connections_.end(), stranger))->abandon();
+  next_sweep_ = now_;
 }
 
+// One turn of a connection. Whatever happens in it is the end of that connection at most.
 void Server::serve(Connection& connection, std::uint32_t events) {
-  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) connection.read(dispatcher_, now_);
-  if (connection.has_output()) connection.write();
+  connection.round = round_;
+  try {
+    connection.turn(dispatcher_, events, now_);
+    update(connection);
+  } catch (const std::exception&) {
+    connection.abandon();
+  }
+  count_buffers(connection);
   if (connection.closed()) {
     next_sweep_ = now_;
     return;
   }
-  const std::uint32_t wanted = connection.has_output() ? EPOLLIN | EPOLLOUT : EPOLLIN;
-  if (wanted == connection.watched) return;
+  if (connection.wants_turn()) waiting_.push_back(&connection);
+  next_sweep_ = std::min(next_sweep_, connection.deadline(limits_));
+}
+
+void Server::update(Connection& connection) {
+  const std::uint32_t wanted = connection.wanted_events();
+  if (wanted == connection.watched || connection.closed()) return;
   connection.watched = wanted;
   epoll_event event{};
   event.events = wanted;
@@ -194,27 +233,65 @@ void Server::serve(Connection& connection, std::uint32_t events) {
   if (epoll_ctl(epoll_, EPOLL_CTL_MOD, connection.fd(), &event) != 0) fail("cannot watch a connection");
 }
 
-// Closes what is closed or has not said HELLO in time, and gives up hand-offs whose time is over. Never while events
-// are being handled: they point to connections.
+// Closes the connections with the largest buffers while all of them together are too large.
+void Server::count_buffers(Connection& connection) {
+  const std::size_t bytes = connection.buffered();
+  if (bytes == connection.counted) return;
+  buffered_ += bytes - connection.counted;
+  connection.counted = bytes;
+  while (buffered_ > limits_.buffer_bytes) {
+    Connection& largest = **std::max_element(connections_.begin(), connections_.end(),
+                                             [](const auto& a, const auto& b) { return a->counted < b->counted; });
+    largest.abandon();
+    buffered_ -= largest.counted;
+    largest.counted = 0;
+    next_sweep_ = now_;
+  }
+}
+
+// What time brings: hand-offs that nobody has adopted, connections that are over, and new ones after a pause. Never
+// while events are being handled: they point to connections.
 void Server::sweep() {
   if (now_ >= dispatcher_.manager().next_deadline()) dispatcher_.manager().expire(now_);
+  if (now_ >= accept_again_) {
+    accept_again_ = kNever;
+    watch(listener_, EPOLLIN, &listener_);
+  }
   if (now_ < next_sweep_) return;
   next_sweep_ = kNever;
-  for (auto& connection : connections_) {
-    const std::int64_t deadline = connection->opened() + kGreetingTime;
-    if (connection->closed() || (!connection->greeted() && now_ >= deadline)) {
-      dispatcher_.end(connection->session());
-      connection.reset();
-    } else if (!connection->greeted()) {
-      next_sweep_ = std::min(next_sweep_, deadline);
-    }
+  give_up_silent();
+  remove_closed();
+}
+
+// Connections that have not said HELLO, or not taken any of their replies, in time.
+void Server::give_up_silent() {
+  for (const auto& connection : connections_) {
+    if (connection->closed() || now_ < connection->deadline(limits_)) continue;
+    // It may have been this process that stood still: what the client has sent or taken meanwhile counts.
+    if (connection->round != round_) serve(*connection, EPOLLIN);
+    if (now_ >= connection->deadline(limits_)) connection->abandon();
   }
-  connections_.erase(std::remove(connections_.begin(), connections_.end(), nullptr), connections_.end());
+}
+
+void Server::remove_closed() {
+  const auto closed = [](const auto& connection) { return connection->closed(); };
+  waiting_.erase(std::remove_if(waiting_.begin(), waiting_.end(), closed), waiting_.end());
+  turns_.clear();
+  for (const auto& connection : connections_) {
+    if (!connection->closed()) {
+      next_sweep_ = std::min(next_sweep_, connection->deadline(limits_));
+      continue;
+    }
+    dispatcher_.end(connection->session());
+    buffered_ -= connection->counted;
+  }
+  connections_.erase(std::remove_if(connections_.begin(), connections_.end(), closed), connections_.end());
 }
 
 // Milliseconds until there is something to do without an event, -1 if there is nothing.
 int Server::timeout() const {
-  const std::int64_t next = std::min(next_sweep_, dispatcher_.manager().next_deadline());
+  if (!waiting_.empty()) return 0;
+  const std::int64_t next = std::min({next_sweep_, accept_again_, dispatcher_.manager().next_deadline()});
   const bool watched = heartbeat_ != nullptr && heartbeat_->watched();
   const std::int64_t longest = watched ? Heartbeat::kPeriodMs : 60'000;
   if (next == kNever) return watched ? Heartbeat::kPeriodMs : -1;

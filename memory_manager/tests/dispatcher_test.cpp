@@ -125,12 +125,15 @@ TEST(Dispatcher, ChecksHeaders) {
     Header header;
     change(header);
     Bytes out;
-    if (wire.dispatcher.check_header(header, out)) return Code::kOk;
+    if (wire.dispatcher.check_header(wire.session, header, out)) return Code::kOk;
     Header reply;
     std::memcpy(&reply, out.data(), sizeof reply);
     return static_cast<Code>(reply.status);
   };
-  EXPECT_EQ(code([](Header&) {}), Code::kOk);
+  EXPECT_EQ(code([](Header& h) { h.length = kMaxHelloPayload; }), Code::kOk);
+  EXPECT_EQ(code([](Header& h) { h.length = kMaxHelloPayload + 4; }), Code::kTooLarge);  // before HELLO
+  wire.hello();
+  EXPECT_EQ(code([](Header& h) { h.length = kMaxPayload; }), Code::kOk);
   EXPECT_EQ(code([](Header& h) { h.magic = 0x20544547; }), Code::kBadMagic);
   EXPECT_EQ(code([](Header& h) { h.version = 2; }), Code::kBadVersion);
   EXPECT_EQ(code([](Header& h) { h.length = kMaxPayload + 4; }), Code::kTooLarge);

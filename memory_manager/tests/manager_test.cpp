@@ -205,7 +205,7 @@ TEST(Manager, EvictsOwnOldestFirstThenTheOldestOfOthers) {
 
 TEST(Manager, EarlierReleasedIsEvictedEarlier) {
   Config config = small_config();
-  config.models = {{"a", "p", 1, 25, 20, 100}};
+  config.models = {{"a", "p", 1, 25, 16, 100}};
   Fixture f(config);
   const int client = f.manager.connect("c", 1);
   const Blocks blocks = f.reserve(client, 0, 4);
@@ -412,7 +412,6 @@ TEST(Manager, ModelsComeAndGo) {
   EXPECT_EQ(blocks.size(), 1u);
   EXPECT_EQ(refusal([&] { f.manager.remove_model(index); }), Code::kModelInUse);
   f.publish(client, index, blocks, {1}, blocks);
-  f.manager.hand_off(client, index, "empty", Blocks{}, Blocks{}, 10, 0);
   f.manager.remove_model(index);
   EXPECT_EQ(refusal([&] { f.reserve(client, index, 1); }), Code::kUnknownModel);
   EXPECT_EQ(f.free_pages(), 100);

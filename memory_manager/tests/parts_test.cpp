@@ -117,9 +117,9 @@ TEST(AdaptiveSpin, NeverKeepsTheOtherSideFromItsCore) {
 TEST(HandOffs, AreTakenByKeyOrByTime) {
   HandOffs hand_offs;
   EXPECT_FALSE(hand_offs.take_expired(kNever));
-  hand_offs.add("b", {2}, 20);
-  hand_offs.add("a", {1}, 10);
-  hand_offs.add("c", {3}, 20);
+  hand_offs.add("b", {2}, 20, 0);
+  hand_offs.add("a", {1}, 10, 0);
+  hand_offs.add("c", {3}, 20, 0);
   EXPECT_EQ(hand_offs.next_deadline(), 10);
   EXPECT_FALSE(hand_offs.take_expired(9));
   EXPECT_EQ(*hand_offs.take_expired(15), (std::vector<std::int32_t>{1}));

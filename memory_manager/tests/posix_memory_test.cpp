@@ -2,8 +2,12 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -11,6 +15,7 @@
 #include <thread>
 
 #include "client/mapping.hpp"
+#include "manager.hpp"
 
 namespace muxserve::memory::testing {
 namespace {
@@ -76,8 +81,9 @@ TEST(PosixSegments, RemoveWhatIsStale) {
   const std::string prefix = fresh_prefix();
   PosixSegments segments(prefix, milliseconds(0));
   segments.create_table(0, 10);
-  PosixSegment stale_table(prefix + ".table.7", 64, false), stale_pool(prefix + ".pool.1", 64, false);
-  PosixSegment pool(prefix + ".pool.0", 64, false);
+  const auto sparse = PosixSegment::Use::kSparse;
+  PosixSegment stale_table(prefix + ".table.7", 64, sparse), stale_pool(prefix + ".pool.1", 64, sparse);
+  PosixSegment pool(prefix + ".pool.0", 64, sparse);
   segments.remove_stale({pool_segment(prefix, 0, 0)});
   EXPECT_TRUE(exists(prefix + ".table.0"));
   EXPECT_TRUE(exists(prefix + ".pool.0"));
@@ -136,15 +142,70 @@ TEST(PosixPoolMemory, IsSparseAndRemoved) {
   EXPECT_FALSE(exists(name));
 }
 
-TEST(PosixPoolMemory, RefusesAPoolThatDoesNotFit) {
+TEST(PosixSegments, ReserveTheMemoryOfTablesAndCounters) {
+  const std::string prefix = fresh_prefix();
+  PosixSegments segments(prefix, milliseconds(0));
+  segments.create_table(0, 100'000);
+  // Memory that is not there when the segment is made is a SIGBUS when /dev/shm is full later.
+  for (const std::string& name : {segments.table_name(0), prefix + ".counters"}) {
+    struct stat status{};
+    ASSERT_EQ(stat(("/dev/shm/" + name).c_str(), &status), 0);
+    EXPECT_GE(status.st_blocks * 512, status.st_size) << name;
+  }
+  segments.remove_all();
+}
+
+// Runs `body` in a process of its own, in which no file can grow beyond 1 MiB.
+template <class Body>
+void with_small_files(Body body) {
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{1 << 20, 1 << 20};
+    _exit(setrlimit(RLIMIT_FSIZE, &limit) == 0 && body() ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+TEST(PosixSegments, ATableThatCannotBeMadeIsRefusedAndLeavesNothing) {
+  with_small_files([] {
+    const std::string prefix = fresh_prefix() + "-small";
+    PosixSegments segments(prefix, milliseconds(0));
+    Config config;
+    config.prefix = prefix;
+    config.pools = {{"p", 64, 1'000'001}};
+    config.models = {{"a", "p", 1, 1, 100, 100}};
+    Manager manager(config, segments, 7);
+    std::string words;
+    try {
+      manager.add_model({"large", "p", 1, 1, 1'000'000, 100});
+    } catch (const Refused& refused) {
+      if (refused.code() == Code::kNoMemory) words = refused.what();
+    }
+    const bool told = words.find("\"large\" was not added: cannot make shared memory") != std::string::npos;
+    const bool nothing_left = !exists(prefix + ".table.1");
+    const bool serves = manager.add_model({"small", "p", 1, 1, 1000, 100}) == 1;
+    manager.check();
+    segments.remove_all();
+    return told && nothing_left && serves;
+  });
+}
+
+TEST(CheckSharedMemory, CountsEverythingTogether) {
   const std::string name = fresh_prefix() + ".pool.0";
+  struct statvfs fs{};
+  ASSERT_EQ(statvfs("/dev/shm", &fs), 0);
+  const std::size_t left = fs.f_bavail * fs.f_frsize;
+  check_shared_memory({{name, left / 4}, {name + ".1", left / 4}});
   try {
-    PosixPoolMemory pool(name, std::size_t{1} << 46);
+    check_shared_memory({{name, left / 4 * 3}, {name + ".1", left / 4 * 3}});
     FAIL();
   } catch (const MemoryError& error) {
-    EXPECT_NE(std::string(error.what()).find("make the pool smaller"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("make the pools smaller"), std::string::npos) << error.what();
   }
-  EXPECT_FALSE(exists(name));
 }
 
 TEST(CountersView, CountsAvailableBlocks) {

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,6 +15,7 @@
 #include <thread>
 
 #include "client/client.hpp"
+#include "clock.hpp"
 #include "support.hpp"
 
 namespace muxserve::memory::testing {
@@ -33,6 +36,13 @@ class ServerTest : public ::testing::Test {
     rmdir(directory_.c_str());
   }
 
+  // Another server for the same manager.
+  void restart(const Limits& limits) {
+    stop();
+    server_ = std::make_unique<Server>(dispatcher_, path_, limits);
+    thread_ = std::thread([this] { server_->run(); });
+  }
+
   void stop() {
     if (!thread_.joinable()) return;
     server_->stop();
@@ -47,6 +57,20 @@ class ServerTest : public ::testing::Test {
     std::strncpy(address.sun_path, path_.c_str(), sizeof address.sun_path - 1);
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     EXPECT_EQ(connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+    return fd;
+  }
+
+  // ... that has said HELLO.
+  int connect_raw(const std::string& name) {
+    const int fd = connect_raw();
+    Bytes hello;
+    Header header;
+    header.operation = static_cast<std::uint16_t>(Operation::kHello);
+    FrameWriter(hello, header).text(name).u32(1).finish();
+    EXPECT_EQ(send(fd, hello.data(), hello.size(), MSG_NOSIGNAL), static_cast<ssize_t>(hello.size()));
+    EXPECT_EQ(recv(fd, &header, sizeof header, MSG_WAITALL), static_cast<ssize_t>(sizeof header));
+    Bytes payload(header.length);
+    EXPECT_EQ(recv(fd, payload.data(), payload.size(), MSG_WAITALL), static_cast<ssize_t>(payload.size()));
     return fd;
   }
 
@@ -211,24 +235,154 @@ TEST_F(ServerTest, CarriesOutLargeMessages) {
   EXPECT_EQ(reserve(client, kA, 1).size(), 1u);  // the connection still works
 }
 
-TEST_F(ServerTest, DropsAClientThatDoesNotRead) {
-  const int fd = connect_raw();
-  Bytes hello;
-  Header header;
-  header.operation = static_cast<std::uint16_t>(Operation::kHello);
-  FrameWriter frame(hello, header);
-  frame.text("deaf").u32(1).finish();
-  ASSERT_GT(send(fd, hello.data(), hello.size(), MSG_NOSIGNAL), 0);
-  header.operation = static_cast<std::uint16_t>(Operation::kStatistics);
-  header.generation = 7;
+// Sends `count` requests for statistics, as far as they are taken within a second. False if the server has hung up.
+bool ask_without_reading(int fd, int count) {
   Bytes many;
-  for (int i = 0; i < 1000; ++i) FrameWriter(many, header).finish();
-  bool dropped = false;
-  for (int i = 0; i < 1000 && !dropped; ++i) dropped = send(fd, many.data(), many.size(), MSG_NOSIGNAL) < 0;
-  EXPECT_TRUE(dropped);
+  for (int i = 0; i < count; ++i) {
+    Header header;
+    header.operation = static_cast<std::uint16_t>(Operation::kStatistics);
+    header.generation = 7;
+    FrameWriter(many, header).finish();
+  }
+  timeval limit{1, 0};
+  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+  for (std::size_t sent = 0; sent < many.size();) {
+    const ssize_t put = send(fd, many.data() + sent, many.size() - sent, MSG_NOSIGNAL);
+    if (put < 0) return errno == EAGAIN;
+    sent += static_cast<std::size_t>(put);
+  }
+  return true;
+}
+
+TEST_F(ServerTest, DropsAClientThatTakesNothing) {
+  Limits limits;
+  limits.stall_time = 50'000'000;
+  restart(limits);
+  const int fd = connect_raw("deaf");
+  while (ask_without_reading(fd, 1000)) {
+  }
   close(fd);
   Client client(path_, "other", 60);  // and the others are served
   EXPECT_EQ(reserve(client, kA, 1).size(), 1u);
+}
+
+TEST_F(ServerTest, KeepsLittleForAClientThatReadsSlowly) {
+  const int fd = connect_raw("slow");
+  // The replies to these are some 100 MB.
+  std::thread asking([&] {
+    for (int i = 0; i < 100 && ask_without_reading(fd, 1000); ++i) {
+    }
+  });
+  Client other(path_, "other", 60);
+  Bytes some(64 << 10);
+  std::size_t most = 0, taken = 0;
+  for (int i = 0; i < 400; ++i) {
+    const ssize_t got = recv(fd, some.data(), some.size(), 0);
+    ASSERT_GT(got, 0);
+    taken += static_cast<std::size_t>(got);
+    other.describe();
+    most = std::max(most, server_->buffered());
+  }
+  EXPECT_GT(taken, 1u << 20);
+  EXPECT_LT(most, 2u << 20);
+  shutdown(fd, SHUT_RDWR);
+  asking.join();
+  close(fd);
+}
+
+TEST_F(ServerTest, AHeaderThatAnnouncesMegabytesCostsNothing) {
+  std::vector<int> open;
+  for (int i = 0; i < 60; ++i) {
+    open.push_back(connect_raw("half"));
+    Header header;
+    header.operation = static_cast<std::uint16_t>(Operation::kStep);
+    header.generation = 7;
+    header.length = kMaxPayload;
+    ASSERT_EQ(send(open.back(), &header, sizeof header, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof header));
+  }
+  Client client(path_, "other", 60);
+  client.describe();  // the frames above have been read
+  EXPECT_LT(server_->buffered(), 16u << 20);
+  for (const int fd : open) close(fd);
+}
+
+TEST_F(ServerTest, ClosesTheLargestWhenBuffersGrowTogether) {
+  Limits limits;
+  limits.buffer_bytes = 8u << 20;
+  restart(limits);
+  std::vector<int> open;
+  int hung_up = 0;
+  const Bytes part(1 << 20);
+  for (int i = 0; i < 20; ++i) {
+    open.push_back(connect_raw("hoarder"));
+    Header header;
+    header.operation = static_cast<std::uint16_t>(Operation::kStep);
+    header.generation = 7;
+    header.length = kMaxPayload;
+    EXPECT_EQ(send(open.back(), &header, sizeof header, MSG_NOSIGNAL), static_cast<ssize_t>(sizeof header));
+    if (send(open.back(), part.data(), part.size(), MSG_NOSIGNAL) < 0) ++hung_up;
+  }
+  Client client(path_, "other", 60);
+  EXPECT_EQ(reserve(client, kA, 1).size(), 1u);
+  EXPECT_LE(server_->buffered(), limits.buffer_bytes);
+  for (const int fd : open) {
+    char byte = 0;
+    if (recv(fd, &byte, 1, MSG_DONTWAIT) == 0 || errno == ECONNRESET) ++hung_up;
+    close(fd);
+  }
+  EXPECT_GT(hung_up, 5);
+}
+
+TEST_F(ServerTest, OneFloodingClientDoesNotKeepTheOthersWaiting) {
+  // Statistics of a thousand models are expensive: a buffer full of such requests is a second's work.
+  for (int i = 0; i < 500; ++i) fixture_.manager.add_model({"m" + std::to_string(i), "p", 1, 1, 4, 0});
+  restart({});
+  const int fd = connect_raw("flood");
+  std::atomic<bool> done{false};
+  std::thread reader([&] {
+    Bytes some(1 << 20);
+    while (recv(fd, some.data(), some.size(), 0) > 0) {
+    }
+  });
+  std::thread asking([&] {
+    while (!done && ask_without_reading(fd, 1000)) {
+    }
+  });
+  Client client(path_, "other", 60);
+  const std::int64_t begin = clock_now();
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(reserve(client, kB, 1).size(), 1u);
+  const std::int64_t each = (clock_now() - begin) / 20;
+  done = true;
+  shutdown(fd, SHUT_RDWR);
+  asking.join();
+  reader.join();
+  close(fd);
+  // A turn is one such request. Without turns each would wait for two thousand of them.
+  const std::int64_t before = clock_now();
+  client.statistics();
+  EXPECT_LT(each, 200 * std::max<std::int64_t>(clock_now() - before, 100'000));
+}
+
+TEST_F(ServerTest, RefusesOtherUsers) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  ASSERT_EQ(chmod(directory_.c_str(), 0755), 0);
+  ASSERT_EQ(chmod(path_.c_str(), 0666), 0);  // the file's mode keeps them out, too
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    if (setuid(65534) != 0) _exit(2);
+    const int fd = connect_raw();
+    Header header{};
+    const bool told = recv(fd, &header, sizeof header, MSG_WAITALL) == static_cast<ssize_t>(sizeof header) &&
+                      header.status == static_cast<std::uint32_t>(Code::kForbidden);
+    char rest[512];
+    while (recv(fd, rest, sizeof rest, 0) > 0) {
+    }
+    _exit(told ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 TEST_F(ServerTest, StrangersDoNotKeepClientsOut) {

@@ -47,7 +47,7 @@ class MemoryClient:
 
     Args:
         socket_path: where the manager listens.
-        name: for statistics; 1 to 128 bytes.
+        name: for statistics; 1 to 128 bytes of UTF-8 without control characters.
         timeout_s: how long an answer may take before the manager counts as gone.
     """
 
@@ -147,13 +147,14 @@ class MemoryClient:
         ttl_seconds: float,
         release: npt.ArrayLike | None = None,
     ) -> None:
-        """Leave `blocks` under `key` for whoever adopts them within `ttl_seconds`.
+        """Leave `blocks`, at least one, under `key` for whoever adopts them within `ttl_seconds`.
 
         This client's hold ends on `release`, by default on all of `blocks`; leave out those that other requests of this
         client still use.
 
         Raises:
-            MemoryManagerError: NOT_OWNER, KEY_EXISTS, or INVALID for a key that has not 1 to 128 bytes.
+            MemoryManagerError: NOT_OWNER, KEY_EXISTS, INVALID for no blocks or a key that has not 1 to 128 bytes of
+                UTF-8 without control characters, or EXHAUSTED where too many hand-offs are waiting.
         """
         ids = _ids(blocks)
         self._native.hand_off(self._index(model), key, ids, ids if release is None else _ids(release), ttl_seconds)
@@ -197,7 +198,8 @@ class MemoryClient:
         """Add a model to a running manager; returns its index. A manager that is started again does not know it.
 
         Raises:
-            MemoryManagerError: INVALID or QUOTA_EXCEEDS_POOL.
+            MemoryManagerError: INVALID, QUOTA_EXCEEDS_POOL, EXHAUSTED where a bound of the manager is reached, or
+                NO_MEMORY where the machine has not the memory for the page table.
         """
         index = self._native.add_model(
             json.dumps(

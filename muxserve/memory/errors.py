@@ -7,8 +7,8 @@ class MemoryManagerError(Exception):
     """The memory manager refused a request and did nothing of it.
 
     `code` is one of MALFORMED, TOO_LARGE, WRONG_GENERATION, TOO_MANY_CLIENTS, UNKNOWN_MODEL, NOT_OWNER, KEY_EXISTS,
-    UNKNOWN_KEY, QUOTA_EXCEEDS_POOL, MODEL_IN_USE, INVALID, EXHAUSTED, BAD_MAGIC, BAD_VERSION, NOT_GREETED,
-    UNKNOWN_OPERATION.
+    UNKNOWN_KEY, QUOTA_EXCEEDS_POOL, MODEL_IN_USE, INVALID, EXHAUSTED, NO_MEMORY, FORBIDDEN, BAD_MAGIC, BAD_VERSION,
+    NOT_GREETED, UNKNOWN_OPERATION.
     """
 
     def __init__(self, code: str, message: str) -> None:

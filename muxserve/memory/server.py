@@ -9,6 +9,7 @@ import re
 import select
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,12 +68,14 @@ def binary() -> Path:
     return path
 
 
-def command(deployment: Deployment, *, die_with_parent: bool = True) -> list[str]:
-    """Write the configuration file and return the command line that starts the manager."""
+def command(deployment: Deployment, *, die_with_parent: bool = True, options: Sequence[str] = ()) -> list[str]:
+    """Write the configuration file and return the command line that starts the manager; `options` are its limits, such
+    as "--stall-s", "5"."""
     config = Path(deployment.run_dir) / "memory.json"
     config.write_text(json.dumps(manager_config(deployment), indent=2))
     beats = heartbeat_file(deployment.run_dir, "memory")
-    line = [str(binary()), "--socket", deployment.memory_socket, "--config", str(config), "--heartbeat", str(beats)]
+    line = [str(binary()), "--socket", deployment.memory_socket, "--config", str(config)]
+    line += ["--heartbeat", str(beats), *options]
     return [*line, "--die-with-parent"] if die_with_parent else line
 
 
@@ -103,6 +106,7 @@ def start(
     deployment: Deployment,
     *,
     die_with_parent: bool = True,
+    options: Sequence[str] = (),
     timeout_s: float = 40.0,
     stderr: int | IO[Any] | None = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
@@ -110,6 +114,7 @@ def start(
 
     Args:
         die_with_parent: it stops when the thread that called this ends.
+        options: see `command`.
         stderr: where its messages go; by default they become part of the error if it does not start.
 
     Raises:
@@ -117,7 +122,7 @@ def start(
         TimeoutError: it was not ready in time. It waits up to 30 s for engines that still write into the pool.
     """
     process = subprocess.Popen(
-        command(deployment, die_with_parent=die_with_parent), stdout=subprocess.PIPE, stderr=stderr
+        command(deployment, die_with_parent=die_with_parent, options=options), stdout=subprocess.PIPE, stderr=stderr
     )
     try:
         wait_ready(process, timeout_s)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -12,7 +13,9 @@ from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from tests.memory.support import deployment
 
-Start = Callable[[Deployment], subprocess.Popen[bytes]]
+
+class Start(Protocol):
+    def __call__(self, of: Deployment, options: Sequence[str] = ()) -> subprocess.Popen[bytes]: ...
 
 
 @pytest.fixture
@@ -20,8 +23,8 @@ def start() -> Iterator[Start]:
     """Starts managers and stops them at the end of the test."""
     running: list[tuple[Deployment, subprocess.Popen[bytes]]] = []
 
-    def run(of: Deployment) -> subprocess.Popen[bytes]:
-        process = server.start(of)
+    def run(of: Deployment, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        process = server.start(of, options=options)
         running.append((of, process))
         return process
 
@@ -42,8 +45,9 @@ def small(tmp_path: Path) -> Deployment:
 
 
 @pytest.fixture
-def manager(start: Start, small: Deployment) -> subprocess.Popen[bytes]:
-    return start(small)
+def manager(start: Start, small: Deployment, request: pytest.FixtureRequest) -> subprocess.Popen[bytes]:
+    """With the limits that a test may give by indirect parametrization."""
+    return start(small, getattr(request, "param", ()))
 
 
 @pytest.fixture

@@ -122,6 +122,8 @@ class Reference:
             m.holders[block] = {client}
 
     def hand_off(self, client: int, m: Model, key: str, blocks: list[int], release: list[int]) -> None:
+        if not blocks:
+            raise Refusal("INVALID")
         if key in m.hand_offs:
             raise Refusal("KEY_EXISTS")
         for ids in (blocks, release):

@@ -288,6 +288,7 @@ def test_random_bytes(abuse: Abuse) -> None:
         abuse.honest.reset_cache(name)
 
 
+@pytest.mark.parametrize("manager", [["--stall-s", "1"]], indirect=True)
 def test_a_client_that_never_reads_is_dropped(abuse: Abuse) -> None:
     raw = abuse.raw()
     raw.step(reserve=2)

@@ -163,7 +163,7 @@ def test_dropped_hand_offs_are_free(connect: Connect) -> None:
     blocks = client.step("a", reserve=3).reserved
     client.hand_off("a", "request", blocks, 1000.0)
     with pytest.raises(MemoryManagerError) as error:
-        client.hand_off("a", "request", ids(), 1000.0)
+        client.hand_off("a", "request", blocks, 1000.0)
     assert error.value.code == "KEY_EXISTS"
     client.drop("a", "request")
     assert client.map("a").counters.free_pages == 100

@@ -94,7 +94,8 @@ def busy_client(socket_path: str, seed: int, told: Connection) -> None:
                 client.step(view, publish_ids=chosen, publish_hashes=hashes, release=chosen)
                 continue_with = chosen
             else:
-                handed = allowed("KEY_EXISTS", client.hand_off, view, random_.choice(KEYS), chosen, 1000.0)
+                key = random_.choice(KEYS)
+                handed = chosen.size and allowed("KEY_EXISTS", client.hand_off, view, key, chosen, 1000.0)
                 continue_with = chosen if handed else None
                 for adopted in allowed("UNKNOWN_KEY", client.adopt, view, random_.choice(KEYS)):
                     client.step(view, release=adopted)
