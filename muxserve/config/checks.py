@@ -21,7 +21,18 @@ from muxserve.config.source import Source
 from muxserve.engine.vllm_args import RESERVED
 
 _ENV = "env:"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+# What vLLM's loader takes for weights.
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+# What it does not, or not this version of it, and what to do then.
+_FOREIGN_WEIGHTS = {
+    "*.gguf": "GGUF files, which this vLLM cannot load; give the safetensors checkpoint that they were made from",
+    "*.pth": "PyTorch's original *.pth files; convert them to safetensors (Transformers' conversion scripts do)",
+    "*.onnx": "ONNX files; give the safetensors checkpoint that they were made from",
+    "*.msgpack": "Flax weights; convert them to safetensors (Transformers' `from_flax=True`)",
+    "*.h5": "TensorFlow weights; convert them to safetensors (Transformers' `from_tf=True`)",
+}
+# Formats of `engine_args.load_format` that this version of vLLM has no loader for.
+_NO_LOADERS = ("gguf",)
 # Where vLLM declares its options.
 _VLLM_OPTIONS = {
     "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
@@ -141,6 +152,14 @@ def _origin(
             (*at, "architecture"),
             "is enough to plan, not to serve; add `path` (a checkpoint directory) or `hub` (a Hugging Face hub id)",
         )
+    args = model.get("engine_args")
+    load_format = args.get("load_format") if isinstance(args, dict) else None
+    if load_format in _NO_LOADERS:
+        message = f"this vLLM cannot load {load_format}; remove it, and give a checkpoint in safetensors"
+        yield source.problem((*at, "engine_args", "load_format"), message)
+    if isinstance(hub, str) and (":" in hub or hub.lower().endswith(".gguf")):
+        message = f"{hub} names a GGUF file, which this vLLM cannot load; give a repository with safetensors"
+        yield source.problem((*at, "hub"), message)
     if path is not None and hub is not None:
         yield source.problem((*at, "hub"), "give either `path` or `hub`, not both")
     if "revision" in model and hub is None:
@@ -154,13 +173,24 @@ def _origin(
         hint = f"; if it is a hub id, write `hub: {path}`" if like_hub_id else ""
         yield source.problem(where, f"{directory} does not exist{hint}")
     elif not directory.is_dir():
-        yield source.problem(where, f"{directory} is a file; give the directory that holds config.json")
+        foreign = next((words for pattern, words in _FOREIGN_WEIGHTS.items() if directory.match(pattern)), None)
+        hint = f", one of {foreign}" if foreign else "; give the directory that holds config.json"
+        yield source.problem(where, f"{directory} is a file{hint}")
+    elif serving and not _has(directory, _WEIGHTS) and load_format is None and (foreign := _foreign(directory)):
+        yield source.problem(where, f"{directory} has no weights that can be served, only {foreign}")
     elif not (directory / "config.json").is_file():
         yield source.problem(where, f"{directory} has no config.json; is it a Hugging Face checkpoint?")
-    elif serving and not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
-        args = model.get("engine_args")
-        if not isinstance(args, dict) or args.get("load_format") != "dummy":
-            yield source.problem(where, f"{directory} has no weights (*.safetensors)")
+    elif serving and load_format != "dummy" and not _has(directory, _WEIGHTS):
+        yield source.problem(where, f"{directory} has no weights (*.safetensors)")
+
+
+def _has(directory: Path, patterns: tuple[str, ...]) -> bool:
+    return any(any(directory.glob(pattern)) for pattern in patterns)
+
+
+def _foreign(directory: Path) -> str | None:
+    """What weights the directory has that cannot be loaded."""
+    return next((words for pattern, words in _FOREIGN_WEIGHTS.items() if _has(directory, (pattern,))), None)
 
 
 def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any]) -> Iterator[Problem]:

@@ -169,6 +169,28 @@ def test_a_directory_without_weights(base: Path) -> None:
     assert good(f"{ONE}    engine_args: {{load_format: dummy}}\n", base).models[0].name == "one"
 
 
+@pytest.mark.parametrize(
+    ("file", "kind"), [("m.Q4_K_M.gguf", "GGUF"), ("consolidated.00.pth", "pth"), ("model.onnx", "ONNX")]
+)
+def test_weights_that_vllm_cannot_load(base: Path, file: str, kind: str) -> None:
+    (base / "a/model.safetensors").unlink()
+    (base / "a" / file).touch()
+    (problem,) = problems(ONE, base)
+    assert problem.startswith("fleet.yaml:")
+    assert "models[0].path" in problem
+    assert kind in problem
+    assert "safetensors" in problem
+
+
+def test_a_gguf_file_given_for_a_directory_or_a_format(base: Path) -> None:
+    (base / "m.gguf").touch()
+    assert "GGUF" in problems("models:\n  - {name: one, path: m.gguf}\n", base)[0]
+    assert "GGUF" in problems("models:\n  - {name: one, hub: 'some/model:Q4_K_M'}\n", base)[0]
+    (problem,) = problems(f"{ONE}    engine_args: {{load_format: gguf}}\n", base)
+    assert "load_format" in problem
+    assert "cannot load gguf" in problem
+
+
 def test_a_directory_without_config(base: Path) -> None:
     (base / "a/config.json").unlink()
     assert "has no config.json; is it a Hugging Face checkpoint?" in problems(ONE, base)[0]
