@@ -136,7 +136,7 @@ def simulate(
     profile: Annotated[
         Path | None, typer.Option(help="Measured costs (`muxserve profile`); the roofline without.", show_default=False)
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="How long the search for each placement may take.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0, help="How long the search for each placement may take.")] = 10.0,
     request_overhead: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds from the client to the unit's queue; or the profile's.", show_default=False),

@@ -10,7 +10,7 @@ from pathlib import Path
 from muxserve.cli.comparing import working
 from muxserve.cli.output import errors, escape, print_error, print_problems
 from muxserve.cli.plan_phases import documents, show_comparisons
-from muxserve.cli.plan_steps import Made, Planning, UsageError
+from muxserve.cli.plan_steps import ATTAINMENT, SEARCH_SECONDS, Made, Planning, UsageError, options_of
 from muxserve.cli.plan_tables import show_plan, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
@@ -21,10 +21,7 @@ from muxserve.planning.latency import latency_model, latency_words
 from muxserve.planning.planfile import save_plan
 from muxserve.planning.sweep import parse_sweep
 from placement.exact import TooLargeError
-from placement.improve import ImproveLimits
-from placement.memory import MemoryRules
-from placement.objective import OBJECTIVES, Objective
-from placement.planner import MODES, PlanOptions
+from placement.planner import PlanOptions
 
 EXIT_OK, EXIT_UNPLACED, EXIT_BAD = 0, 1, 2
 
@@ -39,10 +36,10 @@ class PlanArguments:
     nodes: str | None = None
     objective: str = "auto"
     mode: str = "muxserve"
-    attainment: float = 0.95
+    attainment: float = ATTAINMENT
     sweep: str | None = None
     profile: Path | None = None
-    seconds: float = 10.0
+    seconds: float = SEARCH_SECONDS
     exact: bool = False
     simulate: float | None = None
     seed: int = 0
@@ -151,26 +148,9 @@ def _check_cpu(arguments: PlanArguments) -> None:
 
 
 def _options(arguments: PlanArguments, fleet: Fleet) -> PlanOptions:
-    wanted = arguments.objective
-    if wanted == "auto":
-        wanted = (
-            "slo" if any(m.slo.ttft_ms is not None or m.slo.tpot_ms is not None for m in fleet.models) else "throughput"
-        )
-    objective = next((name for name in OBJECTIVES if name == wanted), None)
-    if objective is None:
-        raise UsageError(f"--objective: must be auto, {', '.join(OBJECTIVES)}, not {arguments.objective!r}")
-    mode = next((name for name in MODES if name == arguments.mode), None)
-    if mode is None:
-        raise UsageError(f"--mode: must be one of {', '.join(MODES)}, not {arguments.mode!r}")
     if arguments.sweep is not None and arguments.nodes is not None:
         raise UsageError("--sweep varies the number of equal machines; it does not go with --nodes")
-    return PlanOptions(
-        objective=Objective(objective, arguments.attainment),
-        mode=mode,
-        exact=arguments.exact,
-        rules=MemoryRules.served(fleet.cluster.gpu_memory),
-        local=ImproveLimits(seed=arguments.seed),
-    )
+    return options_of(fleet, arguments.mode, arguments.seed, arguments.objective, arguments.attainment, arguments.exact)
 
 
 def _sweep(text: str | None) -> list[int]:

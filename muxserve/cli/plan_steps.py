@@ -17,7 +17,10 @@ from muxserve.planning.document import SweepPoint, point
 from muxserve.planning.fleets import demands_of, equal_nodes, memory_of
 from placement.cluster import Cluster
 from placement.demand import Demand
-from placement.planner import ClusterPlan, PlanOptions, plan_cluster
+from placement.improve import ImproveLimits
+from placement.memory import MemoryRules
+from placement.objective import OBJECTIVES, Objective
+from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
 from placement.words import enumerate_words
 
 if TYPE_CHECKING:
@@ -27,6 +30,42 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 _SIMULATED_REQUESTS, _SIMULATED_SECONDS = 5000, 300.0
+
+
+# What `muxserve plan` does unless it is told otherwise, which is also what `muxserve simulate` places by.
+SEARCH_SECONDS = 10.0
+ATTAINMENT = 0.95
+
+
+def options_of(
+    fleet: Fleet,
+    mode: str,
+    seed: int = 0,
+    objective: str = "auto",
+    attainment: float = ATTAINMENT,
+    exact: bool = False,
+) -> PlanOptions:
+    """The options of a plan for `fleet`.
+
+    Raises:
+        UsageError: there is no such objective or mode.
+    """
+    if objective == "auto":
+        slo = any(m.slo.ttft_ms is not None or m.slo.tpot_ms is not None for m in fleet.models)
+        objective = "slo" if slo else "throughput"
+    known = next((name for name in OBJECTIVES if name == objective), None)
+    if known is None:
+        raise UsageError(f"--objective: must be auto, {', '.join(OBJECTIVES)}, not {objective!r}")
+    placed = next((name for name in MODES if name == mode), None)
+    if placed is None:
+        raise UsageError(f"--mode: must be one of {', '.join(MODES)}, not {mode!r}")
+    return PlanOptions(
+        objective=Objective(known, attainment),
+        mode=placed,
+        exact=exact,
+        rules=MemoryRules.served(fleet.cluster.gpu_memory),
+        local=ImproveLimits(seed=seed),
+    )
 
 
 class UsageError(ValueError):

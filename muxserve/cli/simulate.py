@@ -11,7 +11,7 @@ from typing import Any
 from muxserve.cli.comparing import working
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.simulate_phases import phases_figures, phases_words
-from muxserve.cli.simulate_places import Places, PlacesError, Search, places_of
+from muxserve.cli.simulate_places import Placed, Places, PlacesError, Search, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
 from muxserve.costs.front_end import with_front_end
@@ -69,6 +69,7 @@ class Run:
     mode: Mode
     result: FleetResult
     summary: Summary
+    placed: Placed
 
 
 def run(settings: Settings) -> int:
@@ -116,8 +117,8 @@ def _run(settings: Settings) -> int:
             result = simulate(
                 units, workload, costs, options, settings.seed, _count(mode.name, told), apart=placed.apart
             )
-            summary = _summary(result, places, alone, mode)
-            runs[mode.name] = Run(mode, result, summary)
+            summary = _summary(result, places, alone, mode, placed)
+            runs[mode.name] = Run(mode, result, summary, placed)
     for note in (*places.notes, places.baselines([mode.name for mode in modes if mode.placement != "muxserve"])):
         if note:
             errors.print(escape(note))
@@ -143,20 +144,21 @@ def _overheads(measured: MeasuredOverheads | None, settings: Settings) -> Overhe
     return Overheads(request=request, prefill_step=known.between, decode_step=known.between)
 
 
-def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode) -> Summary:
+def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode, placed: Placed) -> Summary:
     return summarise(
         result.records,
         rates={demand.name: demand.rate for demand in places.demands},
         reference=alone,
         objectives={demand.name: Objectives(demand.slo_ttft, demand.slo_tpot) for demand in places.demands},
-        extra=_extra(result, mode),
+        extra=_extra(result, mode, placed),
     )
 
 
-def _extra(result: FleetResult, mode: Mode) -> dict[str, object]:
+def _extra(result: FleetResult, mode: Mode, placed: Placed) -> dict[str, object]:
     """The simulator's own figures, in the report's `extra`."""
     return {
         "mode": {"name": mode.name, "about": mode.about},
+        "placement": placed.about,
         "devices": result.devices,
         "device_seconds": result.gpu_seconds,
         "busy_device_seconds": result.busy_gpu_seconds,
@@ -213,6 +215,7 @@ def _report(settings: Settings, workload: Workload, places: Places, runs: Mappin
                 f"\n[bold]{escape(name)}[/]: {escape(run.mode.about)}; {run.result.devices} devices, "
                 f"a job runs {busy:.0%} of the time"
             )
+            console.print(escape(run.placed.about))
             console.print(models_table(run.summary))
             for words in phases_words(run.result):
                 console.print(f"- {escape(words)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from muxserve.cli.plan_steps import Planning
+from muxserve.cli.plan_steps import SEARCH_SECONDS, Planning, options_of
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import plan_fleet
 from muxserve.config import AUTO, Fleet, load_fleet
@@ -26,7 +26,6 @@ from placement.cluster import Cluster, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
 from placement.objective import Objective
-from placement.planner import MODES, PlanOptions
 from placement.words import enumerate_words
 
 _MUXSERVE = "muxserve"
@@ -40,7 +39,7 @@ class PlacesError(ValueError):
 class Search:
     """How placements are looked for, within about `seconds` each. `told` and `alone`: see `plan_steps.Planning`."""
 
-    seconds: float = 5.0
+    seconds: float = SEARCH_SECONDS
     seed: int = 0
     told: Callable[[str], None] = lambda _: None
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -48,11 +47,22 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A placement, the models that its multiplexed units serve, and those that have units to themselves."""
+    """A placement, the models that its multiplexed units serve, and those that have units to themselves. `origin` says
+    where it comes from, for the user."""
 
     placement: Placement
     models: Mapping[str, FleetModel]
     apart: Sequence[Apart] = ()
+    origin: str = ""
+
+    @property
+    def about(self) -> str:
+        """Where it comes from, and what it is."""
+        units = "; ".join(
+            f"{unit.name} ({len(unit.devices)} x {unit.device}): {', '.join(member.model for member in unit.models)}"
+            for unit in self.placement.units
+        )
+        return f"{self.origin}: {units}"
 
 
 @dataclass
@@ -90,7 +100,13 @@ class Places:
         for each in made.arrangements.comparisons if made.arrangements else ():
             self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
         self.notes += made.arrangements.notes if made.arrangements else []
-        return self.complete(made.plan.placement, self.demands, {})
+        return self.complete(made.plan.placement, self.demands, {}, self._origin(kind, made.spare))
+
+    def _origin(self, kind: str, spare: Mapping[str, float]) -> str:
+        mode = "" if kind == _MUXSERVE else f" --mode {kind}"
+        more = ", ".join(f"{name} {factor:.2f}x" for name, factor in spare.items())
+        with_spare = f", with spare for {more} of the rate" if more else ""
+        return f"placement as `muxserve plan{mode}` prints it{with_spare}"
 
     def _on_cpu(self, kind: str) -> Placed:
         """All modes have the same cores. Baselines have one unit."""
@@ -99,7 +115,7 @@ class Places:
             self._check(made.plan.missing, kind)
             for each in made.arrangements.comparisons if made.arrangements else ():
                 self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
-            return self.complete(made.plan.placement, made.plan.demands, made.lengths)
+            return self.complete(made.plan.placement, made.plan.demands, made.lengths, self._origin(_MUXSERVE, {}))
         planned = plan_fleet(load_fleet(self.file).multiplexed(), this_machine())
         models = planned.unit.models
         demands = [replace(demand, dtype=model.dtype) for demand, model in zip(self.demands, models, strict=True)]
@@ -107,13 +123,16 @@ class Places:
             placement = plan_machine([planned], demands, self.latency, Objective()).placement
         except ValueError as error:
             raise PlacesError(str(error)) from None
-        return self.complete(placement, demands, {model.name: model.max_len for model in models})
+        lengths = {model.name: model.max_len for model in models}
+        return self.complete(placement, demands, lengths, "placement of all models in one multiplexed unit")
 
     @property
     def _units(self) -> int:
         return units_at_start(self.fleet)
 
-    def complete(self, placement: Placement, demands: Sequence[Demand], lengths: Mapping[str, int]) -> Placed:
+    def complete(
+        self, placement: Placement, demands: Sequence[Demand], lengths: Mapping[str, int], origin: str
+    ) -> Placed:
         """A placement with its models. `lengths` are of the longest sequences, where they are not the models' own.
 
         Raises:
@@ -131,23 +150,20 @@ class Places:
             )
             for d in demands
         }
-        return Placed(placement, models, apart)
+        return Placed(placement, models, apart, origin)
 
     def _planning(self, kind: str) -> Planning:
-        slo = any(demand.slo_ttft or demand.slo_tpot for demand in self.demands)
         own, search = self.fleet.cluster, self.search
+        options = options_of(self.fleet, kind, search.seed)
+        # As `muxserve plan` does it: there a plan that falls short in its own simulation is made again with spare.
+        tried = self.cluster is not None and options.objective.name != "throughput"
         return Planning(
             file=self.file,
             fleet=self.fleet,
             latency=self.latency,
-            options=PlanOptions(
-                objective=Objective("slo" if slo else "throughput"),
-                mode=next(name for name in MODES if name == kind),
-                rules=MemoryRules.served(own.gpu_memory),
-            ),
+            options=options,
             seconds=search.seconds,
-            # The simulation comes after.
-            simulate=0.0,
+            simulate=None if tried else 0.0,
             seed=search.seed,
             compare=(),
             network=own.network,
@@ -227,15 +243,16 @@ def _machine(fleet: Fleet, cluster: Cluster | None) -> CpuGround | None:
 
 def _given(places: Places, placement: Placement, plan: Path | None) -> Placed:
     """The placement of a plan file; on a CPU with what `muxserve deploy` would make of it."""
+    origin = f"placement of {plan}"
     if places.cluster is not None:
-        return places.complete(placement, places.demands, {})
+        return places.complete(placement, places.demands, {}, origin)
     load_fleet(places.file)
     units = FleetPlanner(places.fleet, this_machine(), _no_gpus).at_start(plan)
     served = [model for unit in units for model in unit.unit.models]
     types = {model.name: model.dtype for model in served}
     lengths = {model.name: model.max_len for model in sorted(served, key=lambda model: -model.max_len)}
     demands = [replace(demand, dtype=types.get(demand.name, demand.dtype)) for demand in places.demands]
-    return places.complete(placement, demands, lengths)
+    return places.complete(placement, demands, lengths, origin)
 
 
 def _no_gpus() -> NoReturn:

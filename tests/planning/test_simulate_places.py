@@ -14,11 +14,12 @@ from muxserve.cli.app import app
 from muxserve.cli.simulate_places import Search, places_of
 from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
-from muxserve.planning import phases_arrange
+from muxserve.planning import phases_arrange, verified
 from muxserve.planning.phases import compare
 from muxserve.planning.phases_figures import Comparison
 from muxserve.planning.phases_layout import ARRANGEMENTS
 from muxserve.planning.planfile import save_plan
+from muxserve.planning.verified import Verified
 from muxserve.simulator import PipelinedModel, RollingModel
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -180,3 +181,33 @@ def test_stages_on_different_machines_are_joined_by_the_network(tmp_path: Path) 
     result = simulate(pipelined_fleet(tmp_path), "--workload", LOAD, "--plan", plan)
     assert result.exit_code == 2
     assert "the GPUs of a stage of unit0 are not all on one machine" in " ".join(result.output.split())
+
+
+def test_the_default_placement_is_the_one_that_plan_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where objectives are missed in the first plan's simulation, too: `plan` makes it again with spare."""
+    file, plan = tmp_path / "fleet.yaml", tmp_path / "plan.json"
+    file.write_text(
+        "cluster: { gpus: 4, gpu_type: A100-80GB }\nmodels:\n"
+        f"  - {{ name: chat, architecture: llama-2-7b, rate: 1, {SLO} }}\n"
+        f"  - {{ name: code, architecture: llama-2-13b, rate: 0.5, {SLO} }}\n"
+    )
+    # What was found with spare is told by the rates that it was asked for.
+    made_again: list[bool] = []
+
+    def again(demands: Any, plan: Any, simulate: Any) -> Verified:
+        more = [replace(demand, rate=demand.rate * 1.5) for demand in demands]
+        made_again.append(True)
+        made = plan(more)
+        return Verified(made, simulate(made), {"chat": 1.5})
+
+    monkeypatch.setattr(verified, "verified", again)
+    result = CliRunner().invoke(app, ["plan", str(file), "--seconds", "0", "-o", str(plan)])
+    assert result.exit_code == 0, result.output
+    given = places_of(file, None, None, None, plan, Roofline(), QUICK).placed("muxserve")
+    assert made_again == [True]
+    found = places_of(file, None, None, None, None, Roofline(), QUICK).placed("muxserve")
+    assert made_again == [True, True]
+    assert found.placement.units == given.placement.units
+    assert str(plan) in given.about
+    assert "as `muxserve plan` prints it, with spare for chat 1.50x" in found.about
+    assert all(unit.name in found.about for unit in found.placement.units)
