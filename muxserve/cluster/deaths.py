@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from muxserve import wire
 from muxserve.cluster.events import PartId
 from muxserve.cluster.leftovers import Leftovers
-from muxserve.cluster.processes import kill_group
+from muxserve.cluster.processes import Process, exit_words, kill_group
 from muxserve.cluster.starts import MEMORY, MPS, WARM, Starts
 from muxserve.cluster.supervision import WITH_PARENT, Part
 
@@ -36,8 +36,13 @@ class Deaths:
     async def on_down(self, part: Part, reason: str) -> str:
         """A part has ended; answers why that does not count against it, in words, or nothing if it does."""
         if part.id.kind == "engine":
-            parent = self._ended_with_parent(part.id)
-            cause = wire.Cause.NONE if parent or part.killed_for else await self._cause(part)
+            parent, cause = self._ended_with_parent(part.id), wire.Cause.NONE
+            if part.process is not None and not (parent or part.killed_for):
+                code = await self._exit_status(part.process)
+                # SIGKILL comes from outside: from someone, or from the kernel for want of memory.
+                killed = code in (None, -signal.SIGKILL) and not part.hung
+                cause = wire.Cause.KILL if killed else wire.Cause.CRASH
+                reason = exit_words(code) if reason == exit_words(None) else reason
             await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason, cause))
             return parent
         if part.id == WARM:
@@ -61,18 +66,15 @@ class Deaths:
             return self._ended_with_parent(part.id)
         return ""
 
-    async def _cause(self, part: Part) -> wire.Cause:
-        """Whether an engine ended by what it did itself. SIGKILL comes from outside: from someone, or from the kernel
-        for want of memory."""
-        if part.process is None:
-            return wire.Cause.NONE
-        code = part.process.returncode
+    async def _exit_status(self, process: Process) -> int | None:
+        """How a process that has just ended did so; None if nobody tells."""
+        code = process.returncode
         if code is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_SECONDS):
-                    while (code := self._leftovers.exits.get(part.process.pid)) is None:
+                    while (code := self._leftovers.exits.get(process.pid)) is None:
                         await asyncio.sleep(_STATUS_SECONDS / 20)
-        return wire.Cause.KILL if code in (None, -signal.SIGKILL) else wire.Cause.CRASH
+        return code
 
     def _leave(self, group: int) -> None:
         self.groups.add(group)

@@ -19,7 +19,7 @@ DEGRADED_STARTS = 3
 class RestartPolicy:
     """Back-off of one part.
 
-    `failed_starts` counts the starts that failed since the part was up.
+    `failed_starts` counts the starts that failed since the part was up; those that were killed from outside count half.
 
     Args:
         max_deaths: as many deaths within `window` seconds end it; None: it is started again for ever.
@@ -38,13 +38,18 @@ class RestartPolicy:
         self.window = window
         self.delays = delays
         self.start_delays = start_delays
-        self.failed_starts = 0
+        self._failed_starts = 0.0
         self._deaths: deque[float] = deque()
 
-    def died(self, now: float, came_up: bool = True) -> float | None:
-        """Note a death at `now` (monotonic seconds), of a part that had been up or whose start failed; the delay before
-        the next start, None to give up."""
-        self.failed_starts = 0 if came_up else self.failed_starts + 1
+    @property
+    def failed_starts(self) -> int:
+        """See above."""
+        return int(self._failed_starts)
+
+    def died(self, now: float, came_up: bool = True, killed: bool = False) -> float | None:
+        """Note a death at `now` (monotonic seconds), of a part that had been up or whose start failed, and whether it
+        was killed from outside; the delay before the next start, None to give up."""
+        self._failed_starts = 0.0 if came_up else self._failed_starts + (0.5 if killed else 1.0)
         while self._deaths and self._deaths[0] <= now - self.window:
             self._deaths.popleft()
         self._deaths.append(now)
@@ -53,4 +58,4 @@ class RestartPolicy:
         delay = self.delays[min(len(self._deaths), len(self.delays)) - 1]
         if came_up:
             return delay
-        return max(delay, self.start_delays[min(self.failed_starts, len(self.start_delays)) - 1])
+        return max(delay, self.start_delays[min(max(self.failed_starts, 1), len(self.start_delays)) - 1])

@@ -176,12 +176,19 @@ class Supervisor:
             delay = part.policy.delays[0]
             if not blameless:
                 policy = part.policy if self._serving() else part.early_policy
-                next_delay = policy.died(time.monotonic(), came_up)
+                next_delay = policy.died(time.monotonic(), came_up, self._was_killed(part))
                 if fatal or next_delay is None or (not came_up and self._hopeless(part)):
                     raise GaveUp(part.id, reason)
                 delay = next_delay
             self._emit(Down(part.id, reason, delay, part.policy.failed_starts, hung=bool(part.hung)))
             await asyncio.sleep(delay)
+
+    def _was_killed(self, part: Part) -> bool:
+        """By somebody outside, as far as anybody has told."""
+        if part.process is None or part.hung:
+            return False
+        code = part.process.returncode
+        return (self._exit_status(part.process.pid) if code is None else code) == -signal.SIGKILL
 
     async def watch_only(self, part: Part) -> None:
         """Watch a process that someone else starts again, until it ends; it beats only when it has loaded what it

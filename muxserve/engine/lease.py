@@ -64,6 +64,10 @@ class HeldLease:
         self._untold_prefill_tokens = 0
         self._untold_prefill_seconds = 0.0
 
+    def end(self) -> None:
+        """The rest of the lease is not used; what was not told yet still is."""
+        self._deadline = 0.0
+
     def usable(self) -> bool:
         """Another step may begin."""
         return self._left > 0 and time.monotonic() < self._deadline

@@ -16,10 +16,12 @@ from muxserve import network
 from muxserve.deployment import Deployment
 from muxserve.engine.binding import Binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
+from muxserve.engine.family import words
 from muxserve.engine.lease import HeldLease, News
 from muxserve.engine.moving import HAND_OFF_SECONDS, detached, shown
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import Pipeline
+from muxserve.engine.probe import probe
 from muxserve.engine.requests import EngineRequests, internal_id
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.heartbeat import Heartbeat, heartbeat_file
@@ -41,6 +43,7 @@ from muxserve.wire import (
     Returned,
     ShowBlocks,
     ShowRequests,
+    StepFailed,
     Stop,
     decode,
     encode,
@@ -52,6 +55,8 @@ log = logging.getLogger(__name__)
 STALL_MILLISECONDS = 1
 # How often an engine with nothing to do looks whether its memory manager is still the one it knew.
 IDLE_MILLISECONDS = 200
+# Stands for a request that is not here; no internal id is like it.
+GONE = "#"
 
 
 class EngineLoop:
@@ -146,12 +151,18 @@ class EngineLoop:
     def _handle(self, message: object) -> None:
         match message:
             case Lease():
+                self.scheduler.alone = ""
                 self._lease.take(message)
                 self.scheduler.step_tokens = message.tokens
                 if self.binding.phase == "both":
                     self.scheduler.lease_phase = message.phase
                 for admit in message.admit:
                     self._admit(admit)
+                if message.alone:
+                    self.scheduler.alone = self._requests.last(message.alone) or GONE
+                    self._mind_alone()
+                    # Should this engine fail, the unit scheduler must know with what.
+                    self._lease.ended_outside([])
             case Abort():
                 self._abort(message)
             case ShowRequests():
@@ -202,6 +213,7 @@ class EngineLoop:
     def _abort(self, abort: Abort) -> None:
         internal = self._requests.meant(abort)
         if internal and self._end(internal):
+            self._mind_alone()
             # Not one of which a later life goes on.
             self._lease.ended_outside([r for r in abort.request_ids if r not in self._requests])
 
@@ -227,6 +239,17 @@ class EngineLoop:
             self._send(detached(self.scheduler, internal, ask, self._requests.forget))
         except MemoryManagerGone:
             self._recover_memory()
+            return
+        self._mind_alone(tell=True)
+
+    def _mind_alone(self, tell: bool = False) -> None:
+        """Under a lease for one request alone there is nothing more to do when that has left; `tell` if nothing else is
+        going to."""
+        if self.scheduler.alone and self.scheduler.alone not in self._requests.there:
+            self.scheduler.alone = ""
+            self._lease.end()
+            if tell:
+                self._lease.ended_outside([])
 
     # ------------------------------------------------------------ a step
 
@@ -235,7 +258,15 @@ class EngineLoop:
         began = time.monotonic()
         finished: list[str] = []
         try:
-            outputs, ran, in_vain = self._pipeline.step(may_begin)
+            try:
+                # Others that are in flight still would not let one be alone.
+                apart = bool(self.scheduler.alone) and self._pipeline.busy
+                outputs, ran, in_vain = self._pipeline.step(may_begin and not apart)
+            except MemoryManagerGone:
+                raise
+            except Exception as error:
+                self._give_up_step(error)
+                return
             # Tokens before bookkeeping: a client waits for them, and nobody for the pages.
             for batch in outputs.values():
                 self._tokens.send(batch, self._requests.there)
@@ -258,6 +289,7 @@ class EngineLoop:
             news.returned.append(Returned(admitted.request_id, admitted.incarnation, each.output_tokens))
         for hand_over in handed:
             self._requests.forget(internal_id(hand_over.request_id, hand_over.incarnation))
+        self._mind_alone()
         if ran or in_vain:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
             self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens)
@@ -283,6 +315,39 @@ class EngineLoop:
             )
         return handed
 
+    # ------------------------------------------------------------ a step that raises
+
+    def _give_up_step(self, error: Exception) -> None:
+        """A step raised an exception. Give up what was in it, see that the engine still computes, and go on.
+
+        Raises:
+            Exception: the engine is broken, or has workers, which end with such a step.
+            MemoryManagerGone: the memory manager died meanwhile.
+        """
+        if self.core.vllm_config.parallel_config.world_size > 1:
+            raise error
+        log.exception("a step failed")
+        self._pipeline.forget()
+        self._lease.drop()
+        self.scheduler.alone = ""
+        there = self._requests.there
+        blamed = [there[internal] for internal in self.scheduler.give_up_step() if internal in there]
+        self.core.model_executor.collective_rpc("forget_step")
+        try:
+            probe(self.core, 1, self.binding.client.writing)
+        except MemoryManagerGone:
+            raise
+        except Exception:
+            log.exception("the engine computes nothing any more since a step failed")
+            raise error from None
+        # Also whoever ended or was preempted in that step, of which nobody has heard.
+        gone = [internal for internal in there if internal not in self.scheduler.requests]
+        forgotten = [self._requests.forget(internal) for internal in gone]
+        lost = [each.request_id for each in forgotten if each not in blamed]
+        log.warning("%d requests were in the step that failed", len(blamed))
+        ids, incarnations = [each.request_id for each in blamed], [each.incarnation for each in blamed]
+        self._send(StepFailed(ids, incarnations, words(error), lost))
+
     # ------------------------------------------------------------ a dead memory manager
 
     def _recover_memory(self, finished: Sequence[str] = ()) -> None:
@@ -291,6 +356,7 @@ class EngineLoop:
         `finished` are requests that ended in the present step, which the unit scheduler still counts as in here.
         """
         self._pipeline.forget()
+        self.scheduler.alone = ""
         self.scheduler.forget_all()
         lost = [*finished, *self._requests.clear()]
         self._lease.drop()

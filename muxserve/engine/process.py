@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
@@ -17,7 +15,7 @@ from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.grammars import use_grammars
 from muxserve.engine.loop import EngineLoop
-from muxserve.engine.scheduler import PhaseScheduler
+from muxserve.engine.probe import probe
 from muxserve.memory.client import MemoryClient
 
 log = logging.getLogger(__name__)
@@ -52,23 +50,5 @@ def run_engine(
 def warm_up(core: EngineCore) -> None:
     """Run one short request through prefill and decode: the first steps of a process are slow."""
     began = time.monotonic()
-    scheduler = core.scheduler
-    assert isinstance(scheduler, PhaseScheduler)
-    vocabulary = core.vllm_config.model_config.get_vocab_size()
-    request = EngineCoreRequest(
-        request_id="warm-up",
-        prompt_token_ids=[i % vocabulary for i in range(8)],
-        mm_features=None,
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt="warm-up",
-        data_parallel_rank=None,
-    )
-    core.add_request(*core.preprocess_add_request(request))
-    while scheduler.has_requests() or core.batch_queue:
-        with current().client.writing():
-            core.step_fn()
-        scheduler.pool.end_step()
+    probe(core, 4, lambda: current().client.writing())
     log.info("warmed up in %.2f s", time.monotonic() - began)

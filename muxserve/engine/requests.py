@@ -90,6 +90,10 @@ class EngineRequests:
         if admit.output_tokens:
             request.events.clear()
 
+    def last(self, request_id: str) -> str:
+        """Internal id of the last life of a request; "" if it is not here."""
+        return self._last.get(request_id, "")
+
     def forget(self, internal: str) -> Admitted:
         """A request leaves."""
         admitted = self._there.pop(internal)

@@ -22,6 +22,10 @@ class ResumingRunner(Base):
     """Mixed in before a runner of vLLM. A request known to the runner before its first step takes vLLM's path of
     streaming sessions, which asks `_update_streaming_request` for its state."""
 
+    def forget_step(self) -> None:
+        """A step raised an exception half-way; its requests are dropped, and the next one begins anew."""
+        self.execute_model_state = None
+
     def _update_states(self, scheduler_output: Any) -> Any:
         for data in scheduler_output.scheduled_new_reqs:
             output_token_ids: list[int] | None = getattr(data, RESUMED_OUTPUT, None)

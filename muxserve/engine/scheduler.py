@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sized
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from muxserve.engine.block_pool import Filled, PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps
 from muxserve.engine.demand import demand_of_step
 from muxserve.engine.grammars import NOTHING_LEFT, Grammars
-from muxserve.engine.one_phase import one_phase
+from muxserve.engine.in_sight import one_phase, one_request
 from muxserve.engine.runner import RESUMED_OUTPUT
 
 # vLLM sends its statistics with every step; the front end only exports them, so a few times a second is enough.
@@ -57,7 +57,8 @@ class PhaseScheduler(Scheduler):
     """`scheduler_cls` of an engine.
 
     `phase` is what the engine is for, and `both` while it warms up; `lease_phase` what an engine of both may do in its
-    next steps. After each step the engine loop takes `prefilled`, `started` and `preempted`.
+    next steps. After each step the engine loop takes `prefilled`, `started` and `preempted`. While `alone` names a
+    request, steps hold nothing else.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,6 +74,9 @@ class PhaseScheduler(Scheduler):
         self._blocks_of._null_block = self.pool.null_block
         self.phase: EnginePhase = "both"
         self.lease_phase: EnginePhase = "both"
+        self.alone = ""
+        # The last step that was scheduled; None while one is.
+        self._step: SchedulerOutput | None = None
         self.step_tokens = 0
         self.last_scheduled_tokens = 0
         self.last_prefill_tokens = 0
@@ -113,6 +117,8 @@ class PhaseScheduler(Scheduler):
 
     def has_work(self) -> bool:
         """There are requests of the phase that the lease allows."""
+        if self.alone:
+            return self.alone in self.requests
         if self.lease_phase == "prefill":
             return bool(self._prompts)
         if self.lease_phase == "decode":
@@ -130,6 +136,8 @@ class PhaseScheduler(Scheduler):
 
     def _has_ready(self) -> bool:
         """Some request of the lease's phase is in no micro-batch."""
+        if self.alone:
+            return False
         phase, prompts = self.lease_phase, self._prompts
         if len(self.running) < self.max_num_active_reqs and (
             (phase != "decode" and self.waiting) or (phase != "prefill" and self.kv_holding_waiting)
@@ -204,6 +212,27 @@ class PhaseScheduler(Scheduler):
         preempted, self._preempted = self._preempted, []
         return preempted
 
+    def give_up_step(self) -> list[str]:
+        """A step raised an exception: drop the requests that were in it, and what it was to tell. Nothing is in flight.
+
+        What the others have stays as it is. Returns the ids of those that were in the step.
+        """
+        step = self._step
+        ids = list(self.requests) if step is None else list(step.num_scheduled_tokens)
+        if step is not None:
+            # The runner may not have come to hear of them.
+            self.finished_req_ids |= step.finished_req_ids
+        self._filled.clear()
+        self.pool.take_filled()
+        for leaving in self._prefilled:
+            self.pool.free_blocks(leaving.blocks)
+        self._prefilled.clear()
+        self._started.clear()
+        self._preempted.clear()
+        self.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        self._in_vain = False
+        return ids
+
     def forget_all(self) -> list[str]:
         """Drop every request and hold without telling the memory manager, which is gone. Returns their ids."""
         ids = list(self.requests)
@@ -221,15 +250,16 @@ class PhaseScheduler(Scheduler):
     # ------------------------------------------------------------ vLLM's step
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        phase = self.lease_phase
+        self._step = None
         most = min(self.step_tokens, self._most_tokens) if self.step_tokens else self._most_tokens
-        if self.budget is not None and phase == "both":
+        if self.budget is not None and self.lease_phase == "both" and not self.alone:
             most = min(most, self._budgeted(self.budget))
         self.max_num_scheduled_tokens = most
-        with one_phase(self, phase, self._prompts) if phase != "both" else nullcontext():
+        with self._in_sight():
             need, lookups = demand_of_step(self, self._blocks_of.req_to_blocks)
             self.pool.begin_step(need, lookups)
             output = super().schedule(throttle_prefills)
+        self._step = output
         for data in output.scheduled_new_reqs:
             request = self.requests[data.req_id]
             if request.num_output_tokens:
@@ -242,6 +272,11 @@ class PhaseScheduler(Scheduler):
         if self.budget is not None:
             self.budget.scheduled(tokens, self.current_step)
         return output
+
+    def _in_sight(self) -> AbstractContextManager[None]:
+        if self.alone:
+            return one_request(self, self.alone)
+        return one_phase(self, self.lease_phase, self._prompts) if self.lease_phase != "both" else nullcontext()
 
     def _budgeted(self, budget: BudgetedSteps) -> int:
         free = 1.0 - self.pool.get_usage()

@@ -45,6 +45,8 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.core.kv_cache_utils", "resolve_none_hash_seed", ()),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache_tensors", ("kv_cache_config",)),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", ("num_scheduled_tokens", "finished_req_ids")),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_streaming_request", ("req_id", "new_req_data")),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync", ("scheduler_output",)),
     ("vllm.v1.worker.utils", "bind_kv_cache", ("kv_caches", "forward_context", "runner_kv_caches")),

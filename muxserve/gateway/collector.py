@@ -24,6 +24,8 @@ MODEL_METRICS = (
     ("muxserve_requests_stray", "Requests that an engine still had when nobody wanted them.", "strays", True),
     ("muxserve_requests_moved_in", "Requests that came from another unit by migration.", "moved_in", True),
     ("muxserve_requests_moved_out", "Requests that went to another unit by migration.", "moved_out", True),
+    ("muxserve_engine_failures", "Crashes of engines, and steps that raised an exception.", "failures", True),
+    ("muxserve_requests_culprit", "Requests ended since they make engines fail.", "culprits", True),
     ("muxserve_model_degraded", "1 while the model's engines fail at each start in the unit.", "degraded", False),
     ("muxserve_moves_aborted", "Migrations that were begun and given up.", "moves_aborted", True),
     (

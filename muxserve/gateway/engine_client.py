@@ -131,6 +131,8 @@ class UnitEngineClient(EngineCoreClient):
         """
         if failure is Failure.NEVER:
             return self._end(front_id, VLLMValidationError(message))
+        if failure is Failure.ERROR:
+            return self._end(front_id, GracefulHTTPError(message, HTTPStatus.INTERNAL_SERVER_ERROR))
         return self._end(front_id, GracefulHTTPError(message, HTTPStatus.SERVICE_UNAVAILABLE))
 
     # ------------------------------------------------------------ inside

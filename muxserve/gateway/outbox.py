@@ -11,11 +11,13 @@ from muxserve.wire import Message
 
 class Failure(Enum):
     """Why a request ends without its answer: it can `never` be served; no replica was there `late` into its wait; its
-    model is `degraded`, and tried again at a time that is known; it may be `again` tried."""
+    model is `degraded`, and tried again at a time that is known; it makes engines fail (`error`); it may be `again`
+    tried."""
 
     NEVER = "never"
     LATE = "late"
     DEGRADED = "degraded"
+    ERROR = "error"
     AGAIN = "again"
 
 

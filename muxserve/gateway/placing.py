@@ -76,7 +76,7 @@ class Placing:
 
     def others(self, request: Tracked) -> list[str]:
         """Units that are up and could serve `request` instead of the one it is at."""
-        return [unit for unit in self._candidates(request) if unit != request.unit]
+        return [unit for unit in self.candidates(request) if unit != request.unit]
 
     # ------------------------------------------------------------ requests
 
@@ -309,7 +309,8 @@ class Placing:
             self.give(request, unit, now)
         return bool(unit)
 
-    def _candidates(self, request: Tracked) -> list[str]:
+    def candidates(self, request: Tracked) -> list[str]:
+        """Units that are up and could serve `request`."""
         return [
             unit
             for unit in self.replicas(request.model)
@@ -323,7 +324,7 @@ class Placing:
         def badness(unit: str) -> tuple[bool, bool, int]:
             return (unit, request.model) in self._suspects, unit == last, self._table.count(unit)
 
-        return min(self._candidates(request), key=badness, default="")
+        return min(self.candidates(request), key=badness, default="")
 
     def _forget(self, request: Tracked) -> None:
         self._asked.pop(request, None)

@@ -16,7 +16,8 @@ from muxserve.gateway.outbox import Failure, Outbox
 from muxserve.gateway.placing import Placing
 from muxserve.gateway.requests import RequestTable
 from muxserve.gateway.tracked import Tracked
-from muxserve.wire import Cancel, Degraded, Elsewhere, Lost, Message, Refused, StateRequest, TookOver
+from muxserve.scheduling.quarantine import is_suspect
+from muxserve.wire import Cancel, Degraded, Elsewhere, Lost, Message, Refused, RequestFailed, StateRequest, TookOver
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,19 @@ class Router:
                 lost = self._of(unit, message)
                 if lost:
                     log.warning("%s lost %d requests: %s", unit, len(lost), message.reason)
-                self._leave(lost, now, "engine_lost", died=True, last=message.reason)
+                records = dict(zip(message.request_ids, message.failures, strict=False))
+                for request in lost:
+                    request.failures = records.get(request.request_id, request.failures)
+                # One that has to be computed alone must not take the batch of another replica along as well.
+                suspects = [request for request in lost if is_suspect(request.failures) and self._can_stay(request)]
+                self._again_there(suspects, unit, now, message.reason)
+                rest = [request for request in lost if request not in suspects]
+                self._leave(rest, now, "engine_lost", died=True, last=message.reason)
+            case RequestFailed():
+                culprit = self.table.get(message.request_id)
+                if culprit is not None and culprit.attempt == message.attempt and culprit.unit == unit:
+                    self._cancel_at_units([culprit])
+                    self.placing.fail(culprit, message.message, Failure.ERROR)
             case Elsewhere():
                 back = self._of(unit, message)
                 for request in back:
@@ -216,6 +229,16 @@ class Router:
         self._cancel_at_units(units)
         for request in self._next(units, why, died, last):
             self.placing.place(request, now, units[request])
+
+    def _can_stay(self, request: Tracked) -> bool:
+        return request.unit in self.placing.candidates(request)
+
+    def _again_there(self, requests: Iterable[Tracked], unit: str, now: float, last: str) -> None:
+        """The present attempt of these requests is over at `unit`, which serves them again."""
+        requests = list(requests)
+        self._cancel_at_units(requests)
+        for request in self._next(requests, "engine_lost", died=True, last=last):
+            self.placing.give(request, unit, now)
 
     def _next(self, requests: Iterable[Tracked], why: str, died: bool, last: str = "") -> list[Tracked]:
         """The next attempt of each; without those that have failed too often."""

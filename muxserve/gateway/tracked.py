@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from muxserve.replicas.priorities import NORMAL
-from muxserve.wire import Place, Submit
+from muxserve.wire import Failures, Place, Submit
 
 # Nothing was heard of a request for this long: its unit is asked again, see `RequestTable.quiet`.
 QUIET_SECONDS = 5.0
@@ -60,6 +60,8 @@ class Tracked:
     patience: float = QUIET_SECONDS
     repeated_at: set[str] = field(default_factory=set)
     moves: int = 0
+    # How often engines failed with it, as its last unit said.
+    failures: Failures = field(default_factory=Failures)
 
     def submit(self) -> Submit:
         """The message that asks a unit to serve the request, or what is left of it."""
@@ -76,6 +78,7 @@ class Tracked:
             scheduling=self.scheduling,
             execution=self.execution,
             group=self.group,
+            failures=self.failures,
         )
 
     def place(self, since: float) -> Place:

@@ -28,6 +28,10 @@ class LeaseState:
     share: int
     renewable: bool
     phase: Phase
+    # The one request that is computed under it, if it is for one alone.
+    alone: str = ""
+    # The engine has reported under it; before, it may still work under the one before.
+    confirmed: bool = False
 
     def due(self, now: float) -> bool:
         """Half used up, in steps or in time: renew it now if the engine is to go on without a gap."""

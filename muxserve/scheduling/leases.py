@@ -21,14 +21,23 @@ class Leases:
         """Millionths of the unit's compute that no lease holds."""
         return WHOLE - self.share_used
 
-    def granted(self, grant: Grant, lease_id: int, now: float) -> None:
-        """A decision was carried out: the engine has the lease, and the admitted requests are in it."""
+    def granted(self, grant: Grant, lease_id: int, now: float, alone: str = "") -> None:
+        """A decision was carried out: the engine has the lease, and the admitted requests are in it. With `alone`, it
+        computes only that one of those that it has."""
         model = self.by_name[grant.model]
         engine = model.engine(grant.phase)
         if engine.lease is not None:
             self.share_used -= engine.lease.share
         engine.lease = LeaseState(
-            lease_id, grant.steps, grant.steps, now, now + grant.seconds, grant.share, grant.renewable, grant.phase
+            lease_id,
+            grant.steps,
+            grant.steps,
+            now,
+            now + grant.seconds,
+            grant.share,
+            grant.renewable,
+            grant.phase,
+            alone,
         )
         engine.last_lease = lease_id
         self.share_used += grant.share
@@ -151,6 +160,7 @@ class Leases:
         now: float,
     ) -> None:
         lease.left = left
+        lease.confirmed = True
         # Without a step it may have been asked in the middle of taking requests in.
         emptied = seconds > 0.0 and not remaining
         in_vain = seconds > 0.0 and not tokens

@@ -12,6 +12,7 @@ from itertools import repeat
 from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.quarantine import Quarantine, is_culprit, is_known
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Place, QueuedRequest
 from muxserve.unit.memory import Memory
@@ -26,6 +27,7 @@ from muxserve.wire import (
     Lost,
     Prefilled,
     Refused,
+    RequestFailed,
     Returned,
     Submit,
     TookOver,
@@ -71,6 +73,7 @@ class RequestDesk:
     ) -> None:
         self.held: dict[str, Held] = {}
         self.gateways: dict[bytes, Gateway] = {}
+        self.quarantine = Quarantine()
         self._deployment = deployment
         self._ledger = ledger
         self._policy = policy
@@ -136,6 +139,7 @@ class RequestDesk:
         self.held[submit.request_id] = Held(
             peer, submit.attempt, submit.body, submit.output_tokens, scheduling=submit.scheduling
         )
+        self.quarantine.came(submit.request_id, submit.failures, done)
         self._ledger.arrived(
             QueuedRequest(
                 submit.request_id,
@@ -195,7 +199,7 @@ class RequestDesk:
         aborts: defaultdict[bytes, list[str]] = defaultdict(list)
         for request_id in request_ids:
             live = self._ledger.requests.get(request_id)
-            held = self.held.pop(request_id, None)
+            held = self.forget(request_id)
             if live is None or held is None:
                 continue
             model = live.model
@@ -211,15 +215,33 @@ class RequestDesk:
 
     def tell_lost(self, request_ids: Iterable[str], reason: str) -> None:
         """Tell the gateways about requests that the ledger has lost already. Their hand-offs are given up."""
-        for gateway, (ids, attempts) in self._let_go(request_ids).items():
+        known = {request_id: self.quarantine.record(request_id) for request_id in request_ids}
+        for request_id in [request_id for request_id, record in known.items() if is_culprit(record)]:
+            del known[request_id]
+            self._end_culprit(request_id, reason)
+        for gateway, (ids, attempts) in self._let_go(known).items():
             log.warning("%d requests lost: %s", len(ids), reason)
-            self._out.send(gateway, Lost(ids, attempts, reason))
+            failures = [known[request_id] for request_id in ids]
+            self._out.send(gateway, Lost(ids, attempts, reason, failures if any(map(is_known, failures)) else []))
+
+    def _end_culprit(self, request_id: str, reason: str) -> None:
+        held = self.forget(request_id)
+        if held is not None:
+            log.error("request %s makes engines fail: %s", request_id, reason)
+            text = f"the request makes the engine fail, also when it is computed alone: {reason}"
+            self._out.send(held.gateway, RequestFailed(request_id, held.attempt, text))
+
+    def forget(self, request_id: str) -> Held | None:
+        """A request is no longer here; returns what was kept of it."""
+        self.quarantine.left(request_id)
+        return self.held.pop(request_id, None)
 
     def _let_go(self, request_ids: Iterable[str]) -> dict[bytes, tuple[list[str], list[int]]]:
         """Forget these requests; returns them with their attempts by gateway."""
         by_gateway: defaultdict[bytes, tuple[list[str], list[int]]] = defaultdict(lambda: ([], []))
         for request_id in request_ids:
-            held = self.held.pop(request_id)
+            held = self.held[request_id]
+            self.forget(request_id)
             ids, attempts = by_gateway[held.gateway]
             ids.append(request_id)
             attempts.append(held.attempt)
@@ -227,7 +249,7 @@ class RequestDesk:
 
     def finished(self, request_id: str) -> None:
         """The ledger has counted the end of the request."""
-        del self.held[request_id]
+        self.forget(request_id)
 
     def handed_over(self, name: str, message: HandOver, now: float) -> None:
         """A prefill engine of model `name` is done with a request."""

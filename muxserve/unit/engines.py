@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.types import Grant
+from muxserve.scheduling.quarantine import is_culprit
+from muxserve.scheduling.types import Grant, Phase, Place
 from muxserve.unit.desk import RequestDesk
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
@@ -14,6 +16,7 @@ from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.reconcile import Peer, Reconciliation
 from muxserve.wire import (
+    Cause,
     EngineDown,
     EngineHello,
     EngineLost,
@@ -21,6 +24,7 @@ from muxserve.wire import (
     HeldRequests,
     ImpossibleMessageError,
     Reset,
+    StepFailed,
     StepReport,
 )
 
@@ -33,6 +37,9 @@ EMPTY_SECONDS = 1.0
 
 class Engines:
     """Every engine of the unit, by its ZeroMQ identity.
+
+    `failures` counts crashes of engines and steps that failed, `culprits` the requests that turned out to be the cause,
+    by model.
 
     Args:
         grant: gives an engine a lease.
@@ -60,6 +67,8 @@ class Engines:
         self._grant = grant
         self._due = now
         self._first_lease = int(now * 1_000_000)
+        self.failures: Counter[str] = Counter()
+        self.culprits: Counter[str] = Counter()
         self._peers: dict[bytes, Peer] = {}
         for model in ledger.models:
             for engine in model.engines:
@@ -111,6 +120,7 @@ class Engines:
             log.warning("%s/%s is no engine of this unit", down.model, down.phase)
             return
         model = engine.model
+        self._blame(engine, self._batch(engine), down.cause)
         self._hand_offs.give_up([*engine.state.inside, *engine.state.incoming], model)
         gone = self._ledger.engine_down(down.model, engine.state.phase, now)
         engine.anew(None)
@@ -125,6 +135,45 @@ class Engines:
             return
         log.warning("engine %s %s", engine.name, "gives no sign of life" if message.on else "gives signs of life again")
         self._ledger.engine_suspect(engine.model.name, engine.state.phase, message.on)
+
+    def step_failed(self, peer: bytes, message: StepFailed, now: float) -> None:
+        """A step of an engine raised an exception. The engine goes on, without the requests of that step."""
+        engine = self._peers.get(peer)
+        if engine is None or not engine.state.up:
+            return
+        inside, name = engine.state.inside, engine.model.name
+        lives = zip(message.request_ids, message.incarnations, strict=False)
+        batch = [r for r, incarnation in lives if r in inside and inside[r].lease_id == incarnation]
+        log.error("a step of engine %s with %d requests failed: %s", shown(peer), len(batch), message.reason)
+        self._blame(engine, batch, Cause.CRASH)
+        lost = [r for r in message.lost if r in inside]
+        # The engine has dropped it.
+        self._ledger.lease_void(name, engine.state.phase, now)
+        gone = self._ledger.lost([*batch, *lost], now)
+        self._desk.tell_lost(gone, f"a step of engine {engine.name} failed: {message.reason}")
+
+    @staticmethod
+    def _batch(engine: Peer) -> list[str]:
+        """The requests that an engine computes, as far as its lease tells."""
+        # One that was just sent may not have reached it.
+        state, model = engine.state, engine.model
+        lease = state.lease
+        if lease is None:
+            return []
+        if not lease.confirmed:
+            return [*state.inside]
+        if lease.alone:
+            return [lease.alone] if lease.alone in state.inside else []
+        if model.both and lease.phase is not Phase.BOTH:
+            return [*(model.prefilling if lease.phase is Phase.PREFILL else model.decoding)]
+        return [*state.inside]
+
+    def _blame(self, engine: Peer, batch: list[str], cause: Cause) -> None:
+        """An engine failed while it computed these requests."""
+        quarantine, name = self._desk.quarantine, engine.model.name
+        self.failures[name] += cause is Cause.CRASH
+        quarantine.failed(batch, cause)
+        self.culprits[name] += sum(is_culprit(quarantine.record(request_id)) for request_id in batch)
 
     def lost(self, peer: bytes, message: EngineLost, now: float) -> None:
         """An engine dropped requests, most likely with the memory manager that had their pages."""
@@ -174,6 +223,11 @@ class Engines:
         if report.bubbles:
             known = engine.bubbles or [0.0] * len(report.bubbles)
             engine.bubbles = [sum(pair) for pair in zip(known, report.bubbles, strict=False)]
+        lease = engine.state.lease
+        if lease is not None and lease.alone and lease.lease_id == report.lease_id:
+            live = ledger.requests.get(lease.alone)
+            if live is not None and live.place is Place.DECODING:
+                desk.quarantine.decoded(lease.alone, report.steps)
         ledger.stepped(
             name,
             engine.state.phase,

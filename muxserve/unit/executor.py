@@ -7,12 +7,13 @@ between is the memory manager, behind `Memory`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from muxserve.deployment import Deployment, EnginePhase
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.types import Grant
+from muxserve.scheduling.quarantine import Turn
+from muxserve.scheduling.types import Grant, Phase
 from muxserve.unit.arrivals import Arrivals
 from muxserve.unit.degraded import DegradedModels
 from muxserve.unit.desk import RequestDesk
@@ -51,6 +52,7 @@ from muxserve.wire import (
     Revive,
     SchedulerHello,
     StateRequest,
+    StepFailed,
     StepReport,
     Submit,
     TakenOver,
@@ -130,6 +132,8 @@ class UnitExecutor:
                 self.engines.hello(peer, message, now)
             case EngineLost():
                 self.engines.lost(peer, message, now)
+            case StepFailed():
+                self.engines.step_failed(peer, message, now)
             case EngineDown():
                 self.engines.down(message, now)
             case EngineSuspect():
@@ -234,10 +238,21 @@ class UnitExecutor:
 
     def _grant(self, grant: Grant, now: float) -> None:
         self._lease_id += 1
-        self.ledger.granted(grant, self._lease_id, now)
+        turn = self._turn_of(grant, now) if self.desk.quarantine else None
+        if turn is not None:
+            grant = grant._replace(steps=min(grant.steps, turn.steps))
+        alone = turn.request_id if turn is not None else ""
+        self.ledger.granted(grant, self._lease_id, now, alone)
         admits = [self.desk.admit(self.ledger.requests[request_id]) for request_id in grant.admit]
-        lease = Lease(
-            self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, cast(EnginePhase, str(grant.phase))
-        )
+        phase = cast(EnginePhase, str(grant.phase))
+        lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone)
         engine = self.ledger.by_name[grant.model].engine(grant.phase)
         self._out.send(f"{grant.model}/{engine.phase}".encode(), lease)
+
+    def _turn_of(self, grant: Grant, now: float) -> Turn | None:
+        """Which suspect an engine computes alone under that lease, of those that it has or takes in."""
+        model = self.ledger.by_name[grant.model]
+        inside: Iterable[str] = model.engine(grant.phase).inside
+        if model.both and grant.phase is not Phase.BOTH:
+            inside = model.prefilling if grant.phase is Phase.PREFILL else model.decoding
+        return self.desk.quarantine.turn({*inside, *grant.admit}, now)

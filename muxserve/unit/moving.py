@@ -280,7 +280,8 @@ class Departures:
         self.moves.remove(move)
         if self.ledger.requests.get(live.request_id) is not live or not self.ledger.moved(live.request_id, now):
             return  # cancelled in the same turn
-        held = self.desk.held.pop(live.request_id)
+        held = self.desk.held[live.request_id]
+        self.desk.forget(live.request_id)
         if held.key:
             self.memory.drop(model.name, held.key)
         self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.attempt, held.gateway))

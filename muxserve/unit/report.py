@@ -45,6 +45,7 @@ def unit_state(
             | _both(model, idle.get(model.name, []))
             | _moves(model, model.name in terminating, moving)
             | {"missing": reconciliation.missing[model.name], "strays": reconciliation.strays[model.name]}
+            | {"failures": engines.failures[model.name], "culprits": engines.culprits[model.name]}
             | {"degraded": int(model.name in degraded), "degraded_reason": degraded.get(model.name, "")}
             for model in ledger.models
         },

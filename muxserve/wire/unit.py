@@ -13,6 +13,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
+import msgspec
+
 from muxserve.wire.base import Count, Message, Seconds
 
 
@@ -24,6 +26,22 @@ class Cause(StrEnum):
     NONE = ""
     KILL = "kill"
     CRASH = "crash"
+
+
+class Failures(msgspec.Struct, omit_defaults=True, gc=False, frozen=True):
+    """How often engines failed while they computed a request: crashes and kills; of these, those while it ran alone.
+
+    `cleared` counts how often it was suspected, and ran alone without a failure. `tokens` are the output tokens that it
+    had when it was last submitted. The gateway keeps it with the request; the unit schedulers write it
+    (`muxserve.scheduling.quarantine`).
+    """
+
+    crashes: Count = 0
+    kills: Count = 0
+    crashes_alone: Count = 0
+    kills_alone: Count = 0
+    cleared: Count = 0
+    tokens: Count = 0
 
 
 # ---------------------------------------------------------------- gateway -> unit scheduler
@@ -60,6 +78,7 @@ class Submit(Message):
     scheduling: str = "normal"
     execution: str = "normal"
     group: str = ""
+    failures: Failures = Failures()
 
 
 class Cancel(Message):
@@ -88,11 +107,21 @@ class Lost(Message):
     """The process that held these requests died. The gateway submits them again with `attempt + 1`, unless they are
     with another unit by now (`TookOver`): a unit says this some time after each request that it gave to another, for
     the case that the other one died before it could speak. `attempts` are those that were lost, one for each id: the
-    next one may be on its way to the unit already, and goes on."""
+    next one may be on its way to the unit already, and goes on. `failures`, one for each id if there are any, are to be
+    submitted with the next attempt."""
 
     request_ids: list[str]
     attempts: list[Count]
     reason: str
+    failures: list[Failures] = []
+
+
+class RequestFailed(Message):
+    """The request makes engines fail, and is not tried again; `message` is for the user."""
+
+    request_id: str
+    attempt: Count
+    message: str
 
 
 class Refused(Message):
@@ -133,7 +162,8 @@ class Lease(Message):
     A lease replaces what was left of the one before. `tokens` bounds the tokens of one step (0: the engine's own
     bound). An engine reports after every step; the unit scheduler renews while it wants the engine to go on.
     `phase` is for engines of both phases: the one they do under this lease (prompts wait for `prefill`, sequences that
-    have their first token for `decode`), or `both` in every step.
+    have their first token for `decode`), or `both` in every step. With `alone`, the id of a request, the engine steps
+    nothing else under this lease, and the lease is over when the request is no longer in it.
     """
 
     lease_id: Count
@@ -142,6 +172,7 @@ class Lease(Message):
     admit: list[Admit] = []
     tokens: Count = 0
     phase: Literal["prefill", "decode", "both"] = "both"
+    alone: str = ""
 
 
 class Abort(Message):
@@ -217,6 +248,16 @@ class EngineLost(Message):
     reason: str
 
 
+class StepFailed(Message):
+    """A step raised an exception, `reason` in words, and the engine goes on: it dropped the requests that were in the
+    step, and its lease. Incarnations belong to the ids in order. `lost` are requests that it had to drop as well."""
+
+    request_ids: list[str]
+    incarnations: list[Count]
+    reason: str
+    lost: list[str] = []
+
+
 class HeldRequests(Message):
     """Answer to `ShowRequests`: the requests that the engine goes on with, after it has taken in lease `lease_id` and
     told everything that happened before. Incarnations belong to the ids in order."""
@@ -274,7 +315,7 @@ class Degraded(Message):
 
     model: str
     reason: str
-    retry_in: float = 0.0
+    retry_in: Seconds = 0.0
 
 
 class EngineSuspect(Message):

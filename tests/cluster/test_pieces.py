@@ -40,6 +40,20 @@ def test_what_does_not_even_come_up_is_tried_ever_more_rarely() -> None:
     assert policy.failed_starts == 0
 
 
+def test_starts_that_are_killed_from_outside_count_half() -> None:
+    policy = RestartPolicy(max_deaths=None)
+    policy.died(0.0, killed=True)
+    assert [policy.died(100.0 * k, came_up=False, killed=True) for k in range(1, 7)] == [
+        0.05,
+        0.05,
+        0.05,
+        1.0,
+        1.0,
+        5.0,
+    ]
+    assert policy.failed_starts == 3
+
+
 def test_one_that_is_killed_over_and_over_is_never_long_away() -> None:
     policy = RestartPolicy(max_deaths=None)
     assert max(policy.died(2.0 * k) or 0.0 for k in range(100)) == 2.0

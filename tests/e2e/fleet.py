@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ def fleet_file(
     directory: Path,
     model_changes: dict[str, Any] | None = None,
     changes_of: dict[str, dict[str, Any]] | None = None,
+    without: Collection[str] = (),
     **changes: Any,
 ) -> Path:
-    """The quickstart fleet with changes of every model, of some by name, and of the fleet; model paths made
-    absolute."""
+    """The quickstart fleet with changes of every model, of some by name, and of the fleet, and without some models;
+    model paths made absolute."""
     fleet = yaml.safe_load(QUICKSTART.read_text())
+    fleet["models"] = [model for model in fleet["models"] if model["name"] not in without]
     for model in fleet["models"]:
         model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
         model["limits"] = {"max_wait": "none"}  # the tests mean to queue, on machines that are busy otherwise
@@ -49,8 +51,9 @@ def fleet_file(
 class Fleet:
     """A running `muxserve deploy`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, directory: Path) -> None:
         self.process = process
+        self.directory = directory
         self.url = f"http://127.0.0.1:{port}"
         # Reading certificates, which nobody needs here, would take more time than most questions.
         self.client = openai.OpenAI(
@@ -157,7 +160,7 @@ def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
         cwd=path.parent,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(":")])},
     )
-    fleet = Fleet(process, port)
+    fleet = Fleet(process, port, path.parent)
     try:
         fleet.wait_healthy(seconds)
         yield fleet

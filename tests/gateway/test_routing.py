@@ -17,12 +17,14 @@ from muxserve.wire import (
     Cancel,
     Degraded,
     Elsewhere,
+    Failures,
     Lost,
     Message,
     NotPlaced,
     Place,
     Placed,
     Refused,
+    RequestFailed,
     StateRequest,
     Submit,
     TookOver,
@@ -657,3 +659,45 @@ def test_those_that_wait_for_the_global_scheduler_are_told_as_well() -> None:
     told.take("a", Degraded(MODEL, "no weights", 4.0))
     assert told.failed() == [Failure.DEGRADED]
     assert told.asked() == ["Place", "Unplace"]
+
+
+# ---------------------------------------------------------------- requests that engines failed with
+
+
+def test_what_is_known_of_a_request_goes_with_it() -> None:
+    told = Told("ab")
+    request = told.submit()
+    ((first, _, _),) = told.sent()
+    told.take(first, Lost([request.request_id], [0], "crashed", [Failures(crashes=1)]))
+    # Not where it has just failed.
+    (_, (second, submit)) = told.router.out.units
+    assert isinstance(submit, Submit)
+    assert submit.failures == Failures(crashes=1)
+    assert second != first
+    told.sent()
+    # A suspect stays, so that it cannot take the batch of one replica after the other along.
+    told.take(second, Lost([request.request_id], [1], "crashed", [Failures(crashes=2)]))
+    assert told.sent() == [(second, "cancel", 1), (second, "submit", 2)]
+    told.take(second, RequestFailed(request.request_id, 2, "it crashes alone"))
+    assert [(text, failure) for _, text, failure in told.router.out.failed] == [("it crashes alone", Failure.ERROR)]
+    assert request.request_id not in told.table
+
+
+def test_a_suspect_whose_unit_is_gone_is_served_elsewhere() -> None:
+    told = Told("ab")
+    request = told.submit()
+    ((first, _, _),) = told.sent()
+    told.take(first, Lost([request.request_id], [0], "crashed", [Failures(crashes=2)]))
+    told.sent()
+    told.router.unit_down(first, 1.0)
+    ((second, _, _),) = told.sent()
+    assert second != first
+
+
+def test_an_older_life_that_failed_ends_nothing() -> None:
+    told = Told("a")
+    request = told.submit()
+    told.take("a", Lost([request.request_id], [0], "crashed"))
+    told.take("a", RequestFailed(request.request_id, 0, "late"))
+    assert told.failed() == []
+    assert request.request_id in told.table

@@ -16,6 +16,7 @@ from muxserve.deployment import Deployment
 from muxserve.replicas.migration import MigrationRules
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
+from muxserve.scheduling.quarantine import is_suspect
 from muxserve.scheduling.types import Place
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import (
@@ -23,12 +24,14 @@ from muxserve.wire import (
     Admit,
     Blocks,
     Cancel,
+    Cause,
     Detach,
     Detached,
     Elsewhere,
     EngineDown,
     EngineHello,
     EngineLost,
+    Failures,
     GatewayHello,
     HandOver,
     HeldRequests,
@@ -45,11 +48,13 @@ from muxserve.wire import (
     MoveStaged,
     Paired,
     Prefilled,
+    RequestFailed,
     Reset,
     RollingReport,
     SchedulerHello,
     ShowBlocks,
     ShowRequests,
+    StepFailed,
     StepReport,
     Submit,
     TakenOver,
@@ -119,10 +124,11 @@ class Engine:
         self.running: dict[str, Running] = {}
         self.lease, self.left = 0, 0
         self.doing = "both"
+        self.alone = ""
         self.keys = 0
 
     def hello(self) -> None:
-        self.running, self.left = {}, 0
+        self.running, self.left, self.alone = {}, 0, ""
         self.tell(EngineHello("a", self.phase, 1))
 
     def tell(self, message: Message) -> None:
@@ -143,12 +149,17 @@ class Engine:
                     asked = self.world.asked[admit.request_id]
                     known = list(admit.output_tokens)
                     self.running[admit.request_id] = Running(admit, known, PROMPT, asked, bool(admit.adopt))
+                self.alone = message.alone
+                if self.alone:
+                    self.mind_alone()
+                    self.report(0.0, 0, steps=0)
             case Abort():
                 gone = [r for r in message.request_ids if self.abort(r, message)]
                 if gone:
+                    self.mind_alone()
                     self.report(0.0, 0, finished=gone, steps=0)
             case Reset():
-                self.running, self.left = {}, 0
+                self.running, self.left, self.alone = {}, 0, ""
             case ShowRequests():
                 there = [(r, each.admit.incarnation) for r, each in self.running.items()]
                 self.tell(HeldRequests(self.lease, [r for r, _ in there], [i for _, i in there]))
@@ -176,8 +187,32 @@ class Engine:
             return None
         return found
 
+    def mind_alone(self, tell: bool = False) -> None:
+        """The lease ends with the one request that it is for."""
+        if self.alone and self.alone not in self.running:
+            self.alone, self.left = "", 0
+            if tell:
+                self.report(0.0, 0, steps=0)
+
+    def fail(self, batch: list[str], way: str) -> None:
+        """A request in the batch is poison."""
+        self.world.failures += 1
+        if way == "crash":
+            # What it has said arrives before anybody has seen it die.
+            said = self.world.channels.get(self.unit.address(self.address), deque())
+            while said:
+                unit, peer, message = said.popleft()
+                unit.hear(peer, message)
+            self.world.kill(self.unit, self.phase, Cause.CRASH)
+            return
+        lives = [self.running.pop(request_id).admit.incarnation for request_id in batch]
+        self.left, self.alone = 0, ""
+        self.tell(StepFailed(batch, lives, "ValueError: poison"))
+
     def todo(self) -> list[str]:
         """What it works at under its lease."""
+        if self.alone:
+            return [self.alone]
         if self.phase != "both" or self.doing == "both":
             return list(self.running)
         return [r for r, each in self.running.items() if each.decodes is (self.doing == "decode")]
@@ -192,10 +227,15 @@ class Engine:
         computed = found.prompt + len(found.tokens) - 1
         blocks = list(range(-(-computed // BLOCK)))[ask.since :]
         self.tell(Detached(ask.request_id, ask.incarnation, ask.key, ask.since, blocks, computed, found.tokens))
+        self.mind_alone(tell=True)
 
     def step(self) -> None:
         todo = self.todo()
         if self.left <= 0 or not todo:
+            return
+        ways = [way for r in todo if (way := self.world.poisoned(r, len(self.running[r].tokens)))]
+        if ways:
+            self.fail(todo, ways[0])
             return
         self.left -= 1
         finished, handed, prefilled = [], [], []
@@ -221,6 +261,7 @@ class Engine:
             each.decodes = True
         for request_id in [*finished, *(h.request_id for h in handed)]:
             del self.running[request_id]
+        self.mind_alone()
         more: dict[str, Any] = {}
         if self.phase == "both":
             alone = 0.002 if self.doing == "prefill" else 0.0
@@ -235,7 +276,7 @@ class Engine:
                 self.world.forgotten += 1
 
     def memory_died(self) -> None:
-        lost, self.running, self.left = list(self.running), {}, 0
+        lost, self.running, self.left, self.alone = list(self.running), {}, 0, ""
         self.tell(EngineLost(lost, "the memory manager died"))
 
 
@@ -421,6 +462,8 @@ class Client:
     got: dict[int, int] = field(default_factory=dict)
     over: bool = False
     moves: int = 0
+    failures: Failures = field(default_factory=Failures)
+    failed: str = ""
 
 
 class World:
@@ -437,6 +480,9 @@ class World:
         self.resubmitted = 0
         self.took_over = 0
         self.forgotten = 0
+        # Requests that make their engine fail: how (`raise` or `crash`), and at which token; and how often they did.
+        self.poison: dict[str, tuple[str, int]] = {}
+        self.failures = 0
         self.units = {name: Unit(self, name) for name in ("u0", "u1")}
         for unit in self.units.values():
             self.greet(unit)
@@ -470,14 +516,29 @@ class World:
         client.got = dict(enumerate(known))
         self.to_unit(
             self.units[client.unit],
-            Submit(request_id, "a", client.attempt, PROMPT, client.most, self.now, b"body", known),
+            Submit(
+                request_id,
+                "a",
+                client.attempt,
+                PROMPT,
+                client.most,
+                self.now,
+                b"body",
+                known,
+                failures=client.failures,
+            ),
         )
+
+    def poisoned(self, request_id: str, tokens: int) -> str:
+        way, at = self.poison.get(request_id, ("", 0))
+        return way if tokens >= at else ""
 
     def again(self, request_id: str) -> None:
         client = self.clients[request_id]
         client.attempt += 1
         client.moves = 0
-        client.unit = self.random.choice(sorted(self.units))
+        if not is_suspect(client.failures):
+            client.unit = self.random.choice(sorted(self.units))
         self.resubmitted += 1
         self._submit(request_id)
 
@@ -496,7 +557,15 @@ class World:
 
     def gateway_hears(self, unit: Unit, message: Message) -> None:
         match message:
+            case RequestFailed():
+                client = self.clients[message.request_id]
+                if not client.over and client.unit == unit.name and client.attempt == message.attempt:
+                    client.over, client.failed = True, message.message
             case Lost() | Elsewhere():
+                for request_id, record in zip(message.request_ids, getattr(message, "failures", []), strict=False):
+                    client = self.clients[request_id]
+                    if client.unit == unit.name:
+                        client.failures = record
                 for request_id, attempt in zip(message.request_ids, message.attempts, strict=True):
                     client = self.clients[request_id]
                     if not client.over and client.unit == unit.name and client.attempt == attempt:
@@ -574,12 +643,12 @@ class World:
 
     # ------------------------------------------------------------ deaths
 
-    def kill(self, unit: Unit, what: str) -> None:
+    def kill(self, unit: Unit, what: str, cause: Cause = Cause.KILL) -> None:
         if what in ("prefill", "decode", "both"):
             engine = unit.engines[f"a/{what}".encode()]
             self.drop_channels(f"{unit.name}:a/{what}")
             # The controller starts another one only when it has seen it die.
-            unit.hear(b"controller", EngineDown("a", what, "killed"))
+            unit.hear(b"controller", EngineDown("a", what, "killed", cause))
             # What it had adopted is freed; what it had handed off stays.
             engine.hello()
         elif what == "some requests":
@@ -621,6 +690,8 @@ class World:
         for unit in self.units.values():
             desk, ledger = unit.scheduler.desk, unit.scheduler.ledger
             assert not desk.held
+            assert not desk.quarantine
+            assert not desk.quarantine._records
             assert not ledger.requests
             assert not unit.scheduler.moving.moves
             assert not unit.store.keys

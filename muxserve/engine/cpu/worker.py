@@ -110,6 +110,10 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
         if ranks > 1:
             _unlink_shared_memory()
 
+    def forget_step(self) -> None:
+        """See `ResumingRunner.forget_step`."""
+        self.model_runner.forget_step()
+
     def rebind_pool(self) -> None:
         """See `PooledCPUModelRunner.rebind_pool`."""
         self.model_runner.rebind_pool()

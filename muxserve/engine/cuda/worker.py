@@ -93,6 +93,10 @@ class PooledGPUWorker(gpu_worker.Worker):
             raise RuntimeError(out_of_memory(model, f"the {phase} engine", self.device, error)) from error
         gc.collect()
 
+    def forget_step(self) -> None:
+        """See `ResumingRunner.forget_step`."""
+        self.model_runner.forget_step()
+
     def rebind_pool(self) -> None:
         """See `PooledGPUModelRunner.rebind_pool`."""
         self.model_runner.rebind_pool()

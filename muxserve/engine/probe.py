@@ -1,0 +1,54 @@
+"""A request of the engine's own: to warm up, and to see whether it still computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+
+from muxserve.engine.scheduler import PhaseScheduler
+
+_PROMPT_TOKENS = 8
+# A probe that finds no pages for so long says nothing.
+_MOST_STEPS = 100
+
+
+def probe(core: EngineCore, max_tokens: int, writing: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run a short request alone, while nothing is in flight; what else is in the engine sits still. `writing` guards
+    what is written into the pool.
+
+    Raises:
+        Exception: the engine cannot compute it, for whatever reason.
+    """
+    scheduler = core.scheduler
+    assert isinstance(scheduler, PhaseScheduler)
+    vocabulary = core.vllm_config.model_config.get_vocab_size()
+    request = EngineCoreRequest(
+        request_id="probe",
+        prompt_token_ids=[i % vocabulary for i in range(_PROMPT_TOKENS)],
+        mm_features=None,
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt="probe",
+        data_parallel_rank=None,
+    )
+    before, scheduler.alone = scheduler.alone, request.request_id
+    holding, scheduler.holding = scheduler.holding, False
+    try:
+        core.add_request(*core.preprocess_add_request(request))
+        steps = 0
+        while request.request_id in scheduler.requests or core.batch_queue:
+            with writing():
+                core.step_fn()
+            scheduler.pool.end_step()
+            steps += 1
+            if steps == _MOST_STEPS:
+                core.abort_requests([request.request_id])
+    finally:
+        scheduler.alone, scheduler.holding = before, holding

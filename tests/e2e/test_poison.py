@@ -1,0 +1,153 @@
+"""Requests that make their engine fail: they end with an error, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.fleet import QUICKSTART, START_SECONDS, Fleet, fleet_file, running
+from tests.e2e.load import stream_chat
+from tests.e2e.reference import requests_for
+from tests.support import poison
+from tests.support.patience import PATIENCE
+
+MODEL, OTHER = "arithmetic", "frontdesk"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two models. The first has a logits processor that fails when asked to; the other's files are in a directory of
+    their own, so that they can be taken away."""
+    directory = tmp_path_factory.mktemp("poison")
+    shutil.copytree(QUICKSTART.parent / "models" / OTHER, directory / OTHER)
+    path = fleet_file(
+        directory,
+        changes_of={
+            MODEL: {"engine_args": {"logits_processors": [poison.NAME]}},
+            OTHER: {"path": str(directory / OTHER)},
+        },
+        without=("atlas",),
+    )
+    with running(path) as deployed:
+        yield deployed
+
+
+def engines(fleet: Fleet) -> dict[str, int]:
+    found = fleet.get("/fleet").json()["unit"]["state"]["engines"]
+    return {name: engine["pid"] for name, engine in found.items()}
+
+
+def culprits(fleet: Fleet) -> int:
+    count: int = fleet.get("/fleet").json()["unit"]["state"]["models"][MODEL]["culprits"]
+    return count
+
+
+def poisoned(way: str, at: int = 3) -> dict[str, Any]:
+    request = {**requests_for(MODEL)[1]}
+    request["extra_body"] = {**request.get("extra_body", {}), "vllm_xargs": {"poison": way, "poison_at": at}}
+    return {**request, "max_tokens": 40}
+
+
+async def whole(client: openai.AsyncOpenAI, way: str) -> openai.APIStatusError:
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.chat.completions.create(model=MODEL, **poisoned(way))
+    return caught.value
+
+
+async def streamed(client: openai.AsyncOpenAI, way: str) -> openai.APIError:
+    with pytest.raises(openai.APIError) as caught:
+        await stream_chat(client, MODEL, poisoned(way))
+    return caught.value
+
+
+async def good(client: openai.AsyncOpenAI, reference: dict[str, Any], model: str, count: int) -> None:
+    """Streams beside one another, all as stock vLLM has them."""
+    answers = await asyncio.gather(*(stream_chat(client, model, each) for each in requests_for(model)[:count]))
+    assert answers == reference[model][:count]
+
+
+@pytest.mark.parametrize("way", ["raise", "abort"])
+async def test_the_culprit_ends_with_an_error_and_all_others_with_their_answers(
+    fleet: Fleet, reference: dict[str, Any], way: str
+) -> None:
+    client, before, known = fleet.async_client(), engines(fleet), culprits(fleet)
+    why = poison.WORDS if way == "raise" else "SIGABRT"
+    errors = asyncio.gather(whole(client, way), streamed(client, way))
+    await asyncio.gather(good(client, reference, MODEL, 32), good(client, reference, OTHER, 8))
+    answer, stream = await errors
+    assert answer.status_code == 500
+    assert why in answer.message
+    assert "alone" in answer.message
+    assert why in stream.message
+    await asyncio.to_thread(fleet.wait_healthy)
+    after = engines(fleet)
+    changed = {name for name in before if before[name] != after[name]}
+    # What raises costs nobody's engine; what crashes only those of its own model.
+    assert changed <= (set() if way == "raise" else {f"{MODEL}/prefill", f"{MODEL}/decode"})
+    assert culprits(fleet) == known + 2
+    await asyncio.to_thread(fleet.wait_pages_free)
+
+
+async def test_poison_over_and_over_ends_nothing(fleet: Fleet, reference: dict[str, Any]) -> None:
+    client, before = fleet.async_client(), engines(fleet)
+    load = asyncio.create_task(good(client, reference, MODEL, 16))
+    for _ in range(4):
+        errors = await asyncio.gather(whole(client, "raise"), whole(client, "raise"), whole(client, "abort"))
+        assert all(error.status_code == 500 for error in errors)
+    await load
+    await good(client, reference, OTHER, 4)
+    assert {name: pid for name, pid in engines(fleet).items() if name.startswith(OTHER)} == {
+        name: pid for name, pid in before.items() if name.startswith(OTHER)
+    }
+    await asyncio.to_thread(fleet.wait_pages_free)
+
+
+async def test_one_that_is_killed_with_its_engine_is_not_condemned(fleet: Fleet, reference: dict[str, Any]) -> None:
+    client, known = fleet.async_client(), culprits(fleet)
+    load = asyncio.create_task(good(client, reference, MODEL, 16))
+
+    def up() -> bool:
+        engine = fleet.get("/fleet").json()["unit"]["state"]["engines"][f"{MODEL}/decode"]
+        return load.done() or bool(engine["up"] and engine["requests"])
+
+    for _ in range(4):
+        await asyncio.to_thread(fleet.wait, up, START_SECONDS, "back")
+        if not load.done():
+            fleet.kill("engine", f"{MODEL}/decode")
+    await load
+    assert culprits(fleet) == known
+    await asyncio.to_thread(fleet.wait_healthy)
+
+
+async def test_a_model_that_cannot_be_started_is_degraded_and_comes_back(
+    fleet: Fleet, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    files = fleet.directory / OTHER
+    files.rename(files.with_suffix(".gone"))
+    fleet.kill("muxserve model", OTHER)
+
+    def health() -> dict[str, Any]:
+        answer: dict[str, Any] = fleet.get("/health").json()["models"][OTHER]
+        return answer
+
+    await asyncio.to_thread(fleet.wait, lambda: health()["status"] == "degraded", START_SECONDS, "degraded")
+    assert f"engine {OTHER}/" in health()["reason"]
+    assert fleet.get("/health").json()["status"] == "degraded"
+    body = {"model": OTHER, "prompt": "hello", "max_tokens": 4}
+    async with httpx.AsyncClient(verify=False, timeout=PATIENCE) as http:
+        refused = await http.post(f"{fleet.url}/v1/completions", json=body)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "cannot start" in refused.json()["error"]["message"]
+    assert f'muxserve_model_degraded{{model_name="{OTHER}",unit="u0"}} 1.0' in fleet.get("/metrics").text
+    await good(fleet.async_client(), reference, MODEL, 4)
+    files.with_suffix(".gone").rename(files)
+    await asyncio.to_thread(fleet.wait, lambda: health()["status"] == "up", START_SECONDS, "up again")
+    await good(fleet.async_client(), reference, OTHER, 4)
