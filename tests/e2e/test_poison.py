@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,17 +113,22 @@ async def test_poison_over_and_over_ends_nothing(fleet: Fleet, reference: dict[s
 
 async def test_one_that_is_killed_with_its_engine_is_not_condemned(fleet: Fleet, reference: dict[str, Any]) -> None:
     client, known = fleet.async_client(), culprits(fleet)
-    load = asyncio.create_task(good(client, reference, MODEL, 16))
+    load = asyncio.create_task(good(client, reference, MODEL, 32))
+    killed: set[int] = set()
 
-    def up() -> bool:
+    def struck() -> bool:
+        """An engine with requests, each once."""
         engine = fleet.get("/fleet").json()["unit"]["state"]["engines"][f"{MODEL}/decode"]
-        return load.done() or bool(engine["up"] and engine["requests"])
+        if engine["up"] and engine["requests"] and engine["pid"] not in killed:
+            os.kill(engine["pid"], signal.SIGKILL)
+            killed.add(engine["pid"])
+            return True
+        return load.done()
 
     for _ in range(4):
-        await asyncio.to_thread(fleet.wait, up, START_SECONDS, "back")
-        if not load.done():
-            fleet.kill("engine", f"{MODEL}/decode")
+        await asyncio.to_thread(fleet.wait, struck, START_SECONDS, "back")
     await load
+    assert killed
     assert culprits(fleet) == known
     await asyncio.to_thread(fleet.wait_healthy)
 
