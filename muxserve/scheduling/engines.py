@@ -30,7 +30,9 @@ class LeaseState:
     phase: Phase
     # The one request that is computed under it, if it is for one alone.
     alone: str = ""
-    # The engine has reported under it; before, it may still work under the one before.
+    # The first of the leases in a row that say the same of that.
+    alone_since: int = 0
+    # The engine has reported under one of these; before, it may still compute something else.
     confirmed: bool = False
 
     def due(self, now: float) -> bool:

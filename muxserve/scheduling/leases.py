@@ -26,8 +26,11 @@ class Leases:
         computes only that one of those that it has."""
         model = self.by_name[grant.model]
         engine = model.engine(grant.phase)
+        since, confirmed = lease_id, False
         if engine.lease is not None:
             self.share_used -= engine.lease.share
+            if alone and engine.lease.alone == alone:
+                since, confirmed = engine.lease.alone_since, engine.lease.confirmed
         engine.lease = LeaseState(
             lease_id,
             grant.steps,
@@ -38,6 +41,8 @@ class Leases:
             grant.renewable,
             grant.phase,
             alone,
+            since,
+            confirmed,
         )
         engine.last_lease = lease_id
         self.share_used += grant.share
@@ -118,6 +123,8 @@ class Leases:
             # all their tokens, and less if a prefix was cached.
             model.promise(max(0, min(model.outstanding - prefill_tokens, model.prefill_tokens)))
         lease = engine.lease
+        if lease is not None and lease_id >= lease.alone_since:
+            lease.confirmed = True
         if not remaining and not engine.inside and lease_id >= engine.entered_with:
             # Whatever lease the report is about, a later one brought nothing in. (If one did, and that was cancelled on
             # its way, the engine may take a step for it yet, and then tells of that one.)
@@ -160,7 +167,6 @@ class Leases:
         now: float,
     ) -> None:
         lease.left = left
-        lease.confirmed = True
         # Without a step it may have been asked in the middle of taking requests in.
         emptied = seconds > 0.0 and not remaining
         in_vain = seconds > 0.0 and not tokens
