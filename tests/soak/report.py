@@ -108,8 +108,8 @@ def totals(steps: list[Step]) -> dict[str, int]:
 def table(kinds: dict[str, Any]) -> str:
     """The table of docs/reliability.md."""
     lines = [
-        "| fault | tried | requests | right | refused (429, 503) | otherwise, as documented | lost or wrong | whole after "
-        "(median, most) |",
+        "| fault | tried | requests | right | refused (429, 503) | otherwise, as documented | lost or wrong "
+        "| whole after (median, most) |",
         "|---|--:|--:|--:|--:|---|--:|--:|",
     ]
     for kind, each in kinds.items():
