@@ -114,6 +114,8 @@ class UnitHost:
 
     def _emit(self, event: Event) -> None:
         self._last_words.note(event)
+        if isinstance(event, Down):
+            self._suspects.discard(event.part)
         if isinstance(event, Up) and event.part == UNIT:
             # It is new, and knows only what is declared.
             for model in sorted(self._retired):

@@ -161,13 +161,11 @@ class Supervisor:
                 assert part.process is not None
                 part.up.set()
                 self._emit(Up(part.id, part.process.pid, time.monotonic() - part.began))
-                with self._watch.over(part.id, part.process.pid, lambda finding: self.found(part, finding)):
-                    await part.process.wait()
+                await self._until_end(part, begun=True)
                 reason = part.hung or exit_words(part.process.returncode)
             came_up = part.up.is_set()
             part.up.clear()
             await self._end(part)
-            self._clear(part)
             cause = await self._on_down(part, reason) or part.killed_for
             if blameless or cause:
                 blameless, reason = True, cause or WITH_PARENT
@@ -193,15 +191,26 @@ class Supervisor:
     async def watch_only(self, part: Part) -> None:
         """Watch a process that someone else starts again, until it ends; it beats only when it has loaded what it
         needs."""
-        assert part.process is not None
-        pid = part.process.pid
-        with self._watch.over(part.id, pid, lambda finding: self.found(part, finding), begun=False):
-            await part.process.wait()
-        self._clear(part)
+        await self._until_end(part, begun=False)
         if part.hung:
             self._emit(Down(part.id, part.hung, 0.0, hung=True))
 
-    def found(self, part: Part, finding: Finding[PartId]) -> None:
+    async def _until_end(self, part: Part, begun: bool) -> None:
+        """Watch it until it ends. That it hung is said by its `Down`; else, or when nobody keeps it any more, that it
+        is not suspected any more."""
+        assert part.process is not None
+        pid = part.process.pid
+        ended = False
+        try:
+            with self._watch.over(part.id, pid, lambda finding: self._found(part, finding), begun):
+                await part.process.wait()
+            ended = True
+        finally:
+            if ended and part.hung:
+                part.suspect = False
+            self._clear(part)
+
+    def _found(self, part: Part, finding: Finding[PartId]) -> None:
         """Something is thought of a part that runs."""
         if finding.state is State.WELL:
             self._clear(part)

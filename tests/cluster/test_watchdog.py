@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -278,12 +279,25 @@ async def test_a_stopped_process_is_reported_killed_and_started_again(watched: F
         await fleet.until(lambda: any(event.hung for event in said(fleet, Down, victim)))  # noqa: B023
         assert not alive(before)
         assert said(fleet, Suspected, victim)
+        assert not said(fleet, Recovered, victim)
         (down, *_) = [event for event in said(fleet, Down, victim) if event.hung]
         assert "no sign of life" in down.reason
         await fleet.until(lambda: alive(fleet.pid(victim)) and fleet.host.up("one"))  # noqa: B023
     told = load_fleet_deployment(fleet.controller.fleet.file)
     assert not told.suspects
     assert told.hangs == {"engine": 1, "unit": 1, "warm_parent": 1, "vllm": 1}
+
+
+async def test_what_is_not_served_any_more_is_not_suspected_any_more(watched: Fleet) -> None:
+    fleet = watched
+    await fleet.serving()
+    os.kill(fleet.pid(ENGINE), signal.SIGSTOP)
+    await fleet.until(lambda: bool(said(fleet, Suspected, ENGINE)))
+    stopped = asyncio.create_task(fleet.host.stop_model("one"))
+    await fleet.until(lambda: bool(said(fleet, Recovered, ENGINE)))
+    os.kill(fleet.pid(ENGINE), signal.SIGCONT)
+    await stopped
+    assert not load_fleet_deployment(fleet.controller.fleet.file).suspects
 
 
 async def test_nobody_is_watched_where_that_is_switched_off(unwatched: Fleet) -> None:

@@ -19,7 +19,8 @@ import pytest
 from muxserve import network
 from muxserve.cluster.ray_actor import UnitActor
 from muxserve.cluster.ray_units import wished
-from muxserve.deployment import Deployment
+from muxserve.deployment import Deployment, WatchdogRules
+from muxserve.heartbeat import HeartbeatReader, heartbeat_file
 from tests.global_scheduler.support import entry
 from tests.support.patience import PATIENCE
 
@@ -192,3 +193,30 @@ def test_units_on_gpus_go_by_gpus() -> None:
     assert wished(rooms, {}, need, "pack") == "c"
     assert wished(rooms, {"b": {"CPU": 2.0, "GPU": 2.0}}, need, "pack") == "b"
     assert wished(rooms, {}, {"CPU": 16.0, "GPU": 2.0}, "spread") == ""
+
+
+BEATING = """
+import sys, time
+from pathlib import Path
+from muxserve.heartbeat import Heartbeat, heartbeat_file
+heart = Heartbeat(heartbeat_file(Path(sys.argv[sys.argv.index("--deployment") + 1]).parent, "host"))
+while True:
+    heart.beat()
+    time.sleep(0.02)
+"""
+
+
+def test_a_host_that_hangs_is_killed(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
+    wanted = msgspec.json.decode(unit(tmp_path), type=Deployment)
+    quick = msgspec.structs.replace(wanted, watchdog=WatchdogRules(suspect=0.5, hung=1.0))
+    actor = UnitActor(msgspec.json.encode(quick), [], host=HOST, command=[sys.executable, "-c", BEATING])
+    made.append(actor)
+    reader = HeartbeatReader(heartbeat_file(deployed(actor).run_dir, "host"))
+    end = time.monotonic() + PATIENCE
+    while (reader.beats() or 0) < 50:  # it has been seen to beat
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert actor._process is not None
+    actor._process.send_signal(signal.SIGSTOP)
+    heard = hear(actor, -signal.SIGKILL)
+    assert any('"hung":true' in line and "no sign of life" in line for line in heard["lines"])
