@@ -41,7 +41,6 @@ from muxserve.rolling.member import Objectives as RollingObjectives
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import ScalingRules
 from muxserve.simulator.instances.setup import InstanceSpec
-from muxserve.simulator.pipeline.setup import Link
 from muxserve.simulator.rolling import (
     Arrangement,
     Independent,
@@ -53,6 +52,7 @@ from muxserve.simulator.rolling import (
     largest_budget,
     times,
 )
+from muxserve.simulator.setup import Link
 from muxserve.workload import LogNormalLengths, ModelLoad, TraceRequest, generate
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -242,7 +242,7 @@ class Planning:
     ) -> tuple[Prediction | None, str]:
         """The simulation of the plan, or why there is none. `ground` is the machine whose CPU it is for."""
         from muxserve.planning.phases_layout import NoPlaceError
-        from muxserve.planning.phases_units import Surroundings, apart_of
+        from muxserve.planning.phases_units import Surroundings, simulated_of
         from muxserve.planning.predict import predict
         from muxserve.simulator import SimulationError
 
@@ -269,7 +269,7 @@ class Planning:
                     made.mode,
                     max_len or {},
                     count,
-                    apart_of(made.placement, self.fleet, made.demands, around),
+                    simulated_of(made.placement, self.fleet, made.demands, max_len or {}, around),
                 ),
                 "",
             )

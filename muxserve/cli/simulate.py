@@ -11,7 +11,7 @@ from typing import Any
 from muxserve.cli.comparing import working
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.simulate_phases import phases_figures, phases_words
-from muxserve.cli.simulate_places import Placed, Places, PlacesError, Search, places_of
+from muxserve.cli.simulate_places import Places, PlacesError, Search, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
 from muxserve.costs.front_end import with_front_end
@@ -22,9 +22,9 @@ from muxserve.metrics.report import comparison_table, models_table, to_json, wri
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.fleets import ClusterError
 from muxserve.planning.latency import latency_model, latency_words, measured_overheads
+from muxserve.planning.phases_units import Simulated
 from muxserve.simulator import (
     Alone,
-    ApartResult,
     FleetResult,
     Mode,
     Options,
@@ -32,7 +32,6 @@ from muxserve.simulator import (
     SimulationError,
     mode_of,
     simulate,
-    units_of,
     write_timeline,
 )
 from muxserve.workload import Workload, WorkloadError, WorkloadOptions, open_workload
@@ -69,7 +68,7 @@ class Run:
     mode: Mode
     result: FleetResult
     summary: Summary
-    placed: Placed
+    placed: Simulated
 
 
 def run(settings: Settings) -> int:
@@ -108,15 +107,13 @@ def _run(settings: Settings) -> int:
         alone: Alone | None = None
         for mode in modes:
             placed = places.placed(mode.placement)
-            units = units_of(placed.placement, placed.models, mode)
+            units = placed.units(mode)
             # One yardstick for all modes: the devices that a model has in the first.
-            alone = alone or Alone(units, latency, placed.apart)
+            alone = alone or Alone(units, latency)
             measured = measured_overheads(latency, placed.placement.units[0].device)
             options = Options(_overheads(measured, settings), timeline=settings.timeline is not None)
             costs = with_front_end(latency, measured)
-            result = simulate(
-                units, workload, costs, options, settings.seed, _count(mode.name, told), apart=placed.apart
-            )
+            result = simulate(units, workload, costs, options, placed.rules_of(mode), progress=_count(mode.name, told))
             summary = _summary(result, places, alone, mode, placed)
             runs[mode.name] = Run(mode, result, summary, placed)
     for note in (*places.notes, places.baselines([mode.name for mode in modes if mode.placement != "muxserve"])):
@@ -144,7 +141,7 @@ def _overheads(measured: MeasuredOverheads | None, settings: Settings) -> Overhe
     return Overheads(request=request, prefill_step=known.between, decode_step=known.between)
 
 
-def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode, placed: Placed) -> Summary:
+def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode, placed: Simulated) -> Summary:
     return summarise(
         result.records,
         rates={demand.name: demand.rate for demand in places.demands},
@@ -154,7 +151,7 @@ def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode, plac
     )
 
 
-def _extra(result: FleetResult, mode: Mode, placed: Placed) -> dict[str, object]:
+def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, object]:
     """The simulator's own figures, in the report's `extra`."""
     return {
         "mode": {"name": mode.name, "about": mode.about},
@@ -168,7 +165,7 @@ def _extra(result: FleetResult, mode: Mode, placed: Placed) -> dict[str, object]
                 "name": unit.unit,
                 "device": unit.device,
                 "devices": unit.devices,
-                "phases": unit.phases if isinstance(unit, ApartResult) else "multiplexed",
+                "phases": unit.phases,
                 "busy_seconds": unit.busy_seconds,
                 "pool_pages": unit.pool_pages,
                 "peak_pages": dict(zip(unit.models, unit.peak_pages, strict=True)),
@@ -186,7 +183,7 @@ def _extra(result: FleetResult, mode: Mode, placed: Placed) -> dict[str, object]
                     "seconds": [time for time, _ in unit.pages],
                     **{name: [held[i] for _, held in unit.pages] for i, name in enumerate(unit.models)},
                 },
-                **(phases_figures(unit) if isinstance(unit, ApartResult) else {}),
+                **phases_figures(unit),
             }
             for unit in result.units
         ],

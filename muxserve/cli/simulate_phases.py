@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from muxserve.metrics.definitions import percentile
 from muxserve.metrics.tables import seconds_words
-from muxserve.simulator import ApartResult, FleetResult
+from muxserve.simulator import FleetResult, UnitResult
 from placement.words import enumerate_words
 
 
-def phases_figures(unit: ApartResult) -> dict[str, object]:
+def phases_figures(unit: UnitResult) -> dict[str, object]:
     """Further keys of a unit in the report (docs/simulator.md). Times are seconds."""
     if unit.phases == "rolling":
         return {"switch_wait": _spread(unit.waits)}
+    if unit.phases == "multiplexed":
+        return {}
     stages = zip(unit.stages, _bubbles(unit), strict=True)
     return {"stages": [{"busy_seconds": busy, "bubbles": part} for busy, part in stages]}
 
 
 def phases_words(result: FleetResult) -> Iterator[str]:
     """A sentence for each of these models."""
-    units: dict[str, list[ApartResult]] = {}
+    units: dict[str, list[UnitResult]] = {}
     for unit in result.units:
-        if isinstance(unit, ApartResult):
+        if unit.phases != "multiplexed":
             units.setdefault(unit.models[0], []).append(unit)
     for model, mine in units.items():
         replicas = f"{len(mine)} replica{'s' if len(mine) > 1 else ''}"
@@ -40,12 +42,12 @@ def phases_words(result: FleetResult) -> Iterator[str]:
         yield f"{model} is pipelined, {replicas} of {len(parts)} stages with {enumerate_words(parts)} bubbles"
 
 
-def _bubbles(unit: ApartResult) -> list[float]:
+def _bubbles(unit: UnitResult) -> list[float]:
     """Of each stage, the part of the time with something in flight in which it does nothing."""
     return [1.0 - busy / unit.active if unit.active else 0.0 for busy in unit.stages]
 
 
-def _spread(values: list[float]) -> dict[str, float] | None:
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     percentiles = {f"p{round(100 * share)}": percentile(values, share) for share in (0.5, 0.9, 0.99)}

@@ -18,10 +18,9 @@ from muxserve.planning.fleets import cluster_of, demands_of
 from muxserve.planning.parts import arranged, units_at_start
 from muxserve.planning.phases_ground import CpuGround, ground_on_cpu
 from muxserve.planning.phases_layout import NoPlaceError
-from muxserve.planning.phases_units import Surroundings, apart_of
+from muxserve.planning.phases_units import Simulated, Surroundings, simulated_of
 from muxserve.planning.planfile import load_plan
 from muxserve.planning.serving import FleetPlanner
-from muxserve.simulator import Apart, FleetModel
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -45,26 +44,6 @@ class Search:
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A placement, the models that its multiplexed units serve, and those that have units to themselves. `origin` says
-    where it comes from, for the user."""
-
-    placement: Placement
-    models: Mapping[str, FleetModel]
-    apart: Sequence[Apart] = ()
-    origin: str = ""
-
-    @property
-    def about(self) -> str:
-        """Where it comes from, and what it is."""
-        units = "; ".join(
-            f"{unit.name} ({len(unit.devices)} x {unit.device}): {', '.join(member.model for member in unit.models)}"
-            for unit in self.placement.units
-        )
-        return f"{self.origin}: {units}"
-
-
 @dataclass
 class Places:
     """A fleet, what it runs on (`cluster`; None: the CPU of this machine), and where, by kind of placement (a mode's
@@ -78,10 +57,10 @@ class Places:
     cluster: Cluster | None
     machine: CpuGround | None
     search: Search
-    found: dict[str, Placed] = field(default_factory=dict)
+    found: dict[str, Simulated] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def placed(self, kind: str) -> Placed:
+    def placed(self, kind: str) -> Simulated:
         """The placement of that kind; made now if it is not there. Baselines know nothing but multiplexed models.
 
         Raises:
@@ -93,7 +72,7 @@ class Places:
             known = self.found[kind] = self._on_gpus(kind) if self.cluster else self._on_cpu(kind)
         return known
 
-    def _on_gpus(self, kind: str) -> Placed:
+    def _on_gpus(self, kind: str) -> Simulated:
         assert self.cluster is not None
         made = self._planning(kind).on_gpus(self.cluster)
         self._check(made.plan.missing, kind)
@@ -108,7 +87,7 @@ class Places:
         with_spare = f", with spare for {more} of the rate" if more else ""
         return f"placement as `muxserve plan{mode}` prints it{with_spare}"
 
-    def _on_cpu(self, kind: str) -> Placed:
+    def _on_cpu(self, kind: str) -> Simulated:
         """All modes have the same cores. Baselines have one unit."""
         if kind == _MUXSERVE or (all(m.phases == "multiplexed" for m in self.fleet.models) and self._units == 1):
             made = self._planning(_MUXSERVE).on_cpu()
@@ -132,7 +111,7 @@ class Places:
 
     def complete(
         self, placement: Placement, demands: Sequence[Demand], lengths: Mapping[str, int], origin: str
-    ) -> Placed:
+    ) -> Simulated:
         """A placement with its models. `lengths` are of the longest sequences, where they are not the models' own.
 
         Raises:
@@ -141,16 +120,9 @@ class Places:
         own = self.fleet.cluster
         around = Surroundings(MemoryRules.served(own.gpu_memory), own.network, self.machine)
         try:
-            apart = apart_of(placement, self.fleet, demands, around)
+            return replace(simulated_of(placement, self.fleet, demands, lengths, around), origin=origin)
         except NoPlaceError as error:
             raise PlacesError(str(error)) from None
-        models = {
-            d.name: FleetModel(
-                d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, lengths.get(d.name)
-            )
-            for d in demands
-        }
-        return Placed(placement, models, apart, origin)
 
     def _planning(self, kind: str) -> Planning:
         own, search = self.fleet.cluster, self.search
@@ -183,7 +155,7 @@ class Places:
         empty."""
         others = [model.name for model in self.fleet.models if model.phases not in ("multiplexed", AUTO)]
         if _MUXSERVE in self.found:
-            others = [model.name for model in self.found[_MUXSERVE].apart]
+            others = list(dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models))
         if not others or not modes:
             return ""
         serve = "serves" if len(modes) == 1 else "serve"
@@ -241,7 +213,7 @@ def _machine(fleet: Fleet, cluster: Cluster | None) -> CpuGround | None:
     return ground_on_cpu(this_machine(), own.cores, fleet.kv_pool.size, own.ranks) if cluster is None else None
 
 
-def _given(places: Places, placement: Placement, plan: Path | None) -> Placed:
+def _given(places: Places, placement: Placement, plan: Path | None) -> Simulated:
     """The placement of a plan file; on a CPU with what `muxserve deploy` would make of it."""
     origin = f"placement of {plan}"
     if places.cluster is not None:

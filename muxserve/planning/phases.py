@@ -27,8 +27,7 @@ from muxserve.planning.phases_layout import (
 )
 from muxserve.planning.phases_play import Outcome
 from muxserve.planning.phases_search import COARSE, QUEUED, WARM, Load, Search, point_of
-from muxserve.simulator.rolling import StuckError
-from muxserve.simulator.world import SimulationError
+from muxserve.simulator import SimulationError
 from placement.demand import Demand
 from placement.words import enumerate_words
 
@@ -72,7 +71,7 @@ def compare(
             figures, count = _arrangement(wanted, ground, latency, load, phases, told, goodputs)
             found.append(Compared(phases, figures))
             simulations += count
-        except (NoPlaceError, CostError, SimulationError, StuckError) as error:
+        except (NoPlaceError, CostError, SimulationError) as error:
             found.append(Compared(phases, None, str(error)))
     recommended, reason = recommend(found)
     return Comparison(

@@ -23,7 +23,8 @@ from muxserve.planning.phases_layout import (
     link_of,
     no_layout,
 )
-from muxserve.simulator.pipeline import Link, kv_blocks
+from muxserve.simulator import Link
+from muxserve.simulator.stages import kv_blocks
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.demand import splits_evenly
 from placement.memory import MemoryRules, activation_bytes, model_bytes

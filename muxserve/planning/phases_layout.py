@@ -13,7 +13,7 @@ from muxserve.costs.devices import Device
 from muxserve.costs.latency import EngineShape
 from muxserve.rolling.mitosis import Bounds
 from muxserve.scheduling.token_throttling import FixedBudget, Throttle, TokenBudget, TokenThrottling
-from muxserve.simulator.pipeline import Link
+from muxserve.simulator import Link
 from placement.demand import Demand
 from placement.pools import KVShape, group_pools
 

@@ -1,36 +1,41 @@
-"""One layout of a model under one load, simulated by what simulates that arrangement."""
+"""One layout of a model under one load, simulated."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from muxserve.costs.architecture import split_layers
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.metrics.definitions import Objectives, time_per_token
-from muxserve.metrics.records import RequestRecord
 from muxserve.planning.gpus import unit_shares
 from muxserve.planning.latency import between_steps
 from muxserve.planning.phases_ground import CPU, GpuGround
 from muxserve.planning.phases_layout import Ground, NoPlaceError, Place, Wanted
 from muxserve.rolling.member import Objectives as RollingObjectives
-from muxserve.simulator import FleetModel, Options, Overheads
-from muxserve.simulator.apart import dealt
-from muxserve.simulator.instances.setup import InstanceSpec
-from muxserve.simulator.modes import sim_unit
-from muxserve.simulator.pipeline import Pipeline, PipelineSpec
-from muxserve.simulator.pipeline.costs import StageCosts
-from muxserve.simulator.rolling import PhasedResult, Rolling, RollingOptions
-from muxserve.simulator.unit import LeasedUnit
-from muxserve.simulator.world import SimulationError
+from muxserve.scheduling.token_throttling import prompt_tokens_ahead
+from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.simulator import (
+    FleetModel,
+    Options,
+    Overheads,
+    Pipeline,
+    RingRules,
+    Rules,
+    SimModel,
+    SimulationError,
+    SimUnit,
+    sim_unit,
+    simulate,
+)
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import PlacedModel, PlacedUnit
 
-# Replicas that do not know of each other are alike: of more than so many only these are simulated.
+# Of more replicas that get requests by their load only so many are simulated, with their part of the requests.
 _REPLICAS = 4
-# Tokens of an answer that are promised to a request.
-_EXPECTED_OUTPUT = 256
 
 
 class Outcome(NamedTuple):
@@ -86,108 +91,107 @@ def play(
     Raises:
         NoPlaceError: the planner finds no room for the unit.
         CostError: the latency model does not know the model on these devices.
+        SimulationError: some request is never served.
     """
-    if place.layout.phases == "rolling":
-        return _rolling(wanted, place, latency, requests)
-    dealing = dealt(requests, place.layout.replicas, wanted.demand.slo_tpot)
-    count = min(place.layout.replicas, _REPLICAS)
-    parts = [[each for each, number in zip(requests, dealing, strict=True) if number == n] for n in range(count)]
-    if place.layout.phases == "pipelined":
-        return _pipelined(wanted, place, latency, parts)
-    return _multiplexed(wanted, ground, place, latency, parts, rate)
+    layout = place.layout
+    rules: Rules = {}
+    count = layout.replicas
+    if layout.phases == "rolling":
+        rules = {wanted.demand.name: ring_rules(wanted)}
+    elif count > _REPLICAS:
+        chance, count = random.Random(count), _REPLICAS
+        requests = [each for each in requests if chance.random() < _REPLICAS / layout.replicas]
+    if layout.phases == "multiplexed":
+        unit = _multiplexed(wanted, ground, place, latency, rate / layout.replicas)
+    else:
+        unit = unit_of(wanted, place, "unit", tuple(range(layout.stages * layout.tp)))
+    units = [replace(unit, name=f"unit{number}") for number in range(count)]
+    between = between_steps(latency, place.shape.device)
+    options = Options(Overheads(prefill_step=between, decode_step=between), sample_seconds=0.0)
+    result = simulate(units, requests, latency, options, rules)
+    outcomes = [
+        Outcome(r.arrival, None)
+        if r.first_token is None or r.finish is None or r.error
+        else Outcome(
+            r.arrival,
+            r.first_token - r.arrival,
+            r.switch_wait if layout.phases == "rolling" else 0.0,
+            r.finish - r.first_token,
+            r.made,
+        )
+        for r in result.requests
+    ]
+    stages = [unit.stages or (unit.busy_seconds,) for unit in result.units]
+    active = sum(unit.active for unit in result.units)
+    bubbles = tuple(1.0 - sum(busy) / active if active else 0.0 for busy in zip(*stages, strict=True))
+    return Played(
+        outcomes,
+        balance(list(itertools.chain(*stages))),
+        bubbles if layout.phases == "pipelined" else (),
+        sum(request.preemptions for request in result.requests),
+    )
 
 
 # ---------------------------------------------------------------- arrangements
 
 
-def instance_of(wanted: Wanted, place: Place) -> InstanceSpec:
-    """One replica of a rolling model."""
-    demand = wanted.demand
-    return InstanceSpec(
-        demand.architecture,
-        place.shape,
-        place.blocks[0],
-        place.block_tokens,
-        demand.max_num_seqs,
-        demand.max_num_batched_tokens,
+def unit_of(wanted: Wanted, place: Place, name: str, devices: tuple[int, ...]) -> SimUnit:
+    """One replica of a rolling or pipelined model."""
+    demand, stages = wanted.demand, len(place.blocks)
+    architecture = demand.architecture
+    layers = split_layers(architecture.layers, stages)
+    # Every stage has as many blocks in use; the one with the most layers has most pages.
+    per_block = max(layers) * max(1, architecture.kv_heads // place.shape.tp)
+    pages = min(place.blocks) * per_block
+    longest = place.max_len or wanted.longest
+    profile = ModelProfile(
+        name=demand.name,
+        pool="pool0",
+        rate=demand.rate,
+        layers=max(layers),
+        kv_heads=per_block // max(layers),
+        block_tokens=place.block_tokens,
+        quota_pages=pages,
+        floor_pages=min(pages, -(-longest // place.block_tokens) * per_block),
+        prefill_share=1.0,
+        decode_share=1.0,
+        max_num_seqs=demand.max_num_seqs,
+        max_num_batched_tokens=demand.max_num_batched_tokens,
+        both=True,
+        depth=stages,
+        waiting_tokens=prompt_tokens_ahead(stages, demand.max_num_batched_tokens, wanted.throttle),
+    )
+    model = SimModel(profile, architecture, demand.dtype, place.shape.share, longest)
+    pipeline = None
+    if place.layout.phases == "pipelined":
+        pipeline = Pipeline(layers, place.links, wanted.budget)
+    return SimUnit(
+        name,
+        place.shape.device,
+        devices,
+        (model,),
+        (PoolProfile("pool0", pages),),
+        place.layout.phases,
+        pipeline=pipeline,
     )
 
 
-def rolling_options(wanted: Wanted, replicas: int) -> RollingOptions:
-    """Its scheduler's."""
+def ring_rules(wanted: Wanted) -> RingRules:
+    """By what the replicas of a rolling model work together."""
     demand = wanted.demand
     assert demand.slo_ttft is not None, "without objectives there is no such layout"
     assert demand.slo_tpot is not None
-    return RollingOptions(
-        replicas,
-        RollingObjectives(demand.slo_ttft, demand.slo_tpot, wanted.spared),
-        wanted.bounds,
-        # The live global scheduler does not know the mean either, and expects as much.
-        _EXPECTED_OUTPUT,
-    )
+    return RingRules(RollingObjectives(demand.slo_ttft, demand.slo_tpot, wanted.spared), wanted.bounds)
 
 
-def pipeline_of(wanted: Wanted, place: Place) -> PipelineSpec:
-    """One replica of a pipelined model."""
+def _multiplexed(wanted: Wanted, ground: Ground, place: Place, latency: LatencyModel, rate: float) -> SimUnit:
     demand = wanted.demand
-    return PipelineSpec(
-        demand.architecture,
-        place.shape,
-        place.blocks,
-        place.block_tokens,
-        # The live engine's batches together hold no more.
-        demand.max_num_seqs,
-        links=place.links,
-    )
-
-
-def _rolling(wanted: Wanted, place: Place, latency: LatencyModel, requests: Sequence[TraceRequest]) -> Played:
-    spec = replace(instance_of(wanted, place), step_seconds=between_steps(latency, place.shape.device))
-    options = rolling_options(wanted, place.layout.replicas)
-    result: PhasedResult = Rolling(spec, latency, options).run(requests)
-    outcomes = [
-        Outcome(r.arrival, None)
-        if r.first_token is None or r.finish is None
-        else Outcome(r.arrival, r.first_token - r.arrival, r.switch_wait, r.finish - r.first_token, r.made)
-        for r in result.requests
-    ]
-    return Played(outcomes, balance(list(result.busy.values())), preemptions=result.preemptions)
-
-
-def _pipelined(wanted: Wanted, place: Place, latency: LatencyModel, parts: Sequence[Sequence[TraceRequest]]) -> Played:
-    spec = replace(pipeline_of(wanted, place), step_seconds=between_steps(latency, place.shape.device))
-    costs = StageCosts(latency, spec.architecture)
-    records: list[RequestRecord] = []
-    busy: list[list[float]] = []
-    active = preemptions = 0.0
-    for part in parts:
-        result = Pipeline(spec, costs, wanted.budget()).run(part)
-        records += result.records()
-        busy.append(result.busy())
-        active += result.active()
-        preemptions += result.preemptions
-    bubbles = tuple(
-        1.0 - sum(stages[number] for stages in busy) / active if active else 0.0 for number in range(spec.stages)
-    )
-    return Played(_outcomes(records), balance(list(itertools.chain(*busy))), bubbles, int(preemptions))
-
-
-def _multiplexed(
-    wanted: Wanted,
-    ground: Ground,
-    place: Place,
-    latency: LatencyModel,
-    parts: Sequence[Sequence[TraceRequest]],
-    rate: float,
-) -> Played:
-    demand = wanted.demand
-    each = rate / place.layout.replicas
-    prefill, decode = shares(wanted, ground, place, latency, each)
+    prefill, decode = shares(wanted, ground, place, latency, rate)
     unit = PlacedUnit(
         "unit",
         place.shape.device,
         tuple(range(place.layout.tp)),
-        (PlacedModel(demand.name, each, prefill, decode),),
+        (PlacedModel(demand.name, rate, prefill, decode),),
         place.kv_bytes,
     )
     model = FleetModel(
@@ -202,19 +206,9 @@ def _multiplexed(
         simulated = sim_unit(unit, {demand.name: model})
     except SimulationError as error:
         raise NoPlaceError(str(error)) from None
-    if place.cost_share is not None:
-        simulated = replace(
-            simulated, models=tuple(replace(each, cost_share=place.cost_share) for each in simulated.models)
-        )
-    between = between_steps(latency, place.shape.device)
-    options = Options(Overheads(prefill_step=between, decode_step=between), sample_seconds=0.0)
-    records: list[RequestRecord] = []
-    busy = []
-    for part in parts:
-        result = LeasedUnit(simulated, latency, options).run(part)
-        records += result.records
-        busy.append(result.busy_seconds)
-    return Played(_outcomes(records), balance(busy), preemptions=sum(record.preemptions for record in records))
+    if place.cost_share is None:
+        return simulated
+    return replace(simulated, models=tuple(replace(each, cost_share=place.cost_share) for each in simulated.models))
 
 
 def shares(wanted: Wanted, ground: Ground, place: Place, latency: LatencyModel, rate: float) -> tuple[float, float]:
@@ -238,18 +232,6 @@ def balance(busy: Sequence[float]) -> float:
     """The largest over the mean; 1 if nothing was done."""
     mean = sum(busy) / len(busy) if busy else 0.0
     return max(busy) / mean if mean else 1.0
-
-
-def _outcomes(records: Sequence[RequestRecord]) -> list[Outcome]:
-    return list(_each(records))
-
-
-def _each(records: Sequence[RequestRecord]) -> Iterator[Outcome]:
-    for r in records:
-        if r.first_token is None or r.finish is None or r.error:
-            yield Outcome(r.arrival, None)
-        else:
-            yield Outcome(r.arrival, r.first_token - r.arrival, 0.0, r.finish - r.first_token, r.output_tokens)
 
 
 __all__ = ["CostError", "NoPlaceError", "Outcome", "Played", "balance", "play", "shares"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.simulator import Apart, FleetModel, mode_of, simulate, units_of
+from muxserve.planning.phases_units import Simulated, fleet_models
+from muxserve.simulator import mode_of, simulate
 from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
 from muxserve.workload.lengths import FixedLength
 from placement.cluster import Placement
@@ -55,19 +56,21 @@ def predict(
     mode: ModeName = "muxserve",
     max_len: Mapping[str, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    apart: Sequence[Apart] = (),
+    simulated: Simulated | None = None,
 ) -> Prediction:
     """Simulate `seconds` of Poisson arrivals at the demands' rates on the placement, with log-normal lengths of the
     demands' means, and sum up.
 
-    `max_len` caps sequences, prompt and output, by model (the architecture's own length otherwise). `apart` are the
-    models whose units the placement has in another arrangement (`planning.phases_units`).
+    `max_len` caps sequences, prompt and output, by model (the architecture's own length otherwise). `simulated` is what
+    is simulated of the placement, where it has other units than multiplexed ones, or replicas work together by rules of
+    the fleet's.
 
     Raises:
         SimulationError: a unit cannot run.
         CostError: the latency model does not know a model.
     """
-    lengths_of = {**(max_len or {}), **{model.name: model.max_len for model in apart}}
+    played = simulated or Simulated(placement, {})
+    lengths_of = {**(max_len or {}), **played.longest}
     longest = {d.name: lengths_of.get(d.name, d.architecture.max_len) for d in demands}
     loads = {
         d.name: ModelLoad(
@@ -77,13 +80,11 @@ def predict(
         )
         for d in demands
     }
-    models = {
-        d.name: FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, longest[d.name])
-        for d in demands
-    }
+    played = replace(played, models=fleet_models(demands, longest))
     # Memory-greedy placements are served as MuxServe's own are.
-    units = units_of(placement, models, mode_of("muxserve" if mode == "memory" else mode))
-    result = simulate(units, generate(loads, seconds, seed), latency, seed=seed, progress=progress, apart=apart)
+    how = mode_of("muxserve" if mode == "memory" else mode)
+    workload = generate(loads, seconds, seed)
+    result = simulate(played.units(how), workload, latency, rules=played.rules_of(how), progress=progress)
     summary = summarise(
         result.records,
         rates={d.name: d.rate for d in demands},

@@ -88,6 +88,14 @@ class Throttle:
         return max(int(most), self.min_prefill)
 
 
+def prompt_tokens_ahead(stages: int, step_tokens: int, throttle: Throttle | None) -> int:
+    """Prompt tokens that may be in an engine before they are computed: what the micro-batches under way may take, of
+    `step_tokens` at most, and one more. With a throttled budget #T * #MaxP, beyond which the number of waiting tokens
+    (#WP) does not matter."""
+    tokens = (stages + 1) * step_tokens
+    return tokens if throttle is None else max(tokens, throttle.iterations * throttle.max_prefill)
+
+
 class TokenBudget(ABC):
     """Decides before each micro-batch of one engine how large it may be. May remember what it decided."""
 

@@ -5,26 +5,31 @@ result = simulate(units, workload, latency_model)              # result.records:
 """
 
 from muxserve.simulator.alone import Alone
-from muxserve.simulator.apart import Apart, ApartResult, PipelinedModel, Replica, RollingModel
-from muxserve.simulator.fleet import FleetResult, simulate
+from muxserve.simulator.clock import SimulationError
+from muxserve.simulator.fleet import Rules, simulate
 from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, mode_of, sim_unit, units_of
-from muxserve.simulator.setup import Options, Overheads, SimModel, SimUnit
+from muxserve.simulator.moves import MigrationCosts
+from muxserve.simulator.replicas import ReplicaRules
+from muxserve.simulator.result import FleetResult, ReplicasResult, UnitResult
+from muxserve.simulator.ring import RingRules
+from muxserve.simulator.setup import Link, Options, Overheads, Pipeline, SimModel, SimUnit
 from muxserve.simulator.timeline import write_timeline
-from muxserve.simulator.world import SimulationError, UnitResult
 
 __all__ = [
     "MODES",
     "Alone",
-    "Apart",
-    "ApartResult",
     "FleetModel",
     "FleetResult",
+    "Link",
+    "MigrationCosts",
     "Mode",
     "Options",
     "Overheads",
-    "PipelinedModel",
-    "Replica",
-    "RollingModel",
+    "Pipeline",
+    "ReplicaRules",
+    "ReplicasResult",
+    "RingRules",
+    "Rules",
     "SimModel",
     "SimUnit",
     "SimulationError",

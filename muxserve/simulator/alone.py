@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from muxserve.costs import EngineCosts, EngineShape, LatencyModel
 from muxserve.metrics.definitions import Reference
 from muxserve.metrics.records import RequestRecord
-from muxserve.simulator.apart import Apart
 from muxserve.simulator.setup import SimModel, SimUnit
 
 
@@ -37,18 +36,15 @@ def prefill_seconds(costs: EngineCosts, tokens: int, most: int) -> float:
 
 class Alone:
     """Gives the latency of each record's request, were it alone on the devices of the first unit that serves its model,
-    with all of their compute. Models `apart` have units of their own kind. Pass it to `muxserve.metrics` as the
-    reference.
+    with all of their compute. Stages of a pipeline are one after the other, which together are the whole model on the
+    devices of one. Pass it to `muxserve.metrics` as the reference.
 
     Raises:
         CostError: the latency model does not know a model or shape.
     """
 
-    def __init__(self, units: Sequence[SimUnit], latency: LatencyModel, apart: Sequence[Apart] = ()) -> None:
+    def __init__(self, units: Sequence[SimUnit], latency: LatencyModel) -> None:
         self._costs: dict[str, tuple[EngineCosts, int]] = {}
-        for each in apart:
-            architecture, shape, most = each.alone
-            self._costs[each.name] = latency.engine(architecture, shape), most
         for unit in units:
             for model in unit.models:
                 if model.name not in self._costs:

@@ -42,7 +42,7 @@ class DecodeBatch:
         "until",
     )
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, first_serial: int = 0) -> None:
         self.block_tokens = block_tokens
         self.needs = [0] * block_tokens
         self.running: dict[SimRequest, None] = {}
@@ -50,7 +50,8 @@ class DecodeBatch:
         self.context = 0
         self.generated = 0
         self._ending: list[tuple[int, int, SimRequest]] = []
-        self._serial = 0
+        # Sequences move between batches, so the numbers that say when they joined are different in all of them.
+        self._serial = first_serial
         # The run: its first step, the step from which its cost is another; work of n steps = n * (linear + growth * n).
         self.first = 0
         self.until = 0

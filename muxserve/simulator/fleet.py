@@ -2,69 +2,28 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from muxserve.costs import LatencyModel
-from muxserve.costs.front_end import engines_only
-from muxserve.metrics.records import RequestRecord
-from muxserve.simulator.apart import Apart, ApartResult, play_apart
-from muxserve.simulator.combined import CombinedUnit
+from muxserve.simulator.clock import Clock, Compute, SimulationError
+from muxserve.simulator.replicas import Dispatched, ReplicaRules, Replicas
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.result import FleetResult
+from muxserve.simulator.ring import Ring, RingRules
+from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import Options, SimUnit
-from muxserve.simulator.timeline import Timeline
-from muxserve.simulator.unit import LeasedUnit
-from muxserve.simulator.world import UnitResult, World
+from muxserve.simulator.stock import StockUnit
+from muxserve.simulator.unit import Unit
 from muxserve.workload.trace import TraceRequest
 
+CPU = "CPU"
 _PROGRESS_EVERY = 200
 
-
-@dataclass(slots=True)
-class FleetResult:
-    """What happened. `records` are in the order of the workload, `seconds` is when the last request ended."""
-
-    records: list[RequestRecord]
-    units: list[UnitResult]
-    seconds: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.seconds = max((unit.seconds for unit in self.units), default=0.0)
-
-    @property
-    def jobs(self) -> int:
-        """Engine steps."""
-        return sum(unit.jobs for unit in self.units)
-
-    @property
-    def devices(self) -> int:
-        """Devices that the units have."""
-        return sum(unit.devices for unit in self.units)
-
-    @property
-    def gpu_seconds(self) -> float:
-        """Device-seconds that the fleet occupied: every device for as long as the run took."""
-        return self.devices * self.seconds
-
-    @property
-    def busy_gpu_seconds(self) -> float:
-        """Device-seconds in which some job ran."""
-        return sum(unit.devices * unit.busy_seconds for unit in self.units)
-
-    @property
-    def timelines(self) -> list[Timeline]:
-        """All that were kept."""
-        found = []
-        for unit in self.units:
-            found += [unit.timeline] if unit.timeline is not None else []
-            found += unit.timelines if isinstance(unit, ApartResult) else []
-        return found
-
-
-def make_world(unit: SimUnit, latency: LatencyModel, options: Options | None = None) -> World:
-    """What runs such a unit."""
-    return CombinedUnit(unit, latency, options) if unit.combined else LeasedUnit(unit, latency, options)
+# How the replicas of a model work together, by its name.
+Rules = Mapping[str, ReplicaRules | RingRules]
+# (scheduling, execution) priority of the n-th request.
+PriorityOf = Callable[[int], tuple[str, str]]
 
 
 def simulate(
@@ -72,95 +31,137 @@ def simulate(
     workload: Iterable[TraceRequest],
     latency: LatencyModel,
     options: Options | None = None,
-    seed: int = 0,
+    rules: Rules | None = None,
+    priorities: PriorityOf | None = None,
     progress: Callable[[int, int], None] | None = None,
-    apart: Sequence[Apart] = (),
 ) -> FleetResult:
-    """Play `workload` (in order of arrival) on the units, and on those of the models `apart`, whose results follow.
+    """Play `workload` (in order of arrival) on the units. The same arguments give the same result.
 
-    Requests of a model with several replicas go to them at random, in proportion to the replicas' rates; those of a
-    model apart as it says. The same `seed` gives the same result. `progress` is told requests that have arrived, and
-    all there are.
+    Replicas of a model work together by its `rules`; without any its requests go to the freest. `progress` is told
+    requests that have arrived, and all there are.
 
     Raises:
         SimulationError: arrivals fall, or a unit cannot go on.
         CostError: the latency model does not know a model or shape.
+        PriorityError: `priorities` names a level that the rules do not have.
     """
-    split = _Split(units, seed, apart)
-    for request in workload:
-        split.add(request)
-    records = split.records
-    results: list[UnitResult] = []
-    done = split.refused
-    for unit, requests, places in zip(units, split.requests, split.places, strict=True):
-        result = make_world(unit, latency, options).run(_told(requests, done, split.count, progress))
-        done += len(requests)
-        for place, record in zip(places, result.records, strict=True):
-            records[place] = record
-        results.append(result)
-    engines = engines_only(latency)
-    for model in apart:
-        numbers = split.apart_places[model.name]
-        if progress is not None:
-            progress(done, split.count)
-        found, played = play_apart(model, split.apart[model.name], engines, options or Options())
-        done += len(numbers)
-        records.update(zip(numbers, found, strict=True))
-        results += played
-    if progress is not None:
-        progress(split.count, split.count)
-    return FleetResult([records[index] for index in range(split.count)], results)
+    collecting = gc.isenabled()
+    # Many small objects and hardly a cycle: collecting costs a third of the time.
+    gc.disable()
+    try:
+        groups = [Group(members, latency, options, rules or {}) for members in _coupled(units)]
+        parts: list[list[SimRequest]] = [[] for _ in groups]
+        part_of = {name: part for group, part in zip(groups, parts, strict=True) for name in group.models}
+        requests = list(_requests(workload, priorities))
+        refused = 0
+        for request in requests:
+            if request.model in part_of:
+                part_of[request.model].append(request)
+            else:
+                request.error = f"no unit serves {request.model}"
+                refused += 1
+        told = _Progress(progress, len(requests), refused)
+        for group, part in zip(groups, parts, strict=True):
+            group.run(told.counted(part))
+    finally:
+        if collecting:
+            gc.enable()
+    told.end()
+    order = {unit.name: number for number, unit in enumerate(units)}
+    simulated = [unit for group in groups for unit in group.clock.units]
+    simulated.sort(key=lambda unit: order.get(unit.spec.name, len(order)))
+    replicas = [each.finish(group.clock.now) for group in groups for each in group.replicas.values()]
+    return FleetResult(requests, [unit.result() for unit in simulated], replicas)
 
 
-def _told(
-    requests: Sequence[TraceRequest], done: int, count: int, progress: Callable[[int, int], None] | None
-) -> Iterator[TraceRequest]:
-    for number, request in enumerate(requests):
-        if progress is not None and number % _PROGRESS_EVERY == 0:
-            progress(done + number, count)
+class Group:
+    """Units that depend on each other: those that serve the same model, and those that share a CPU."""
+
+    def __init__(self, units: Sequence[SimUnit], latency: LatencyModel, options: Options | None, rules: Rules) -> None:
+        self.clock = Clock()
+        self.models = list(dict.fromkeys(model.name for unit in units for model in unit.models))
+        self._latency = latency
+        self._options = options or Options()
+        self._computes: dict[tuple[int, ...], Compute] = {}
+        self.replicas: dict[str, Replicas] = {}
+        self._units: dict[str, Unit] = {}
+        by_model: dict[str, list[Unit]] = {}
+        for spec in units:
+            unit = self._start(spec)
+            for model in spec.models:
+                by_model.setdefault(model.name, []).append(unit)
+        for name, mine in by_model.items():
+            self._units[name] = mine[0]
+            given = rules.get(name)
+            if isinstance(given, RingRules):
+                self.replicas[name] = Ring(name, mine, self.clock, given, self._start, latency)
+            elif given is not None or len(mine) > 1:
+                self.replicas[name] = Dispatched(name, mine, self.clock, given or ReplicaRules(), self._start)
+
+    def _start(self, spec: SimUnit) -> Unit:
+        compute = None
+        if spec.device == CPU:
+            compute = self._computes.setdefault(spec.devices, Compute(spec.device, self._latency))
+        kind = StockUnit if spec.combined else ScheduledUnit
+        return kind(spec, self._latency, self._options, self.clock, compute)
+
+    def run(self, requests: Iterator[SimRequest]) -> None:
+        """Play these requests, in order of arrival."""
+        self.clock.run(requests, self._arrive, self._options.overheads.request)
+
+    def _arrive(self, request: SimRequest, now: float) -> None:
+        first, replicas = self._units[request.model], self.replicas.get(request.model)
+        if replicas is None or first.too_long(request):
+            first.arrive(request, now)
+        else:
+            replicas.arrive(request, now)
+
+
+def _requests(workload: Iterable[TraceRequest], priorities: PriorityOf | None) -> Iterator[SimRequest]:
+    before = 0.0
+    for number, each in enumerate(workload):
+        if each.arrival < before:
+            raise SimulationError(f"the workload's arrivals fall: {each.arrival} s after {before} s")
+        before = each.arrival
+        request = SimRequest.of(each, number)
+        if priorities is not None:
+            request.scheduling, request.execution = priorities(number)
         yield request
 
 
-class _Split:
-    """The workload, divided among units."""
+def _coupled(units: Sequence[SimUnit]) -> list[list[SimUnit]]:
+    """The units, divided into groups that know nothing of each other."""
+    groups: list[tuple[set[object], list[SimUnit]]] = []
+    for unit in units:
+        keys: set[object] = {model.name for model in unit.models}
+        if unit.device == CPU:
+            keys.add(unit.devices)
+        mine = [unit]
+        apart = []
+        for other in groups:
+            if other[0] & keys:
+                keys |= other[0]
+                mine = other[1] + mine
+            else:
+                apart.append(other)
+        groups = [*apart, (keys, mine)]
+    return [mine for _, mine in groups]
 
-    def __init__(self, units: Sequence[SimUnit], seed: int, apart: Sequence[Apart]) -> None:
-        self.apart: dict[str, list[TraceRequest]] = {model.name: [] for model in apart}
-        self.apart_places: dict[str, list[int]] = {model.name: [] for model in apart}
-        self.requests: list[list[TraceRequest]] = [[] for _ in units]
-        self.places: list[list[int]] = [[] for _ in units]
-        self.records: dict[int, RequestRecord] = {}
-        self.count = 0
-        self.refused = 0
-        self._chance = random.Random(seed)
-        self._replicas: dict[str, list[int]] = {}
-        rates: dict[str, list[float]] = {}
-        for index, unit in enumerate(units):
-            for model in unit.models:
-                self._replicas.setdefault(model.name, []).append(index)
-                rates.setdefault(model.name, []).append(model.profile.rate)
-        self._cumulative = {name: list(accumulate(each)) for name, each in rates.items()}
 
-    def add(self, request: TraceRequest) -> None:
-        replicas = self._replicas.get(request.model)
-        place = self.count
-        self.count += 1
-        if request.model in self.apart:
-            self.apart[request.model].append(request)
-            self.apart_places[request.model].append(place)
-            return
-        if replicas is None:
-            self.refused += 1
-            self.records[place] = RequestRecord(
-                model=request.model,
-                arrival=request.arrival,
-                prompt_tokens=request.prompt_tokens,
-                output_tokens=0,
-                error=f"no unit serves {request.model}",
-            )
-            return
-        index = replicas[0]
-        if len(replicas) > 1:
-            index = self._chance.choices(replicas, cum_weights=self._cumulative[request.model])[0]
-        self.requests[index].append(request)
-        self.places[index].append(place)
+class _Progress:
+    def __init__(self, progress: Callable[[int, int], None] | None, count: int, done: int) -> None:
+        self._progress = progress
+        self._count = count
+        self._done = done
+
+    def counted(self, requests: Sequence[SimRequest]) -> Iterator[SimRequest]:
+        progress, done = self._progress, self._done
+        for number, request in enumerate(requests):
+            if progress is not None and number % _PROGRESS_EVERY == 0:
+                progress(done + number, self._count)
+            yield request
+        self._done += len(requests)
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress(self._count, self._count)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from muxserve.costs import ModelArchitecture
 from muxserve.scheduling.quotas import initial_quotas
 from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.setup import SimModel, SimUnit
-from muxserve.simulator.world import SimulationError
 from placement.cluster import PlacedModel, PlacedUnit, Placement
 from placement.pools import KVShape, group_pools
 from placement.shares import share_out

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from muxserve.metrics.records import RequestRecord
+from muxserve.workload.trace import TraceRequest
+
+if TYPE_CHECKING:
+    from muxserve.simulator.unit import Unit
 
 
 class SimRequest:
     """One request from arrival to end. `made` counts its output tokens so far, `computed` the tokens whose KV a prefill
-    has computed, `blocks` those that a prefill engine holds for it. `lease_id` is the ticket with which it came into
-    its present engine.
+    has computed, `blocks` those that its prompt holds. `lease_id` is the ticket with which it came into its present
+    engine, `unit` the one that has it.
 
     While it decodes, `base` + the engine's step counter is the number of tokens in its KV, `ends_at` the counter at
-    which it has its last token, and `serial` its place in the order of joining.
+    which it has its last token, and `serial` its place in the order of joining. In a pipeline, `flying` counts the
+    micro-batches that it is in.
+
+    `scheduling` and `execution` are the levels of its priorities (empty: the default one), `priority` is its place in
+    queues (lower first). `decoding_since` is when its first decode step began: what lies between that and its first
+    token is the wait for the phase switch. `lost` sums the seconds from each preemption to the end of the prefill that
+    made it good (Llumnix's preemption loss), `down` those in which it was in no batch because it moved, `moves` how
+    often it did.
     """
 
     __slots__ = (
@@ -19,18 +32,28 @@ class SimRequest:
         "base",
         "blocks",
         "computed",
+        "decoding_since",
+        "down",
         "ends_at",
         "error",
+        "execution",
         "finish",
         "first_token",
+        "flying",
         "lease_id",
+        "lost",
         "made",
         "model",
+        "moves",
         "output",
+        "preempted_at",
         "preemptions",
+        "priority",
         "prompt",
         "request_id",
+        "scheduling",
         "serial",
+        "unit",
     )
 
     def __init__(self, request_id: str, model: str, arrival: float, prompt: int, output: int) -> None:
@@ -39,6 +62,9 @@ class SimRequest:
         self.arrival = arrival
         self.prompt = prompt
         self.output = output
+        self.scheduling = self.execution = ""
+        self.priority = 0
+        self.unit: Unit | None = None
         self.made = 0
         self.computed = 0
         self.blocks = 0
@@ -46,10 +72,49 @@ class SimRequest:
         self.base = 0
         self.ends_at = 0
         self.serial = 0
+        self.flying = 0
         self.first_token: float | None = None
+        self.decoding_since: float | None = None
         self.finish: float | None = None
+        self.preempted_at: float | None = None
         self.preemptions = 0
+        self.lost = 0.0
+        self.down = 0.0
+        self.moves = 0
         self.error = ""
+
+    @classmethod
+    def of(cls, each: TraceRequest, number: int) -> SimRequest:
+        """The `number`-th of a workload."""
+        return cls(str(number), each.model, each.arrival, each.prompt_tokens, each.output_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """All that it consists of now; a preempted one computes its outputs again, too."""
+        return self.prompt + self.made
+
+    @property
+    def switch_wait(self) -> float:
+        """Seconds from the first token to the begin of the first decode step; 0 for an answer of one token."""
+        if self.decoding_since is None or self.first_token is None:
+            return 0.0
+        return self.decoding_since - self.first_token
+
+    def preempted(self, now: float) -> None:
+        """It has lost its pages."""
+        self.preemptions += 1
+        if self.preempted_at is None:
+            self.preempted_at = now
+
+    def got_token(self, now: float) -> None:
+        """A prefill of all its tokens has made one more, which is with the client at `now`."""
+        self.made += 1
+        self.computed = 0
+        if self.first_token is None:
+            self.first_token = now
+        if self.preempted_at is not None:
+            self.lost += now - self.preempted_at
+            self.preempted_at = None
 
     def record(self) -> RequestRecord:
         """What became of it."""

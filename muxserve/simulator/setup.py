@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from muxserve.costs import ModelArchitecture
+from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 
 
@@ -30,12 +32,82 @@ class SimModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """From one stage to the next: `bandwidth` bytes per second, `latency` seconds. Sending holds up neither side, since
+    it is asynchronous; what is sent arrives that much later.
+
+    The default is PCIe 4.0 x16 as NCCL uses it between two GPUs without a direct path: about 9 GB/s of the 32, as in
+    `costs.calibration`.
+    """
+
+    bandwidth: float = 9e9
+    latency: float = 15e-6
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or self.latency < 0:
+            raise ValueError("a link needs a bandwidth above zero and a latency that is not negative")
+
+
+def check_split(split: Sequence[int], layers: int, stages: int) -> None:
+    """
+    Raises:
+        ValueError: these are not the model's layers, at least one for each stage.
+    """
+    if len(split) != stages or min(split) < 1 or sum(split) != layers:
+        raise ValueError(f"{layers} layers over {stages} stages are not {', '.join(map(str, split))}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How one engine's layers are spread over stages: how many each has. `links` lie between the stages, one less than
+    those. `budget` makes what decides on a micro-batch, since budgets remember what they did.
+
+    `depth` micro-batches may be in flight (None: as many as stages). A micro-batch is made when the first stage can
+    take it, or, with `ahead`, as soon as fewer than `depth` are in flight, as vLLM's batch queue does; then it knows
+    less. With `chunk_ahead` the next chunk of a prompt may follow while the last one is still in the pipeline (vLLM,
+    and gLLM since it was published); without, a prompt is in one micro-batch at a time (gLLM as it was published).
+    `return_seconds` pass between a micro-batch's end on the last stage and its tokens being known where micro-batches
+    are made.
+    """
+
+    layers: tuple[int, ...]
+    links: tuple[Link, ...]
+    budget: Callable[[], TokenBudget] = TokenThrottling
+    depth: int | None = None
+    ahead: bool = False
+    chunk_ahead: bool = True
+    return_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.layers or min(self.layers) < 1:
+            raise ValueError("each stage needs at least one layer")
+        if len(self.links) != self.stages - 1:
+            raise ValueError(f"{self.stages} stages have {self.stages - 1} links between them, not {len(self.links)}")
+        if self.depth is not None and self.depth < 1:
+            raise ValueError("depth must be at least 1")
+        if self.return_seconds < 0:
+            raise ValueError("return_seconds must not be negative")
+
+    @property
+    def stages(self) -> int:
+        """Their number."""
+        return len(self.layers)
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that may be in flight, #PP_depth."""
+        return self.depth or self.stages
+
+
+@dataclass(frozen=True, slots=True)
 class SimUnit:
     """One unit. `devices` are the numbers, in the cluster, of its devices of type `device`; models are split over all
     of them, and page counts are per device.
 
     `policy` is a name of `muxserve.scheduling.policies`. Without `adapt_quotas` quotas stay as they are. A `combined`
-    unit has no scheduler: each model is one engine that prefills and decodes by itself, as stock vLLM does.
+    unit has no scheduler: each model is one engine that prefills and decodes by itself, as stock vLLM does. With a
+    `pipeline` its one model is split over groups of the devices, those of the first stage first; then pages are counted
+    on a device of the stage with the most layers.
     """
 
     name: str
@@ -46,11 +118,17 @@ class SimUnit:
     policy: str = "adbs"
     adapt_quotas: bool = True
     combined: bool = False
+    pipeline: Pipeline | None = None
+
+    @property
+    def phases(self) -> str:
+        """How prefill and decode are arranged: multiplexed, rolling or pipelined."""
+        return self.policy if self.policy in ("rolling", "pipelined") else "multiplexed"
 
     @property
     def tp(self) -> int:
-        """Over how many devices each model is split."""
-        return len(self.devices)
+        """Over how many devices the tensors of a model are split."""
+        return max(1, len(self.devices) // (self.pipeline.stages if self.pipeline is not None else 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,327 +1,271 @@
-"""A unit with a scheduler: the ledger and the policy of the live unit, driven by virtual events.
-
-It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, page counts before each turn, grants.
-"""
+"""A unit: its devices, pages and engines, what they ask of it, and what is measured."""
 
 from __future__ import annotations
 
-from muxserve.costs import LatencyModel
-from muxserve.scheduling.engines import EngineState
-from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policies import make_policy
-from muxserve.scheduling.policy import Policy, Renewals
-from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import Grant, Phase, QueuedRequest
-from muxserve.simulator.decode import DecodeEngine
-from muxserve.simulator.leaps import Engine
-from muxserve.simulator.leases import Lease
-from muxserve.simulator.pages import ModelPages
-from muxserve.simulator.prefill import PrefillEngine
+from collections.abc import Sequence
+from heapq import heappush
+from operator import attrgetter
+
+from muxserve.costs import EngineCosts, EngineShape, LatencyModel
+from muxserve.replicas.views import InstanceLoad
+from muxserve.scheduling.types import WHOLE, Phase
+from muxserve.simulator.clock import Clock, Compute
+from muxserve.simulator.engine import BOUNDARY, STEPPING, Engine
+from muxserve.simulator.pages import ModelPages, SimPool
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.setup import Options, SimUnit
-from muxserve.simulator.world import World
+from muxserve.simulator.result import EngineUse, UnitResult
+from muxserve.simulator.setup import Options, SimModel, SimUnit
+from muxserve.simulator.timeline import Timeline
 
-# A wakeup that is due already and changed nothing is tried again after this time, so that the clock moves on.
-_AGAIN_SECONDS = 0.001
+_ORDER = attrgetter("order")
 
 
-class LeasedUnit(World):
-    """Simulates a unit under `policy` (by default a new one of the name in `unit`).
+class Unit:
+    """Runs the engines of one unit. Subclasses say what an arrival does, and who decides what runs.
 
     Raises:
-        ValueError: the policy is for models with one engine of both phases, which are simulated elsewhere.
+        CostError: the latency model does not know a model or shape of the unit.
     """
 
-    decode_engine: type[DecodeEngine] = DecodeEngine
-
     def __init__(
-        self, unit: SimUnit, latency: LatencyModel, options: Options | None = None, policy: Policy | None = None
+        self,
+        spec: SimUnit,
+        latency: LatencyModel,
+        options: Options | None = None,
+        clock: Clock | None = None,
+        compute: Compute | None = None,
     ) -> None:
-        super().__init__(unit, latency, options)
-        self.policy = policy or make_policy(unit.policy)
-        self.ledger = UnitLedger([model.profile for model in unit.models], unit.pools)
-        self.policy.check(self.ledger)
-        self._requests: dict[str, SimRequest] = {}
-        self._lease_id = 0
-        self._wake_at = -1.0
-        self._by_name: dict[str, ModelPages] = {}
-        self.decoders: list[tuple[ModelState, DecodeEngine]] = []
-        self._leaps_renewals = not (self.overheads.report or self.overheads.lease)
-        # What far leaps take for granted; and something has happened that calls for a decision even so.
-        self._renewals: Renewals | None = None
+        options = options or Options()
+        self.spec = spec
+        self.latency = latency
+        self.options = options
+        self.overheads = options.overheads
+        self.load_tolerance = options.load_tolerance
+        self.clock = clock or Clock()
+        self.compute = compute or Compute(spec.device, latency)
+        self.number = len(self.clock.units)
+        self.clock.units.append(self)
+        self.compute.units.append(self)
+        self.timeline = Timeline(spec.name, spec.device, spec.devices) if options.timeline else None
+        self.touched = False
+        self.turn_due = False
+        # Nothing but renewals of leases is to be decided on.
+        self.calm = False
+        self.turns = 0
+        self.looks = 0
+        self.pools = {profile.name: SimPool(profile) for profile in spec.pools}
+        self.pages: list[ModelPages] = []
+        self.page_of: dict[str, ModelPages] = {}
+        for index, model in enumerate(spec.models):
+            profile = model.profile
+            pages = ModelPages(index, self.pools[profile.pool], profile.pages_per_block, profile.quota_pages)
+            self.pages.append(pages)
+            self.page_of[model.name] = pages
+        self.engines: list[Engine] = []
+        self.requests: list[SimRequest] = []
+        self._kicks: list[Engine] = []
+        self._looks: list[Engine] = []
         self._stirred = False
-        self._woken = False
-        self._went_on = False
-        # Pages have come free of which the ledger has not been told.
-        self._freed = False
-        self.prefillers: list[tuple[ModelState, PrefillEngine]] = []
-        self._engine: dict[tuple[str, Phase], DecodeEngine | PrefillEngine] = {}
-        for index, (model, pages) in enumerate(zip(unit.models, self.pages, strict=True)):
-            self._by_name[model.name] = pages
-            engine = self.decode_engine(self, model, index, pages)
-            self._add(engine)
-            self.decoders.append((self.ledger.by_name[model.name], engine))
-        # Of steps that begin at the same moment decode comes first, since prefill takes whatever is left.
-        for index, (model, pages) in enumerate(zip(unit.models, self.pages, strict=True), len(unit.models)):
-            prefiller = PrefillEngine(self, model, index, pages)
-            self._add(prefiller)
-            self.prefillers.append((self.ledger.by_name[model.name], prefiller))
+        self._costs: dict[tuple[str, float], EngineCosts] = {}
+        self._longest = {model.name: model.max_len or float("inf") for model in spec.models}
+        self._samples: list[tuple[float, tuple[int, ...]]] = []
+        self._active = False
+        self._active_since = 0.0
+        self._busy = 0.0
+        self._last_end = 0.0
+        if options.sample_seconds > 0.0:
+            self.clock.at(self.clock.now, self._sample)
 
-    def _add(self, engine: DecodeEngine | PrefillEngine) -> None:
+    def _add(self, engine: Engine) -> None:
         self.engines.append(engine)
-        self._engine[engine.model.name, engine.phase] = engine
-        self.ledger.engine_up(engine.model.name, engine.phase, 0.0)
+        self.compute.engines.append(engine)
 
     # ------------------------------------------------------------ requests
 
     def arrive(self, request: SimRequest, now: float) -> None:
-        # The last token is not computed upon, so it needs no place; but prompts are admitted with room for one.
-        if self._too_long(request, request.prompt + max(1, request.output - 1), now):
-            return
-        self._requests[request.request_id] = request
-        live = self.ledger.arrived(
-            QueuedRequest(request.request_id, request.model, request.prompt, request.output, request.arrival), now
-        )
-        if len(live.model.queue) == 1:
-            self._stirred = True
-        self.turn_due = True
+        """A request comes to the unit."""
+        self.requests.append(request)
+        request.unit = self
+        if self.too_long(request):
+            longest = self._longest[request.model]
+            self.refuse(request, now, f"longer than the {longest:.0f} tokens of {request.model}")
+        else:
+            self.enqueue(request, now)
 
-    def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:
-        model = self.ledger.by_name[request.model]
-        capacity = model.quota
-        if self.unit.adapt_quotas:
-            # Quotas never fall below the floor, and nothing promises that they ever rise above it.
-            capacity = min(self.policy.capacity(model), max(model.profile.floor_pages, self._alone(model)))
-        pages = -(-tokens // model.block_tokens) * model.pages_per_block
-        if pages <= capacity:
-            return False
-        most = capacity // model.pages_per_block * model.block_tokens
-        self.refuse(request, now, f"longer than the {most} tokens that {model.name} has pages for")
-        return True
+    def too_long(self, request: SimRequest) -> bool:
+        """Whether it is longer than its model can be asked for."""
+        return request.prompt + request.output > self._longest[request.model]
 
-    @staticmethod
-    def _alone(model: ModelState) -> int:
-        """Pages that the model has for sure because nobody else uses its pool."""
-        return model.pool.profile.pages if len(model.pool.models) == 1 else 0
+    def enqueue(self, request: SimRequest, now: float) -> None:
+        """A request is to be served."""
+        raise NotImplementedError
 
-    # ------------------------------------------------------------ engines
+    def load(self, name: str) -> InstanceLoad:
+        """How its replica of that model stands, as the global scheduler sees it."""
+        raise NotImplementedError
 
-    def report(
-        self,
-        engine: DecodeEngine | PrefillEngine,
-        left: int,
-        seconds: float,
-        tokens: int,
-        steps: int,
-        remaining: int,
-        now: float,
-        finished: list[SimRequest],
-        handed: list[SimRequest],
-        returned: list[SimRequest],
-    ) -> None:
-        lease_id = engine.lease_id
-        if not self.overheads.report:
-            self._told(engine, lease_id, left, seconds, tokens, steps, remaining, now, finished, handed, returned)
-            return
-        self.at(
-            now + self.overheads.report,
-            lambda now: self._told(
-                engine, lease_id, left, seconds, tokens, steps, remaining, now, finished, handed, returned
-            ),
-        )
+    def refuse(self, request: SimRequest, now: float, error: str) -> None:
+        """A request ends without an answer."""
+        request.error = error
+        self.clock.open -= 1
 
-    def _told(
-        self,
-        engine: DecodeEngine | PrefillEngine,
-        lease_id: int,
-        left: int,
-        seconds: float,
-        tokens: int,
-        steps: int,
-        remaining: int,
-        now: float,
-        finished: list[SimRequest],
-        handed: list[SimRequest],
-        returned: list[SimRequest],
-    ) -> None:
-        ledger, phase, name = self.ledger, engine.phase, engine.model.name
-        for request in finished:
-            ledger.finished(request.request_id, phase, lease_id, now)
-            del self._requests[request.request_id]
-        for request in handed:
-            ledger.handed_over(request.request_id, request.lease_id, request.made, now)
-        for request in returned:
-            ledger.returned(request.request_id, request.lease_id, request.made, now)
-            if self._too_long(request, request.prompt + request.made + 1, now):
-                ledger.cancelled(request.request_id, now)
-                del self._requests[request.request_id]
-        ledger.stepped(name, phase, lease_id, left, seconds, tokens, remaining, now, steps)
-        if returned or phase is Phase.PREFILL:
-            self._stirred = True
-        self.turn_due = True
+    def finished(self, request: SimRequest, now: float) -> None:
+        """A request has its last token."""
+        request.finish = now + self.overheads.token
+        self.clock.open -= 1
+        self._last_end = max(self._last_end, request.finish)
 
-    # ------------------------------------------------------------ the scheduler
+    # ------------------------------------------------------------ what engines ask
 
-    def turn(self, now: float) -> None:
-        stirred, self._stirred = self._stirred, False
-        woken, self._woken = self._woken, False
-        self._went_on = self.calm and not stirred and self._goes_on(woken, now)
-        if self._went_on:
-            return
-        if self.calm:
-            self._stir(now)
-        self.turns += 1
-        self._tell_pages(now)
-        self._freed = False
-        if self.unit.adapt_quotas:
-            self._rebalance(now)
-        for grant in self.policy.decide(self.ledger, now):
-            self._grant(grant, now)
-        self._plan_to_wake(now)
+    def costs(self, model: SimModel, share: int, own: int, phase: Phase) -> EngineCosts:
+        """Costs of the model's engine on `share` millionths of the unit; `own` is what the engine usually has."""
+        if model.cost_share is not None:
+            part = model.cost_share
+        elif share == own:
+            part = model.profile.prefill_share if phase is Phase.PREFILL else model.profile.decode_share
+        else:
+            part = share / WHOLE
+        key = (model.name, part)
+        if key not in self._costs:
+            shape = EngineShape(self.spec.device, self.spec.tp, part, model.dtype)
+            self._costs[key] = self.latency.engine(model.architecture, shape)
+        return self._costs[key]
 
-    def _rebalance(self, now: float) -> None:
-        changes = self.policy.rebalance(self.ledger, now)
-        if changes:
-            for change in changes:
-                pages = self._by_name[change.model]
-                pages.quota = change.pages
-                self.ledger.pages(change.model, pages.held, 0, pages.quota)
-            for pool in self.pools.values():
-                pool.check(now)
+    def touch(self) -> None:
+        """Something is to be done here at this moment."""
+        if not self.touched:
+            self.touched = True
+            self.clock.touch(self)
 
-    def _plan_to_wake(self, now: float) -> None:
-        wakeup = self.policy.wakeup(self.ledger, now) if self.unit.adapt_quotas else self.ledger.next_retry()
-        if wakeup < self._wake_at or (self._wake_at <= now and wakeup != float("inf")):
-            self._wake_at = wakeup if wakeup > now else now + _AGAIN_SECONDS
-            self.at(self._wake_at, self._wake)
+    def look(self, engine: Engine) -> None:
+        """What the engine plans has changed."""
+        self._looks.append(engine)
+        if not self.touched:
+            self.touch()
 
-    def _wake(self, now: float) -> None:
-        if now == self._wake_at:
-            self.turn_due = self._woken = True
-
-    # ------------------------------------------------------------ leaps over renewals
-
-    def usage(self, engine: Engine) -> EngineState:
-        return self.decoders[engine.order][0].decode
+    def at_boundary(self, engine: Engine) -> None:
+        """The engine could begin a step."""
+        self._kicks.append(engine)
+        if not self.touched:
+            self.touch()
 
     def freed(self, pages: ModelPages, now: float) -> None:
-        self._freed = True
+        """Pages came free; who could use them is asked anyway."""
 
     def releasing(self, pages: ModelPages, now: float) -> None:
-        # What a model held at most is what the ledger would have heard of at a turn just before.
-        model = self.ledger.models[pages.index]
-        if pages.held > model.peak:
-            model.peak = pages.held
-
-    def rest(self, now: float) -> None:
-        """See whether all that the policy will do until something happens is to renew leases; then leap over that."""
-        if not self._leaps_renewals:
-            return
-        went_on, self._went_on = self._went_on, False
-        renewals = self._renewals
-        if renewals is None or not (went_on and self.calm):
-            renewals = self._only_renewals(now)
-            if renewals != self._renewals or renewals is None:
-                self.disturbed(now)
-                if renewals is None:
-                    return
-            self._renewals = renewals
-        self.calm = True
-        for model, engine in self.decoders:
-            if not engine.far:
-                lease = model.decode.lease
-                if lease is not None and engine.steady(lease, model.decode.step_seconds):
-                    engine.extend(renewals)
-
-    def _only_renewals(self, now: float) -> Renewals | None:
-        """What the policy says, and nothing but decoding sequences will give pages back: what each model held at most
-        before that, the ledger is told (`releasing`)."""
-        renewals = None if self._freed else self.policy.renews(self.ledger, now)
-        if renewals is None or renewals.until <= now:
-            return None
-        for model, engine in self.prefillers:
-            if model.prefill.lease is not None and engine.releases():
-                return None
-        return renewals
-
-    def _goes_on(self, woken: bool, now: float) -> bool:
-        """All that has been told are steps of decode engines, ends of their sequences, requests that join others in a
-        queue, and the time. If nothing but renewals follows from that, see to them without asking for a decision."""
-        ledger, self._freed = self.ledger, False
-        if woken or any(model.queue for model in ledger.models):
-            self._tell_pages(now)
-            if woken and self.unit.adapt_quotas:
-                self._rebalance(now)
-        else:
-            for model, pages in zip(ledger.models, self.pages, strict=True):
-                if pages.held < pages.told:
-                    pages.told = pages.held
-                    ledger.pages(model.name, pages.held, 0, pages.quota)
-        renewals = self._only_renewals(now)
-        if renewals is None or renewals != self._renewals:
-            return False
-        due = []
-        for model, engine in self.decoders:
-            lease = model.decode.lease
-            if not engine.far and lease is not None and model.decoding and lease.due(now):
-                if not engine.between():
-                    return False
-                due.append((model, engine))
-        for model, engine in due:
-            engine.renew(model.decode, renewals.contended, now)
-        if woken:
-            self._plan_to_wake(now)
-        return True
+        """Decoding sequences are about to give pages back."""
 
     def disturbed(self, now: float) -> None:
-        calm, self.calm = self.calm, False
-        self._renewals = None
-        for model, engine in self.decoders:
-            if engine.far:
-                if calm:
-                    engine.catch_up(now, model.decode, True)
-                engine.cut(now)
+        """Something happens that the scheduler is not told of at once, and that may matter to its next turn."""
 
-    def _stir(self, now: float) -> None:
-        """A turn is due: bring all engines to what they would have told by now."""
-        self.calm = False
-        for model, engine in self.decoders:
-            if engine.far:
-                engine.catch_up(now, model.decode, False)
-                if engine.stands_at_report(now):
-                    engine.report_now(now)
-        # It is taking place.
-        self.turn_due = self._stirred = False
+    def victim(self, running: Sequence[SimRequest]) -> SimRequest:
+        """Which of the sequences gives way first; the last to have joined."""
+        return running[-1]
 
-    # ------------------------------------------------------------ what the scheduler sees and does
+    # ------------------------------------------------------------ the moment
 
-    def _tell_pages(self, now: float) -> None:
+    def moment(self, now: float) -> None:
+        """Everything of this moment was told to the one unit of the clock."""
+        self.touched = True
+        while True:
+            if self.turn_due or self._kicks:
+                self.begin(now)
+            if self.compute.changed:
+                self.compute.settle(now)
+            if self._stirred:
+                self._stirred = False
+                self.rested(now)
+            if self._looks:
+                self._plan_looks()
+            if not self.turn_due and not self._kicks:
+                return
+
+    def begin(self, now: float) -> None:
+        """Everything of this moment was told: decide, and begin steps."""
+        turned = self.turn_due
+        if turned:
+            self.turn_due = False
+            self.turn(now)
+        kicks = self._kicks
+        self._stirred = turned or (self.calm and bool(kicks))
+        if kicks:
+            if len(kicks) > 1:
+                kicks.sort(key=_ORDER)
+            for engine in kicks:
+                if engine.state == BOUNDARY:
+                    engine.kick(now)
+            kicks.clear()
+
+    def rest(self, now: float) -> None:
+        """Jobs have settled on their speeds."""
+        if self._stirred:
+            self._stirred = False
+            self.rested(now)
+        if self._looks:
+            self._plan_looks()
+        self.touched = False
+        if self.turn_due or self._kicks:
+            self.touch()
+
+    def _plan_looks(self) -> None:
+        """Engines whose plans have changed are to be looked at when their steps are over."""
+        looks, heap = self._looks, self.clock.heap
+        if len(looks) > 1:
+            looks = list(dict.fromkeys(looks))
+        for engine in looks:
+            if engine.state >= STEPPING:
+                engine.version += 1
+                heappush(heap, (engine.plan(), engine.order, engine.version, engine))
+        self._looks.clear()
+
+    def turn(self, now: float) -> None:
+        """Decide what runs."""
+
+    def rested(self, now: float) -> None:
+        """Everything of this moment has happened."""
+
+    def works(self, running: bool, now: float) -> None:
+        """Some job of the unit runs, or none."""
+        if running != self._active:
+            if running:
+                self._active_since = now
+            else:
+                self._busy += now - self._active_since
+            self._active = running
+
+    # ------------------------------------------------------------ what is measured
+
+    def _sample(self, now: float) -> None:
         self._count_pages(now)
-        ledger = self.ledger
-        for model, pages in zip(ledger.models, self.pages, strict=True):
-            held = pages.held
-            if held != pages.told:
-                pages.told = held
-                ledger.pages(model.name, held, 0, pages.quota)
-        for name, pool in self.pools.items():
-            held = pool.held
-            if held != pool.told:
-                pool.told = held
-                ledger.pool_pages(name, pool.profile.pages - held, 0)
+        self._samples.append((now, tuple(pages.held for pages in self.pages)))
+        self.clock.at(now + self.options.sample_seconds, self._sample)
 
-    def _grant(self, grant: Grant, now: float) -> None:
-        self._lease_id += 1
-        lease_id = self._lease_id
-        self.ledger.granted(grant, lease_id, now)
-        admit = [self._requests[request_id] for request_id in grant.admit]
-        for request in admit:
-            request.lease_id = lease_id
-        engine = self._engine[grant.model, grant.phase]
-        delay = self.overheads.lease
-        if not delay:
-            engine.receive(Lease(lease_id, grant.steps, grant.share, grant.seconds, admit), now)
-            return
-        self.at(
-            now + delay,
-            lambda now: engine.receive(Lease(lease_id, grant.steps, grant.share, grant.seconds, admit), now),
+    def _count_pages(self, now: float) -> None:
+        """Bring page counts up to date; steps that begin at this moment have not begun."""
+        for pages in self.pages:
+            if pages.committed and pages.grower is not None:
+                pages.grower.sync(now, -1)
+
+    def result(self) -> UnitResult:
+        """What happened, once all requests have ended."""
+        if self._active:
+            self._busy += self.clock.now - self._active_since
+            self._active_since = self.clock.now
+        spec = self.spec
+        return UnitResult(
+            unit=spec.name,
+            device=spec.device,
+            devices=len(spec.devices),
+            phases=spec.phases,
+            models=tuple(model.name for model in spec.models),
+            seconds=max(self._last_end, self.requests[-1].arrival if self.requests else 0.0),
+            busy_seconds=self._busy,
+            requests=self.requests,
+            engines=[EngineUse(e.model.name, str(e.phase), e.jobs, e.tokens, e.busy_seconds) for e in self.engines],
+            pool_pages={pool.profile.name: pool.profile.pages for pool in self.pools.values()},
+            pages=self._samples,
+            peak_pages=tuple(pages.peak for pages in self.pages),
+            turns=self.turns,
+            looks=self.looks,
+            timelines=[self.timeline] if self.timeline is not None else [],
         )

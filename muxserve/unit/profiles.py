@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from muxserve.deployment import Deployment, ModelDeployment
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 
 
@@ -29,12 +30,12 @@ def model_profile(model: ModelDeployment, stages: int = 1) -> ModelProfile:
 
 
 def _waiting_tokens(model: ModelDeployment, stages: int) -> int:
-    """Prompt tokens that may be in an engine before they are computed: what the micro-batches under way may take, and
-    one more. With a throttled budget #T * #MaxP, beyond which the number of waiting tokens (#WP) does not matter."""
-    steps = (stages + 1) * model.max_num_batched_tokens
-    if model.batching.policy != "throttled":
-        return steps
-    return max(steps, model.batching.iterations * model.batching.max_prefill)
+    """Prompt tokens that may be in an engine before they are computed."""
+    given = model.batching
+    throttle = None
+    if given.policy == "throttled":
+        throttle = Throttle(given.iterations, given.max_prefill, given.min_prefill, given.kv_threshold)
+    return prompt_tokens_ahead(stages, model.max_num_batched_tokens, throttle)
 
 
 def unit_ledger(deployment: Deployment) -> UnitLedger:

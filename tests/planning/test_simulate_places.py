@@ -20,7 +20,6 @@ from muxserve.planning.phases_figures import Comparison
 from muxserve.planning.phases_layout import ARRANGEMENTS
 from muxserve.planning.planfile import save_plan
 from muxserve.planning.verified import Verified
-from muxserve.simulator import PipelinedModel, RollingModel
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -93,21 +92,20 @@ def test_words_of_each_arrangement(mixed: Path, tmp_path: Path) -> None:
     assert simulate(*given, "--json").stdout == simulate(*given, "--json").stdout
 
 
-@pytest.mark.parametrize(("name", "kind", "units"), [("rolling", RollingModel, 3), ("pipeline", PipelinedModel, 1)])
-def test_other_arrangements_on_this_machine(name: str, kind: type, units: int) -> None:
+@pytest.mark.parametrize(("name", "units", "stages"), [("rolling", 3, 1), ("pipeline", 1, 2)])
+def test_other_arrangements_on_this_machine(name: str, units: int, stages: int) -> None:
     places = places_of(ROOT / f"configs/{name}.yaml", None, None, None, None, Roofline(), QUICK)
     placed = places.placed("muxserve")
-    (model,) = placed.apart
-    assert isinstance(model, kind)
-    assert len(model.replicas) == len(placed.placement.units) == units
-    shape = (model.specs[0] if isinstance(model, PipelinedModel) else model.spec).shape
-    stages = len(model.specs[0].blocks) if isinstance(model, PipelinedModel) else 1
-    # All engines compute at the same time.
-    assert shape.share == pytest.approx(1 / units / stages)
-    assert model.max_len == 2048
+    assert len(placed.others) == len(placed.placement.units) == units
+    for unit in placed.others:
+        (model,) = unit.models
+        assert unit.pipeline is None or unit.pipeline.stages == stages
+        # All engines compute at the same time.
+        assert model.cost_share == pytest.approx(1 / units / stages)
+        assert model.max_len == 2048
     # A baseline has one unit and knows no arrangements.
     other = places.placed("temporal")
-    assert not other.apart
+    assert not other.others
     assert len(other.placement.units) == 1
     assert places.baselines(["temporal"]) == "temporal serves arithmetic like other models, not as `phases` says"
 
@@ -133,7 +131,7 @@ def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(phases_arrange, "compare", recommends_rolling)
     places = places_of(fleet, None, None, None, None, Roofline(), QUICK)
-    assert [model.name for model in places.placed("muxserve").apart] == ["ring", "pipe"]
+    assert list(places.placed("muxserve").longest) == ["ring", "pipe"]
     assert places.notes == ["ring is rolling: because"]
     # All arrangements are compared, where the file leaves them open.
     assert asked == [(ARRANGEMENTS, True), (("pipelined",), False)]
@@ -162,20 +160,19 @@ def test_the_units_of_a_plan(tmp_path: Path) -> None:
     larger = plan_file(tmp_path / "larger.yaml", replace(UNIT, kv_bytes=16 << 30))
     found = []
     for plan in (plan_file(tmp_path / "plan.yaml", UNIT), larger):
-        (model,) = places_of(fleet, None, None, None, plan, Roofline()).placed("muxserve").apart
-        assert isinstance(model, PipelinedModel)
-        found.append(model.specs[0])
-    assert [spec.shape.tp for spec in found] == [2, 2]
-    assert found[1].capacity == pytest.approx(2 * found[0].capacity, rel=0.001)
+        (unit,) = places_of(fleet, None, None, None, plan, Roofline()).placed("muxserve").others
+        found.append(unit)
+    assert [unit.tp for unit in found] == [2, 2]
+    assert found[1].pools[0].pages == pytest.approx(2 * found[0].pools[0].pages, rel=0.001)
     with pytest.raises(FleetError, match="the plan has pipe pipelined, the fleet file multiplexed"):
         places_of(pipelined_fleet(tmp_path, "multiplexed"), None, None, None, larger, Roofline())
 
 
 def test_stages_on_different_machines_are_joined_by_the_network(tmp_path: Path) -> None:
     plan = plan_file(tmp_path / "plan.yaml", UNIT, (Node("A100-80GB", 2), Node("A100-80GB", 2)))
-    (model,) = places_of(pipelined_fleet(tmp_path), None, None, None, plan, Roofline()).placed("muxserve").apart
-    assert isinstance(model, PipelinedModel)
-    (link,) = model.specs[0].links or ()
+    (unit,) = places_of(pipelined_fleet(tmp_path), None, None, None, plan, Roofline()).placed("muxserve").others
+    assert unit.pipeline is not None
+    (link,) = unit.pipeline.links
     assert link.bandwidth == pytest.approx(0.9e9), "of 8 Gb/s nine tenths carry something"
     plan = plan_file(tmp_path / "plan.yaml", UNIT, (Node("A100-80GB", 3), Node("A100-80GB", 1)))
     result = simulate(pipelined_fleet(tmp_path), "--workload", LOAD, "--plan", plan)

@@ -23,30 +23,29 @@ from muxserve.metrics.definitions import percentile
 from muxserve.metrics.records import RequestRecord
 from muxserve.planning.architectures import planned_architecture
 from muxserve.planning.phases_ground import CpuGround, GpuGround
-from muxserve.planning.phases_layout import Ground, Layout, Wanted
-from muxserve.planning.phases_play import play
+from muxserve.planning.phases_layout import Ground, Layout, PhasesName, Place, Wanted
+from muxserve.planning.phases_play import play, ring_rules, unit_of
 from muxserve.replicas.dispatch import FreestOfQueues, LoadAware, RoundRobin
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.member import Objectives
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import ScalingRules as RollingScalingRules
-from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget, TokenThrottling
+from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget
 from muxserve.simulator import (
     MODES,
     FleetModel,
     FleetResult,
+    Link,
     Options,
     Overheads,
-    PipelinedModel,
-    Replica,
-    RollingModel,
+    SimUnit,
     simulate,
     units_of,
 )
 from muxserve.simulator.instances import ClusterResult, InstanceSpec, MigrationCosts, ReplicaOptions
 from muxserve.simulator.instances import simulate as simulate_instances
-from muxserve.simulator.pipeline import Link, PipelineSpec
+from muxserve.simulator.pipeline import PipelineSpec
 from muxserve.simulator.pipeline import simulate as simulate_pipeline
 from muxserve.simulator.rolling import (
     Arrangement,
@@ -159,7 +158,7 @@ def of_fleet(result: FleetResult) -> Figures:
 
 
 def fleet(where: Placement, mode: str, requests: list[TraceRequest], options: Options | None = None) -> Figures:
-    return of_fleet(simulate(units_of(where, MODELS, MODES[mode]), requests, COSTS, options, seed=3))
+    return of_fleet(simulate(units_of(where, MODELS, MODES[mode]), requests, COSTS, options))
 
 
 def fleets() -> Iterable[tuple[str, Callable[[], Figures]]]:
@@ -180,51 +179,51 @@ def fleets() -> Iterable[tuple[str, Callable[[], Figures]]]:
 
 
 def apart() -> Iterable[tuple[str, Callable[[], Figures]]]:
-    shape = EngineShape(A100, 1, 1.0, DTYPE)
-    spec = InstanceSpec(LLAMA_7B, shape, 4000, max_num_batched_tokens=2048)
-    ring = RollingModel(
-        "a",
-        tuple(Replica(f"unit{n}", (n,)) for n in range(3)),
-        spec,
-        RollingOptions(3, Objectives(1.0, 0.05, 0.25)),
-        2048,
-    )
-    stages = PipelineSpec(LLAMA_7B, shape, (4000, 4000), max_num_seqs=256)
-    pipe = PipelinedModel(
-        "a", (Replica("unit0", (0, 1)), Replica("unit1", (2, 3))), (stages, stages), TokenThrottling, 2048
-    )
+    ring, pipe = alone("rolling", 3, (4000,)), alone("pipelined", 2, (4000, 4000))
     for name, rate in (("light", 6.0), ("heavy", 30.0)):
         requests = load({"a": rate}, 30.0)
-        yield f"rolling, {name}", lambda requests=requests: of_fleet(simulate([], requests, COSTS, apart=[ring]))
-        yield f"pipelined, {name}", lambda requests=requests: of_fleet(simulate([], requests, COSTS, apart=[pipe]))
+        yield f"rolling, {name}", lambda requests=requests: of_fleet(simulate(ring, requests, COSTS, rules=RULES))
+        yield f"pipelined, {name}", lambda requests=requests: of_fleet(simulate(pipe, requests, COSTS))
     requests = load({"a": 20.0}, 30.0)
-    tight = replace(ring, spec=replace(spec, blocks=300))
-    yield "rolling, tight KV", lambda: of_fleet(simulate([], requests, COSTS, apart=[tight]))
-    narrow = replace(pipe, specs=(replace(stages, blocks=(300, 300)),) * 2)
-    yield "pipelined, tight KV", lambda: of_fleet(simulate([], requests, COSTS, apart=[narrow]))
+    tight, narrow = alone("rolling", 3, (300,)), alone("pipelined", 2, (300, 300))
+    yield "rolling, tight KV", lambda: of_fleet(simulate(tight, requests, COSTS, rules=RULES))
+    yield "pipelined, tight KV", lambda: of_fleet(simulate(narrow, requests, COSTS))
     delays = Options(Overheads(0.002, 0.0, 0.0, 0.0005, 0.0005, 0.001))
-    yield "rolling, delays", lambda: of_fleet(simulate([], requests, COSTS, delays, apart=[ring]))
-    yield "pipelined, delays", lambda: of_fleet(simulate([], requests, COSTS, delays, apart=[pipe]))
+    yield "rolling, delays", lambda: of_fleet(simulate(ring, requests, COSTS, delays, RULES))
+    yield "pipelined, delays", lambda: of_fleet(simulate(pipe, requests, COSTS, delays))
+
+
+DEMAND = Demand(
+    name="a",
+    architecture=LLAMA_7B,
+    dtype=DTYPE,
+    rate=10.0,
+    prompt_tokens=220,
+    output_tokens=160,
+    slo_ttft=1.0,
+    slo_tpot=0.05,
+    max_num_seqs=256,
+)
+WANTED = Wanted(DEMAND, max_len=2048)
+RULES = {"a": ring_rules(WANTED)}
+
+
+def alone(phases: PhasesName, replicas: int, blocks: tuple[int, ...]) -> list[SimUnit]:
+    """Replicas with so many blocks on each stage."""
+    stages = len(blocks)
+    links = (Link(),) * (stages - 1)
+    place = Place(Layout(phases, replicas, stages, 1), EngineShape(A100, 1, 1.0, DTYPE), 16, blocks, links=links)
+    devices = [tuple(range(n * stages, (n + 1) * stages)) for n in range(replicas)]
+    return [unit_of(WANTED, place, f"unit{n}", each) for n, each in enumerate(devices)]
 
 
 def planned() -> Iterable[tuple[str, Callable[[], Figures]]]:
     """As `phases: auto` compares them."""
-    demand = Demand(
-        name="a",
-        architecture=LLAMA_7B,
-        dtype=DTYPE,
-        rate=10.0,
-        prompt_tokens=220,
-        output_tokens=160,
-        slo_ttft=1.0,
-        slo_tpot=0.05,
-        max_num_seqs=256,
-    )
-    wanted = Wanted(demand, max_len=2048)
+    wanted = WANTED
     gpus: Ground = GpuGround(A100, (2,), 80 * GIB, MemoryRules())
     small: Ground = GpuGround(A100, (2,), 19 * GIB, MemoryRules())
     cpu: Ground = CpuGround(Machine(2, 8 * GIB), 2)
-    slow = replace(wanted, demand=replace(demand, architecture=TINY, dtype="float32", rate=4.0, max_num_seqs=16))
+    slow = replace(wanted, demand=replace(DEMAND, architecture=TINY, dtype="float32", rate=4.0, max_num_seqs=16))
 
     def one(wanted: Wanted, ground: Ground, layout: Layout, rate: float) -> Figures:
         requests = load({"a": rate}, 30.0)

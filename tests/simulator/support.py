@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from muxserve.costs import Decode, EngineShape, Load, ModelArchitecture
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.batch import DecodeBatch
-from muxserve.simulator.combined import CombinedEngine, CombinedUnit
-from muxserve.simulator.decode import DecodeEngine
+from muxserve.simulator.leased import PhaseEngine
 from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.result import UnitResult
+from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimModel, SimUnit
-from muxserve.simulator.unit import LeasedUnit
+from muxserve.simulator.stock import StockEngine, StockUnit
+from muxserve.simulator.unit import Unit
 from muxserve.workload.trace import TraceRequest
 
 
@@ -115,6 +117,13 @@ def unit(profiles: list[ModelProfile], pages: int, policy: str = "adbs", **chang
     return SimUnit(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def run(unit: Unit, load: list[TraceRequest]) -> UnitResult:
+    """One unit, on a clock of its own."""
+    arrivals = (SimRequest.of(each, number) for number, each in enumerate(load))
+    unit.clock.run(arrivals, unit.arrive, unit.overheads.request)
+    return unit.result()
+
+
 def requests(*rows: tuple[float, str, int, int]) -> list[TraceRequest]:
     return [TraceRequest(*row) for row in rows]
 
@@ -154,9 +163,10 @@ class Stepping:
     """Looks at every step, and counts everything anew."""
 
     batch: CountingBatch
+    order: int
 
     def make_batch(self, block_tokens: int) -> CountingBatch:
-        return CountingBatch(block_tokens)
+        return CountingBatch(block_tokens, self.order << 40)
 
     def _leap(self, end: int) -> None:
         super()._leap(self.batch.counter + 1)  # type: ignore[misc]
@@ -167,20 +177,20 @@ class Stepping:
         assert self.batch.context == self.batch.tokens()
 
 
-class SteppingDecode(Stepping, DecodeEngine):  # type: ignore[misc]
+class SteppingEngine(Stepping, PhaseEngine):  # type: ignore[misc]
     pass
 
 
-class SteppingCombined(Stepping, CombinedEngine):  # type: ignore[misc]
+class SteppingStock(Stepping, StockEngine):  # type: ignore[misc]
     pass
 
 
-class SteppingUnit(LeasedUnit):
-    decode_engine = SteppingDecode
+class SteppingUnit(ScheduledUnit):
+    phase_engine = SteppingEngine
 
-    def rest(self, now: float) -> None:
+    def rested(self, now: float) -> None:
         pass
 
 
-class SteppingCombinedUnit(CombinedUnit):
-    combined_engine = SteppingCombined
+class SteppingStockUnit(StockUnit):
+    stock_engine = SteppingStock

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muxserve.scheduling.types import ModelProfile
-from muxserve.simulator.combined import CombinedUnit
+from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import Options, Overheads, SimUnit
-from muxserve.simulator.unit import LeasedUnit
-from muxserve.simulator.world import World
+from muxserve.simulator.stock import StockUnit
+from muxserve.simulator.unit import Unit
 from muxserve.workload.trace import TraceRequest
-from tests.simulator.support import Analytic, Linear, SteppingCombinedUnit, SteppingUnit, profile, unit
+from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, profile, run, unit
 
 SEARCH = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-def outcome(world: World, load: list[TraceRequest]) -> tuple[object, ...]:
-    result = world.run(load)
+def outcome(world: Unit, load: list[TraceRequest]) -> tuple[object, ...]:
+    result = run(world, load)
     for pool in world.pools.values():
         assert pool.held == pool.committed == 0
         assert all(pages.held == pages.committed == 0 for pages in pool.models)
@@ -31,6 +32,7 @@ def outcome(world: World, load: list[TraceRequest]) -> tuple[object, ...]:
         [(e.model, e.phase, e.jobs, e.tokens, e.busy_seconds) for e in result.engines],
         result.pages,
         result.busy_seconds,
+        result.waits,
     )
 
 
@@ -91,24 +93,43 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceReque
 @given(scenes())
 def test_a_leap_is_many_steps(scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]]) -> None:
     simulated, latency, options, load = scene
-    leaping = outcome(LeasedUnit(simulated, latency, options), load)
+    leaping = outcome(ScheduledUnit(simulated, latency, options), load)
+    assert leaping == outcome(SteppingUnit(simulated, latency, options), load)
+
+
+@st.composite
+def rolling_scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceRequest]]:
+    simulated, latency, options, _ = draw(scenes())
+    first = simulated.models[0]
+    one = replace(first, profile=replace(first.profile, both=True, decode_share=1.0))
+    return replace(simulated, models=(one,), policy="rolling"), latency, options, workload(draw, 1)
+
+
+@SEARCH
+@given(rolling_scenes())
+def test_a_leap_of_an_engine_of_both_phases_is_many_steps(
+    scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]],
+) -> None:
+    simulated, latency, options, load = scene
+    leaping = outcome(ScheduledUnit(simulated, latency, options), load)
     assert leaping == outcome(SteppingUnit(simulated, latency, options), load)
 
 
 @SEARCH
 @given(scenes())
-def test_a_leap_of_a_combined_engine_is_many_steps(
+def test_a_leap_of_a_stock_engine_is_many_steps(
     scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]],
 ) -> None:
     simulated, latency, options, load = scene
-    leaping = outcome(CombinedUnit(simulated, latency, options), load)
-    assert leaping == outcome(SteppingCombinedUnit(simulated, latency, options), load)
+    leaping = outcome(StockUnit(simulated, latency, options), load)
+    assert leaping == outcome(SteppingStockUnit(simulated, latency, options), load)
 
 
-@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round_robin"])
+@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round_robin", "rolling"])
 def test_leaping_looks_less_often(policy: str) -> None:
-    simulated = unit([profile("m0"), profile("m1")], 800, policy)
-    load = [TraceRequest(0.3 * i, f"m{i % 2}", 40, 100) for i in range(10)]
-    few, many = LeasedUnit(simulated, Analytic()).run(load), SteppingUnit(simulated, Analytic()).run(load)
+    names = ["m0"] if policy == "rolling" else ["m0", "m1"]
+    simulated = unit([profile(name, both=policy == "rolling") for name in names], 800, policy)
+    load = [TraceRequest(0.3 * i, names[i % len(names)], 40, 100) for i in range(10)]
+    few, many = run(ScheduledUnit(simulated, Analytic()), load), run(SteppingUnit(simulated, Analytic()), load)
     assert few.looks < many.looks * 0.7
     assert few.turns < many.turns * 0.7, "nor are decisions asked for that change nothing"

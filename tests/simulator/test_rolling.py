@@ -10,7 +10,6 @@ from muxserve.rolling.member import Objectives
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import ScalingRules
 from muxserve.simulator.instances.setup import InstanceSpec
-from muxserve.simulator.pipeline.setup import Link
 from muxserve.simulator.rolling import (
     Arrangement,
     Independent,
@@ -22,6 +21,7 @@ from muxserve.simulator.rolling import (
     largest_budget,
     times,
 )
+from muxserve.simulator.setup import Link
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import Analytic, Linear, architecture
 

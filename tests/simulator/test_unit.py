@@ -6,24 +6,25 @@ import random
 
 import pytest
 
-from muxserve.simulator.combined import CombinedUnit
+from muxserve.simulator import SimulationError, simulate
+from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import Options, Overheads, SimModel
-from muxserve.simulator.unit import LeasedUnit
-from muxserve.simulator.world import SimulationError, World
+from muxserve.simulator.stock import StockUnit
+from muxserve.simulator.unit import Unit
 from muxserve.workload.trace import TraceRequest
-from tests.simulator.support import Analytic, Linear, architecture, profile, requests, unit
+from tests.simulator.support import Analytic, Linear, architecture, profile, requests, run, unit
 
 FLAT = Linear(prefill_fixed=0.01, prefill_token=0.0, decode_fixed=0.005, decode_sequence=0.0, decode_token=0.0)
 
 
-def worlds(pages: int = 400, costs: Linear = FLAT, options: Options | None = None, **changes: object) -> list[World]:
+def worlds(pages: int = 400, costs: Linear = FLAT, options: Options | None = None, **changes: object) -> list[Unit]:
     simulated = unit([profile("a", **{"prefill_share": 1.0, "decode_share": 1.0, **changes})], pages)
-    return [LeasedUnit(simulated, Analytic(costs), options), CombinedUnit(simulated, Analytic(costs), options)]
+    return [ScheduledUnit(simulated, Analytic(costs), options), StockUnit(simulated, Analytic(costs), options)]
 
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_lone_request_takes_its_steps(kind: int) -> None:
-    (record,) = worlds()[kind].run(requests((1.0, "a", 40, 21))).records
+    (record,) = run(worlds()[kind], requests((1.0, "a", 40, 21))).records
     assert record.ttft == pytest.approx(0.01)
     assert record.tpot == pytest.approx(0.005)
     assert record.latency == pytest.approx(0.01 + 20 * 0.005)
@@ -33,21 +34,21 @@ def test_a_lone_request_takes_its_steps(kind: int) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_long_prompt_is_computed_in_chunks(kind: int) -> None:
-    (record,) = worlds(max_num_batched_tokens=64)[kind].run(requests((0.0, "a", 200, 1))).records
+    (record,) = run(worlds(max_num_batched_tokens=64)[kind], requests((0.0, "a", 200, 1))).records
     assert record.ttft == pytest.approx(0.04)
     assert record.latency == record.ttft
 
 
 def test_decode_costs_follow_the_context_exactly() -> None:
     costs = Linear(0.01, 0.0, 0.005, 0.0, 0.0001, bend=60.0)
-    (record,) = worlds(costs=costs)[0].run(requests((0.0, "a", 40, 41))).records
+    (record,) = run(worlds(costs=costs)[0], requests((0.0, "a", 40, 41))).records
     steps = [0.005 + 0.0001 * (c if c <= 60 else 2 * c - 60) for c in range(41, 81)]
     assert record.latency == pytest.approx(0.01 + sum(steps))
 
 
 def test_overheads_are_on_the_way() -> None:
     overheads = Overheads(request=0.1, lease=0.01, report=0.02, prefill_step=0.003, decode_step=0.001, token=0.05)
-    (record,) = worlds(options=Options(overheads))[0].run(requests((0.0, "a", 40, 2))).records
+    (record,) = run(worlds(options=Options(overheads))[0], requests((0.0, "a", 40, 2))).records
     # to the queue, to prefill, its step, the token to the client
     assert record.ttft == pytest.approx(0.1 + 0.01 + 0.013 + 0.05)
     # the hand-over to the unit, the lease to decode, one step
@@ -64,7 +65,7 @@ def test_one_prompt_at_a_time_is_an_m_d_1_queue(kind: int, load: float) -> None:
         now += chance.expovariate(load / service)
         arrivals.append(TraceRequest(now, "a", 64, 1))
     options = Options(sample_seconds=0.0)
-    result = worlds(pages=40_000, options=options, quota_pages=40_000, max_num_seqs=500)[kind].run(arrivals)
+    result = run(worlds(pages=40_000, options=options, quota_pages=40_000, max_num_seqs=500)[kind], arrivals)
     waited = sum((r.ttft or 0.0) - service for r in result.records) / count
     assert waited == pytest.approx(load * service / (2 * (1 - load)), rel=0.1)
     assert result.busy_seconds == pytest.approx(count * service, rel=1e-6)
@@ -73,7 +74,7 @@ def test_one_prompt_at_a_time_is_an_m_d_1_queue(kind: int, load: float) -> None:
 def test_the_same_workload_gives_the_same_result() -> None:
     chance = random.Random(1)
     load = [TraceRequest(0.05 * i, "a", chance.randint(1, 90), chance.randint(1, 90)) for i in range(60)]
-    first, second = (worlds()[0].run(load) for _ in range(2))
+    first, second = (run(worlds()[0], load) for _ in range(2))
     assert first.records == second.records
     assert first.pages == second.pages
 
@@ -82,7 +83,7 @@ def test_the_same_workload_gives_the_same_result() -> None:
 def test_too_few_pages_preempt_the_last(kind: int) -> None:
     # Two sequences that grow to 13 blocks of 4 pages do not fit into 80 pages together.
     world = worlds(pages=80, quota_pages=80, floor_pages=80)[kind]
-    records = world.run(requests((0.0, "a", 60, 140), (0.001, "a", 60, 140))).records
+    records = run(world, requests((0.0, "a", 60, 140), (0.001, "a", 60, 140))).records
     assert [r.ok for r in records] == [True, True]
     assert records[0].preemptions == 0
     assert records[1].preemptions >= 1
@@ -94,9 +95,9 @@ def test_too_few_pages_preempt_the_last(kind: int) -> None:
 def test_quotas_are_kept(kind: int) -> None:
     profiles = [profile("a", quota_pages=120), profile("b", quota_pages=200)]
     simulated = unit(profiles, 320, adapt_quotas=False)
-    world = [LeasedUnit, CombinedUnit][kind](simulated, Analytic())
+    world = [ScheduledUnit, StockUnit][kind](simulated, Analytic())
     load = [TraceRequest(0.01 * i, "ab"[i % 2], 60, 80) for i in range(60)]
-    result = world.run(load)
+    result = run(world, load)
     assert all(r.ok for r in result.records)
     assert result.peak_pages[0] <= 120
     assert result.peak_pages[1] <= 200
@@ -108,7 +109,7 @@ def test_quotas_follow_the_load() -> None:
     profiles = [profile("a", quota_pages=200, max_num_seqs=32), profile("b", quota_pages=200)]
     load = [TraceRequest(0.01 * i, "a", 60, 80) for i in range(100)]
     fixed, adapted = (
-        LeasedUnit(unit(profiles, 400, adapt_quotas=a), Analytic()).run(load).peak_pages[0] for a in (False, True)
+        run(ScheduledUnit(unit(profiles, 400, adapt_quotas=a), Analytic()), load).peak_pages[0] for a in (False, True)
     )
     assert fixed <= 200 < adapted <= 400
 
@@ -120,8 +121,8 @@ def test_jobs_that_share_bandwidth_slow_each_other(kind: int) -> None:
     simulated = unit([profile("a"), profile("b")], 800)
 
     def tpot(models: str) -> float:
-        world = [LeasedUnit, CombinedUnit][kind](simulated, Analytic(costs))
-        record = world.run([TraceRequest(0.0, m, 10, 100) for m in models]).records[0]
+        world = [ScheduledUnit, StockUnit][kind](simulated, Analytic(costs))
+        record = run(world, [TraceRequest(0.0, m, 10, 100) for m in models]).records[0]
         assert record.tpot is not None
         return record.tpot
 
@@ -131,9 +132,9 @@ def test_jobs_that_share_bandwidth_slow_each_other(kind: int) -> None:
 def test_every_job_is_in_the_timeline_and_none_overlaps_its_engine() -> None:
     load = [TraceRequest(0.02 * i, "a", 40, 30) for i in range(10)]
     for world in worlds(options=Options(timeline=True)):
-        result = world.run(load)
-        assert result.timeline is not None
-        jobs = result.timeline.jobs
+        result = run(world, load)
+        (timeline,) = result.timelines
+        jobs = timeline.jobs
         assert len(jobs) == result.jobs
         assert sum(job.tokens for job in jobs) == sum(engine.tokens for engine in result.engines)
         lanes: dict[str, float] = {}
@@ -145,20 +146,18 @@ def test_every_job_is_in_the_timeline_and_none_overlaps_its_engine() -> None:
 
 def test_what_can_never_fit_is_refused() -> None:
     for world in worlds(pages=80, quota_pages=80, floor_pages=80):
-        short, long = world.run(requests((0.0, "a", 60, 10), (0.1, "a", 400, 10))).records
+        short, long = run(world, requests((0.0, "a", 60, 10), (0.1, "a", 400, 10))).records
         assert short.ok
         assert "longer than the 320 tokens that a has pages for" in long.error
     model = SimModel(profile("a"), architecture(), "float32", max_len=100)
     simulated = unit([profile("a")], 400, models=(model,))
-    for kind in (LeasedUnit, CombinedUnit):
-        (record,) = kind(simulated, Analytic()).run(requests((0.0, "a", 60, 41))).records
+    for kind in (ScheduledUnit, StockUnit):
+        (record,) = run(kind(simulated, Analytic()), requests((0.0, "a", 60, 41))).records
         assert record.error == "longer than the 100 tokens of a"
 
 
 def test_wrong_workloads_are_named() -> None:
-    with pytest.raises(SimulationError, match="'nobody', which unit unit0 has not"):
-        worlds()[0].run(requests((0.0, "nobody", 1, 1)))
     with pytest.raises(SimulationError, match="arrivals fall"):
-        worlds()[0].run(requests((1.0, "a", 1, 1), (0.0, "a", 1, 1)))
+        simulate([unit([profile("a")], 400)], requests((1.0, "a", 1, 1), (0.0, "a", 1, 1)), Analytic())
     with pytest.raises(ValueError, match="'lease'"):
         Overheads(lease=-1.0)

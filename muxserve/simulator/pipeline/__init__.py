@@ -7,7 +7,8 @@ that decides in a live engine.
 
 from muxserve.simulator.pipeline.pipeline import Pipeline, simulate
 from muxserve.simulator.pipeline.result import PipelineResult
-from muxserve.simulator.pipeline.setup import Link, PipelineSpec
+from muxserve.simulator.pipeline.setup import PipelineSpec
 from muxserve.simulator.pipeline.stages import kv_blocks
+from muxserve.simulator.setup import Link
 
 __all__ = ["Link", "Pipeline", "PipelineResult", "PipelineSpec", "kv_blocks", "simulate"]

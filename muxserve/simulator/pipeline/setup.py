@@ -2,36 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from muxserve.costs import EngineShape, ModelArchitecture
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """From one stage to the next: `bandwidth` bytes per second, `latency` seconds. Sending holds up neither side, since
-    it is asynchronous; what is sent arrives that much later.
-
-    The default is PCIe 4.0 x16 as NCCL uses it between two GPUs without a direct path: about 9 GB/s of the 32, as in
-    `costs.calibration`.
-    """
-
-    bandwidth: float = 9e9
-    latency: float = 15e-6
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or self.latency < 0:
-            raise ValueError("a link needs a bandwidth above zero and a latency that is not negative")
-
-
-def check_split(split: Sequence[int], layers: int, stages: int) -> None:
-    """
-    Raises:
-        ValueError: these are not the model's layers, at least one for each stage.
-    """
-    if len(split) != stages or min(split) < 1 or sum(split) != layers:
-        raise ValueError(f"{layers} layers over {stages} stages are not {', '.join(map(str, split))}")
+from muxserve.simulator.setup import Link, check_split
 
 
 @dataclass(frozen=True, slots=True)

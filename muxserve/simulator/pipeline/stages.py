@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from muxserve.costs import EngineCosts, LatencyModel, ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES, split_layers
-from muxserve.simulator.pipeline.setup import PipelineSpec, check_split
+from muxserve.simulator.pipeline.setup import PipelineSpec
+from muxserve.simulator.setup import check_split
 
 # Where attention takes nearly all of a prefill step, whatever the model.
 _MANY_PAIRS = 1 << 40

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from muxserve.costs import EngineCosts, LatencyModel
 from muxserve.simulator.instances.setup import InstanceSpec
-from muxserve.simulator.pipeline.setup import Link
 from muxserve.simulator.rolling.clock import Arrangement
 from muxserve.simulator.rolling.engine import DecodeEngine, Engine, PrefillEngine
 from muxserve.simulator.rolling.requests import PhasedRequest
+from muxserve.simulator.setup import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,150 @@
+"""Virtual time, and the units that share it.
+
+At one moment everything happens in this order: steps end (engines in their order), messages and arrivals come in, each
+unit's scheduler takes its turn, engines begin their next steps (in their order), and jobs that now run side by side on
+the same devices settle on their new speeds. So what is computed does not depend on how often an engine is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from muxserve.costs import LatencyModel
+from muxserve.simulator.engine import Engine
+from muxserve.simulator.requests import SimRequest
+
+if TYPE_CHECKING:
+    from muxserve.simulator.unit import Unit
+
+# Actions come after the steps that end at the same time.
+_AFTER_ENGINES = 1 << 20
+# No step takes that long: when nothing has run for so many seconds with all arrivals in, nothing ever will.
+_STUCK_SECONDS = 10_000.0
+_NEVER = float("inf")
+_NUMBER = attrgetter("number")
+
+
+class SimulationError(ValueError):
+    """The simulation cannot be run, or does not get on; the message says why."""
+
+
+class Compute:
+    """Devices, and the jobs that run on them side by side: those of one unit, or of several that share a CPU."""
+
+    def __init__(self, device: str, latency: LatencyModel) -> None:
+        self.device = device
+        self.engines: list[Engine] = []
+        self.units: list[Unit] = []
+        self.changed = False
+        self._slowdown = latency.slowdown
+
+    def settle(self, now: float) -> None:
+        """The set of running jobs, or what they ask of the devices, has changed."""
+        self.changed = False
+        running = [engine for engine in self.engines if engine.active]
+        if len(self.units) == 1:
+            self.units[0].works(bool(running), now)
+        else:
+            for unit in self.units:
+                unit.works(any(engine.active for engine in unit.engines), now)
+        if len(running) == 1:
+            engine = running[0]
+            if engine.slow != 1.0:
+                engine.retime(1.0, now)
+            return
+        loads = [engine.load for engine in running]
+        for index, engine in enumerate(running):
+            slow = self._slowdown(self.device, loads[index], (*loads[:index], *loads[index + 1 :]))
+            if slow != engine.slow:
+                engine.retime(slow, now)
+
+
+class Clock:
+    """The events of some units. `open` requests have come and not ended."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.open = 0
+        self.units: list[Unit] = []
+        self.places = 0
+        self.heap: list[tuple[float, int, int, Engine | Callable[[float], None]]] = []
+        self._serial = _AFTER_ENGINES
+        self._touched: list[Unit] = []
+
+    def place(self) -> int:
+        """The next engine's place in the order of those that end steps at one moment."""
+        self.places += 1
+        return self.places - 1
+
+    def at(self, time: float, action: Callable[[float], None]) -> None:
+        """Do something at a time; of the same time in the order of asking."""
+        self._serial += 1
+        heappush(self.heap, (time, self._serial, 0, action))
+
+    def touch(self, unit: Unit) -> None:
+        """Something is to be done for that unit at this moment."""
+        self._touched.append(unit)
+
+    def run(self, arrivals: Iterator[SimRequest], arrive: Callable[[SimRequest, float], None], delay: float) -> None:
+        """Have requests `arrive` where they are queued, `delay` seconds after they were sent, until all have ended.
+
+        Raises:
+            SimulationError: nothing can make progress.
+        """
+        heap, units = self.heap, self.units
+        looked_at = 0.0
+        following = next(arrivals, None)
+        due = following.arrival + delay if following is not None else _NEVER
+        while following is not None or self.open:
+            if heap and heap[0][0] <= due:
+                now = heap[0][0]
+            elif following is not None:
+                now = due
+            else:
+                raise SimulationError(self._stuck())
+            self.now = now
+            while heap and heap[0][0] <= now:
+                _, _, version, what = heappop(heap)
+                if isinstance(what, Engine):
+                    if what.version == version:
+                        looked_at = now
+                        what.unit.looks += 1
+                        what.boundary(now)
+                elif following is None and now - looked_at > _STUCK_SECONDS:
+                    raise SimulationError(self._stuck())
+                else:
+                    what(now)
+            while due <= now:
+                assert following is not None
+                looked_at = now
+                self.open += 1
+                arrive(following, now)
+                following = next(arrivals, None)
+                due = following.arrival + delay if following is not None else _NEVER
+            if len(units) == 1:
+                # It is asked whether it was touched or not.
+                units[0].moment(now)
+            else:
+                while self._touched:
+                    self._moment(now)
+
+    def _moment(self, now: float) -> None:
+        """What units do after everything that they were told."""
+        units = self._touched
+        self._touched = []
+        if len(units) > 1:
+            units.sort(key=_NUMBER)
+        for unit in units:
+            unit.begin(now)
+        for unit in units:
+            if unit.compute.changed:
+                unit.compute.settle(now)
+        for unit in units:
+            unit.rest(now)
+
+    def _stuck(self) -> str:
+        names = ", ".join(unit.spec.name for unit in self.units[:4]) + (", ..." if len(self.units) > 4 else "")
+        return f"unit {names}: {self.open} requests wait at {self.now:.3f} s and nothing runs"

@@ -1,0 +1,522 @@
+"""Engines under leases, as `muxserve.engine` runs them: chunked prefill and hand-over, continuous batching and
+preemption, in engines of one phase each, or in one of both that does what its lease says.
+
+They report as live engines do (`muxserve.engine.lease`): after each prefill step, when something ended, when half of
+the lease is used, when it is over, and after the first step with new sequences. Where the unit says that all reports
+would only renew the lease, an engine that decodes leaps over those too, and catches up with what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from muxserve.costs import EngineCosts
+from muxserve.scheduling.engines import EngineState, LeaseState
+from muxserve.scheduling.policy import Renewals
+from muxserve.scheduling.quanta import Length
+from muxserve.scheduling.types import Phase, share_units
+from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, Engine, StepEngine
+from muxserve.simulator.pages import ModelPages
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.setup import SimModel
+
+if TYPE_CHECKING:
+    from muxserve.simulator.scheduled import ScheduledUnit
+
+_NEVER = float("inf")
+
+
+class Lease(NamedTuple):
+    """What an engine is told: `steps` steps of `phase` within `seconds` of taking it, on `share` millionths of the
+    unit; requests that `admit` come in with it."""
+
+    lease_id: int
+    phase: Phase
+    steps: int
+    share: int
+    seconds: float
+    admit: list[SimRequest]
+
+
+class Report(NamedTuple):
+    """An engine's `StepReport`: `steps` steps of `seconds` and `tokens` in all (of prompts, and in steps of nothing
+    else, as the ledger wants it of engines of both phases), `left` steps of the lease, and `remaining` requests.
+    Requests that are `through` have their first token."""
+
+    engine: LeasedEngine
+    lease_id: int
+    left: int
+    seconds: float
+    tokens: int
+    steps: int
+    remaining: int
+    finished: list[SimRequest]
+    through: list[SimRequest]
+    returned: list[SimRequest]
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+
+
+class LeasedEngine(Engine):
+    """The part of an engine that holds a lease."""
+
+    unit: ScheduledUnit
+    account: EngineState
+    _costs: EngineCosts | None
+
+    def __init__(self, unit: ScheduledUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+        super().__init__(unit, model, phase, pages)
+        self.lease_id = 0
+        self.lease_phase = phase
+        self._pending: Lease | None = None
+        self._entering: list[SimRequest] = []
+        self._granted_share = 0
+        self._deadline = 0.0
+        # Called at the next boundary, for whom it has to stand between two steps.
+        self.calls: list[Callable[[float], None]] = []
+
+    def receive(self, lease: Lease, now: float) -> None:
+        """A lease arrives."""
+        self._pending = lease
+        self._entering += lease.admit
+        if self.state == IDLE:
+            self.state = BOUNDARY
+            self.unit.at_boundary(self)
+        elif self.state == STEPPING:
+            self.interrupt(now)
+
+    def computed(self, request: SimRequest, now: float) -> int:
+        """Tokens in the KV of a sequence that decodes."""
+        raise NotImplementedError
+
+    def has(self, request: SimRequest) -> bool:
+        """The sequence is in a batch; it has come with a lease that was taken."""
+        raise NotImplementedError
+
+    def in_flight(self, request: SimRequest) -> bool:
+        """The sequence is in some micro-batch."""
+        return False
+
+    def leave(self, request: SimRequest) -> int:
+        """A sequence leaves between two steps, on its way elsewhere; returns its blocks, which stay taken."""
+        raise NotImplementedError
+
+    def _called(self, now: float) -> None:
+        calls, self.calls = self.calls, []
+        for call in calls:
+            call(now)
+
+    def releases(self) -> bool:
+        """A request may end with the step that runs, and give pages back."""
+        return False
+
+    def _accept(self, lease: Lease, now: float) -> bool:
+        """The lease replaces the one before; whether the engine's costs are others than before."""
+        self._pending = None
+        self.lease_id = lease.lease_id
+        self.lease_phase = lease.phase
+        self._deadline = now + lease.seconds
+        if self._granted_share == lease.share and self._costs is not None:
+            return False
+        self._granted_share = lease.share
+        profile = self.model.profile
+        own = profile.prefill_share if self.phase is Phase.PREFILL else profile.decode_share
+        self._costs = self.unit.costs(self.model, lease.share, share_units(own), self.phase)
+        return True
+
+
+class PhaseEngine(StepEngine, LeasedEngine):
+    """An engine of one phase, or one of both that does one of them at a time.
+
+    A decode lease has `_steps` steps, begun at `_begun`, and is over with step `_end` or at `_deadline`. Up to step
+    `_told_counter` the engine has reported; with `_fresh` sequences came in that are to have their first step. While it
+    is `far` it leaps over renewals, with their kind and until when there are none but these. Of a prefill lease `_left`
+    steps are left.
+    """
+
+    def __init__(self, unit: ScheduledUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+        super().__init__(unit, model, phase, pages)
+        self.prompts: list[SimRequest] = []
+        self.returned: list[SimRequest] = []
+        self.far = False
+        self._left = 0
+        self._steps = 0
+        self._end = 0
+        self._begun = 0.0
+        self._fresh = False
+        self._half_told = False
+        self._told_at = 0.0
+        self._told_counter = 0
+        self._told_generated = 0
+        self._contended = False
+        self._until = _NEVER
+
+    # ------------------------------------------------------------ between steps
+
+    def boundary(self, now: float) -> None:
+        if self.lease_phase is Phase.PREFILL:
+            self._prefilled(now)
+        elif self.state == STALLED:
+            self._stalled(now)
+        else:
+            self._decoded(now)
+
+    def kick(self, now: float) -> None:
+        if self.calls:
+            self._called(now)
+        if self._pending is not None:
+            self._take(self._pending, now)
+        if self.lease_phase is Phase.PREFILL:
+            self._prefill(now)
+        else:
+            self._decode(now)
+
+    def _take(self, lease: Lease, now: float) -> None:
+        if self._accept(lease, now):
+            self._dirty = True
+        self.far = False
+        entering, self._entering = self._entering, []
+        if lease.phase is Phase.PREFILL:
+            self._left = lease.steps
+            self.prompts += entering
+            return
+        self._steps = lease.steps
+        self._end = self.batch.counter + lease.steps
+        self._begun = now
+        self._half_told = self._fresh = False
+        if entering:
+            for request in entering:
+                request.blocks = 0
+                self.batch.add(request)
+            self._dirty = self._fresh = True
+
+    def _idle(self, now: float) -> None:
+        self.state = IDLE
+        self._rests(now)
+
+    def _stall(self, now: float) -> None:
+        """The step that begins now computes nothing."""
+        if self.batch.counter > self._told_counter:
+            # The scheduler must see that this very step was in vain.
+            returned, self.returned = self.returned, []
+            self._tell_steps(self._end - self.batch.counter, now, [])
+            self.returned = returned
+        self._rests(now)
+        self.state = STALLED
+        self.version += 1
+        self.planned_time = now + self.unit.overheads.stall
+        self.unit.look(self)
+
+    # ------------------------------------------------------------ prefill
+
+    def _prefill(self, now: float) -> None:
+        if not self.prompts or self._left <= 0 or now >= self._deadline:
+            self._idle(now)
+            return
+        tokens, pairs = self._choose(now)
+        if not tokens:
+            self._stall(now)
+            return
+        if not self.active:
+            self._told_at = now
+        self._begin_prefill(tokens, pairs, now)
+
+    def _choose(self, now: float) -> tuple[int, int]:
+        """Fill a step with chunks that find pages; returns its tokens and attention pairs."""
+        chunks, size = self.chunks, self.model.profile.block_tokens
+        budget = self.model.profile.max_num_batched_tokens
+        tokens = pairs = 0
+        for request in self.prompts:
+            chunk = min(request.prompt + request.made - request.computed, budget - tokens)
+            if chunk <= 0:
+                break
+            end = request.computed + chunk
+            blocks = -(-end // size) - request.blocks
+            if blocks and not self.pages.take(blocks, now, self.order):
+                if request.computed and not tokens:
+                    self._give_up(request, now)
+                break
+            request.blocks += blocks
+            chunks.append((request, chunk))
+            tokens += chunk
+            pairs += chunk * request.computed + chunk * (chunk + 1) // 2
+        return tokens, pairs
+
+    def _give_up(self, request: SimRequest, now: float) -> None:
+        """A prompt gives up what it has, so that others can go on. It starts again here, or, where sequences decode in
+        this engine, when the scheduler says so."""
+        self.pages.release(request.blocks)
+        request.blocks = request.computed = 0
+        request.preempted(now)
+        if self.phase is Phase.BOTH:
+            self.prompts.remove(request)
+            self.returned.append(request)
+        self.unit.freed(self.pages, now)
+
+    def _prefilled(self, now: float) -> None:
+        stalled = self.state == STALLED
+        done = self._end_prefill(now)
+        gone = len(done.finished) + len(done.through)
+        if gone:
+            # Chunks are taken in order, so those that are through stand in front.
+            del self.prompts[:gone]
+        batch = self.batch
+        if self.phase is Phase.BOTH:
+            for request in done.through:
+                batch.add(request)
+            self.joined += done.through
+        self._left -= 1
+        left = self._left if now < self._deadline else 0
+        # Decode steps that were not told before are told now.
+        steps, decoded = batch.counter - self._told_counter, batch.generated - self._told_generated
+        seconds = self.unit.overheads.stall if stalled else now - (self._told_at if steps else self._started)
+        self._told_at, self._told_counter, self._told_generated = now, batch.counter, batch.generated
+        self.jobs += steps
+        self.tokens += decoded
+        returned, self.returned = self.returned, []
+        remaining = len(self.prompts) + len(batch.running)
+        tokens, spent = done.tokens, seconds if stalled or not steps else now - self._started
+        self.unit.report(
+            Report(
+                self, self.lease_id, left, seconds, tokens + decoded, steps + 1, remaining, done.finished, done.through,
+                returned, tokens, spent,
+            )
+        )  # fmt: skip
+        self.unit.at_boundary(self)
+
+    def releases(self) -> bool:
+        return any(request.output - request.made <= 1 for request, _ in self.chunks)
+
+    # ------------------------------------------------------------ decode
+
+    def _decoded(self, now: float) -> None:
+        batch = self.batch
+        if self.far:
+            self.catch_up(now, False)
+            self.far = False
+        self._arrive(self._planned, now)
+        counter = batch.counter
+        finished = self._end_decode(now)
+        left = self._end - counter
+        over = left <= 0 or now >= self._deadline
+        half = left * 2 <= self._steps or now - self._begun >= self._deadline - now
+        if finished or self.returned or self._fresh or over or (half and not self._half_told) or not batch.running:
+            self._half_told = half
+            self._fresh = False
+            self._tell_steps(0 if now >= self._deadline else left, now, finished)
+        self.unit.at_boundary(self)
+
+    def _tell_steps(self, left: int, now: float, finished: list[SimRequest]) -> None:
+        batch = self.batch
+        returned, self.returned = self.returned, []
+        steps, tokens = batch.counter - self._told_counter, batch.generated - self._told_generated
+        seconds, self._told_at = now - self._told_at, now
+        self._told_counter, self._told_generated = batch.counter, batch.generated
+        self.jobs += steps
+        self.tokens += tokens
+        remaining = len(self.prompts) + len(batch.running)
+        self.unit.report(Report(self, self.lease_id, left, seconds, tokens, steps, remaining, finished, [], returned))
+
+    def _stalled(self, now: float) -> None:
+        """A step that lost all its sequences is over."""
+        self._end -= 1
+        returned, self.returned = self.returned, []
+        self._told_at = now
+        left = self._end - self.batch.counter if now < self._deadline else 0
+        self.state = BOUNDARY
+        self.jobs += 1
+        seconds = self.unit.overheads.stall
+        self.unit.report(Report(self, self.lease_id, left, seconds, 0, 1, len(self.prompts), [], [], returned))
+        self.unit.at_boundary(self)
+
+    def _decode(self, now: float) -> None:
+        batch = self.batch
+        counter = batch.counter
+        if not batch.running or counter >= self._end or now >= self._deadline:
+            self._idle(now)
+            return
+        need = batch.needs[counter % batch.block_tokens]
+        if need and not self.pages.take(need, now, self.order):
+            self.unit.disturbed(now)
+            self.returned += self._preempt(now)
+            if not batch.running:
+                self._stall(now)
+                return
+        if not self.active:
+            self._told_at = now
+        self._go_on(now)
+        self.far = False
+        self._leap(self._next_news())
+
+    def computed(self, request: SimRequest, now: float) -> int:
+        # What has not been taken in yet stands as it came.
+        return request.base + self.steps_by(now) if request.serial else request.tokens - 1
+
+    def has(self, request: SimRequest) -> bool:
+        return request.serial != 0
+
+    def leave(self, request: SimRequest) -> int:
+        self._dirty = True
+        return self.batch.remove(request)
+
+    def _next_news(self) -> int:
+        """The step after which there will be something to do or to tell."""
+        batch = self.batch
+        if self._fresh or self.returned:
+            return batch.counter + 1
+        end = min(batch.next_end(), self._end, batch.until)
+        if not self._half_told:
+            end = min(end, self._end - self._steps // 2)
+        return end
+
+    def plan(self) -> float:
+        if not self.leaping():
+            return self.planned_time
+        batch = self.batch
+        time = batch.time_of(self._planned)
+        # Leases are bounded in time as well, and half of that is to be told of too.
+        look = self._deadline if self._half_told else (self._begun + self._deadline) / 2
+        if time >= look and not self.far and self._planned > self._synced:
+            # Of steps that are done already only the number is known.
+            first = max(self._synced, batch.floor + 1, batch.done_by(look))
+            while batch.time_of(first) < look:
+                first += 1
+            if first < self._planned:
+                self._planned = first
+                time = batch.time_of(first)
+        self.planned_time = time
+        return time
+
+    # ------------------------------------------------------------ leaps over renewals
+
+    def steady(self) -> bool:
+        """It is in a step under a lease, less than half of which is used. Half of its steps will be used before half of
+        its time (by the scheduler's clock, which began first), and so it will be with the next ones, since steps take
+        about as long as the scheduler believes."""
+        lease = self.account.lease
+        if lease is None or not self.leaping() or self.returned or self._pending is not None:
+            return False
+        if lease.left * 2 <= lease.steps or self._steps < 2:
+            return False
+        batch = self.batch
+        if batch.step_seconds() > 2.0 * self.account.step_seconds:
+            return False
+        return 2.0 * batch.time_of(self._end - self._steps // 2) < lease.granted_at + lease.deadline
+
+    def extend(self, renewals: Renewals) -> None:
+        """Leap on, as far as leases are renewed without further ado."""
+        self.far = True
+        self._contended, self._until = renewals
+        end = self._bounded(min(self.batch.next_end(), self.batch.until))
+        if end > self._planned:
+            self._reach(end)
+
+    def _bounded(self, end: int) -> int:
+        """The first step to end when it is not renewals alone any more, if that is before `end`."""
+        if self._until == _NEVER:
+            return end
+        batch = self.batch
+        last = batch.done_by(self._until)
+        return min(end, last if batch.time_of(last) >= self._until else last + 1)
+
+    def cut(self, now: float) -> None:
+        """Leap no further than to the next report."""
+        if not self.far:
+            return
+        self.far = False
+        if self.state == STEPPING:
+            self._replan(min(self._next_news(), self._planned), now)
+
+    def _replan(self, end: int, now: float) -> None:
+        self.sync(now, -1)
+        self.pages.commit(-self.pages.committed)
+        self._planned = self._commit(max(end, self._synced))
+        self.unit.look(self)
+
+    def catch_up(self, now: float, inclusive: bool) -> None:
+        """Do what happened at the boundaries before `now` (`inclusive`: and at it) at which there was something to
+        report: new sequences had their first step, or half of a lease was used, for which the scheduler's turn renewed
+        it."""
+        state = self.account
+        batch, lease, planned = self.batch, state.lease, self._planned
+        assert lease is not None
+        report = self._next_report()
+        if report >= planned:
+            return
+        size, time_of, stepped = len(batch.running), batch.time_of, state.stepped
+        quanta, contended = self.unit.policy.quanta, self._contended
+        told, told_at, told_tokens = self._told_counter, self._told_at, self._told_generated
+        # New sequences were not in the steps before this leap.
+        before = batch.generated - size * batch.counter
+        renewed_with = -1.0
+        while report < planned:
+            time = time_of(report)
+            if time > now or (time == now and not inclusive):
+                break
+            tokens = before + size * report
+            stepped(time - told_at, tokens - told_tokens, report - told)
+            if state.prefills is not None:
+                state.rounds += min(float(report - told), (tokens - told_tokens) / size)
+            told, told_at, told_tokens = report, time, tokens
+            if self._fresh:
+                self._fresh = False
+                half = self._end - self._steps // 2
+                if report < half:
+                    lease.left = self._end - report
+                    report = half
+                    continue
+            renewed_with = state.step_seconds
+            steps = quanta.decode_steps(renewed_with, contended)
+            report += steps - steps // 2
+        self.jobs += told - self._told_counter
+        self.tokens += told_tokens - self._told_generated
+        self._told_counter, self._told_at, self._told_generated = told, told_at, told_tokens
+        if renewed_with >= 0.0:
+            self._renewed(lease, told, quanta.decode(renewed_with, contended), told_at)
+
+    def _renewed(self, lease: LeaseState, counter: int, length: Length, now: float) -> None:
+        """The lease is renewed after step `counter`."""
+        lease.steps = lease.left = self._steps = length.steps
+        lease.granted_at = self._begun = now
+        lease.deadline = self._deadline = now + length.seconds
+        self._end = counter + length.steps
+        self._half_told = False
+
+    def between(self) -> bool:
+        """It stands between two steps, and has no other lease to take there."""
+        return self.state == BOUNDARY and self._pending is None
+
+    def renew(self, contended: bool, now: float) -> None:
+        """Between two steps, renew the lease."""
+        state = self.account
+        lease = state.lease
+        assert lease is not None
+        self._renewed(lease, self.batch.counter, self.unit.policy.quanta.decode(state.step_seconds, contended), now)
+
+    def _next_report(self) -> int:
+        """After which step of a leap over renewals there is something to report."""
+        return self._end - (self._steps - 1 if self._fresh else self._steps // 2)
+
+    def stands_at_report(self, now: float) -> bool:
+        """There is something to report at this very moment. To be asked after `catch_up`."""
+        report = self._next_report()
+        return self.state == STEPPING and report < self._planned and self.batch.time_of(report) == now
+
+    def report_now(self, now: float) -> None:
+        """The boundary at this moment is one to report at."""
+        self._planned = self._next_report()
+        self.far = False
+        self.boundary(now)
+
+    def retime(self, slow: float, now: float) -> None:
+        if not self.far or self.state != STEPPING:
+            super().retime(slow, now)
+            return
+        self.catch_up(now, True)
+        super().retime(slow, now)
+        if not self.steady():
+            self.cut(now)
+        elif self._until != _NEVER:
+            # Other steps than before are those that end by then.
+            self._replan(self._bounded(self._planned), now)

@@ -1,0 +1,128 @@
+"""What came of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from muxserve.metrics.records import RequestRecord
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.timeline import Timeline
+
+
+@dataclass(slots=True)
+class EngineUse:
+    """What one engine did: jobs (steps), tokens computed, seconds in which a job of it ran."""
+
+    model: str
+    phase: str
+    jobs: int
+    tokens: int
+    busy_seconds: float
+
+
+@dataclass(slots=True)
+class UnitResult:
+    """What happened in a unit. `seconds` is from the start of the workload to the end of the last request;
+    `busy_seconds` those in which any job ran, of a pipeline the mean of its stages. `requests` are those that came to
+    it. `pages` samples pages in use: time and counts in the order of `models`; `peak_pages` is the most that
+    each held. `turns` counts the scheduler's decisions, `looks` the events simulated.
+
+    `waits` are, of a rolling one, the seconds that each answered request waited for the phase switch (from its first
+    token to the begin of its first decode step). `stages` are, of a pipelined one, the seconds in which each worked,
+    and `active` those in which something was in flight.
+    """
+
+    unit: str
+    device: str
+    devices: int
+    phases: str
+    models: tuple[str, ...]
+    seconds: float
+    busy_seconds: float
+    requests: list[SimRequest]
+    engines: list[EngineUse]
+    pool_pages: dict[str, int]
+    pages: list[tuple[float, tuple[int, ...]]]
+    peak_pages: tuple[int, ...]
+    turns: int
+    looks: int
+    timelines: list[Timeline] = field(default_factory=list, repr=False)
+    waits: Sequence[float] = ()
+    stages: tuple[float, ...] = ()
+    active: float = 0.0
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """What became of its requests."""
+        return [request.record() for request in self.requests]
+
+    @property
+    def jobs(self) -> int:
+        """Engine steps."""
+        return sum(engine.jobs for engine in self.engines)
+
+
+@dataclass(slots=True)
+class ReplicasResult:
+    """What the replicas of one model did together. `replica_seconds` sums over replicas the time from the decision to
+    start them to their end. `migrations` arrived, `aborted` were given up. `downtimes` are the seconds in which
+    requests that moved were in no batch, `copy_seconds` those from the first stage to the arrival. `peak` and `started`
+    count replicas; of rolling ones `moves` counts handles that went to another macro instance."""
+
+    model: str
+    seconds: float = 0.0
+    replica_seconds: float = 0.0
+    migrations: int = 0
+    aborted: int = 0
+    started: int = 0
+    peak: int = 0
+    moves: int = 0
+    downtimes: list[float] = field(default_factory=list)
+    copy_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def average(self) -> float:
+        """Replicas that were paid for, on average."""
+        return self.replica_seconds / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class FleetResult:
+    """What happened. `records` and `requests` are in the order of the workload, `seconds` is when the last request
+    ended."""
+
+    requests: list[SimRequest]
+    units: list[UnitResult]
+    replicas: list[ReplicasResult] = field(default_factory=list)
+    records: list[RequestRecord] = field(init=False)
+    seconds: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.records = [request.record() for request in self.requests]
+        self.seconds = max((unit.seconds for unit in self.units), default=0.0)
+
+    @property
+    def jobs(self) -> int:
+        """Engine steps."""
+        return sum(unit.jobs for unit in self.units)
+
+    @property
+    def devices(self) -> int:
+        """Devices that the units have."""
+        return sum(unit.devices for unit in self.units)
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Device-seconds that the fleet occupied: every device for as long as the run took."""
+        return self.devices * self.seconds
+
+    @property
+    def busy_gpu_seconds(self) -> float:
+        """Device-seconds in which some job ran."""
+        return sum(unit.devices * unit.busy_seconds for unit in self.units)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """All that were kept."""
+        return [timeline for unit in self.units for timeline in unit.timelines]

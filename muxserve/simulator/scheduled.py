@@ -1,0 +1,469 @@
+"""A unit with a scheduler: the ledger and the policy of the live unit, driven by virtual events.
+
+It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, page counts before each turn, grants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+from muxserve.costs import LatencyModel
+from muxserve.replicas.priorities import NORMAL
+from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policies import make_policy
+from muxserve.scheduling.policy import Policy, Renewals
+from muxserve.scheduling.state import ModelState
+from muxserve.scheduling.types import Grant, Phase, QueuedRequest
+from muxserve.simulator.clock import Clock, Compute
+from muxserve.simulator.leased import Lease, LeasedEngine, PhaseEngine, Report
+from muxserve.simulator.pages import ModelPages
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.result import UnitResult
+from muxserve.simulator.setup import Options, SimModel, SimUnit
+from muxserve.simulator.stages import PipelineEngine
+from muxserve.simulator.unit import Unit
+
+# A wakeup that is due already and changed nothing is tried again after this time, so that the clock moves on.
+_AGAIN_SECONDS = 0.001
+
+
+class ScheduledUnit(Unit):
+    """Simulates a unit under the policy that it names. `watcher` is told of each report after the ledger was, and of
+    requests that are refused.
+
+    Raises:
+        ValueError: the policy is for models with other engines.
+    """
+
+    phase_engine: type[PhaseEngine] = PhaseEngine
+
+    def __init__(
+        self,
+        spec: SimUnit,
+        latency: LatencyModel,
+        options: Options | None = None,
+        clock: Clock | None = None,
+        compute: Compute | None = None,
+    ) -> None:
+        super().__init__(spec, latency, options, clock, compute)
+        self.policy: Policy = make_policy(spec.policy)
+        self.ledger = UnitLedger([model.profile for model in spec.models], spec.pools)
+        self.policy.check(self.ledger)
+        self.live: dict[str, SimRequest] = {}
+        self.watcher: Callable[[Report, float], None] | None = None
+        self.moving_in = self.moving_out = 0
+        # Of execution levels, if there are several: who gives way first.
+        self.ranks: dict[str, int] | None = None
+        self._lease_id = 0
+        self._wake_at = -1.0
+        self.decoders: list[tuple[ModelState, LeasedEngine]] = []
+        self.prefillers: list[tuple[ModelState, LeasedEngine]] = []
+        self._leaps_renewals = not (self.overheads.report or self.overheads.lease)
+        # What far leaps take for granted; and something has happened that calls for a decision even so.
+        self._renewals: Renewals | None = None
+        self._news = False
+        self._woken = False
+        self._went_on = False
+        # Pages have come free of which the ledger has not been told.
+        self._freed = False
+        self._engine: dict[tuple[str, Phase], LeasedEngine] = {}
+        for model, pages in zip(spec.models, self.pages, strict=True):
+            engine = self._make(model, pages)
+            self._enter(engine)
+            self.decoders.append((self.ledger.by_name[model.name], engine))
+        # Of steps that begin at the same moment decode comes first, since prefill takes whatever is left.
+        for model, pages in zip(spec.models, self.pages, strict=True):
+            if not model.profile.both:
+                engine = PhaseEngine(self, model, Phase.PREFILL, pages)
+                self._enter(engine)
+                self.prefillers.append((self.ledger.by_name[model.name], engine))
+        self._far = [(m, e) for m, e in self.decoders if isinstance(e, PhaseEngine)]
+
+    def _make(self, model: SimModel, pages: ModelPages) -> LeasedEngine:
+        if self.spec.pipeline is not None:
+            return PipelineEngine(self, model, self.spec.pipeline, pages)
+        return self.phase_engine(self, model, Phase.BOTH if model.profile.both else Phase.DECODE, pages)
+
+    def _enter(self, engine: LeasedEngine) -> None:
+        self._add(engine)
+        name = engine.model.name
+        engine.account = self.ledger.by_name[name].engine(engine.phase)
+        for phase in (engine.phase, *((Phase.PREFILL, Phase.DECODE) if engine.phase is Phase.BOTH else ())):
+            self._engine[name, phase] = engine
+        self.ledger.engine_up(name, engine.phase, self.clock.now)
+
+    # ------------------------------------------------------------ requests
+
+    def enqueue(self, request: SimRequest, now: float) -> None:
+        # The last token is not computed upon, so it needs no place; but prompts are admitted with room for one.
+        if self._too_long(request, request.prompt + max(1, request.output - 1), now):
+            return
+        self.live[request.request_id] = request
+        live = self.ledger.arrived(self._queued(request), now)
+        if len(live.model.queue) == 1:
+            self._news = True
+        self.turn_due = True
+        self.touch()
+
+    def _queued(self, request: SimRequest) -> QueuedRequest:
+        return QueuedRequest(
+            request.request_id,
+            request.model,
+            request.prompt,
+            request.output,
+            request.arrival,
+            request.priority,
+            request.made,
+            request.made > 0,
+            request.execution or NORMAL,
+        )
+
+    def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:
+        model = self.ledger.by_name[request.model]
+        capacity = self.capacity(model)
+        pages = -(-tokens // model.block_tokens) * model.pages_per_block
+        if pages <= capacity:
+            return False
+        most = capacity // model.pages_per_block * model.block_tokens
+        self.refuse(request, now, f"longer than the {most} tokens that {model.name} has pages for")
+        return True
+
+    def capacity(self, model: ModelState) -> int:
+        """Pages that the model can count on."""
+        if not self.spec.adapt_quotas:
+            return model.quota
+        # Quotas never fall below the floor, and nothing promises that they ever rise above it.
+        alone = model.pool.profile.pages if len(model.pool.models) == 1 else 0
+        return min(self.policy.capacity(model), max(model.profile.floor_pages, alone))
+
+    # ------------------------------------------------------------ engines
+
+    def report(self, report: Report) -> None:
+        """An engine's `StepReport`, which takes its time."""
+        if not self.overheads.report:
+            self._told(report, self.clock.now)
+            return
+        self.clock.at(self.clock.now + self.overheads.report, lambda now: self._told(report, now))
+
+    def _told(self, report: Report, now: float) -> None:
+        engine, ledger = report.engine, self.ledger
+        phase, name, lease_id = engine.phase, engine.model.name, report.lease_id
+        both = phase is Phase.BOTH
+        for request in report.finished:
+            ledger.finished(request.request_id, phase, lease_id, now)
+            del self.live[request.request_id]
+        for request in report.through:
+            told = ledger.prefilled if both else ledger.handed_over
+            told(request.request_id, request.lease_id, request.made, now)
+        for request in report.returned:
+            ledger.returned(request.request_id, request.lease_id, request.made, now)
+            if self._too_long(request, request.prompt + request.made + 1, now):
+                ledger.cancelled(request.request_id, now)
+                del self.live[request.request_id]
+        ledger.stepped(
+            name,
+            phase,
+            lease_id,
+            report.left,
+            report.seconds,
+            report.tokens,
+            report.remaining,
+            now,
+            report.steps,
+            report.prefill_tokens,
+            report.prefill_seconds,
+        )
+        if report.returned or report.through or phase is Phase.PREFILL:
+            self._news = True
+        self.turn_due = True
+        self.touch()
+        if self.watcher is not None:
+            self.watcher(report, now)
+
+    def victim(self, running: Sequence[SimRequest]) -> SimRequest:
+        ranks = self.ranks
+        if ranks is None:
+            return running[-1]
+        return min(reversed(running), key=lambda request: ranks[request.execution])
+
+    # ------------------------------------------------------------ requests that move
+
+    def decoder(self, name: str) -> LeasedEngine:
+        """The engine in which the model's sequences decode."""
+        return self._engine[name, Phase.DECODE]
+
+    def reserve(self, name: str, blocks: int, now: float) -> bool:
+        """Have blocks for a sequence on its way here, or (negative) give them back; False: there are too few."""
+        self.disturbed(now)
+        pages = self.page_of[name]
+        if blocks > 0:
+            return pages.take(blocks, now, -1)
+        pages.release(-blocks)
+        self._changed(now)
+        self.freed(pages, now)
+        return True
+
+    def detach(self, request: SimRequest, now: float) -> int:
+        """A sequence leaves its engine between two steps; returns its blocks, which stay taken."""
+        self.disturbed(now)
+        blocks = self.decoder(request.model).leave(request)
+        self.ledger.detached(request.request_id, request.lease_id, request.made, now)
+        self._changed(now)
+        return blocks
+
+    def moved(self, request: SimRequest, blocks: int, now: float) -> None:
+        """Another unit has a sequence that left with so many blocks."""
+        self.disturbed(now)
+        self.ledger.moved(request.request_id, now)
+        del self.live[request.request_id]
+        pages = self.page_of[request.model]
+        pages.release(blocks)
+        self._changed(now)
+        self.freed(pages, now)
+
+    def take_over(self, request: SimRequest, now: float) -> None:
+        """A sequence comes with its KV, in blocks that were reserved."""
+        self.disturbed(now)
+        request.unit = self
+        self.live[request.request_id] = request
+        self.ledger.taken_over(self._queued(request), now)
+        self._changed(now)
+
+    def withdraw(self, name: str, now: float) -> list[SimRequest]:
+        """All that wait for that model leave."""
+        queue = self.ledger.by_name[name].queue
+        gone = [live.request_id for live in queue.first(len(queue))]
+        for request_id in gone:
+            self.ledger.given_back(request_id, now)
+        return [self.live.pop(request_id) for request_id in gone]
+
+    def _changed(self, now: float) -> None:
+        """Something was told that calls for a decision."""
+        self._news = self.turn_due = True
+        self.touch()
+
+    # ------------------------------------------------------------ how its replicas stand
+
+    def load(self, name: str) -> InstanceLoad:
+        """The replica as the global scheduler is to see it (as `unit.loads` tells it): what others hold of its pages
+        counts as used, and where all seats are taken, everything is."""
+        self._count_pages(self.clock.now)
+        model, pages = self.ledger.by_name[name], self.page_of[name]
+        block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
+        most = self.policy.capacity(model) // per_block
+        left = min(
+            most * per_block - pages.held - model.promised,
+            pages.pool.profile.pages - pages.pool.held - pool.promised,
+        )
+        if model.in_engines >= model.max_seqs:
+            left = 0
+        return InstanceLoad(
+            name=self.spec.name,
+            capacity=most * block,
+            model=name,
+            used=(most - max(0, left) // per_block) * block,
+            running=model.in_engines,
+            waiting=len(queue),
+            head_demand=queue.head().blocks * block if queue else 0,
+            queued_demand=queue.blocks * block,
+            levels=dict(model.levels),
+            moving_in=self.moving_in,
+            moving_out=self.moving_out,
+        )
+
+    def view(self, name: str, load: InstanceLoad, staying: Container[str]) -> InstanceView:
+        """The replica as it sees itself, with the sums of `load`. Requests that decode can be moved, those in `staying`
+        apart."""
+        model, engine, now = self.ledger.by_name[name], self.decoder(name), self.clock.now
+        running = []
+        for request_id, live in model.decoding.items():
+            request = self.live[request_id]
+            usage = model.blocks_of(engine.computed(request, now)) * model.block_tokens
+            movable = request_id not in staying and engine.has(request)
+            running.append(RequestView(request_id, usage, execution=live.execution, movable=movable))
+        for others in (model.prefilling, model.handed, model.moving):
+            running += [RequestView(each, execution=o.execution, movable=False) for each, o in others.items()]
+        return InstanceView(
+            name=load.name,
+            capacity=load.capacity,
+            model=name,
+            running=running,
+            waiting=[RequestView("", demand=load.head_demand, queued=True)] if load.waiting else [],
+            reserved=load.used - sum(view.usage for view in running),
+            terminating=load.terminating,
+            moving_in=load.moving_in,
+            moving_out=load.moving_out,
+        )
+
+    def result(self) -> UnitResult:
+        found = super().result()
+        if found.phases == "rolling":
+            found.waits = [request.switch_wait for request in self.requests if request.finish is not None]
+        for _, engine in self.decoders:
+            if isinstance(engine, PipelineEngine):
+                found.stages = tuple(engine.record.busy())
+                found.active = engine.record.active()
+                found.busy_seconds = found.engines[0].busy_seconds = sum(found.stages) / len(found.stages)
+                found.timelines = engine.timelines() if self.options.timeline else []
+        return found
+
+    # ------------------------------------------------------------ the scheduler
+
+    def turn(self, now: float) -> None:
+        stirred, self._news = self._news, False
+        woken, self._woken = self._woken, False
+        self._went_on = self.calm and not stirred and self._goes_on(woken, now)
+        if self._went_on:
+            return
+        if self.calm:
+            self._stir(now)
+        self.turns += 1
+        self._tell_pages(now)
+        self._freed = False
+        if self.spec.adapt_quotas:
+            self._rebalance(now)
+        for grant in self.policy.decide(self.ledger, now):
+            self._grant(grant, now)
+        self._plan_to_wake(now)
+
+    def _rebalance(self, now: float) -> None:
+        changes = self.policy.rebalance(self.ledger, now)
+        if changes:
+            for change in changes:
+                pages = self.page_of[change.model]
+                pages.quota = change.pages
+                self.ledger.pages(change.model, pages.held, 0, pages.quota)
+            for pool in self.pools.values():
+                pool.check(now)
+
+    def _plan_to_wake(self, now: float) -> None:
+        wakeup = self.policy.wakeup(self.ledger, now) if self.spec.adapt_quotas else self.ledger.next_retry()
+        if wakeup < self._wake_at or (self._wake_at <= now and wakeup != float("inf")):
+            self._wake_at = wakeup if wakeup > now else now + _AGAIN_SECONDS
+            self.clock.at(self._wake_at, self._wake)
+
+    def _wake(self, now: float) -> None:
+        if now == self._wake_at:
+            self.turn_due = self._woken = True
+            self.touch()
+
+    # ------------------------------------------------------------ leaps over renewals
+
+    def freed(self, pages: ModelPages, now: float) -> None:
+        self._freed = True
+
+    def releasing(self, pages: ModelPages, now: float) -> None:
+        # What a model held at most is what the ledger would have heard of at a turn just before.
+        model = self.ledger.models[pages.index]
+        if pages.held > model.peak:
+            model.peak = pages.held
+
+    def rested(self, now: float) -> None:
+        """See whether all that the policy will do until something happens is to renew leases; then leap over that."""
+        if not self._leaps_renewals:
+            return
+        went_on, self._went_on = self._went_on, False
+        renewals = self._renewals
+        if renewals is None or not (went_on and self.calm):
+            renewals = self._only_renewals(now)
+            if renewals != self._renewals or renewals is None:
+                self.disturbed(now)
+                if renewals is None:
+                    return
+            self._renewals = renewals
+        self.calm = True
+        for _, engine in self._far:
+            if not engine.far and engine.steady():
+                engine.extend(renewals)
+
+    def _only_renewals(self, now: float) -> Renewals | None:
+        """What the policy says, and nothing but decoding sequences will give pages back: what each model held at most
+        before that, the ledger is told (`releasing`)."""
+        renewals = None if self._freed else self.policy.renews(self.ledger, now)
+        if renewals is None or renewals.until <= now:
+            return None
+        for model, engine in self.prefillers:
+            if model.prefill.lease is not None and engine.releases():
+                return None
+        return renewals
+
+    def _goes_on(self, woken: bool, now: float) -> bool:
+        """All that has been told are steps of decode engines, ends of their sequences, requests that join others in a
+        queue, and the time. If nothing but renewals follows from that, see to them without asking for a decision."""
+        ledger, self._freed = self.ledger, False
+        if woken or any(model.queue for model in ledger.models):
+            self._tell_pages(now)
+            if woken and self.spec.adapt_quotas:
+                self._rebalance(now)
+        else:
+            for model, pages in zip(ledger.models, self.pages, strict=True):
+                if pages.held < pages.told:
+                    pages.told = pages.held
+                    ledger.pages(model.name, pages.held, 0, pages.quota)
+        renewals = self._only_renewals(now)
+        if renewals is None or renewals != self._renewals:
+            return False
+        due = []
+        for model, engine in self._far:
+            lease = model.decode.lease
+            if not engine.far and lease is not None and model.decoding and lease.due(now):
+                if not engine.between():
+                    return False
+                due.append(engine)
+        for engine in due:
+            engine.renew(renewals.contended, now)
+        if woken:
+            self._plan_to_wake(now)
+        return True
+
+    def disturbed(self, now: float) -> None:
+        calm, self.calm = self.calm, False
+        self._renewals = None
+        for _, engine in self._far:
+            if engine.far:
+                if calm:
+                    engine.catch_up(now, True)
+                engine.cut(now)
+
+    def _stir(self, now: float) -> None:
+        """A turn is due: bring all engines to what they would have told by now."""
+        self.calm = False
+        for _, engine in self._far:
+            if engine.far:
+                engine.catch_up(now, False)
+                if engine.stands_at_report(now):
+                    engine.report_now(now)
+        # It is taking place.
+        self.turn_due = self._news = False
+
+    # ------------------------------------------------------------ what the scheduler sees and does
+
+    def _tell_pages(self, now: float) -> None:
+        self._count_pages(now)
+        ledger = self.ledger
+        for model, pages in zip(ledger.models, self.pages, strict=True):
+            held = pages.held
+            if held != pages.told:
+                pages.told = held
+                ledger.pages(model.name, held, 0, pages.quota)
+        for name, pool in self.pools.items():
+            held = pool.held
+            if held != pool.told:
+                pool.told = held
+                ledger.pool_pages(name, pool.profile.pages - held, 0)
+
+    def _grant(self, grant: Grant, now: float) -> None:
+        self._lease_id += 1
+        lease_id = self._lease_id
+        self.ledger.granted(grant, lease_id, now)
+        admit = [self.live[request_id] for request_id in grant.admit]
+        for request in admit:
+            request.lease_id = lease_id
+        engine = self._engine[grant.model, grant.phase]
+        lease = Lease(lease_id, grant.phase, grant.steps, grant.share, grant.seconds, admit)
+        delay = self.overheads.lease
+        if not delay:
+            engine.receive(lease, now)
+            return
+        self.clock.at(now + delay, lambda now: engine.receive(lease, now))

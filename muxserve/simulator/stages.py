@@ -1,0 +1,520 @@
+"""An engine whose layers are a pipeline: micro-batches follow each other through the stages, and what each holds is
+decided by a `TokenBudget`, the object that decides in a live engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from muxserve.costs import EngineCosts, EngineShape, LatencyModel, ModelArchitecture
+from muxserve.costs.architecture import ITEM_BYTES, split_layers
+from muxserve.costs.front_end import engines_only
+from muxserve.costs.latency import Decode, Load
+from muxserve.costs.measured import MeasuredCosts
+from muxserve.scheduling.token_throttling import EngineState as Holding
+from muxserve.scheduling.types import Phase
+from muxserve.simulator.engine import BOUNDARY, IDLE, NO_LOAD, STEPPING
+from muxserve.simulator.leased import Lease, LeasedEngine, Report
+from muxserve.simulator.micro_batches import MicroBatches
+from muxserve.simulator.pages import ModelPages
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.setup import Pipeline, SimModel, check_split
+from muxserve.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    from muxserve.simulator.scheduled import ScheduledUnit
+
+# Where attention takes nearly all of a prefill step, whatever the model.
+_MANY_PAIRS = 1 << 40
+
+
+@dataclass(slots=True)
+class Work:
+    """One micro-batch as the stages see it. `prefill` prompt tokens of `prompts` prompts with `pairs` (query, key)
+    pairs of attention; `decode` sequences with `context` tokens of KV between them, the new ones included."""
+
+    prefill: int = 0
+    prompts: int = 0
+    pairs: int = 0
+    decode: int = 0
+    context: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the linear layers."""
+        return self.prefill + self.decode
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What goes through the stages together. `chunks` are prompts of which tokens are computed; `whole` are those whose
+    prompt ends with it, which get a token by it like the `decodes`."""
+
+    work: Work = field(default_factory=Work)
+    chunks: list[SimRequest] = field(default_factory=list)
+    whole: list[SimRequest] = field(default_factory=list)
+    decodes: list[SimRequest] = field(default_factory=list)
+
+    def add_chunk(self, request: SimRequest, tokens: int) -> None:
+        """The next `tokens` of a prompt."""
+        before, work = request.computed, self.work
+        self.chunks.append(request)
+        work.prompts += 1
+        work.prefill += tokens
+        work.pairs += tokens * before + tokens * (tokens + 1) // 2
+        request.computed = before + tokens
+        request.flying += 1
+        if request.computed == request.tokens:
+            self.whole.append(request)
+
+    def add_decode(self, request: SimRequest) -> None:
+        """The next token of a sequence."""
+        self.decodes.append(request)
+        request.computed += 1
+        request.flying += 1
+        self.work.decode += 1
+        self.work.context += request.computed
+
+
+class PipelineEngine(LeasedEngine):
+    """One engine. Micro-batches pass every stage in the order in which they were made, so the whole way of one is known
+    when it starts; each takes a step of the lease.
+
+    `waiting` prompts have not begun, `begun` ones have tokens left, both in the order in which they came; `ready`
+    sequences decode and are in no micro-batch, those that were ready first in front. `running` are all that hold
+    blocks, in the order in which they got them. When blocks run out the last to have come gives way (vLLM's recompute
+    preemption), and is given back.
+    """
+
+    def __init__(self, unit: ScheduledUnit, model: SimModel, spec: Pipeline, pages: ModelPages) -> None:
+        super().__init__(unit, model, Phase.BOTH, pages)
+        self.spec = spec
+        profile = model.profile
+        share = profile.decode_share if model.cost_share is None else model.cost_share
+        shape = EngineShape(unit.spec.device, unit.spec.tp, share, model.dtype)
+        self.stages = make_stages(spec, unit.latency, model.architecture, shape)
+        self.record = MicroBatches(spec.stages)
+        self.waiting: deque[SimRequest] = deque()
+        self.begun: list[SimRequest] = []
+        self.ready: deque[SimRequest] = deque()
+        self.running: dict[SimRequest, None] = {}
+        self._budget = spec.budget()
+        # vLLM sends two tensors from stage to stage: the hidden states and the residual.
+        token_bytes = 2.0 * model.architecture.hidden * ITEM_BYTES[model.dtype]
+        # What is behind each stage; behind the last one there is none.
+        self._links = [(link.latency, token_bytes / link.bandwidth) for link in spec.links] + [(0.0, 0.0)]
+        self._flying: deque[tuple[float, MicroBatch]] = deque()
+        self._decoding = 0
+        self._waiting_tokens = 0
+        self._left = self._steps = 0
+        self._begun = 0.0
+        self._half_told = self._admitted = False
+        # What was not reported yet.
+        self._told_at = 0.0
+        self._untold_steps = self._untold_tokens = self._untold_prompts = 0
+        self._finished: list[SimRequest] = []
+        self._through: list[SimRequest] = []
+        self._returned: list[SimRequest] = []
+
+    def holding(self) -> Holding:
+        """What the budget is made from; the free part of the cache is that of the model's quota."""
+        free = 1.0 - self.pages.held / self.pages.quota
+        return Holding(self._waiting_tokens, self._decoding, len(self.ready), free, self.spec.in_flight)
+
+    # ------------------------------------------------------------ told by the unit
+
+    def receive(self, lease: Lease, now: float) -> None:
+        self._pending = lease
+        self._entering += lease.admit
+        self.state = BOUNDARY
+        self.unit.at_boundary(self)
+
+    def boundary(self, now: float) -> None:
+        flying = self._flying
+        while flying and flying[0][0] <= now:
+            self._done(flying.popleft()[1], now)
+        self.state = BOUNDARY
+        self.version += 1
+        self._tell_if_due(now)
+        self.unit.at_boundary(self)
+
+    def kick(self, now: float) -> None:
+        if self.calls:
+            self._called(now)
+        if self._pending is not None:
+            self._take(self._pending, now)
+        self._fill(now)
+        self._tell_if_due(now)
+        flying, first = self._flying, self.stages[0]
+        if not flying:
+            self.state = IDLE
+            return
+        self.state = STEPPING
+        self.planned_time = flying[0][0]
+        if not self.spec.ahead and len(flying) < self.spec.in_flight and now < first.free_at < self.planned_time:
+            self.planned_time = first.free_at
+        self.unit.look(self)
+
+    def retime(self, slow: float, now: float) -> None:
+        self.slow = slow
+
+    def computed(self, request: SimRequest, now: float) -> int:
+        return request.computed - request.flying
+
+    def has(self, request: SimRequest) -> bool:
+        return request in self.running
+
+    def leave(self, request: SimRequest) -> int:
+        self.ready.remove(request)
+        self._decoding -= 1
+        del self.running[request]
+        return request.blocks
+
+    def in_flight(self, request: SimRequest) -> bool:
+        return request.flying > 0
+
+    def _take(self, lease: Lease, now: float) -> None:
+        self._pending = None
+        self.lease_id = lease.lease_id
+        self._steps = self._left = lease.steps
+        self._begun, self._deadline = now, now + lease.seconds
+        self._half_told = False
+        self._admitted = bool(self._entering)
+        for request in self._entering:
+            if request.blocks:
+                # It comes with its KV, and decodes.
+                request.computed = request.tokens - 1
+                self.running[request] = None
+                self.ready.append(request)
+                self._decoding += 1
+            else:
+                self.waiting.append(request)
+                self._waiting_tokens += request.tokens
+        self._entering = []
+
+    # ------------------------------------------------------------ micro-batches through the stages
+
+    def _fill(self, now: float) -> None:
+        """Start micro-batches, as long as there is one to start."""
+        first, spec = self.stages[0], self.spec
+        while len(self._flying) < spec.in_flight and (spec.ahead or first.free_at <= now):
+            if self._left <= 0 or now >= self._deadline:
+                return
+            batch = self._make(now)
+            if batch is None:
+                return
+            self._start(batch, now)
+
+    def _start(self, batch: MicroBatch, now: float) -> None:
+        work, spec = batch.work, self.spec
+        if not self._flying:
+            if not self._untold_steps:
+                self._told_at = now
+            self.record.begins(now)
+            self._runs(NO_LOAD, now)
+        self._left -= 1
+        self._untold_steps += 1
+        self._untold_tokens += work.tokens
+        self._untold_prompts += work.prefill
+        self.jobs += 1
+        self.tokens += work.tokens
+        arrives = now + self.unit.overheads.decode_step
+        self.record.made(now, work.prompts, work.prefill, work.decode)
+        for number, (stage, (latency, per_token)) in enumerate(zip(self.stages, self._links, strict=True)):
+            seconds = stage.seconds(work)
+            begins = max(arrives, stage.free_at)
+            self.record.works(number, begins, seconds)
+            stage.free_at = begins + seconds
+            arrives = stage.free_at + latency + work.tokens * per_token
+        self._flying.append((self.stages[-1].free_at + spec.return_seconds, batch))
+
+    def _done(self, batch: MicroBatch, now: float) -> None:
+        """The tokens of a micro-batch are there."""
+        if not self._flying:
+            self.record.ends(now)
+            self._rests(now)
+        for request in batch.chunks:
+            request.flying -= 1
+        for request in batch.decodes:
+            request.flying -= 1
+        self._decoding += len(batch.whole)
+        for request in batch.decodes:
+            request.made += 1
+            self._goes_on(request, now)
+        for request in batch.whole:
+            computed = request.computed
+            request.got_token(now + self.unit.overheads.token)
+            request.computed = computed
+            if self._goes_on(request, now):
+                self._through.append(request)
+
+    def _goes_on(self, request: SimRequest, now: float) -> bool:
+        """A sequence has a token more; whether it was not the last."""
+        if request.made < request.output:
+            self.ready.append(request)
+            return True
+        self._decoding -= 1
+        self._release(request)
+        self._finished.append(request)
+        self.unit.finished(request, now)
+        return False
+
+    def _tell_if_due(self, now: float) -> None:
+        """Report as `engine.lease.HeldLease` does."""
+        news = bool(self._finished or self._through or self._returned)
+        steps = self._untold_steps
+        if not (news or steps):
+            return
+        left = self._left if now < self._deadline else 0
+        half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
+        remaining = len(self.running) + len(self.waiting)
+        worth = news or self._untold_prompts or self._admitted or left <= 0 or (half and not self._half_told)
+        if not (worth or not remaining):
+            return
+        self._half_told, self._admitted = half, False
+        seconds = now - self._told_at if steps else 0.0
+        finished, self._finished = self._finished, []
+        through, self._through = self._through, []
+        returned, self._returned = self._returned, []
+        tokens, prompts = self._untold_tokens, self._untold_prompts
+        if steps:
+            self._told_at = now
+        self._untold_steps = self._untold_tokens = self._untold_prompts = 0
+        self.unit.report(
+            Report(
+                self, self.lease_id, left, seconds, tokens, steps, remaining, finished, through, returned, prompts
+            )
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ what goes in
+
+    def _make(self, now: float) -> MicroBatch | None:
+        """The next micro-batch; None while nothing can run before another one ends."""
+        while self.waiting or self.begun or self.ready:
+            budget, returned = self._budget.next(self.holding()), len(self._returned)
+            batch = MicroBatch()
+            self._decode(batch, budget.decode, now)
+            # As in vLLM: a sequence that has just given way would take the blocks back at once.
+            if len(self._returned) == returned:
+                self._prefill(batch, budget.prefill, now)
+            if batch.chunks or batch.decodes:
+                return batch
+            if self._flying or not self.begun:
+                return None
+            # Nothing will ever end: all memory lies with prompts that have begun and cannot go on. The last gives way.
+            if len(self._returned) == returned:
+                self._preempt(self.begun[-1], now)
+        return None
+
+    def _decode(self, batch: MicroBatch, most: int, now: float) -> None:
+        ready, tokens = self.ready, self.model.profile.block_tokens
+        while ready and len(batch.decodes) < most:
+            request = ready[0]
+            if request.computed == request.blocks * tokens:
+                if not self.pages.take(1, now, self.order):
+                    # Perhaps the request itself; then the next one is looked at.
+                    self._preempt(self.unit.victim([r for r in self.running if not r.flying]), now)
+                    continue
+                request.blocks += 1
+            ready.popleft()
+            if request.decoding_since is None:
+                request.decoding_since = now
+            batch.add_decode(request)
+
+    def _prefill(self, batch: MicroBatch, budget: int, now: float) -> None:
+        for request in [r for r in self.begun if self.spec.chunk_ahead or not r.flying]:
+            chunk = self._chunk(request, budget, now)
+            if not chunk:
+                return
+            batch.add_chunk(request, chunk)
+            budget -= chunk
+            if request.computed == request.tokens:
+                self.begun.remove(request)
+        waiting = self.waiting
+        while waiting and len(self.running) < self.model.profile.max_num_seqs:
+            request = waiting[0]
+            chunk = self._chunk(request, budget, now)
+            if not chunk:
+                return
+            waiting.popleft()
+            self.running[request] = None
+            batch.add_chunk(request, chunk)
+            budget -= chunk
+            if request.computed < request.tokens:
+                self.begun.append(request)
+
+    def _chunk(self, request: SimRequest, budget: int, now: float) -> int:
+        """How much of the prompt goes in now; its blocks are taken."""
+        tokens = self.model.profile.block_tokens
+        room = (request.blocks + self.pages.spare_blocks()) * tokens - request.computed
+        chunk = min(budget, request.tokens - request.computed, room)
+        if chunk <= 0:
+            return 0
+        blocks = -(-(request.computed + chunk) // tokens) - request.blocks
+        if blocks and not self.pages.take(blocks, now, self.order):
+            return 0
+        request.blocks += blocks
+        self._waiting_tokens -= chunk
+        return chunk
+
+    # ------------------------------------------------------------ blocks
+
+    def _release(self, request: SimRequest) -> None:
+        self.pages.release(request.blocks)
+        request.blocks = 0
+        del self.running[request]
+        self.unit.freed(self.pages, self.unit.clock.now)
+
+    def _preempt(self, request: SimRequest, now: float) -> None:
+        """It loses its blocks and is given back."""
+        if request.computed < request.tokens and request in self.begun:
+            self.begun.remove(request)
+            self._waiting_tokens -= request.tokens - request.computed
+        else:
+            self.ready.remove(request)
+            self._decoding -= 1
+        self._release(request)
+        request.computed = 0
+        request.preempted(now)
+        self._returned.append(request)
+
+    # ------------------------------------------------------------ what is seen of it
+
+    def timelines(self) -> list[Timeline]:
+        """One of each stage, on devices of its own; where they share one, as processes on a CPU do, one of all."""
+        spec = self.unit.spec
+        tp = len(spec.devices) // self.spec.stages
+        found: list[Timeline] = []
+        for number in range(self.spec.stages):
+            name = f"{self.model.name}, stage {number + 1},"
+            if tp or not found:
+                found.append(Timeline(spec.name, spec.device, spec.devices[number * tp :][:tp] or spec.devices))
+            for step in self.record.steps_of(number):
+                phase = "mixed" if step.prefill and step.decode else "prefill" if step.prefill else "decode"
+                sequences, tokens = step.prompts + step.decode, step.prefill + step.decode
+                found[-1].job(name, phase, step.began, step.ended, sequences, tokens)
+        return found
+
+
+# ---------------------------------------------------------------- what stages cost and hold
+
+
+def stage_architectures(architecture: ModelArchitecture, split: Sequence[int]) -> list[ModelArchitecture]:
+    """The model's parts as models of their own. Only the last computes logits; looking up embeddings costs nothing."""
+    return [
+        replace(architecture, layers=layers, vocab=architecture.vocab if number == len(split) - 1 else 0)
+        for number, layers in enumerate(split)
+    ]
+
+
+def kv_blocks(
+    architecture: ModelArchitecture,
+    dtype: str,
+    stages: int,
+    memory: Sequence[float],
+    block_tokens: int = 16,
+    split: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Blocks that each stage's KV cache can have. `memory` is what each stage has for weights and KV, bytes, of all its
+    devices together; `split` says how many layers each has (None: `split_layers`).
+
+    Raises:
+        ValueError: the weights leave no room, or the lengths do not fit.
+    """
+    if split is None:
+        split = split_layers(architecture.layers, stages)
+    check_split(split, architecture.layers, stages)
+    if len(memory) != stages:
+        raise ValueError(f"{stages} stages have {len(memory)} memories")
+    found = []
+    for number, layers in enumerate(split):
+        part = replace(architecture, layers=layers, tied_embeddings=True)
+        # Embeddings lie on the first stage and the LM head on the last; on a single one both, unless they are tied.
+        ends = (number == 0) + (number == stages - 1)
+        if architecture.tied_embeddings and stages == 1:
+            ends = 1
+        matrix = architecture.vocab * architecture.hidden
+        weights = (part.parameters + (ends - 1) * matrix) * ITEM_BYTES[dtype]
+        room = memory[number] - weights
+        blocks = int(room // (part.kv_bytes_per_token(dtype) * block_tokens))
+        if blocks < 1:
+            raise ValueError(
+                f"stage {number} has {memory[number] / 2**30:.1f} GiB, of which its weights take "
+                f"{weights / 2**30:.1f}: no room for a block"
+            )
+        found.append(blocks)
+    return tuple(found)
+
+
+class Stage:
+    """One stage. `free_at` is when it has done all it was given."""
+
+    def __init__(self, costs: EngineCosts) -> None:
+        self.free_at = 0.0
+        self._costs = costs
+        longer = costs.prefill(1, 2 * _MANY_PAIRS, 1) - costs.prefill(1, _MANY_PAIRS, 1)
+        self._pair_seconds = longer / _MANY_PAIRS
+
+    def seconds(self, work: Work) -> float:
+        """How long it computes that micro-batch.
+
+        Latency models know steps of one kind. In a mixed one all tokens go through the linear layers together, which is
+        a prefill of as many tokens, and decoding sequences read their KV beside it. That is counted as so many pairs of
+        prefill attention as take the same time, so that a step that waits for the host waits only once.
+        """
+        if not work.decode:
+            return self._costs.prefill(work.prefill, work.pairs, work.prompts)
+        if not work.prefill:
+            return self._costs.decode(work.decode, work.context).seconds(work.context)
+        reading = self._costs.decode(work.decode, _MANY_PAIRS).per_token * work.context
+        tokens, rows = work.tokens, work.prompts + work.decode
+        if self._pair_seconds > 0.0:
+            return self._costs.prefill(tokens, work.pairs + round(reading / self._pair_seconds), rows)
+        return self._costs.prefill(tokens, work.pairs, rows) + reading
+
+
+def make_stages(
+    spec: Pipeline, latency: LatencyModel, architecture: ModelArchitecture, shape: EngineShape
+) -> list[Stage]:
+    """The stages of that engine, each on a shape of its own.
+
+    Profiles have whole models: of those a stage takes the part that its layers are of all. Costs from first principles
+    know what a stage is.
+
+    Raises:
+        CostError: the latency model does not know a part of the model on that device.
+        ValueError: the layers are not the model's.
+    """
+    check_split(spec.layers, architecture.layers, spec.stages)
+    latency = engines_only(latency)
+    whole = latency.engine(architecture, shape)
+    if isinstance(whole, MeasuredCosts) and spec.stages > 1:
+        return [Stage(PartOfCosts(whole, layers / architecture.layers)) for layers in spec.layers]
+    return [Stage(latency.engine(part, shape)) for part in stage_architectures(architecture, spec.layers)]
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfCosts:
+    """`EngineCosts` of a part of a model's layers."""
+
+    costs: EngineCosts
+    part: float
+
+    def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
+        """See `EngineCosts.prefill`."""
+        return self.part * self.costs.prefill(tokens, pairs, sequences)
+
+    def decode(self, batch: int, context: int) -> Decode:
+        """See `EngineCosts.decode`."""
+        whole = self.costs.decode(batch, context)
+        return Decode(self.part * whole.fixed, self.part * whole.per_token, whole.until)
+
+    def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
+        """See `EngineCosts.prefill_load`."""
+        return self.costs.prefill_load(tokens, pairs, sequences)
+
+    def decode_load(self, batch: int, context: int) -> Load:
+        """See `EngineCosts.decode_load`."""
+        return self.costs.decode_load(batch, context)
