@@ -335,6 +335,7 @@ TEST_F(ServerTest, ClosesTheLargestWhenBuffersGrowTogether) {
 
 TEST_F(ServerTest, OneFloodingClientDoesNotKeepTheOthersWaiting) {
   // Statistics of a thousand models are expensive: a buffer full of such requests is a second's work.
+  stop();
   for (int i = 0; i < 500; ++i) fixture_.manager.add_model({"m" + std::to_string(i), "p", 1, 1, 4, 0});
   restart({});
   const int fd = connect_raw("flood");

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import socket
 import struct
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,79 +19,30 @@ import pytest
 from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, _native
 from muxserve.memory.client import MemoryClient
+from tests.memory.raw import (
+    BAD_MAGIC,
+    BAD_VERSION,
+    EXHAUSTED,
+    HEADER,
+    HELLO,
+    INVALID,
+    MAGIC,
+    MALFORMED,
+    NOT_GREETED,
+    NOT_OWNER,
+    OK,
+    STATISTICS,
+    STEP,
+    TOO_LARGE,
+    UNKNOWN_MODEL,
+    UNKNOWN_OPERATION,
+    VERSION,
+    WRONG_GENERATION,
+    RawClient,
+    text,
+)
 from tests.memory.support import PAGES, assert_balanced, stats_of
 from tests.support.patience import eventually
-
-HEADER = struct.Struct("<IHHQIIII")
-MAGIC, VERSION = 0x4D4D584D, 1
-HELLO, STEP, STATISTICS = 1, 2, 8
-OK, MALFORMED, BAD_MAGIC, BAD_VERSION, TOO_LARGE, WRONG_GENERATION, NOT_GREETED = range(7)
-TOO_MANY_CLIENTS, UNKNOWN_OPERATION, UNKNOWN_MODEL, NOT_OWNER = range(7, 11)
-
-
-class RawClient:
-    """Speaks the protocol byte by byte."""
-
-    def __init__(self, path: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(60)
-        self.socket.connect(path)
-        self.generation = 0
-
-    def send(self, operation: int, payload: bytes = b"", **header: int) -> None:
-        fields = {
-            "magic": MAGIC,
-            "version": VERSION,
-            "generation": self.generation,
-            "sequence": 1,
-            "length": len(payload),
-            "status": 0,
-            **header,
-        }
-        self.socket.sendall(
-            HEADER.pack(
-                fields["magic"],
-                fields["version"],
-                operation,
-                fields["generation"],
-                fields["sequence"],
-                fields["length"],
-                fields["status"],
-                0,
-            )
-            + payload
-        )
-
-    def receive(self) -> tuple[int, int, bytes]:
-        """Status, generation and payload of one frame."""
-        header = self.exactly(HEADER.size)
-        _, _, _, generation, _, length, status, _ = HEADER.unpack(header)
-        return status, generation, self.exactly(length)
-
-    def exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            got = self.socket.recv(size - len(data))
-            if not got:
-                raise EOFError
-            data += got
-        return data
-
-    def hello(self) -> None:
-        self.send(HELLO, struct.pack("<I4sI", 3, b"raw", os.getpid()))
-        status, self.generation, _ = self.receive()
-        assert status == OK
-
-    def step(self, *release: int, reserve: int = 0, model: int = 0, **header: int) -> int:
-        payload = struct.pack(f"<6I{len(release)}i", model, 0, reserve, len(release), 0, 0, *release)
-        self.send(STEP, payload, **header)
-        return self.receive()[0]
-
-    def closed_by_the_manager(self) -> bool:
-        try:
-            return self.socket.recv(1) == b""
-        except ConnectionResetError:
-            return True
 
 
 class Abuse:
@@ -135,6 +89,11 @@ def open_files(process: subprocess.Popen[bytes]) -> int:
 def resident_bytes(process: subprocess.Popen[bytes]) -> int:
     pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_garbage_is_answered_and_the_connection_closed(abuse: Abuse) -> None:
@@ -301,3 +260,98 @@ def test_a_client_that_never_reads_is_dropped(abuse: Abuse) -> None:
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         flood()
     eventually(lambda: abuse.owned() == 0, "what it held is released")
+
+
+NOT_NAMES = [b"", b"x" * 129, b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"a\nb", b"a\0b", b"\xe2\x80\xa8"]
+
+
+def test_every_reader_can_decode_what_clients_have_named(abuse: Abuse) -> None:
+    for name in NOT_NAMES:
+        raw = abuse.raw(greeted=False)
+        raw.send(HELLO, text(name) + struct.pack("<I", 1))
+        assert raw.receive()[0] == INVALID, name
+    raw = abuse.raw()
+    assert raw.step(reserve=1) == OK
+    for name in NOT_NAMES:
+        assert raw.hand_off(name, 1) == INVALID, name
+    assert raw.hand_off("café".encode(), 1) == OK
+    assert stats_of(abuse.honest.stats(), "a")["hand_off_keys"] == ["café"]
+    abuse.honest.drop("a", "café")
+
+
+def test_a_refusal_is_short_and_can_be_decoded(abuse: Abuse) -> None:
+    raw = abuse.raw()
+    raw.send(10, text(b'{"' + b"\xff" * 50_000 + b'": 1}'))
+    status, _, payload = raw.receive()
+    assert status == INVALID
+    assert len(payload) < 1100
+    payload.decode()
+
+
+def test_hand_offs_of_nothing_are_refused_and_cost_nothing(abuse: Abuse) -> None:
+    raw = abuse.raw()
+    before = resident_bytes(abuse.process)
+    for number in range(20_000):
+        assert raw.hand_off(str(number).encode()) == INVALID
+    assert resident_bytes(abuse.process) - before < 4 << 20
+    assert stats_of(abuse.honest.stats(), "a")["hand_off_keys"] == []
+
+
+LIMITED = ["--max-hand-offs-per-client", "10", "--max-hand-offs-per-model", "15"]
+
+
+@pytest.mark.parametrize("manager", [LIMITED], indirect=True)
+def test_hand_offs_are_bounded_by_client_and_by_model(abuse: Abuse) -> None:
+    first, second = abuse.raw(), abuse.raw()
+    for raw, block in ((first, 1), (second, 2)):
+        assert raw.step(reserve=1) == OK
+        made = 0
+        while (status := raw.hand_off(f"{block}/{made}".encode(), block)) == OK:
+            made += 1
+        assert status == EXHAUSTED
+        assert made == (10 if raw is first else 5)
+    for block, made in ((1, 10), (2, 5)):
+        for number in range(made):
+            abuse.honest.drop("a", f"{block}/{number}")
+
+
+def test_tables_that_no_pool_can_fill_are_refused(abuse: Abuse) -> None:
+    with pytest.raises(MemoryManagerError, match="can ever fill") as error:
+        abuse.honest.add_model("huge", pool="p", layers=256, kv_heads=256, num_blocks=1 << 20, quota_pages=0)
+    assert error.value.code == "INVALID"
+
+
+def test_little_is_kept_for_a_client_that_reads_slowly(abuse: Abuse) -> None:
+    raw = abuse.raw()
+    before = resident_bytes(abuse.process)
+    request = HEADER.pack(MAGIC, VERSION, STATISTICS, raw.generation, 5, 0, 0, 0)
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                raw.socket.sendall(request * 1000)
+
+    sender = threading.Thread(target=flood)
+    sender.start()
+    taken = 0
+    for _ in range(300):
+        taken += len(raw.socket.recv(1 << 16))
+        abuse.honest.stats()
+    raw.socket.shutdown(socket.SHUT_RDWR)
+    sender.join()
+    assert taken > 4 << 20
+    assert resident_bytes(abuse.process) - before < 8 << 20
+
+
+def test_it_serves_on_when_descriptors_have_run_out(abuse: Abuse) -> None:
+    limits = resource.prlimit(abuse.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(abuse.process.pid, resource.RLIMIT_NOFILE, (open_files(abuse.process), limits[1]))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(abuse.socket_path)
+        before = cpu_seconds(abuse.process)
+        for _ in range(10):
+            abuse.honest.stats()
+            time.sleep(0.05)  # what it does meanwhile is what is measured
+        assert cpu_seconds(abuse.process) - before < 0.25, "it tries to take the connection all the time"
+    resource.prlimit(abuse.process.pid, resource.RLIMIT_NOFILE, limits)
+    assert abuse.raw().step(reserve=1) == OK
