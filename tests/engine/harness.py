@@ -156,10 +156,16 @@ class Engines:
         )
 
     def lease(
-        self, engine: str, admit: Iterable[Admit] = (), steps: int = 1000, tokens: int = 0, phase: str = "both"
+        self,
+        engine: str,
+        admit: Iterable[Admit] = (),
+        steps: int = 1000,
+        tokens: int = 0,
+        phase: Any = "both",
+        alone: str = "",
     ) -> int:
         self._lease_id += 1
-        self.send(engine, Lease(self._lease_id, steps, 60.0, list(admit), tokens, phase))
+        self.send(engine, Lease(self._lease_id, steps, 60.0, list(admit), tokens, phase, alone))
         return self._lease_id
 
     def pump(self, seconds: float = 0.05) -> None:

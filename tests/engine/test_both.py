@@ -7,13 +7,15 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from muxserve.memory import server
-from muxserve.wire import Blocks, Detach, Detached, EngineLost, Message, ShowBlocks
+from muxserve.wire import Blocks, Detach, Detached, EngineLost, Message, ShowBlocks, StepFailed, StepReport
 from tests.engine.cases import CASES, sampling
 from tests.engine.checks import bodies, check, owned, reports
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
+from tests.support import poison
 
 MODEL = "arithmetic"
 ENGINE = f"{MODEL}/both"
@@ -25,7 +27,8 @@ LONGER = [case for case in CASES if case not in ("one-token", "prompt-logprobs")
 @pytest.fixture(scope="module")
 def family() -> Iterator[Engines]:
     # Chunks of 128 tokens, so that the long prompts take several steps.
-    with engines([deployed_model(MODEL, MODELS[MODEL], max_num_batched_tokens=128, phases="rolling")]) as running:
+    changes: dict[str, Any] = {"max_num_batched_tokens": 128, "engine_args": {"logits_processors": [poison.NAME]}}
+    with engines([deployed_model(MODEL, MODELS[MODEL], phases="rolling", **changes)]) as running:
         assert [hello.phase for hello in running.hellos] == ["both"]
         yield running
 
@@ -118,6 +121,73 @@ def test_a_lease_to_prefill_cuts_decoding_which_goes_on_later(family: Engines, a
     check(family, answers, "early", LONGER)
     check(family, answers, "late", LONGER)
     family.until(lambda: owned(family)[MODEL] == 0)
+
+
+def fails(family: Engines) -> StepFailed:
+    """What the engine says of a step that fails now."""
+    since = len(family.reports)
+    family.until(lambda: any(isinstance(m, StepFailed) for _, m in family.reports[since:]))
+    return next(m for _, m in family.reports[since:] if isinstance(m, StepFailed))
+
+
+def poisoned(family: Engines, answers: dict[str, Any], name: str, at: int) -> bytes:
+    asked = {"poison": "raise", "poison_at": at}
+    return family.body(name, answers["greedy"]["prompt"], max_tokens=40, ignore_eos=True, extra_args=asked)
+
+
+def test_a_step_that_raises_costs_those_that_were_in_it_and_nobody_else(
+    family: Engines, answers: dict[str, Any]
+) -> None:
+    pid = family.pids[MODEL, "both"]
+    requests = bodies(family, answers, "beside", LONGER)
+    prefill(family, requests)
+    # Its prompt fails; those that decode sit still meanwhile.
+    family.lease(ENGINE, [family.admit("bad", poisoned(family, answers, "bad", 0))], phase="prefill")
+    failed = fails(family)
+    assert (failed.request_ids, failed.lost) == (["bad"], [])
+    assert poison.WORDS in failed.reason
+    family.lease(ENGINE, phase="decode")
+    family.until(lambda: all(family.finished(name) for name in requests))
+    check(family, answers, "beside", LONGER)
+    # In the middle of decoding it takes the batch along, whose requests can be served again.
+    requests = bodies(family, answers, "again", ["greedy", "seed-top-p"])
+    prefill(family, {**requests, "worse": poisoned(family, answers, "worse", 3)})
+    family.lease(ENGINE, phase="decode")
+    failed = fails(family)
+    assert set(failed.request_ids) == {*requests, "worse"}
+    family.until(lambda: owned(family)[MODEL] == 0)
+    again = {name: list(family.tokens[name]) for name in requests}
+    admits = [family.admit(name, body, output_tokens=again[name]) for name, body in requests.items()]
+    family.lease(ENGINE, admits, phase="both")
+    family.until(lambda: all(family.finished(name) for name in requests))
+    check(family, answers, "again", ["greedy", "seed-top-p"])
+    family.until(lambda: owned(family)[MODEL] == 0)
+    assert psutil.Process(pid).is_running()
+
+
+def test_one_alone_is_the_only_one_in_every_step(family: Engines, answers: dict[str, Any]) -> None:
+    names = [f"alone-{case}" for case in LONGER[:3]]
+    requests = bodies(family, answers, "alone", LONGER[:3])
+    since = len(family.reports)
+    admits = [family.admit(name, body) for name, body in requests.items()]
+    lease = family.lease(ENGINE, admits, alone=names[1])
+    family.until(lambda: family.finished(names[1]))
+    # It says that it has the lease before it begins, and that the lease is over when the request is.
+    first, *_, last = [m for _, m in family.reports[since:] if isinstance(m, StepReport) and m.lease_id == lease]
+    assert (first.steps, first.lease_left > 0) == (0, True)
+    family.until(lambda: reports(family, lease=lease)[-1].lease_left == 0)
+    last = reports(family, lease=lease)[-1]
+    assert (last.finished, last.running + last.waiting) == ([names[1]], 2)
+    assert {name: len(family.tokens[name]) for name in (names[0], names[2])} == {names[0]: 0, names[2]: 0}
+    family.lease(ENGINE)
+    family.until(lambda: all(family.finished(name) for name in names))
+    check(family, answers, "alone", LONGER[:3])
+    # For one that has left nothing is done, and that is said.
+    lease = family.lease(ENGINE, [family.admit("other", requests[names[0]])], alone="nobody")
+    family.until(lambda: bool(reports(family, lease=lease)))
+    told = reports(family, lease=lease)[-1]
+    assert (told.lease_left, told.steps, told.waiting) == (0, 0, 1)
+    gone(family, ["other"])
 
 
 def test_prompts_wait_under_a_lease_to_decode(family: Engines, answers: dict[str, Any]) -> None:
