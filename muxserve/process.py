@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Collection
 # Who started a process: by the time it asks for its parent, that may have ended and another be its parent.
 PARENT_VARIABLE = "MUXSERVE_PARENT"
 _PR_SET_PDEATHSIG = 1
+_PASSED = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 
 
 class Signals:
@@ -48,6 +51,23 @@ def die_with_parent() -> bool:
     parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     return os.getppid() == parent
+
+
+def close_inherited(given: Collection[str] = ()) -> None:
+    """Close every descriptor from 3 on that this process was started with: a shell, a test or an editor may have left
+    its locks and pipes open, and a server that runs for weeks would hold them.
+
+    What was passed on purpose stays: descriptors that `given` arguments name (`/dev/fd/63`, as of `<(command)`), and
+    those of systemd's socket activation. To be called before anything is opened.
+    """
+    keep = {int(found[1]) for each in given if (found := _PASSED.fullmatch(each))}
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        keep |= set(range(3, 3 + int(os.environ.get("LISTEN_FDS", "0"))))
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        if number > 2 and number not in keep:
+            with contextlib.suppress(OSError):  # that of the directory just read
+                os.close(number)
 
 
 def log_to_stderr(level: str) -> None:

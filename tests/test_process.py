@@ -1,8 +1,10 @@
-"""A process that is to end with its parent notices one that ended before it could say so."""
+"""What processes of the fleet begin with: the parent's death is noticed, and what others had open is closed."""
 
+import fcntl
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from muxserve.process import PARENT_VARIABLE
 
@@ -25,3 +27,43 @@ def test_a_parent_that_has_ended_before_is_noticed() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     assert asked(gone.pid) == 7
+
+
+CLOSE = """
+import os, sys
+from muxserve.process import close_inherited
+close_inherited(sys.argv)
+print(*(fd for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}")))
+print("closed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_locks_and_pipes_of_others_are_not_kept(tmp_path: Path) -> None:
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    reader, writer = os.pipe()
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOSE], pass_fds=[lock, writer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "\n", "nothing is open"
+    os.close(lock)
+    os.close(writer)
+    with open(tmp_path / "lock") as again:
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert os.read(reader, 1) == b"", "the pipe has no writer left"
+    os.close(reader)
+    process.communicate("")
+
+
+def test_what_was_passed_on_purpose_stays(tmp_path: Path) -> None:
+    given = os.open(tmp_path / "given", os.O_RDWR | os.O_CREAT)
+    named = [sys.executable, "-c", CLOSE, f"/dev/fd/{given}"]
+    ended = subprocess.run(named, pass_fds=[given], input="", capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[0] == str(given)
+    # As systemd does it.
+    activated = ["bash", "-c", f'exec 3<&{given} {given}<&-; LISTEN_FDS=1 LISTEN_PID=$$ exec "$@"', "sh", *named[:3]]
+    ended = subprocess.run(activated, pass_fds=[given], input="", capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[0] == "3"
+    os.close(given)

@@ -11,6 +11,7 @@ import typer
 from muxserve.cli.fleet_app import app as fleet_app
 from muxserve.cli.offline_app import app as offline_app
 from muxserve.cli.workload_app import app as workload_app
+from muxserve.process import close_inherited
 
 # Plain help and no rich tracebacks: both would import much for little.
 app = typer.Typer(
@@ -142,6 +143,8 @@ def schema() -> None:
 
 def main() -> None:
     """The entry point."""
+    if sys.argv[1:2] == ["deploy"]:
+        close_inherited(sys.argv)
     try:
         app()
     except BrokenPipeError:

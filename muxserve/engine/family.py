@@ -100,11 +100,12 @@ class ForkingParent:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
+        self._selector = selectors.DefaultSelector()
 
-    def forget(self) -> None:
-        """Let go of what a child that is a parent itself has inherited."""
-        for end in (self._wake_read, self._wake_write):
-            end.close()
+    def _forget(self) -> None:
+        """In a child: let go of what is the parent's alone."""
+        for mine in (self._wake_read, self._wake_write, self._selector):
+            mine.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
 
@@ -112,7 +113,7 @@ class ForkingParent:
         """Serve until the command side closes."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             selector.register(self.commands, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
             self._reap()
@@ -151,6 +152,7 @@ class ForkingParent:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._forget()
             if die_with_parent:
                 die_with(parent)
             redirect_output(log_file)

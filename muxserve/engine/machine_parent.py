@@ -89,7 +89,6 @@ class MachineParent:
     def _fork_warm_parent(self, unit: str, file: str, log_file: Path, control_fd: int) -> None:
         def child() -> None:
             os.setpgid(0, 0)
-            self._parent.forget()
             self.control.close()
             os.close(self.lifeline_fd)
             warm_parent.run(file, Control(socket.socket(fileno=control_fd)))

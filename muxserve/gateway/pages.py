@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from importlib.metadata import version
 from typing import Final
 
@@ -11,16 +12,19 @@ from prometheus_client.registry import Collector
 
 from muxserve.gateway.app import Page
 from muxserve.gateway.errors import Send, respond, respond_json
-from muxserve.gateway.peers import OWN_METRICS, Peers, joined
+from muxserve.gateway.peers import FULL, OWN_METRICS, Peers, joined
 from muxserve.gateway.reports import Reports
 from muxserve.gateway.status import MAX_AGE_SECONDS, FleetStatus
+from muxserve.gateway.vllm_metrics import Lean
+
+FULL_METRICS = "/metrics" + FULL
 
 
 class Pages:
     """Answers GET requests about the server."""
 
     # Without a key: what load balancers and scrapers ask.
-    OPEN: Final = frozenset({"/health", "/metrics", OWN_METRICS, "/version"})
+    OPEN: Final = frozenset({"/health", "/metrics", FULL_METRICS, OWN_METRICS, OWN_METRICS + FULL, "/version"})
 
     def __init__(
         self,
@@ -32,7 +36,8 @@ class Pages:
         vllm_version: str,
     ) -> None:
         self._status = status
-        self._own_metrics = own_metrics
+        # Whether all that is there is asked for -> of this gateway.
+        self._own_metrics = {False: Lean(own_metrics), True: own_metrics}
         self._peers = peers
         self._reports = reports
         self._metrics = metrics
@@ -42,8 +47,10 @@ class Pages:
         """By path."""
         return {
             "/health": self.health,
-            "/metrics": self.metrics,
-            OWN_METRICS: self.own_metrics,
+            "/metrics": partial(self.metrics, full=False),
+            FULL_METRICS: partial(self.metrics, full=True),
+            OWN_METRICS: partial(self.own_metrics, full=False),
+            OWN_METRICS + FULL: partial(self.own_metrics, full=True),
             "/fleet": self.fleet,
             "/version": self.version,
         }
@@ -64,19 +71,19 @@ class Pages:
         """What serves here; `version` is vLLM's, as its own endpoint has it."""
         await respond_json(send, {"version": self._vllm_version, "muxserve": version("muxserve")})
 
-    async def metrics(self, send: Send) -> None:
-        """Prometheus text: of the fleet, and of all its gateways."""
-        others = asyncio.ensure_future(self._peers.metrics()) if self._peers else None
+    async def metrics(self, send: Send, full: bool) -> None:
+        """Prometheus text: of the fleet, and of all its gateways; `full` with every series that vLLM has."""
+        others = asyncio.ensure_future(self._peers.metrics(full)) if self._peers else None
         await asyncio.gather(self._status.refresh(), self._status.refresh_gpus())
         # Some milliseconds of pure Python: streams must not wait for it.
         text = await asyncio.to_thread(generate_latest, self._metrics)
-        own = await asyncio.to_thread(generate_latest, self._own_metrics)
+        own = await asyncio.to_thread(generate_latest, self._own_metrics[full])
         if others is not None:
             each = {**await others, self._peers.index: own.decode()}
             own = (await asyncio.to_thread(joined, sorted(each.items()))).encode()
         await respond(send, 200, text + own, CONTENT_TYPE_LATEST.encode())
 
-    async def own_metrics(self, send: Send) -> None:
+    async def own_metrics(self, send: Send, full: bool) -> None:
         """Prometheus text of this gateway alone, for the others."""
-        text = await asyncio.to_thread(generate_latest, self._own_metrics)
+        text = await asyncio.to_thread(generate_latest, self._own_metrics[full])
         await respond(send, 200, text, CONTENT_TYPE_LATEST.encode())

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 # Where a gateway tells the others its own metrics, on its Unix socket and nowhere else of use.
 OWN_METRICS = "/metrics/own"
+# Behind the path of metrics: every series, not only what is of use.
+FULL = "/full"
 TIMEOUT_SECONDS = 1.0
 
 _SAMPLE = re.compile(r"^([^{ ]+)({)?", re.MULTILINE)
@@ -42,17 +44,18 @@ class Peers:
     def __bool__(self) -> bool:
         return bool(self._others)
 
-    async def metrics(self) -> dict[int, str]:
+    async def metrics(self, full: bool) -> dict[int, str]:
         """The Prometheus text of each other gateway that answers."""
-        texts = await asyncio.gather(*(self._ask(path) for path in self._others.values()))
+        url = f"http://gateway{OWN_METRICS}{FULL if full else ''}"
+        texts = await asyncio.gather(*(self._ask(path, url) for path in self._others.values()))
         return {index: text for index, text in zip(self._others, texts, strict=True) if text is not None}
 
-    async def _ask(self, path: str) -> str | None:
+    async def _ask(self, path: str, url: str) -> str | None:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
         try:
             async with (
                 aiohttp.ClientSession(connector=aiohttp.UnixConnector(path), timeout=timeout) as session,
-                session.get(f"http://gateway{OWN_METRICS}") as answer,
+                session.get(url) as answer,
             ):
                 return await answer.text() if answer.status == HTTPStatus.OK else None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

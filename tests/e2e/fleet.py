@@ -24,6 +24,7 @@ from tests.support.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 START_SECONDS = 4 * PATIENCE
+FOREIGN = "foreign.lock"
 
 
 def fleet_file(
@@ -152,14 +153,18 @@ def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
     """Deploy the fleet file, wait until it serves (within `seconds`), and stop it as a user would."""
     port = free_port()
     log = open(path.parent / "deploy.log", "wb")  # noqa: SIM115
+    # As a shell may leave some open that started it: what is locked here must not stay locked by the fleet.
+    foreign = open(path.parent / FOREIGN, "wb")  # noqa: SIM115
     process = subprocess.Popen(
         [sys.executable, "-m", "muxserve.cli.app", "deploy", str(path), "--port", str(port)],
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         cwd=path.parent,
+        pass_fds=[foreign.fileno()],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(":")])},
     )
+    foreign.close()
     fleet = Fleet(process, port, path.parent)
     try:
         fleet.wait_healthy(seconds)
