@@ -9,6 +9,14 @@ from __future__ import annotations
 from muxserve.engine.vllm_pin import Internal, differences, refuse
 
 INTERNALS: list[Internal] = [
+    ("vllm.v1.structured_output", "StructuredOutputManager.__init__", ("vllm_config",)),
+    ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init", ("request",)),
+    ("vllm.v1.structured_output", "StructuredOutputManager._create_grammar", ("request",)),
+    ("vllm.v1.structured_output", "StructuredOutputManager._fill_bitmasks", ("batch",)),
+    ("vllm.v1.structured_output", "StructuredOutputManager.accept_tokens", ("request", "new_token_ids")),
+    ("vllm.v1.structured_output", "StructuredOutputManager.clear_backend", ()),
+    ("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend", ("vllm_config", "tokenizer", "vocab_size")),
+    ("vllm.v1.structured_output.backend_guidance", "GuidanceBackend", ("vllm_config", "tokenizer", "vocab_size")),
     ("vllm.v1.engine.core", "EngineCore.__init__", ("vllm_config", "executor_class", "log_stats")),
     ("vllm.v1.engine.core", "EngineCore.step", ()),
     ("vllm.v1.engine.core", "EngineCore.step_with_batch_queue", ()),

@@ -25,9 +25,11 @@ class ClientGoneError(Exception):
 
 
 class Asked(msgspec.Struct):
-    """The fields that routing and admission need; msgspec checks the syntax of the rest and keeps none of it."""
+    """The fields that routing and admission need, and one whose type vLLM takes for granted; msgspec checks the syntax
+    of the rest and keeps none of it."""
 
     model: str | None = None
+    structured_outputs: dict[str, msgspec.Raw] | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     n: msgspec.Raw = msgspec.Raw()
 
@@ -108,7 +110,7 @@ def asked_by(body: bytes) -> Asked:
     """What a JSON body asks for, as far as that is looked at here.
 
     Raises:
-        RequestError: the body is no JSON object, or its model no string (400).
+        RequestError: the body is no JSON object, or one of these fields of a wrong type (400).
     """
     try:
         if not body.isascii():
@@ -117,6 +119,10 @@ def asked_by(body: bytes) -> Asked:
     except msgspec.ValidationError as error:
         if "$.model" in str(error):
             raise RequestError(HTTPStatus.BAD_REQUEST, "'model' must be a string", param="model") from None
+        if "$.structured_outputs" in str(error):
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST, "'structured_outputs' must be an object", param="structured_outputs"
+            ) from None
         raise RequestError(HTTPStatus.BAD_REQUEST, "the request body must be a JSON object") from None
     except UnicodeDecodeError as error:
         raise RequestError(HTTPStatus.BAD_REQUEST, f"the request body is not UTF-8: {error.reason}") from None

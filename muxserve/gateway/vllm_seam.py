@@ -69,6 +69,16 @@ INTERNALS: list[Internal] = [
     ("vllm.entrypoints.launchers.cli_args", "make_arg_parser", ("parser",)),
     ("vllm.entrypoints.launchers.cli_args", "FrontendArgs", ()),
     ("vllm.envs", "enable_envs_cache", ()),
+    (
+        "vllm.sampling_params",
+        "SamplingParams._validate_structured_outputs",
+        ("model_config", "structured_outputs_config", "tokenizer"),
+    ),
+    ("vllm.sampling_params", "SamplingParams.bad_words_token_ids", ()),
+    ("vllm.sampling_params", "SamplingParams.all_stop_token_ids", ()),
+    ("vllm.v1.structured_output.request", "get_structured_output_key", ("params",)),
+    ("vllm.v1.structured_output.backend_types", "StructuredOutputBackend.allocate_token_bitmask", ("max_num_seqs",)),
+    ("vllm.v1.structured_output.backend_types", "StructuredOutputGrammar.fill_bitmask", ("bitmask",)),
     ("vllm.exceptions", "VLLMValidationError", ("message", "parameter")),
     ("vllm.exceptions", "GracefulHTTPError", ("message", "http_status")),
 ]
