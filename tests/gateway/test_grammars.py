@@ -172,3 +172,8 @@ def test_a_compiler_that_dies_is_replaced_and_no_request_lost(http: httpx.Client
         assert ask(http, structured_outputs={"choice": ["yes", "anew"]}).status_code == 200
         refused(slow.result(PATIENCE))
     assert "the grammar compiler died" in gateway.log
+
+
+def test_refusals_of_a_unit_are_the_clients_to_know_in_responses_too(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="longer than the pool"):
+        client.responses.create(model="alpha", input="hi", instructions=play("", refuse="longer than the pool"))
