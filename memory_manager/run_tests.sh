@@ -23,12 +23,16 @@ if ! echo '#include <gtest/gtest.h>' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1
   prefix=("-DCMAKE_PREFIX_PATH=$PWD/build/googletest/usr")
 fi
 
+# Only what has changed is compiled, since the build directories stay; with ccache that holds after `make clean`, too.
+launcher=()
+if command -v ccache >/dev/null; then launcher=("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"); fi
+
 run() {
   local name=$1 sanitizers=$2 flags=$3
   local dir=build/cpp-$name
   echo "== C++ tests: $name"
   cmake -S . -B "$dir" -G Ninja --log-level=ERROR -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="$flags" -DMUXSERVE_BUILD_PYTHON=OFF \
-    -DMUXSERVE_BUILD_TESTS=ON -DMUXSERVE_SANITIZE="$sanitizers" "${prefix[@]}" >/dev/null
+    -DMUXSERVE_BUILD_TESTS=ON -DMUXSERVE_SANITIZE="$sanitizers" "${prefix[@]}" "${launcher[@]}" >/dev/null
   ninja -C "$dir" -j "${JOBS:-2}" --quiet memory_manager_tests
   local log=$dir/tests.log
   if "$dir/memory_manager_tests" --gtest_brief=1 2>&1 | tee "$log"; then return 0; fi
