@@ -15,6 +15,22 @@ app = typer.Typer(rich_markup_mode=None)
 FleetFile = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet file (YAML).", show_default=False)]
 
 
+def _library(value: str) -> str:
+    if value not in ("beside", "inline", "cdn") and not value.endswith(".js"):
+        raise typer.BadParameter("must be beside, inline, cdn, or the URL or path of a plotly.min.js")
+    return value
+
+
+PlotlyLibrary = Annotated[
+    str,
+    typer.Option(
+        help="Where the page has plotly's library (4.8 MB) from: `beside` writes it there once, `inline` into the "
+        "page, `cdn` loads it from the net when the page is opened; or the URL or path of a plotly.min.js.",
+        callback=_library,
+    ),
+]
+
+
 @app.command()
 def plan(
     fleet: FleetFile,
@@ -73,6 +89,7 @@ def plan(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
+    plotly: PlotlyLibrary = "beside",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the plan as YAML.", show_default=False)
     ] = None,
@@ -102,6 +119,7 @@ def plan(
                 seed=seed,
                 as_json=json,
                 html=html,
+                plotly=plotly,
                 output=output,
                 compare_phases=compare_phases,
                 network=network,
@@ -147,6 +165,7 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON (docs/simulator.md).")] = False,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="JSON report to write.", show_default=False)] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
+    plotly: PlotlyLibrary = "beside",
     *,
     reading: args.Reading,
 ) -> None:
@@ -175,6 +194,7 @@ def simulate(
                 timeline=timeline,
                 out=out,
                 html=html,
+                plotly=plotly,
                 as_json=json,
                 seed=reading["seed"],
             )
@@ -239,6 +259,7 @@ def replay(
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="JSON report to write.", show_default=False)] = None,
     html: Annotated[Path | None, typer.Option(help="HTML report to write.", show_default=False)] = None,
+    plotly: PlotlyLibrary = "beside",
     records: Annotated[
         Path | None, typer.Option(help="JSON Lines to write, a line for each request.", show_default=False)
     ] = None,
@@ -259,6 +280,6 @@ def replay(
 
     settings = Settings(
         url, workload, reading, fleet, models, key, max_in_flight, timeout, alone, slo_ttft_ms, slo_tpot_ms,
-        out, html, records, json,
+        out, html, plotly, records, json,
     )  # fmt: skip
     raise typer.Exit(run(settings))

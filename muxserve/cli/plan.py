@@ -15,6 +15,7 @@ from muxserve.cli.plan_tables import show_plan, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
+from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.planning.document import document
 from muxserve.planning.fleets import ClusterError, cluster_of
 from muxserve.planning.latency import latency_model, latency_words
@@ -45,6 +46,7 @@ class PlanArguments:
     seed: int = 0
     as_json: bool = False
     html: Path | None = None
+    plotly: str = DEFAULT
     output: Path | None = None
     compare_phases: str | None = None
     network: float | None = None
@@ -121,7 +123,7 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: Made, seconds: float) ->
     if arguments.html is not None:
         from muxserve.planning.html import write_plan_html
 
-        write_plan_html(arguments.html, made.plan, about, made.simulated, made.points, comparisons)
+        write_plan_html(arguments.html, made.plan, about, made.simulated, made.points, comparisons, arguments.plotly)
         errors.print(f"page written to {escape(str(arguments.html))}")
 
 

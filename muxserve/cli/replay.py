@@ -18,6 +18,7 @@ from muxserve.cli.replay_progress import progress
 from muxserve.cli.workload_args import models_of, print_left_out
 from muxserve.config import FleetError, load_fleet
 from muxserve.metrics import Objectives, RequestRecord
+from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
 from muxserve.metrics.summary import Summariser, Summary
 from muxserve.replay.alone import Alone, measure_alone
@@ -48,6 +49,7 @@ class Settings:
     slo_tpot_ms: float | None = None
     out: Path | None = None
     html: Path | None = None
+    plotly: str = DEFAULT
     records: Path | None = None
     as_json: bool = False
 
@@ -220,7 +222,7 @@ def _report(settings: Settings, workload: Workload, dialects: Mapping[str, Diale
     if settings.out:
         settings.out.write_bytes(document)
     if settings.html:
-        write_html(settings.html, runs, title="MuxServe replay", about=about)
+        write_html(settings.html, runs, title="MuxServe replay", about=about, plotly=settings.plotly)
     for path in filter(None, (settings.out, settings.html, settings.records)):
         errors.print(f"written to {escape(str(path))}")
 

@@ -18,6 +18,7 @@ from muxserve.costs.front_end import with_front_end
 from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads as MeasuredOverheads
 from muxserve.metrics import Objectives
+from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.fleets import ClusterError
@@ -57,6 +58,7 @@ class Settings:
     timeline: Path | None = None
     out: Path | None = None
     html: Path | None = None
+    plotly: str = DEFAULT
     as_json: bool = False
     seed: int = 0
 
@@ -225,7 +227,8 @@ def _report(settings: Settings, workload: Workload, places: Places, runs: Mappin
     if settings.html is not None:
         from muxserve.cli.simulate_plots import plots
 
-        write_html(settings.html, summaries, title="MuxServe simulation", about=about, extra=plots(summaries))
+        title, figures = "MuxServe simulation", plots(summaries)
+        write_html(settings.html, summaries, title=title, about=about, extra=figures, plotly=settings.plotly)
         written.append(settings.html)
     for path in written:
         errors.print(f"written to {escape(str(path))}")

@@ -1,4 +1,4 @@
-"""One self-contained page with the tables and plots of one or several runs: no request leaves it when it is opened."""
+"""One page with the tables and plots of one or several runs: no request leaves it when it is opened."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from muxserve.metrics.plotly_library import DEFAULT, script
 from muxserve.metrics.summary import CURVE, Distribution, Summary
 from muxserve.metrics.tables import comparison, model_columns, model_rows
 
@@ -29,12 +30,14 @@ def write_html(
     title: str = "MuxServe report",
     about: str = "",
     extra: Sequence[tuple[str, Any]] = (),
+    plotly: str = DEFAULT,
 ) -> None:
     """Write the page: figures side by side, latency distributions, SLO attainment, throughput per model, the runs over
-    time. `extra` appends headed Plotly figures of the caller's.
+    time. `extra` appends headed Plotly figures of the caller's; `plotly` says where the page has the library from.
 
     Raises:
         OSError: the file cannot be written.
+        ValueError: `plotly` is none of what there is.
     """
     figures = [*_figures(runs), *extra]
     parts = [
@@ -47,7 +50,8 @@ def write_html(
     for number, (heading, figure) in enumerate(figures):
         parts.append(f"<h2>{html.escape(heading)}</h2>")
         # The first figure brings the plotting library along.
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=number == 0, default_height="380px"))
+        library = script(plotly, path) if number == 0 else False
+        parts.append(figure.to_html(full_html=False, include_plotlyjs=library, default_height="380px"))
     for name, summary in runs.items():
         suffix = f": {name}" if len(runs) > 1 else ""
         parts.append(f"<h2>{html.escape(f'Models{suffix}')}</h2>")

@@ -1,4 +1,4 @@
-"""A plan as one self-contained page: no request leaves it when it is opened."""
+"""A plan as one page: no request leaves it when it is opened."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from muxserve.metrics.plotly_library import DEFAULT, script
 from muxserve.planning.document import SweepPoint, needed
 from muxserve.planning.phases_figures import Comparison
 from muxserve.planning.phases_words import COLUMNS, cells, unit_phases
@@ -33,11 +34,14 @@ def write_plan_html(
     simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
     comparisons: Sequence[Comparison] = (),
+    plotly: str = DEFAULT,
 ) -> None:
     """Write the page: totals, throughput per model, SM shares and memory per unit, the sweep, arrangements compared.
+    `plotly` says where the page has the plotting library from.
 
     Raises:
         OSError: it cannot be written.
+        ValueError: `plotly` is none of what there is.
     """
     figures = [_throughput(plan, simulated), _shares(plan), _memory(plan)]
     if sweep:
@@ -49,7 +53,8 @@ def write_plan_html(
     ]
     for number, (heading, figure) in enumerate(figures):
         parts.append(f"<h2>{html.escape(heading)}</h2>")
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=number == 0, default_height="420px"))
+        library = script(plotly, path) if number == 0 else False
+        parts.append(figure.to_html(full_html=False, include_plotlyjs=library, default_height="420px"))
     parts += ["<h2>Units</h2>", _units(plan), "<h2>Models</h2>", _models(plan), *map(_compared, comparisons)]
     parts.append("<h2>Notes</h2><ul>")
     parts += [f"<li>{html.escape(note)}</li>" for note in plan.placement.notes]

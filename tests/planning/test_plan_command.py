@@ -93,7 +93,7 @@ class TestCommand:
 
     def test_the_page_is_self_contained(self, fleet: Path, tmp_path: Path) -> None:
         page = tmp_path / "out.html"
-        code, _, err = run(fleet, "--html", page, "--simulate", 20, "--sweep", "gpus=2..4:2")
+        code, _, err = run(fleet, "--html", page, "--plotly", "inline", "--simulate", 20, "--sweep", "gpus=2..4:2")
         assert code == 0
         assert "page written" in err
         text = page.read_text()
@@ -111,6 +111,7 @@ class TestCommand:
         ("arguments", "expected"),
         [
             (["--objective", "fastest"], "--objective: must be auto, throughput, slo, gpus, not 'fastest'"),
+            (["--plotly", "somewhere"], "must be beside, inline, cdn"),
             (["--mode", "none"], "--mode: must be one of muxserve, spatial, temporal, memory"),
             (["--gpu-type", "b100x"], "--gpu-type: unknown device 'b100x'"),
             (["--nodes", "4by8"], "--nodes: '4by8' is not COUNTxGPUS:TYPE such as 4x8:A100-80GB"),
