@@ -17,7 +17,6 @@ from muxserve.planning.phases_ground import CPU, GpuGround
 from muxserve.planning.phases_layout import Ground, NoPlaceError, Place, Wanted
 from muxserve.rolling.member import Objectives as RollingObjectives
 from muxserve.scheduling.token_throttling import prompt_tokens_ahead
-from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator import (
     FleetModel,
     Options,
@@ -25,9 +24,9 @@ from muxserve.simulator import (
     Pipeline,
     RingRules,
     Rules,
-    SimModel,
     SimulationError,
     SimUnit,
+    lone_unit,
     sim_unit,
     simulate,
 )
@@ -138,41 +137,31 @@ def play(
 def unit_of(wanted: Wanted, place: Place, name: str, devices: tuple[int, ...]) -> SimUnit:
     """One replica of a rolling or pipelined model."""
     demand, stages = wanted.demand, len(place.blocks)
-    architecture = demand.architecture
-    layers = split_layers(architecture.layers, stages)
-    # Every stage has as many blocks in use; the one with the most layers has most pages.
-    per_block = max(layers) * max(1, architecture.kv_heads // place.shape.tp)
-    pages = min(place.blocks) * per_block
-    longest = place.max_len or wanted.longest
-    profile = ModelProfile(
-        name=demand.name,
-        pool="pool0",
-        rate=demand.rate,
-        layers=max(layers),
-        kv_heads=per_block // max(layers),
-        block_tokens=place.block_tokens,
-        quota_pages=pages,
-        floor_pages=min(pages, -(-longest // place.block_tokens) * per_block),
-        prefill_share=1.0,
-        decode_share=1.0,
-        max_num_seqs=demand.max_num_seqs,
-        max_num_batched_tokens=demand.max_num_batched_tokens,
-        both=True,
-        depth=stages,
-        waiting_tokens=prompt_tokens_ahead(stages, demand.max_num_batched_tokens, wanted.throttle),
-    )
-    model = SimModel(profile, architecture, demand.dtype, place.shape.share, longest)
     pipeline = None
     if place.layout.phases == "pipelined":
-        pipeline = Pipeline(layers, place.links, wanted.budget)
-    return SimUnit(
+        pipeline = Pipeline(split_layers(demand.architecture.layers, stages), place.links, wanted.budget)
+    return lone_unit(
         name,
         place.shape.device,
         devices,
-        (model,),
-        (PoolProfile("pool0", pages),),
-        place.layout.phases,
-        pipeline=pipeline,
+        _model(wanted, place.max_len or wanted.longest),
+        min(place.blocks),
+        place.block_tokens,
+        place.shape.share,
+        pipeline,
+        prompt_tokens_ahead(stages, demand.max_num_batched_tokens, wanted.throttle),
+    )
+
+
+def _model(wanted: Wanted, max_len: int | None) -> FleetModel:
+    demand = wanted.demand
+    return FleetModel(
+        demand.name,
+        demand.architecture,
+        demand.dtype,
+        demand.max_num_seqs,
+        demand.max_num_batched_tokens,
+        max_len,
     )
 
 
@@ -194,16 +183,8 @@ def _multiplexed(wanted: Wanted, ground: Ground, place: Place, latency: LatencyM
         (PlacedModel(demand.name, rate, prefill, decode),),
         place.kv_bytes,
     )
-    model = FleetModel(
-        demand.name,
-        demand.architecture,
-        demand.dtype,
-        demand.max_num_seqs,
-        demand.max_num_batched_tokens,
-        wanted.max_len,
-    )
     try:
-        simulated = sim_unit(unit, {demand.name: model})
+        simulated = sim_unit(unit, {demand.name: _model(wanted, wanted.max_len)})
     except SimulationError as error:
         raise NoPlaceError(str(error)) from None
     if place.cost_share is None:

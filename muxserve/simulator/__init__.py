@@ -7,7 +7,7 @@ result = simulate(units, workload, latency_model)              # result.records:
 from muxserve.simulator.alone import Alone
 from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.fleet import Rules, simulate
-from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, mode_of, sim_unit, units_of
+from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
 from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
 from muxserve.simulator.result import FleetResult, ReplicasResult, UnitResult
@@ -35,6 +35,7 @@ __all__ = [
     "SimulationError",
     "UnitResult",
     "adapt",
+    "lone_unit",
     "mode_of",
     "sim_unit",
     "simulate",

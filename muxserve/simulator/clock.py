@@ -84,6 +84,15 @@ class Clock:
         self._serial += 1
         heappush(self.heap, (time, self._serial, 0, action))
 
+    def join(self, unit: Unit) -> None:
+        """A unit comes."""
+        self.units.append(unit)
+        if len(self.units) == 2:
+            # The other one was asked at every moment so far.
+            first = self.units[0]
+            self._touched = [first]
+            first.touched = True
+
     def touch(self, unit: Unit) -> None:
         """Something is to be done for that unit at this moment."""
         self._touched.append(unit)

@@ -10,7 +10,7 @@ from muxserve.costs import ModelArchitecture
 from muxserve.scheduling.quotas import initial_quotas
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.clock import SimulationError
-from muxserve.simulator.setup import SimModel, SimUnit
+from muxserve.simulator.setup import Pipeline, SimModel, SimUnit
 from placement.cluster import PlacedModel, PlacedUnit, Placement
 from placement.pools import KVShape, group_pools
 from placement.shares import share_out
@@ -176,6 +176,48 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         for name in placed
     )
     return SimUnit(unit.name, unit.device, unit.devices, simulated, tuple(pools))
+
+
+def lone_unit(
+    name: str,
+    device: str,
+    devices: tuple[int, ...],
+    model: FleetModel,
+    blocks: int,
+    block_tokens: int = 16,
+    share: float | None = None,
+    pipeline: Pipeline | None = None,
+    waiting_tokens: int = 0,
+) -> SimUnit:
+    """A unit of one model with one engine of both phases: a replica whose prefill rolls, or a pipeline. `blocks` of
+    `block_tokens` tokens are its KV cache, `share` is the part of each device on which it runs (None: all of it);
+    `waiting_tokens` as in `ModelProfile`."""
+    stages = pipeline.stages if pipeline is not None else 1
+    tp = max(1, len(devices) // stages)
+    # Every stage has as many blocks in use; the one with the most layers has most pages.
+    layers = max(pipeline.layers) if pipeline is not None else model.architecture.layers
+    kv_heads = max(1, model.architecture.kv_heads // tp)
+    pages = blocks * layers * kv_heads
+    profile = ModelProfile(
+        name=model.name,
+        pool="pool0",
+        rate=1.0,
+        layers=layers,
+        kv_heads=kv_heads,
+        block_tokens=block_tokens,
+        quota_pages=pages,
+        floor_pages=pages,
+        prefill_share=1.0,
+        decode_share=1.0,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        both=True,
+        depth=pipeline.in_flight if pipeline is not None else 1,
+        waiting_tokens=waiting_tokens,
+    )
+    simulated = SimModel(profile, model.architecture, model.dtype, share, model.max_len)
+    policy = "rolling" if pipeline is None else "pipelined"
+    return SimUnit(name, device, devices, (simulated,), (PoolProfile("pool0", pages),), policy, pipeline=pipeline)
 
 
 def _kv_weight(model: FleetModel, rate: float) -> float:

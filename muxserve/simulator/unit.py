@@ -43,11 +43,11 @@ class Unit:
         self.load_tolerance = options.load_tolerance
         self.clock = clock or Clock()
         self.compute = compute or Compute(spec.device, latency)
+        self.touched = False
         self.number = len(self.clock.units)
-        self.clock.units.append(self)
+        self.clock.join(self)
         self.compute.units.append(self)
         self.timeline = Timeline(spec.name, spec.device, spec.devices) if options.timeline else None
-        self.touched = False
         self.turn_due = False
         # Nothing but renewals of leases is to be decided on.
         self.calm = False
