@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from muxserve.gateway.admission import Keys, presented_key
-from muxserve.gateway.body import CLOSE, ClientGoneError, Replay, asked_by, read_body
+from muxserve.gateway.body import CLOSE, RETRY, ClientGoneError, Replay, asked_by, read_body
 from muxserve.gateway.body_memory import BodyMemory
 from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
@@ -94,6 +94,8 @@ class Endpoint:
         self.draining = False
         self.refusing = False
         self.ended = False
+        # There are more connections than there is room for: what comes is refused, and each ends with its answer.
+        self.crowded: Callable[[], bool] = lambda: False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -163,6 +165,13 @@ class Endpoint:
     ) -> None:
         if self.refusing:
             raise self._shutting_down(name)
+        if self.crowded():
+            self._measures.rejected(name or "", "connections")
+            raise RequestError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "this server has as many connections as it may have; try again in a moment",
+                headers=[CLOSE, RETRY],
+            )
         with self.bodies.claim() as claim:
             try:
                 body = await read_body(receive, scope["headers"], self._max_body_bytes, claim)
@@ -243,7 +252,7 @@ class _Answer:
             after = self._http.retry_after
             if after is not None:
                 message["headers"] = [*message.get("headers", ()), (b"retry-after", str(after).encode())]
-            if self._endpoint.draining and CLOSE not in message.get("headers", ()):
+            if (self._endpoint.draining or self._endpoint.crowded()) and CLOSE not in message.get("headers", ()):
                 message["headers"] = [*message.get("headers", ()), CLOSE]
         await self._send(message)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import socket
+import sys
+from typing import NamedTuple
 
 from muxserve.deployment import GatewayDeployment
 
@@ -13,6 +15,9 @@ STALL_SECONDS = 60.0
 # After so long without a word it is asked whether it is there: one that waits for a long answer has nothing to say.
 IDLE_SECONDS = 60
 PROBE_SECONDS = 15
+BACKLOG = 2048
+# Sockets to units and engines, logs, libraries.
+OTHER_FILES = 256
 
 
 def bind(gateway: GatewayDeployment, stall_seconds: float = STALL_SECONDS) -> socket.socket:
@@ -42,9 +47,29 @@ def bind(gateway: GatewayDeployment, stall_seconds: float = STALL_SECONDS) -> so
     return listener
 
 
-def raise_file_limit() -> None:
+def raise_file_limit() -> Room:
     """Let the process have as many connections as the system allows: each takes a file descriptor, and the usual limit
-    is less than what may wait and be in service."""
+    is less than what may wait and be in service. Returns for how many there is room then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return room(hard)
+
+
+class Room(NamedTuple):
+    """How many connections a process may serve, and how many may wait to be accepted."""
+
+    connections: int
+    backlog: int
+
+
+def room(files: int) -> Room:
+    """What a process may have that may open so many files.
+
+    The event loop accepts all that wait at once, and closes them without a word when there is no descriptor left. So as
+    many as may wait are kept free, and some for everything else; who comes beyond that is answered and sent away.
+    """
+    if files < 0:  # no limit
+        return Room(sys.maxsize, BACKLOG)
+    free = min(BACKLOG + OTHER_FILES, files // 2)
+    return Room(files - free, max(1, free - min(OTHER_FILES, free // 2)))

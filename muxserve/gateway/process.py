@@ -19,7 +19,7 @@ from muxserve.deployment import FleetDeployment
 from muxserve.gateway import grammar_compiler, vllm_seam
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.gateway import Gateway
-from muxserve.gateway.listener import bind, raise_file_limit
+from muxserve.gateway.listener import Room, bind, raise_file_limit
 from muxserve.gateway.peers import bind_beside
 from muxserve.gateway.protocol import GuardedProtocol
 from muxserve.heartbeat import Heartbeat, heartbeat_file
@@ -30,7 +30,6 @@ check = vllm_seam.check
 
 # More choices per prompt than anyone asks for in earnest; vLLM's own limit would let one request make 16,384.
 MOST_CHOICES = "128"
-BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 60
 CLOSE_SECONDS = 2.0
 
@@ -45,11 +44,11 @@ def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Ca
     ours = logging.getLogger("muxserve")
     ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them
-    raise_file_limit()
+    room = raise_file_limit()
     compilers = [grammar_compiler.fork() for _ in range(2)]  # one to spare, while there is one thread
     listener = bind(fleet.gateway)
     with asyncio.Runner(loop_factory=loop_factory()) as runner, listener:
-        runner.run(_serve(fleet, index, compilers, listener, lifeline_fd, on_up))
+        runner.run(_serve(fleet, index, compilers, listener, room, lifeline_fd, on_up))
 
 
 async def _serve(
@@ -57,6 +56,7 @@ async def _serve(
     index: int,
     compilers: list[grammar_compiler.Started],
     listener: socket.socket,
+    room: Room,
     lifeline_fd: int | None,
     on_up: Callable[[], None],
 ) -> None:
@@ -73,7 +73,7 @@ async def _serve(
         # What was built stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
-        server = Server(endpoint, on_up)
+        server = Server(endpoint, on_up, room)
         beside = [bind_beside(fleet, index)] if fleet.gateway.count > 1 else []
         drain = Drain(gateway, endpoint, server, fleet.gateway.drain_seconds, fleet.gateway.count > 1)
         loop.add_signal_handler(signal.SIGTERM, drain.begin)
@@ -86,9 +86,9 @@ async def _serve(
 
 
 class Server(uvicorn.Server):
-    """uvicorn that leaves signals to us and says when it listens."""
+    """uvicorn that leaves signals to us, says when it listens, and has room for so many connections."""
 
-    def __init__(self, endpoint: Endpoint, on_up: Callable[[], None]) -> None:
+    def __init__(self, endpoint: Endpoint, on_up: Callable[[], None], room: Room) -> None:
         application: Any = endpoint
         super().__init__(
             uvicorn.Config(
@@ -98,11 +98,12 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 server_header=False,
-                backlog=BACKLOG,
+                backlog=room.backlog,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 http=GuardedProtocol,
             )
         )
+        endpoint.crowded = lambda: len(self.server_state.connections) > room.connections
         self._on_up = on_up
         self._listeners: list[socket.socket] = []
 

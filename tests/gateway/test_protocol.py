@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from muxserve.gateway import body, body_memory, protocol
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
 from muxserve.gateway.errors import App, Receive, Scope, Send, respond
-from muxserve.gateway.listener import bind
+from muxserve.gateway.listener import BACKLOG, OTHER_FILES, bind, room
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.process import Server, loop_factory
@@ -34,7 +34,7 @@ ASK = b'{"model": "m"}'
 class Serving:
     """A server of one model in a thread. `app` is the model's application."""
 
-    def __init__(self, app: App, queue: int = 8) -> None:
+    def __init__(self, app: App, queue: int = 8, files: int = 20_000) -> None:
         models = [model("m", max_concurrency=1, max_queue=queue)]
         self.registry = CollectorRegistry()
         measures = Measures(models, self.registry)
@@ -52,7 +52,7 @@ class Serving:
         self.listener = bind(GatewayDeployment("127.0.0.1", 0, count=2))
         self.port = int(self.listener.getsockname()[1])
         up = threading.Event()
-        self.server = Server(self.endpoint, up.set)
+        self.server = Server(self.endpoint, up.set, room(files))
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -336,3 +336,31 @@ def test_whoever_has_connected_when_a_gateway_leaves_is_served_by_it() -> None:
                 answer = rest(client)
                 assert answer.startswith(b"HTTP/1.1 200 ")
                 assert b"connection: close" in answer.lower()
+
+
+@pytest.mark.parametrize("files", [16, 400, 1024, 4096, 20_000, 1 << 20])
+def test_all_that_may_wait_find_a_descriptor(files: int) -> None:
+    connections, backlog = room(files)
+    assert connections >= files // 2
+    assert 1 <= backlog <= BACKLOG
+    assert connections + backlog < files
+    assert files < 1024 or files - connections - backlog >= OTHER_FILES
+
+
+def test_more_connections_than_there_is_room_for_are_answered() -> None:
+    """Where they take the last descriptor, the event loop closes what it accepts without a word."""
+    most = room(40).connections
+    with serving(fine, files=40) as running, ExitStack() as open_ones:
+        clients = [open_ones.enter_context(running.connect()) for _ in range(most + 5)]
+        connected = running.server.server_state.connections
+        running.do(lambda: until(lambda: len(connected) == len(clients)))
+        for client in clients[:5]:
+            client.sendall(post())
+            refused = rest(client)
+            assert refused.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nretry-after: 1\r\n" in refused
+            assert error(refused)["code"] == 503
+        assert running.rejected("connections") == 5
+        running.do(lambda: until(lambda: len(connected) == most))
+        clients[-1].sendall(post())
+        assert one_answer(clients[-1])[0].startswith(b"HTTP/1.1 200 ")
