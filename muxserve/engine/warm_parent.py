@@ -43,6 +43,8 @@ def environment() -> dict[str, str]:
         # An engine that may use more threads makes its team after it was forked.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Of compiled grammars, in each engine; vLLM's own 512 MiB may be more than all else in a small one.
+        "VLLM_XGRAMMAR_CACHE_MB": os.environ.get("VLLM_XGRAMMAR_CACHE_MB", "64"),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_CACHE)),
         # vLLM salts its block hashes with this; engines that share a prefix index must agree, also after a restart.
         "PYTHONHASHSEED": str(int.from_bytes(secrets.token_bytes(4), "little")),
