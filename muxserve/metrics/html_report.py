@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from muxserve.metrics.plotly_library import DEFAULT, script
+from muxserve.metrics.plotly_library import DEFAULT, provide, script
 from muxserve.metrics.summary import CURVE, Distribution, Summary
 from muxserve.metrics.tables import comparison, model_columns, model_rows
 
@@ -50,7 +50,7 @@ def write_html(
     for number, (heading, figure) in enumerate(figures):
         parts.append(f"<h2>{html.escape(heading)}</h2>")
         # The first figure brings the plotting library along.
-        library = script(plotly, path) if number == 0 else False
+        library = script(plotly) if number == 0 else False
         parts.append(figure.to_html(full_html=False, include_plotlyjs=library, default_height="380px"))
     for name, summary in runs.items():
         suffix = f": {name}" if len(runs) > 1 else ""
@@ -61,6 +61,7 @@ def write_html(
             parts.append(_table(["error", "requests"], [[text, str(n)] for text, n in summary.errors.items()]))
     parts.append("</body></html>\n")
     Path(path).write_text("\n".join(parts), encoding="utf-8")
+    provide(plotly, path)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

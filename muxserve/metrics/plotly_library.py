@@ -10,26 +10,34 @@ LIBRARY = "plotly.min.js"
 DEFAULT = "beside"
 
 
-def script(how: str, page: str | os.PathLike[str]) -> bool | str:
-    """What `Figure.to_html` is to be told by `include_plotlyjs` for the first figure of `page`.
+def script(how: str) -> bool | str:
+    """What `Figure.to_html` is to be told by `include_plotlyjs` for the first figure of a page.
 
     Args:
-        how: `beside` (written there as `plotly.min.js` if there is none of this version), `inline`, `cdn`, or the URL
-            or path of a library, which ends in `.js`.
+        how: `beside` (see `provide`), `inline`, `cdn`, or the URL or path of a library, which ends in `.js`.
 
     Raises:
         ValueError: it is none of these.
-        OSError: the library cannot be written.
     """
-    if how == "beside":
-        from plotly.offline import get_plotlyjs
-
-        file, source = Path(page).parent / LIBRARY, get_plotlyjs().encode()
-        if not file.is_file() or file.read_bytes() != source:
-            file.write_bytes(source)
-        return LIBRARY
     if how == "inline":
         return True
     if how == "cdn" or how.endswith(".js"):
         return how
+    if how == "beside":
+        return LIBRARY
     raise ValueError(f"--plotly: must be beside, inline, cdn, or the URL or path of a plotly.min.js, not {how!r}")
+
+
+def provide(how: str, page: str | os.PathLike[str]) -> None:
+    """Write the library beside `page` if it is to be there and is not, or is of another version.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if how != "beside":
+        return
+    from plotly.offline import get_plotlyjs
+
+    file, source = Path(page).parent / LIBRARY, get_plotlyjs().encode()
+    if not file.is_file() or file.read_bytes() != source:
+        file.write_bytes(source)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from muxserve.metrics.plotly_library import DEFAULT, script
+from muxserve.metrics.plotly_library import DEFAULT, provide, script
 from muxserve.planning.document import SweepPoint, needed
 from muxserve.planning.phases_figures import Comparison
 from muxserve.planning.phases_words import COLUMNS, cells, unit_phases
@@ -53,13 +53,14 @@ def write_plan_html(
     ]
     for number, (heading, figure) in enumerate(figures):
         parts.append(f"<h2>{html.escape(heading)}</h2>")
-        library = script(plotly, path) if number == 0 else False
+        library = script(plotly) if number == 0 else False
         parts.append(figure.to_html(full_html=False, include_plotlyjs=library, default_height="420px"))
     parts += ["<h2>Units</h2>", _units(plan), "<h2>Models</h2>", _models(plan), *map(_compared, comparisons)]
     parts.append("<h2>Notes</h2><ul>")
     parts += [f"<li>{html.escape(note)}</li>" for note in plan.placement.notes]
     parts.append("</ul></body></html>\n")
     Path(path).write_text("\n".join(parts), encoding="utf-8")
+    provide(plotly, path)
 
 
 def _totals(plan: ClusterPlan) -> str:
