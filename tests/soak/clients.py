@@ -15,7 +15,7 @@ import httpx
 from tests.e2e.load import stream_chat
 from tests.soak.hostile import BODIES, GRAMMARS
 from tests.soak.load import CANCELLED, FAILED, REJECTED, RIGHT, WRONG, judge_status, judged
-from tests.soak.world import Kind, Struck, World
+from tests.soak.world import Kind, Strike, Struck, World
 from tests.support.patience import PATIENCE
 
 _LONG = 2 * PATIENCE
@@ -150,29 +150,30 @@ async def bad_bodies(world: World) -> Struck:
     return Struck(f"sent {model} {', '.join(names)}")
 
 
-async def poison_step(world: World) -> Struck:
-    """A request whose step raises, in the middle of others."""
-    client = world.fleet.async_client()
-    at = world.rng.choice((0, 1, 5))
+def poison_step(how: str, words: str) -> Strike:
+    """A request whose step goes wrong, in the middle of others."""
 
-    async def one() -> tuple[str, str]:
-        extra = {"vllm_xargs": {"poison_at": at}, "ignore_eos": True}
-        await stream_chat(
-            client,
-            world.topology.poisoned,
-            {"messages": [{"role": "user", "content": "Hello?"}], "max_tokens": 12, "extra_body": extra},
+    async def strike(world: World) -> Struck:
+        client, model = world.fleet.async_client(), world.topology.poisoned
+        at = world.rng.choice((0, 1, 5))
+
+        async def one() -> tuple[str, str]:
+            extra = {"vllm_xargs": {"poison": how, "poison_at": at}, "ignore_eos": True}
+            messages = [{"role": "user", "content": "Hello?"}]
+            await stream_chat(client, model, {"messages": messages, "max_tokens": 12, "extra_body": extra})
+            return WRONG, f"its step {words}, and it was answered"
+
+        outcome = await judged(
+            world.tally,
+            one,
+            what=f"{model}, a request whose step {words} at output token {at}",
+            seconds=_LONG,
+            deserves=[FAILED, REJECTED],
         )
-        return WRONG, "its step was to raise, and it was answered"
+        await client.close()
+        return Struck(f"a request to {model} whose step {words} at output token {at}: {outcome}")
 
-    outcome = await judged(
-        world.tally,
-        one,
-        what=f"{world.topology.poisoned} poisoned at output token {at}",
-        seconds=_LONG,
-        deserves=[FAILED, REJECTED],
-    )
-    await client.close()
-    return Struck(f"a request to {world.topology.poisoned} whose step raises at output token {at}: {outcome}")
+    return strike
 
 
 async def flood(world: World, count: int, seconds: float) -> str:
@@ -305,7 +306,9 @@ KINDS = (
     Kind("overload/many prompts in one request", many_prompts),
     Kind("grammars/hostile", hostile_grammars),
     Kind("poison/bad bodies", bad_bodies),
-    Kind("poison/step that raises", poison_step),
+    Kind("poison/step that raises", poison_step("raise", "raises")),
+    Kind("poison/step that kills its engine", poison_step("kill", "kills its engine")),
+    Kind("poison/step that hangs", poison_step("hang", "hangs")),
     Kind("connections/flood", connection_flood),
     Kind("connections/slow readers", slow_readers),
     Kind("connections/slow writers", slow_writers),
