@@ -14,11 +14,9 @@ import httpx
 
 from tests.e2e.load import stream_chat
 from tests.soak.hostile import BODIES, GRAMMARS
-from tests.soak.load import CANCELLED, FAILED, REJECTED, RIGHT, WRONG, judge_status, judged
+from tests.soak.load import CANCELLED, ENDS_SECONDS, FAILED, REJECTED, RIGHT, WRONG, judge_status, judged
 from tests.soak.world import Kind, Strike, Struck, World
 from tests.support.patience import PATIENCE
-
-_LONG = 2 * PATIENCE
 
 
 class _LeavesError(Exception):
@@ -43,9 +41,7 @@ async def cancel_many(world: World) -> Struck:
     count, moment = 150, world.rng.uniform(0.2, 1.5)
     # Half of them at one moment, the others whenever they like.
     times = [moment if n % 2 else world.rng.uniform(0, 2) for n in range(count)]
-    await asyncio.gather(
-        *(judged(world.tally, lambda s=s: one(s), what="a stream that may be left", seconds=_LONG) for s in times)
-    )
+    await asyncio.gather(*(judged(world.tally, lambda s=s: one(s), what="a stream that may be left") for s in times))
     await client.close()
     return Struck(f"opened {count} streams and left them, half of them {moment:.1f} s later at once")
 
@@ -62,7 +58,6 @@ async def overload(world: World) -> Struck:
             world.tally,
             lambda: world.questions.ask(client, model, index, stream=True),
             what=f"{model}[{index}] in a burst",
-            seconds=_LONG,
         )
 
     await asyncio.gather(*(one(world.rng.uniform(0, 5)) for _ in range(count)))
@@ -82,7 +77,7 @@ async def many_prompts(world: World) -> Struck:
         complete = sorted(choice.index for choice in answer.choices) == list(range(count))
         return (RIGHT, "") if complete else (WRONG, f"{len(answer.choices)} choices for {count} prompts")
 
-    await judged(world.tally, batch, what=f"{count} prompts in a request", seconds=_LONG, deserves=[REJECTED])
+    await judged(world.tally, batch, what=f"{count} prompts in a request", deserves=[REJECTED])
     await client.close()
     return Struck(f"one request of {count} prompts to {model}")
 
@@ -167,7 +162,6 @@ def poison_step(how: str, words: str) -> Strike:
             world.tally,
             one,
             what=f"{model}, a request whose step {words} at output token {at}",
-            seconds=_LONG,
             deserves=[FAILED, REJECTED],
         )
         await client.close()
@@ -213,7 +207,7 @@ async def connection_flood(world: World) -> Struck:
 async def slow_readers(world: World) -> Struck:
     """Streams that are read a piece at a time, and not at all for some seconds."""
     count, pause = 16, world.rng.uniform(4, 10)
-    timeout = httpx.Timeout(_LONG)
+    timeout = httpx.Timeout(ENDS_SECONDS)
     async with httpx.AsyncClient(base_url=world.fleet.url, verify=False, timeout=timeout) as client:
 
         async def one() -> tuple[str, str]:
@@ -236,9 +230,7 @@ async def slow_readers(world: World) -> Struck:
                         _add(answer, chunk)
             return world.questions.judge(model, index, answer)
 
-        await asyncio.gather(
-            *(judged(world.tally, one, what="a stream that is read slowly", seconds=_LONG) for _ in range(count))
-        )
+        await asyncio.gather(*(judged(world.tally, one, what="a stream that is read slowly") for _ in range(count)))
     return Struck(f"{count} streams that were not read for {pause:.0f} s and slowly afterwards")
 
 
@@ -253,7 +245,7 @@ def _add(answer: dict[str, Any], chunk: dict[str, Any]) -> None:
 async def slow_writers(world: World) -> Struck:
     """Bodies that come in small pieces; some of them never to their end."""
     count = 16
-    async with httpx.AsyncClient(base_url=world.fleet.url, verify=False, timeout=httpx.Timeout(_LONG)) as client:
+    async with httpx.AsyncClient(base_url=world.fleet.url, verify=False, timeout=httpx.Timeout(ENDS_SECONDS)) as client:
 
         async def one(number: int) -> tuple[str, str]:
             model, index = world.questions.any(world.rng)
@@ -292,10 +284,7 @@ async def slow_writers(world: World) -> Struck:
             )
 
         await asyncio.gather(
-            *(
-                judged(world.tally, lambda n=n: one(n), what="a body that comes slowly", seconds=_LONG)
-                for n in range(count)
-            )
+            *(judged(world.tally, lambda n=n: one(n), what="a body that comes slowly") for n in range(count))
         )
     return Struck(f"{count} bodies in small pieces within 4 s, a quarter of them never to the end")
 

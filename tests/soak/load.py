@@ -36,6 +36,8 @@ OUTCOMES = (RIGHT, REFUSED, REJECTED, CANCELLED, BROKEN, UNREACHED, FAILED, WRON
 FAULTS = (WRONG, LOST, UNSHAPED)
 
 _SHOWN = 400
+# For a request to end: a process that hangs while it seems to compute is given a minute.
+ENDS_SECONDS = 2 * PATIENCE
 
 
 @dataclass
@@ -92,7 +94,7 @@ async def judged(
     work: Callable[[], Awaitable[tuple[str, str]]],
     *,
     what: str,
-    seconds: float = PATIENCE,
+    seconds: float = ENDS_SECONDS,
     deserves: Sequence[str] = (),
     may_break: Callable[[], bool] = lambda: False,
 ) -> str:

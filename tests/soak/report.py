@@ -34,6 +34,11 @@ class Step:
         """All that was not as promised."""
         return [*self.faults, *self.load.faults, *self.own.faults]
 
+    @property
+    def longest_seconds(self) -> float:
+        """Of its requests, to their end."""
+        return max(self.load.longest_seconds, self.own.longest_seconds)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "topology": self.topology,
@@ -44,7 +49,7 @@ class Step:
             "recovery_seconds": None if self.recovery_seconds is None else round(self.recovery_seconds, 2),
             "load": dict(self.load.counts),
             "own": dict(self.own.counts),
-            "longest_seconds": round(max(self.load.longest_seconds, self.own.longest_seconds), 1),
+            "longest_request_seconds": round(self.longest_seconds, 1),
             "failures": self.failures,
         }
 
@@ -71,6 +76,7 @@ def by_kind(steps: list[Step]) -> dict[str, Any]:
             if times
             else None,
             "not_recovered": len(tried) - len(times),
+            "longest_request_seconds": round(max(step.longest_seconds for step in tried), 1),
         }
     return shown
 
