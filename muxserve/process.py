@@ -15,6 +15,9 @@ from collections.abc import Collection
 # Who started a process: by the time it asks for its parent, that may have ended and another be its parent.
 PARENT_VARIABLE = "MUXSERVE_PARENT"
 _PR_SET_PDEATHSIG = 1
+# A process that has had nothing to do for so long gives freed memory back. That takes it some milliseconds, and what
+# comes next takes a little longer, since the memory must be had anew.
+TRIM_SECONDS = 5.0
 _PASSED = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 
 
@@ -68,6 +71,35 @@ def close_inherited(given: Collection[str] = ()) -> None:
         if number > 2 and number not in keep:
             with contextlib.suppress(OSError):  # that of the directory just read
                 os.close(number)
+
+
+class IdleTrim:
+    """Gives the system back what the C library keeps of freed memory, once after each time in which there was work.
+
+    Freed memory stays with its process otherwise: one that an overload has made large would stay so.
+    """
+
+    def __init__(self) -> None:
+        # Of glibc only.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._worked = False
+        self._idle_since: float | None = None
+
+    def busy(self) -> None:
+        """There is work."""
+        self._worked = True
+        self._idle_since = None
+
+    def idle(self, now: float) -> None:
+        """There is none at `now` (monotonic seconds)."""
+        if not self._worked:
+            return
+        if self._idle_since is None:
+            self._idle_since = now
+        elif now - self._idle_since >= TRIM_SECONDS:
+            self._worked = False
+            if self._trim is not None:
+                self._trim(0)
 
 
 def log_to_stderr(level: str) -> None:

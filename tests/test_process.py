@@ -67,3 +67,34 @@ def test_what_was_passed_on_purpose_stays(tmp_path: Path) -> None:
     ended = subprocess.run(activated, pass_fds=[given], input="", capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[0] == "3"
     os.close(given)
+
+
+TRIM = """
+import ctypes, os
+from muxserve.process import TRIM_SECONDS, IdleTrim
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+trim = IdleTrim()
+trim.busy()
+pieces = [libc.malloc(64 << 10) for _ in range(1600)]
+for piece in pieces:
+    ctypes.memset(ctypes.c_void_p(piece), 1, 64 << 10)
+# What lies at the end is in use, so that the C library gives nothing back by itself.
+for piece in pieces[:-1]:
+    libc.free(ctypes.c_void_p(piece))
+kept = resident()
+trim.idle(0.0)
+trim.idle(TRIM_SECONDS / 2)
+assert resident() > kept - (10 << 20), "given back while work may come at once"
+trim.idle(TRIM_SECONDS)
+print(kept - resident())
+"""
+
+
+def test_what_was_freed_is_given_back_when_there_is_no_work() -> None:
+    given = subprocess.run([sys.executable, "-c", TRIM], capture_output=True, text=True)
+    assert int(given.stdout) > 90 << 20, given.stderr

@@ -27,6 +27,7 @@ from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.heartbeat import Heartbeat, heartbeat_file
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
+from muxserve.process import IdleTrim
 from muxserve.wire import (
     Abort,
     Admit,
@@ -83,6 +84,7 @@ class EngineLoop:
             self._send, core.scheduler.get_request_counts, binding.phase == "prefill", self._pipeline.take_bubbles
         )
         self._inbox = Inbox(log, decode)
+        self._trim = IdleTrim()
         self._stalled = False
         self._stopping = False
         # Beats once per step: a step that takes far longer than any before hangs.
@@ -115,8 +117,10 @@ class EngineLoop:
                 self._recover_memory()
             if self._may_step():
                 self._step(self._lease.usable())
+                self._trim.busy()
             else:
                 self._lease.tell_untold()
+                self._trim.idle(time.monotonic())
 
     def _may_step(self) -> bool:
         # What is in the pipeline comes out of it whatever the lease says.
