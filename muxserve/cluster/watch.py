@@ -105,17 +105,26 @@ class Watch:
             each.measured_at = 0.0
             return Sign(beats)
         # Ranks of an engine compute in processes of their own, below it.
-        waiting, seconds = _activity(each.pid, part.kind == "engine")
+        doing = _activity(each.pid, part.kind == "engine")
         passed, before = now - each.measured_at, each.cpu_seconds
-        known, each.cpu_seconds, each.measured_at = each.measured_at > 0, seconds, now
-        return Sign(beats, waiting or (known and seconds - before >= _COMPUTES * passed))
+        known, each.cpu_seconds, each.measured_at = each.measured_at > 0, doing.seconds, now
+        computes = doing.runs or (known and doing.seconds - before >= _COMPUTES * passed)
+        # The others of an engine ask one that is stopped again and again, which looks like a long step and is none.
+        return Sign(beats, computes and not doing.stopped)
 
 
-def _activity(pid: int, family: bool) -> tuple[bool, float]:
-    """Whether a process (or, with `family`, a child of it) runs or waits for a core, and the seconds of computing that
-    they have had."""
+@dataclass
+class _Activity:
+    runs: bool = False  # or waits for a core
+    stopped: bool = False
+    seconds: float = 0.0
+
+
+def _activity(pid: int, family: bool) -> _Activity:
+    """Whether a process (or, with `family`, a child of it) runs or is stopped, and the seconds of computing that they
+    have had."""
     pids = [pid]
-    runs, seconds = False, 0.0
+    found = _Activity()
     if family:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as children:
             pids += map(int, children.read().split())
@@ -123,6 +132,7 @@ def _activity(pid: int, family: bool) -> tuple[bool, float]:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{each}/stat") as stat:
             # Its name, in brackets, may hold anything.
             fields = stat.read().rpartition(")")[2].split()
-            runs |= fields[0] == "R"
-            seconds += (int(fields[11]) + int(fields[12])) / _TICKS
-    return runs, seconds
+            found.runs |= fields[0] == "R"
+            found.stopped |= fields[0] == "T"
+            found.seconds += (int(fields[11]) + int(fields[12])) / _TICKS
+    return found

@@ -6,6 +6,9 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,10 +19,12 @@ import pytest
 from muxserve.cluster.events import Down, PartId, Recovered, Suspected
 from muxserve.cluster.health import Health
 from muxserve.cluster.run_dir import RunDir
+from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, Sign, State, Watchdog
 from muxserve.deployment import Suspect, WatchdogRules, load_fleet_deployment
 from muxserve.heartbeat import Heartbeat, HeartbeatReader, heartbeat_file
 from tests.cluster.conftest import Fleet, alive, fake_deployment, running
+from tests.support.patience import eventually
 
 PERIOD = 0.25
 RULES = WatchdogRules(suspect=3, hung=10)
@@ -205,6 +210,39 @@ def test_a_disk_that_is_full_ends_nobody(
 
 
 # ---------------------------------------------------------------- what the fleet is told
+
+
+@pytest.mark.parametrize(("stopped", "state"), [(False, WELL), (True, HUNG)])
+def test_an_engine_that_computes_in_vain_because_a_rank_is_stopped_hangs(
+    stopped: bool, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine asks for its ranks' answers without a pause, so it looks busy; a long step of them is no hang."""
+    engine = PartId("engine", "arithmetic", "both")
+    program = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    rank = int(process.stdout.readline())
+    now = [1000.0]
+    beat = Heartbeat(heartbeat_file(tmp_path, engine.file_name))
+    found: list[State] = []
+    try:
+        if stopped:
+            os.kill(rank, signal.SIGSTOP)
+            eventually(lambda: Path(f"/proc/{rank}/stat").read_text().split()[2] == "T", "stopped")
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        watch = Watch(RULES, str(tmp_path))
+        watch.begin(engine, process.pid, lambda finding: found.append(finding.state))
+        for _ in range(int(15 / PERIOD)):
+            watch.look()
+            now[0] += PERIOD
+    finally:
+        monkeypatch.undo()
+        for pid in (rank, process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        beat.close()
+    assert [WELL, *found][-1] is state
 
 
 def test_health_names_suspects_and_counts_hangs() -> None:
