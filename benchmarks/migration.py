@@ -43,7 +43,7 @@ import msgspec
 from benchmarks.report import machine, write_report
 from benchmarks.two_units import Pair, Seen, TwoUnits, bodies, unit_deployment
 from muxserve.deployment import Deployment
-from muxserve.simulator.instances.setup import MigrationCosts
+from muxserve.simulator import MigrationCosts
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "migration.json"

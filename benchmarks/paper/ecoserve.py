@@ -17,8 +17,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,31 +28,37 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from inputs import llama
 from msgspec import structs
 from report import machine, percentiles, write_report
+from split import Split, SplitOptions, division
 
-from muxserve.costs import EngineShape, ModelArchitecture
+from muxserve.costs import EngineCosts, EngineShape, ModelArchitecture
 from muxserve.costs.calibration import GPU
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics import percentile
-from muxserve.metrics.definitions import Objectives
+from muxserve.metrics.definitions import Objectives, time_per_token
+from muxserve.replicas.dispatch import DispatchPolicy, NewRequest
+from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.handle import pack, unpack
 from muxserve.rolling.member import Member
 from muxserve.rolling.member import Objectives as RollingObjectives
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import ScalingRules
-from muxserve.simulator.instances.setup import InstanceSpec
-from muxserve.simulator.rolling import (
-    Arrangement,
-    Independent,
-    Rolling,
-    RollingOptions,
-    Split,
-    SplitOptions,
-    division,
-    largest_budget,
-    times,
+from muxserve.scheduling.token_throttling import FixedBudget
+from muxserve.simulator import (
+    FleetModel,
+    Link,
+    Options,
+    Overheads,
+    Pipeline,
+    ReplicaRules,
+    ReplicasResult,
+    RingRules,
+    SimUnit,
+    lone_unit,
+    simulate,
 )
-from muxserve.simulator.setup import Link
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.stages import Work, make_stages
 from muxserve.workload import LogNormalLengths, ModelLoad, TraceRequest, generate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -129,16 +135,81 @@ PAPER = {VLLM: 0.82, SARATHI: 0.86, DISTSERVE: 1.23, MOONCAKE: 1.27}
 Row = dict[str, Any]
 
 
-def spec_of(cluster: Cluster, model: str) -> InstanceSpec:
+# A good figure of the engines of 2024: what the host takes for each step, seconds.
+STEP = 5e-3
+OPTIONS = Options(Overheads(prefill_step=STEP, decode_step=STEP), sample_seconds=0.0)
+
+
+def unit_of(cluster: Cluster, model: str, number: int = 0, pipeline: Pipeline | None = None) -> SimUnit:
     """One instance: its KV cache is what nine tenths of its GPUs' memory have beside the weights."""
     architecture, tp = MODELS[model], cluster.tp[model]
     room = device(cluster.device).memory_bytes * UTILISATION * tp - architecture.weight_bytes(DTYPE)
     blocks = int(room // (16 * architecture.kv_bytes_per_token(DTYPE)))
-    shape = EngineShape(cluster.device, tp, 1.0, DTYPE)
-    # 5 ms of the host per step, a good figure of the engines of 2024.
-    return InstanceSpec(
-        architecture, shape, blocks, 16, max_num_seqs=256, max_num_batched_tokens=2048, step_seconds=5e-3
-    )
+    served = FleetModel("m", architecture, DTYPE, 256, 2048)
+    devices = tuple(range(number * tp, (number + 1) * tp))
+    return lone_unit(f"i{number}", cluster.device, devices, served, blocks, pipeline=pipeline, waiting_tokens=4096)
+
+
+def costs_of(cluster: Cluster, model: str) -> EngineCosts:
+    """Of an instance."""
+    return COSTS.engine(MODELS[model], EngineShape(cluster.device, cluster.tp[model], 1.0, DTYPE))
+
+
+@dataclass
+class Outcome:
+    """What came of a workload, with the wait for the phase switch told apart."""
+
+    requests: list[SimRequest]
+    transfers: int = 0
+    together: ReplicasResult | None = None
+
+    def within(self, after: float = 0.0, before: float = float("inf")) -> list[SimRequest]:
+        """Requests that arrived then."""
+        return [r for r in self.requests if after <= r.arrival < before]
+
+    def attained(
+        self, objectives: Objectives, switch: bool = True, after: float = 0.0, before: float = float("inf")
+    ) -> float:
+        """Part of the requests that arrived then and met all objectives; 1.0 of none.
+
+        Args:
+            switch: the wait for the phase switch (from the first token to the begin of the first decode step) counts
+                as time to first token, not as time per output token; otherwise the other way round.
+        """
+        found = [times(request, switch) for request in self.within(after, before)]
+        met = [each is not None and objectives.met(*each).get("all", True) for each in found]
+        return sum(met) / len(met) if met else 1.0
+
+
+def times(request: SimRequest, switch: bool) -> tuple[float, float | None] | None:
+    """TTFT and TPOT of an answered request, seconds, the wait for the phase switch in the first or in the second."""
+    if request.first_token is None or request.finish is None:
+        return None
+    wait = request.switch_wait if switch else 0.0
+    tpot = time_per_token(request.first_token + wait, request.finish, request.made)
+    return request.first_token - request.arrival + wait, tpot
+
+
+# Plays a workload.
+System = Callable[[list[TraceRequest]], Outcome]
+
+
+def played(units: list[SimUnit], rules: ReplicaRules | RingRules) -> System:
+    """Instances that work together by these rules."""
+
+    def play(requests: list[TraceRequest]) -> Outcome:
+        result = simulate(units, requests, COSTS, OPTIONS, {"m": rules})
+        return Outcome(result.requests, together=result.replicas[0] if result.replicas else None)
+
+    return play
+
+
+class FewestTokens(DispatchPolicy):
+    """Where the fewest tokens are, in the KV cache and in the queue."""
+
+    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
+        """See `DispatchPolicy.choose`."""
+        return min(loads, key=lambda load: load.used + load.queued_demand)
 
 
 def objectives(dataset: str) -> Objectives:
@@ -147,57 +218,86 @@ def objectives(dataset: str) -> Objectives:
 
 
 def rolling(
-    cluster: Cluster, model: str, dataset: str, instances: int | None = None, spared: float | None = None, **more: Any
-) -> Rolling:
-    """EcoServe: one macro instance."""
-    options = RollingOptions(
-        instances or cluster.instances(model),
-        RollingObjectives(DATASETS[dataset].ttft, TPOT, spared),
+    cluster: Cluster,
+    model: str,
+    dataset: str,
+    instances: int | None = None,
+    spared: float | None = None,
+    limits: RollingObjectives | None = None,
+    most: int = 0,
+    **more: Any,
+) -> System:
+    """EcoServe: one macro instance, of at most so many with scaling."""
+    count = instances or cluster.instances(model)
+    rules = RingRules(
+        limits or RollingObjectives(DATASETS[dataset].ttft, TPOT, spared),
         expected_output=DATASETS[dataset].means()[1],
+        spares=tuple(unit_of(cluster, model, number) for number in range(count, most)),
         **more,
     )
-    return Rolling(spec_of(cluster, model), COSTS, options)
+    return played([unit_of(cluster, model, number) for number in range(count)], rules)
 
 
-def split(cluster: Cluster, model: str, dataset: str, within_node: bool) -> Split:
+def independent(cluster: Cluster, model: str, budget: int | None = None) -> System:
+    """Instances that know nothing of each other: separate batching with prefill priority (vLLM), or hybrid batching of
+    chunks with a budget of tokens per step (Sarathi-Serve)."""
+    pipeline = None
+    if budget is not None:
+        pipeline = Pipeline((MODELS[model].layers,), (), partial(FixedBudget, budget))
+    units = [unit_of(cluster, model, number, pipeline) for number in range(cluster.instances(model))]
+    return played(units, ReplicaRules(dispatch=lambda levels: FewestTokens()))
+
+
+def split(cluster: Cluster, model: str, dataset: str, within_node: bool) -> System:
     """DistServe or MoonCake, divided as `division` says."""
-    spec = spec_of(cluster, model)
+    unit, costs = replace(unit_of(cluster, model), combined=True), costs_of(cluster, model)
     prompt, output = DATASETS[dataset].means()
-    costs = COSTS.engine(spec.architecture, spec.shape)
-    each = 8 // spec.shape.tp
-    peer = device(cluster.device).link_bandwidth * GPU.link_efficiency * spec.shape.tp
+    tp = cluster.tp[model]
+    each = 8 // tp
+    peer = device(cluster.device).link_bandwidth * GPU.link_efficiency * tp
     inside, outside = Link(peer, 1e-3), Link(cluster.network * 0.9, 1e-3)
     if within_node:
-        p, d = division(costs, spec, each, prompt, output, TPOT)
-        return Split(
-            spec,
-            COSTS,
-            SplitOptions((p,) * cluster.nodes, (d,) * cluster.nodes, inside, outside, within_node=True, streamed=False),
-        )
-    p, _ = division(costs, spec, cluster.nodes * each, prompt, output, TPOT)
-    # Prefill instances are spread over the nodes, so that all network cards are used for sending and for receiving.
-    counts = [p // cluster.nodes + (n < p % cluster.nodes) for n in range(cluster.nodes)]
-    decode = tuple(each - count for count in counts)
-    return Split(spec, COSTS, SplitOptions(tuple(counts), decode, inside, outside, within_node=False, streamed=True))
+        p, d = division(costs, unit, STEP, each, prompt, output, TPOT)
+        counts, decode = (p,) * cluster.nodes, (d,) * cluster.nodes
+    else:
+        p, _ = division(costs, unit, STEP, cluster.nodes * each, prompt, output, TPOT)
+        # Prefill instances are spread over the nodes, so that all network cards are used for sending and for receiving.
+        counts = tuple(p // cluster.nodes + (n < p % cluster.nodes) for n in range(cluster.nodes))
+        decode = tuple(each - count for count in counts)
+    how = SplitOptions(counts, decode, inside, outside, within_node, streamed=not within_node)
+
+    def play(requests: list[TraceRequest]) -> Outcome:
+        arrangement = Split(unit, COSTS, how, OPTIONS)
+        return Outcome(arrangement.run(requests), arrangement.transfers)
+
+    return play
 
 
-def sarathi(cluster: Cluster, model: str, dataset: str) -> Independent:
+def sarathi(cluster: Cluster, model: str, dataset: str) -> System:
     """With the largest budget that keeps the objective beside 32 decodes."""
-    spec = spec_of(cluster, model)
-    budget = largest_budget(
-        spec, COSTS.engine(spec.architecture, spec.shape), TPOT, DATASETS[dataset].means()[0], 32, BUDGETS
-    )
-    return Independent(spec, COSTS, cluster.instances(model), budget)
+    pipeline = Pipeline((MODELS[model].layers,), ())
+    shape = EngineShape(cluster.device, cluster.tp[model], 1.0, DTYPE)
+    (stage,) = make_stages(pipeline, COSTS, MODELS[model], shape)
+    prompt, batch = DATASETS[dataset].means()[0], 32
+    best = min(BUDGETS)
+    for budget in BUDGETS:
+        # A chunk from the middle of a prompt, beside sequences of twice the prompt's length: it is how Sarathi-Serve
+        # (section 4.3) has the budget chosen, by profiling, for the TPOT objective.
+        chunk = max(1, budget - batch)
+        pairs = chunk * (prompt // 2) + chunk * (chunk + 1) // 2
+        if stage.seconds(Work(chunk, 1, pairs, batch, 2 * batch * prompt)) + STEP <= TPOT:
+            best = budget
+    return independent(cluster, model, best)
 
 
-def systems(cluster: Cluster, model: str, dataset: str) -> dict[str, Callable[[], Arrangement]]:
+def systems(cluster: Cluster, model: str, dataset: str) -> dict[str, Callable[[], System]]:
     """What is compared."""
     return {
         ROLLING: lambda: rolling(cluster, model, dataset),
         SPARING: lambda: rolling(cluster, model, dataset, spared=SPARED),
-        VLLM: lambda: Independent(spec_of(cluster, model), COSTS, cluster.instances(model)),
+        VLLM: lambda: independent(cluster, model),
         SARATHI: lambda: sarathi(cluster, model, dataset),
-        SARATHI_512: lambda: Independent(spec_of(cluster, model), COSTS, cluster.instances(model), 512),
+        SARATHI_512: lambda: independent(cluster, model, 512),
         DISTSERVE: lambda: split(cluster, model, dataset, within_node=True),
         MOONCAKE: lambda: split(cluster, model, dataset, within_node=False),
     }
@@ -213,15 +313,14 @@ class Search:
     """Goodput of one system in one setting: the largest rate at which so many requests meet both objectives. Rates are
     tried once for all percentiles, on a geometric grid."""
 
-    def __init__(self, make: Callable[[], Arrangement], dataset: str, seconds: float, step: float) -> None:
+    def __init__(self, make: Callable[[], System], dataset: str, seconds: float, step: float) -> None:
         self.make, self.dataset, self.seconds, self.step = make, dataset, seconds, step
         self.found: dict[int, dict[bool, float]] = {}
 
     def attained(self, place: int, switch: bool) -> float:
         """At the rate step**place."""
         if place not in self.found:
-            arrangement = self.make()
-            result = arrangement.run(workload(self.dataset, self.step**place, self.seconds))
+            result = self.make()(workload(self.dataset, self.step**place, self.seconds))
             self.found[place] = {
                 with_wait: result.attained(objectives(self.dataset), with_wait, after=self.seconds / 4)
                 for with_wait in (True, False)
@@ -247,7 +346,7 @@ class Search:
         return low
 
 
-def goodput_of(make: Callable[[], Arrangement], dataset: str, seconds: float, start: float, step: float = 1.07) -> Row:
+def goodput_of(make: Callable[[], System], dataset: str, seconds: float, start: float, step: float = 1.07) -> Row:
     """Rates, requests per second, by percentile, with and without the wait for the phase switch."""
     search = Search(make, dataset, seconds, step)
     row: Row = {"with": {}, "without": {}}
@@ -262,9 +361,9 @@ def goodput_of(make: Callable[[], Arrangement], dataset: str, seconds: float, st
     return row
 
 
-def look(arrangement: Arrangement, dataset: str, rate: float, seconds: float) -> Row:
+def look(system: System, dataset: str, rate: float, seconds: float) -> Row:
     """Times at one rate, seconds."""
-    result = arrangement.run(workload(dataset, rate, seconds))
+    result = system(workload(dataset, rate, seconds))
     within = result.within(seconds / 4)
     row: Row = {"attained": round(result.attained(objectives(dataset), True, seconds / 4), 4)}
     for kind, switch in (("with", True), ("without", False)):
@@ -274,7 +373,8 @@ def look(arrangement: Arrangement, dataset: str, rate: float, seconds: float) ->
             "ttft": {"p50": round(percentile(ttft, 0.5), 4), "p99": round(percentile(ttft, 0.99), 4)},
             "tpot": {"p50": round(percentile(tpot, 0.5), 5), "p99": round(percentile(tpot, 0.99), 5)},
         }
-    return row | {"preemptions": result.preemptions, "transfers": result.transfers}
+    preemptions = sum(request.preemptions for request in result.requests)
+    return row | {"preemptions": preemptions, "transfers": result.transfers}
 
 
 def part_goodput(factor: float, keep: Callable[[Row], None], known: Row | None = None, only: str = "") -> Row:
@@ -388,12 +488,13 @@ def part_dynamic(factor: float, keep: Callable[[Row], None]) -> Row:
         ("scaled", {"scaling": rules, "start_seconds": 5.0, "bounds": Bounds(4, 16)}),
         ("not scaled", {"bounds": Bounds(4, 16)}),
     ):
-        arrangement = rolling(cluster, model, dataset, 8, SPARED, **more)
-        result = arrangement.run(requests)
+        result = rolling(cluster, model, dataset, 8, SPARED, most=48, **more)(requests)
+        together = result.together
+        assert together is not None
         spans = []
         for number, rate in enumerate(range(20, 55, 5)):
             after, before = number * each, (number + 1) * each
-            replicas = [count for when, count in result.replicas if when < before]
+            replicas = [count for when, count in together.counts if when < before]
             spans.append(
                 {
                     "rate": rate,
@@ -401,9 +502,8 @@ def part_dynamic(factor: float, keep: Callable[[Row], None]) -> Row:
                     "instances_at_end": replicas[-1],
                 }
             )
-        macros = {macro: len(m) for macro, m in arrangement.scheduler.macros.items()}
-        found[name] = {"spans": spans, "moves": result.moves, "macro_instances": macros, "replicas": result.replicas}
-        print(f"dynamic {name}: {spans} moves {result.moves} macros {macros}", flush=True)
+        found[name] = {"spans": spans, "moves": together.moves, "replicas": together.counts}
+        print(f"dynamic {name}: {spans} moves {together.moves}", flush=True)
         keep(found)
     return found
 
@@ -424,11 +524,7 @@ def part_ablation(factor: float, keep: Callable[[Row], None]) -> Row:
         "window of half the objective": RollingObjectives(ttft / 2, TPOT, 0.25),
     }
     for name, limits in variants.items():
-
-        def make(limits: RollingObjectives = limits) -> Rolling:
-            options = RollingOptions(cluster.instances(model), limits, expected_output=DATASETS[dataset].means()[1])
-            return Rolling(spec_of(cluster, model), COSTS, options)
-
+        make = partial(rolling, cluster, model, dataset, limits=limits)
         found[name] = goodput_of(make, dataset, seconds, 20.0)
         print(f"ablation {name}: {found[name]}", flush=True)
         keep(found)

@@ -16,7 +16,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from report import machine, write_report
 
-from muxserve.costs import EngineShape, ModelArchitecture
+from muxserve.costs import ModelArchitecture
+from muxserve.costs.architecture import split_layers
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import summarise
-from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget, Throttle, TokenBudget, TokenThrottling
-from muxserve.simulator.pipeline import PipelineResult, PipelineSpec, kv_blocks, simulate
+from muxserve.scheduling.token_throttling import (
+    TOKEN_BUDGETS,
+    FixedBudget,
+    Throttle,
+    TokenBudget,
+    TokenThrottling,
+    prompt_tokens_ahead,
+)
+from muxserve.simulator import FleetModel, FleetResult, Link, Options, Overheads, Pipeline, SimUnit, lone_unit, simulate
+from muxserve.simulator.stages import kv_blocks
 from muxserve.workload import ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import Lengths, LogNormalLengths, QuantileLengths
 
@@ -79,20 +89,42 @@ THROTTLED, FIXED, TENSOR = "throttled", "fixed", "tensor parallel"
 Row = dict[str, Any]
 
 
-def pipeline(model: str, **changes: object) -> PipelineSpec:
-    """Four stages of one GPU each."""
+@dataclass(frozen=True)
+class System:
+    """One engine: a `unit` with a pipeline (of one stage where it is tensor parallel), and `overhead` seconds on the
+    host before each micro-batch."""
+
+    unit: SimUnit
+    overhead: float = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of KV."""
+        (model,), (pool,) = self.unit.models, self.unit.pools
+        return pool.pages // model.profile.pages_per_block * model.profile.block_tokens
+
+
+def pipeline(model: str, share: float = 1.0, overhead: float = 0.0, **changes: Any) -> System:
+    """Four stages of one GPU each, with that part of the KV cache."""
     memory = device(DEVICE).memory_bytes * UTILISATION
-    blocks = kv_blocks(QWEN[model], DTYPE, GPUS, [memory] * GPUS, split=changes.get("layers"))  # type: ignore[arg-type]
-    return replace(PipelineSpec(QWEN[model], EngineShape(DEVICE, 1, 1.0, DTYPE), blocks), **changes)  # type: ignore[arg-type]
+    blocks = kv_blocks(QWEN[model], DTYPE, GPUS, [memory] * GPUS, split=changes.get("layers"))
+    layers = changes.pop("layers", None) or split_layers(QWEN[model].layers, GPUS)
+    return System(_unit(model, int(share * min(blocks)), Pipeline(layers, (Link(),) * (GPUS - 1), **changes)), overhead)
 
 
-def tensor_parallel(model: str) -> PipelineSpec:
+def tensor_parallel(model: str) -> System:
     """One stage over four GPUs."""
-    blocks = kv_blocks(QWEN[model], DTYPE, 1, [device(DEVICE).memory_bytes * UTILISATION * GPUS])
-    return PipelineSpec(QWEN[model], EngineShape(DEVICE, GPUS, 1.0, DTYPE), blocks)
+    (blocks,) = kv_blocks(QWEN[model], DTYPE, 1, [device(DEVICE).memory_bytes * UTILISATION * GPUS])
+    return System(_unit(model, blocks, Pipeline((QWEN[model].layers,), ())))
 
 
-def systems(model: str) -> dict[str, tuple[PipelineSpec, Callable[[], TokenBudget]]]:
+def _unit(model: str, blocks: int, how: Pipeline) -> SimUnit:
+    served = FleetModel("qwen", QWEN[model], DTYPE, 1024, 2048)
+    ahead = prompt_tokens_ahead(how.stages, 2048, Throttle())
+    return lone_unit("unit0", DEVICE, tuple(range(GPUS)), served, blocks, pipeline=how, waiting_tokens=ahead)
+
+
+def systems(model: str) -> dict[str, tuple[System, Callable[[], TokenBudget]]]:
     """What is compared; chunks and sequences are scheduled the same way in all, but for the budget."""
     return {
         THROTTLED: (pipeline(model), TokenThrottling),
@@ -107,26 +139,38 @@ def workload(lengths: str, rate: float, seconds: float, seed: int = 1) -> list[T
     return list(generate({"qwen": ModelLoad(rate, prompt, output)}, seconds, seed))
 
 
-def play(spec: PipelineSpec, budget: TokenBudget, requests: list[TraceRequest], seconds: float) -> Row:
+def run(system: System, budget: Callable[[], TokenBudget], requests: list[TraceRequest]) -> FleetResult:
+    """Simulate."""
+    unit = system.unit
+    assert unit.pipeline is not None
+    unit = replace(unit, pipeline=replace(unit.pipeline, budget=budget))
+    options = Options(Overheads(decode_step=system.overhead), sample_seconds=0.0)
+    return simulate([unit], requests, COSTS, options)
+
+
+def play(system: System, budget: Callable[[], TokenBudget], requests: list[TraceRequest], seconds: float) -> Row:
     """Simulate; figures of all requests, and of the micro-batches made between a quarter of the arrivals and their
     end."""
     start = time.perf_counter()
-    result = simulate(spec, COSTS, budget, requests)
-    model = spec.architecture.name.removeprefix("Qwen2.5-")
+    result = run(system, budget, requests)
+    model = system.unit.models[0].architecture.name.removeprefix("Qwen2.5-")
     return figures(model, result, seconds) | {"seconds_of_simulation": round(time.perf_counter() - start, 2)}
 
 
-def figures(model: str, result: PipelineResult, seconds: float) -> Row:
+def figures(model: str, result: FleetResult, seconds: float) -> Row:
     """Times in seconds. `computed_per_second` counts the tokens of the micro-batches, prompt and output, in the time
     looked at: what the engine does while requests come, without the end, when it runs empty."""
-    overall = summarise(result.records(), objectives={"qwen": OBJECTIVES[model]}).overall
+    (unit,) = result.units
+    made = unit.micro_batches
+    assert made is not None
+    overall = summarise(result.records, objectives={"qwen": OBJECTIVES[model]}).overall
     ttft, tpot, latency = overall.ttft, overall.tpot, overall.latency
     assert ttft is not None
     assert tpot is not None
     assert latency is not None
     after, before = seconds / 4, seconds
-    spreads = result.spread(after, before)
-    computed = sum(step.prefill + step.decode for step in result.steps if after <= step.made < before)
+    spreads = made.spread(after, before)
+    computed = sum(step.prefill + step.decode for step in made.steps if after <= step.made < before)
     return {
         "requests": overall.requests,
         "attainment": round(overall.slo["all"], 4),
@@ -136,13 +180,13 @@ def figures(model: str, result: PipelineResult, seconds: float) -> Row:
         "ttft": {"mean": round(ttft.mean, 4), "p99": round(ttft.p99, 4)},
         "tpot": {"mean": round(tpot.mean, 5), "p99": round(tpot.p99, 5)},
         "latency": {"mean": round(latency.mean, 3), "p99": round(latency.p99, 3)},
-        "bubble_fraction": round(result.bubble_fraction(after, before), 4),
-        "bubbles": [round(each, 3) for each in result.bubbles(after, before)],
+        "bubble_fraction": round(made.bubble_fraction(after, before), 4),
+        "bubbles": [round(each, 3) for each in made.bubbles(after, before)],
         "iterations": {
             name: {"mean": round(each.mean, 4), "variation": round(each.variation, 3)} for name, each in spreads.items()
         },
-        "preemptions": result.preemptions,
-        "peak_kv": [round(each, 3) for each in result.peak_kv],
+        "preemptions": sum(record.preemptions for record in result.records),
+        "peak_kv": round(unit.peak_pages[0] / sum(unit.pool_pages.values()), 3),
         "seconds_simulated": round(result.seconds, 2),
     }
 
@@ -168,9 +212,11 @@ def iterations(seconds: float) -> Row:
         requests = workload(lengths, rate, seconds)
         for system in (FIXED, THROTTLED):
             spec, budget = systems(model)[system]
-            result = simulate(spec, COSTS, budget(), requests)
+            result = run(spec, budget, requests)
             row = figures(model, result, seconds)
-            middle = [step for step in result.steps if step.made >= seconds / 2][:200]
+            made = result.units[0].micro_batches
+            assert made is not None
+            middle = [step for step in made.steps if step.made >= seconds / 2][:200]
             row["series"] = [[step.prefill, step.decode] for step in middle]
             rows[f"{model}, {lengths}, {rate:g}/s, {system}"] = row
             show(f"{model}, {lengths}, {rate:g}/s, {system}", row)
@@ -189,7 +235,7 @@ def latency(seconds: float) -> Row:
         for rate in rates:
             requests = workload(lengths, rate, seconds)
             for name, (spec, budget) in systems(model).items():
-                row = play(spec, budget(), requests, seconds)
+                row = play(spec, budget, requests, seconds)
                 curves[name].append({"rate": rate} | row)
                 show(f"{rate:g}/s, {name}", row)
         row = {"curves": curves}
@@ -232,12 +278,11 @@ def ablation(seconds: float) -> Row:
     for share in (1.0, 0.1):
         print(f"ablation, {share:.0%} of the KV cache")
         for (model, lengths), rate in BUSY.items():
-            spec = pipeline(model)
-            spec = replace(spec, blocks=tuple(int(share * blocks) for blocks in spec.blocks))
+            spec = pipeline(model, share)
             requests = workload(lengths, rate, seconds)
             for name, budget in ABLATIONS.items():
                 title = f"{model}, {lengths}, {rate:g}/s, {share:.0%} KV, {name}"
-                rows[title] = play(spec, TOKEN_BUDGETS[budget](), requests, seconds)
+                rows[title] = play(spec, TOKEN_BUDGETS[budget], requests, seconds)
                 show(title, rows[title])
     return rows
 
@@ -254,15 +299,14 @@ def sensitivity(seconds: float) -> Row:
     """The four hyper-parameters, one at a time; with the whole KV cache and with a tenth."""
     rows: Row = {}
     for model, lengths, share in (("14B", "ShareGPT", 1.0), ("32B", "Azure", 1.0), ("32B", "Azure", 0.1)):
-        spec = pipeline(model)
-        spec = replace(spec, blocks=tuple(int(share * blocks) for blocks in spec.blocks))
+        spec = pipeline(model, share)
         requests = workload(lengths, BUSY[model, lengths], seconds)
         print(f"sensitivity: {model}, {lengths}, {share:.0%} of the KV cache")
         for parameter, values in SENSITIVITIES.items():
             for value in values:
                 throttle = replace(Throttle(), **{parameter: value})
                 title = f"{model}, {lengths}, {share:.0%} KV, {parameter} {value:g}"
-                rows[title] = play(spec, TokenThrottling(throttle), requests, seconds)
+                rows[title] = play(spec, partial(TokenThrottling, throttle), requests, seconds)
                 show(title, rows[title])
     return rows
 
@@ -278,13 +322,13 @@ def variants(seconds: float) -> Row:
             "one chunk at a time": pipeline(model, chunk_ahead=False),
             "made ahead": pipeline(model, ahead=True),
             "five, made ahead": pipeline(model, ahead=True, depth=5),
-            "2 ms on the host": pipeline(model, step_seconds=0.002),
+            "2 ms on the host": pipeline(model, overhead=0.002),
             "layers " + ", ".join(map(str, ASSIGNED[model])): pipeline(model, layers=ASSIGNED[model]),
             "one stage, tensor parallel": tensor_parallel(model),
         }
         for (way, spec), system in itertools.product(ways.items(), (FIXED, THROTTLED)):
             title = f"{model}, {lengths}, {rate:g}/s, {way}, {system}"
-            rows[title] = play(spec, systems(model)[system][1](), requests, seconds)
+            rows[title] = play(spec, systems(model)[system][1], requests, seconds)
             show(f"{model}, {lengths[:5]}, {way}, {system}", rows[title])
     return rows
 

@@ -23,22 +23,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 from inputs import DTYPE, llama
 from report import machine, write_report
 
-from muxserve.costs import EngineShape
 from muxserve.costs.roofline import Roofline
 from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, RoundRobin
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.simulator.instances import ClusterResult, InstanceSpec, ReplicaOptions, simulate
-from muxserve.simulator.instances.requests import ReplicaRequest
+from muxserve.simulator import FleetModel, FleetResult, Options, ReplicaRules, SimUnit, lone_unit, simulate
+from muxserve.simulator.requests import SimRequest
 from muxserve.workload import Arrivals, ModelLoad, TraceRequest, generate
 from muxserve.workload.published import published
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The KV cache of LLaMA-7B on an A10 in the paper: 13,616 tokens, 851 blocks of 16 (section 6.1).
-SPEC = InstanceSpec(llama("7b"), EngineShape("A10", 1, 1.0, DTYPE), blocks=851)
+BLOCKS = 851
+MODEL = FleetModel("llama-7b", llama("7b"), DTYPE, 256, 2560)
 COSTS = Roofline()
 INSTANCES = 16
 # Requests per second at which INFaaS++ has a p99 prefill latency of about 10 s, Poisson and gamma with cv 4.
@@ -51,20 +52,18 @@ LOADS: dict[str, tuple[str, str, float, float]] = {
     "S-L": ("short", "long", 4.1, 4.1),
     "L-S": ("long", "short", 24.8, 23.5),
 }
-SYSTEMS: dict[str, ReplicaOptions] = {
-    "round-robin": ReplicaOptions(INSTANCES, dispatch=lambda levels: RoundRobin()),
-    "infaas++": ReplicaOptions(INSTANCES, dispatch=lambda levels: LoadAware()),
-    "llumnix": ReplicaOptions(INSTANCES, dispatch=lambda levels: Freest(), migration=MigrationRules()),
+SYSTEMS: dict[str, ReplicaRules] = {
+    "round-robin": ReplicaRules(dispatch=lambda levels: RoundRobin()),
+    "infaas++": ReplicaRules(dispatch=lambda levels: LoadAware()),
+    "llumnix": ReplicaRules(dispatch=lambda levels: Freest(), migration=MigrationRules()),
     # Dispatch counts whole queues, as Llumnix's release does; the rest is the same.
-    "llumnix-queues": ReplicaOptions(INSTANCES, dispatch=FreestOfQueues, migration=MigrationRules()),
+    "llumnix-queues": ReplicaRules(dispatch=FreestOfQueues, migration=MigrationRules()),
 }
 # What is not in the paper's comparison: either half of Llumnix alone.
 OURS = "llumnix-queues"
-PARTS: dict[str, ReplicaOptions] = {
-    "freeness, no migration": ReplicaOptions(INSTANCES, dispatch=lambda levels: Freest()),
-    "infaas++ with migration": ReplicaOptions(
-        INSTANCES, dispatch=lambda levels: LoadAware(), migration=MigrationRules()
-    ),
+PARTS: dict[str, ReplicaRules] = {
+    "freeness, no migration": ReplicaRules(dispatch=lambda levels: Freest()),
+    "infaas++ with migration": ReplicaRules(dispatch=lambda levels: LoadAware(), migration=MigrationRules()),
 }
 DISSECTED = ("ShareGPT", "M-M", "L-S")
 Row = dict[str, Any]
@@ -76,29 +75,60 @@ def workload(prompt: str, output: str, rate: float, count: int, cv: float = 1.0,
     return list(itertools.islice(generate({"llama-7b": load}, 4 * count / rate, seed), count))
 
 
+def replicas(count: int, first: int = 0) -> tuple[SimUnit, ...]:
+    """So many of them: prompts go first, otherwise all decode, as in the vLLM of the paper."""
+    return tuple(lone_unit(f"r{n:02d}", "A10", (n,), MODEL, BLOCKS) for n in range(first, first + count))
+
+
 def play(
     requests: Sequence[TraceRequest],
-    options: ReplicaOptions,
+    rules: ReplicaRules,
     priorities: Callable[[int], tuple[str, str]] | None = None,
-) -> tuple[ClusterResult, Row]:
+    instances: int = INSTANCES,
+) -> tuple[FleetResult, Row]:
     """Simulate; the result, and the figures of all requests."""
     start = time.perf_counter()
-    result = simulate(SPEC, COSTS, requests, options, priorities)
+    rules = replace(rules, spares=replicas(INSTANCES - instances, instances))
+    options = Options(sample_seconds=0.0)
+    result = simulate(replicas(instances), requests, COSTS, options, {MODEL.name: rules}, priorities)
+    (together,) = result.replicas
     row = figures(result) | {
-        "preemptions": result.preemptions,
-        "migrations": result.migrations,
-        "migrations_given_up": result.aborted,
-        "downtime_ms": round(1e3 * sum(result.downtimes) / len(result.downtimes), 1) if result.downtimes else None,
-        "average_instances": round(result.average_instances, 3),
+        "preemptions": sum(request.preemptions for request in result.requests),
+        "migrations": together.migrations,
+        "migrations_given_up": together.aborted,
+        "downtime_ms": round(1e3 * sum(together.downtimes) / len(together.downtimes), 1)
+        if together.downtimes
+        else None,
+        "average_instances": round(together.average, 3),
         "seconds_simulated": round(result.seconds, 1),
         "seconds_of_simulation": round(time.perf_counter() - start, 2),
     }
     return result, row
 
 
-def figures(result: ClusterResult, which: Callable[[ReplicaRequest], bool] | None = None) -> Row:
-    """Rounded to a tenth of a millisecond."""
-    return {name: {key: round(value, 4) for key, value in each.items()} for name, each in result.figures(which).items()}
+def figures(result: FleetResult, which: Callable[[SimRequest], bool] | None = None) -> Row:
+    """Mean, p50 and p99, seconds rounded to a tenth of a millisecond, of `prefill` (time to first token), `decode`
+    (mean time per token after it), `request` (arrival to last token) and `loss` (by preemptions), over the answered
+    requests (that `which` takes): the terms of the paper's section 6.1."""
+    done = [r for r in result.requests if r.finish is not None and (which is None or which(r))]
+    times: dict[str, list[float]] = {"prefill": [], "decode": [], "request": [], "loss": []}
+    for r in done:
+        assert r.first_token is not None
+        assert r.finish is not None
+        times["prefill"].append(r.first_token - r.arrival)
+        times["request"].append(r.finish - r.arrival)
+        times["loss"].append(r.lost)
+        if r.made > 1:
+            times["decode"].append((r.finish - r.first_token) / (r.made - 1))
+    return {name: spread(values) for name, values in times.items()}
+
+
+def spread(values: Sequence[float]) -> Row:
+    """Mean, p50 and p99; zeros of none."""
+    if not values:
+        return {"mean": 0.0, "p50": 0.0, "p99": 0.0}
+    middle, tail = np.percentile(values, (50, 99))
+    return {"mean": round(float(np.mean(values)), 4), "p50": round(float(middle), 4), "p99": round(float(tail), 4)}
 
 
 def show(title: str, row: Row) -> None:
@@ -189,8 +219,7 @@ def scaling(count: int) -> Row:
             curves[system] = []
             for low in (40.0, 80.0, 160.0, 320.0, 640.0):
                 rules = ScalingRules(1, INSTANCES, low=low, high=6 * low)
-                options = replace(SYSTEMS[system], instances=4, scaling=rules)
-                _, row = play(requests, options)
+                _, row = play(requests, replace(SYSTEMS[system], scaling=rules), instances=4)
                 curves[system].append({"low": low, "high": 6 * low} | row)
                 show(f"{kind} {low:4.0f} {system}, {row['average_instances']:5.2f} instances", row)
         rows[kind] = {"rate": rate, "cv": cv, "curves": curves} | savings(curves["infaas++"], curves[OURS])
@@ -273,7 +302,7 @@ def main() -> None:
         "machine": machine(),
         "costs": "roofline of an A10, float16",
         "requests": args.requests,
-        "capacity_tokens": SPEC.capacity,
+        "capacity_tokens": BLOCKS * 16,
     }
     for part in args.only.split(","):
         report[part] = PARTS_OF_IT[part](args.requests if part == "latency" else args.requests // 2)

@@ -188,6 +188,8 @@ class PhaseEngine(StepEngine, LeasedEngine):
         if entering:
             for request in entering:
                 request.blocks = 0
+                if request.left is not None:
+                    request.adopted(now)
                 self.batch.add(request)
             self._dirty = self._fresh = True
 

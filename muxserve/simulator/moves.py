@@ -42,7 +42,8 @@ class MigrationCosts:
 
 
 class Move:
-    """Moves `request`, which decodes. `begin` it; `ended` is told whether it has arrived.
+    """Moves `request`, which decodes. `begin` it; `ended` is told whether it has arrived, `downtimes` gets how long it
+    was in no batch.
 
     The KV is append-only, so that what a stage has copied stays right. The request may end, or be preempted, between
     two stages; then the destination gives the blocks back and nothing else has happened.
@@ -56,14 +57,16 @@ class Move:
         source: ScheduledUnit,
         destination: ScheduledUnit,
         ended: Callable[[Move, bool, float], None],
+        downtimes: list[float],
     ) -> None:
         self.request = request
         self.source = source
         self.destination = destination
-        self.began = self.down_since = 0.0
+        self.began = 0.0
         self._clock = clock
         self._costs = costs
         self._ended = ended
+        self._downtimes = downtimes
         self._engine = source.decoder(request.model)
         model = self._engine.model
         self._block_tokens = model.profile.block_tokens
@@ -130,11 +133,10 @@ class Move:
             return
         computed = self._engine.computed(request, now)
         blocks = self.source.detach(request, now)
-        self.down_since = now
+        request.left = now, self._downtimes
 
         def commit(now: float) -> None:
             self.source.moved(request, blocks, now)
-            request.down += now - self.down_since
             request.moves += 1
             request.blocks, self._reserved = self._reserved, 0
             self.destination.take_over(request, now)

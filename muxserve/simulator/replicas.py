@@ -63,7 +63,7 @@ class Replicas:
         self.model = model
         self.clock = clock
         self.units = {unit.spec.name: unit for unit in units}
-        self.result = ReplicasResult(model, started=len(units), peak=len(units))
+        self.result = ReplicasResult(model, started=len(units), peak=len(units), counts=[(0.0, len(units))])
         self._spares = list(spares)
         self._start_seconds = start_seconds
         self._start_unit = start
@@ -89,6 +89,7 @@ class Replicas:
             self.units[spare.name] = unit
             self._since[spare.name] = decided
             self.result.started += 1
+            self.result.counts.append((now, len(self.units)))
             self.result.peak = max(self.result.peak, len(self.units))
             self._came(unit, now)
 
@@ -101,6 +102,7 @@ class Replicas:
     def _gone(self, name: str, now: float) -> None:
         """A replica has nothing to do and goes; another may come in its place."""
         unit = self.units.pop(name)
+        self.result.counts.append((now, len(self.units)))
         self.result.replica_seconds += now - self._since.pop(name)
         self._spares.append(unit.spec)
 
@@ -127,7 +129,7 @@ class Replicas:
         if chosen is None:
             return False
         request = source.live[chosen.request_id]
-        move = Move(self.clock, copying, request, source, destination, self._ended)
+        move = Move(self.clock, copying, request, source, destination, self._ended, self.result.downtimes)
         if not move.begin(self.clock.now):
             return False
         self._moving.add(request.request_id)
@@ -140,7 +142,6 @@ class Replicas:
             result.aborted += 1
             return
         result.migrations += 1
-        result.downtimes.append(now - move.down_since)
         result.copy_seconds.append(now - move.began)
         self._moved(move, now)
 

@@ -24,7 +24,7 @@ class SimRequest:
     queues (lower first). `decoding_since` is when its first decode step began: what lies between that and its first
     token is the wait for the phase switch. `lost` sums the seconds from each preemption to the end of the prefill that
     made it good (Llumnix's preemption loss), `down` those in which it was in no batch because it moved, `moves` how
-    often it did.
+    often it did; while it does, `left` is when it left its batch, and to what the time without one is added.
     """
 
     __slots__ = (
@@ -41,6 +41,7 @@ class SimRequest:
         "first_token",
         "flying",
         "lease_id",
+        "left",
         "lost",
         "made",
         "model",
@@ -78,6 +79,7 @@ class SimRequest:
         self.finish: float | None = None
         self.preempted_at: float | None = None
         self.preemptions = 0
+        self.left: tuple[float, list[float]] | None = None
         self.lost = 0.0
         self.down = 0.0
         self.moves = 0
@@ -105,6 +107,14 @@ class SimRequest:
         self.preemptions += 1
         if self.preempted_at is None:
             self.preempted_at = now
+
+    def adopted(self, now: float) -> None:
+        """It is in a batch again."""
+        if self.left is not None:
+            since, told = self.left
+            self.left = None
+            self.down += now - since
+            told.append(now - since)
 
     def got_token(self, now: float) -> None:
         """A prefill of all its tokens has made one more, which is with the client at `now`."""

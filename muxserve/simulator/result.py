@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from muxserve.metrics.records import RequestRecord
+from muxserve.simulator.micro_batches import MicroBatches
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.timeline import Timeline
 
@@ -30,7 +31,8 @@ class UnitResult:
 
     `waits` are, of a rolling one, the seconds that each answered request waited for the phase switch (from its first
     token to the begin of its first decode step). `stages` are, of a pipelined one, the seconds in which each worked,
-    and `active` those in which something was in flight.
+    and `active` those in which something was in flight;
+    `micro_batches` tells more.
     """
 
     unit: str
@@ -51,6 +53,7 @@ class UnitResult:
     waits: Sequence[float] = ()
     stages: tuple[float, ...] = ()
     active: float = 0.0
+    micro_batches: MicroBatches | None = None
 
     @property
     def records(self) -> list[RequestRecord]:
@@ -68,7 +71,8 @@ class ReplicasResult:
     """What the replicas of one model did together. `replica_seconds` sums over replicas the time from the decision to
     start them to their end. `migrations` arrived, `aborted` were given up. `downtimes` are the seconds in which
     requests that moved were in no batch, `copy_seconds` those from the first stage to the arrival. `peak` and `started`
-    count replicas; of rolling ones `moves` counts handles that went to another macro instance."""
+    count replicas, `counts` has when their number changed, and to what; of rolling ones `moves` counts handles that
+    went to another macro instance."""
 
     model: str
     seconds: float = 0.0
@@ -78,6 +82,7 @@ class ReplicasResult:
     started: int = 0
     peak: int = 0
     moves: int = 0
+    counts: list[tuple[float, int]] = field(default_factory=list)
     downtimes: list[float] = field(default_factory=list)
     copy_seconds: list[float] = field(default_factory=list)
 

@@ -304,6 +304,7 @@ class ScheduledUnit(Unit):
             if isinstance(engine, PipelineEngine):
                 found.stages = tuple(engine.record.busy())
                 found.active = engine.record.active()
+                found.micro_batches = engine.record
                 found.busy_seconds = found.engines[0].busy_seconds = sum(found.stages) / len(found.stages)
                 found.timelines = engine.timelines() if self.options.timeline else []
         return found

@@ -146,8 +146,10 @@ class PipelineEngine(LeasedEngine):
         if self._pending is not None:
             self._take(self._pending, now)
         self._fill(now)
-        self._tell_if_due(now)
         flying, first = self._flying, self.stages[0]
+        if len(flying) < self.spec.in_flight:
+            # With a full pipeline a live engine waits for a micro-batch to come out before it says anything.
+            self._tell_if_due(now)
         if not flying:
             self.state = IDLE
             return
@@ -186,6 +188,7 @@ class PipelineEngine(LeasedEngine):
             if request.blocks:
                 # It comes with its KV, and decodes.
                 request.computed = request.tokens - 1
+                request.adopted(now)
                 self.running[request] = None
                 self.ready.append(request)
                 self._decoding += 1
@@ -265,11 +268,11 @@ class PipelineEngine(LeasedEngine):
         """Report as `engine.lease.HeldLease` does."""
         news = bool(self._finished or self._through or self._returned)
         steps = self._untold_steps
-        if not (news or steps):
-            return
         left = self._left if now < self._deadline else 0
-        half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
         remaining = len(self.running) + len(self.waiting)
+        if not (news or steps) and (self._flying or left or not remaining):
+            return
+        half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
         worth = news or self._untold_prompts or self._admitted or left <= 0 or (half and not self._half_told)
         if not (worth or not remaining):
             return

@@ -13,13 +13,14 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from muxserve.costs import EngineShape, ModelArchitecture
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives as Latencies
-from muxserve.metrics.definitions import percentile
+from muxserve.metrics.definitions import percentile, time_per_token
 from muxserve.metrics.records import RequestRecord
 from muxserve.planning.architectures import planned_architecture
 from muxserve.planning.phases_ground import CpuGround, GpuGround
@@ -31,36 +32,34 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.member import Objectives
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import ScalingRules as RollingScalingRules
-from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget
+from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget, Throttle, prompt_tokens_ahead
 from muxserve.simulator import (
     MODES,
     FleetModel,
     FleetResult,
     Link,
+    MigrationCosts,
     Options,
     Overheads,
+    Pipeline,
+    ReplicaRules,
+    RingRules,
     SimUnit,
+    lone_unit,
     simulate,
     units_of,
 )
-from muxserve.simulator.instances import ClusterResult, InstanceSpec, MigrationCosts, ReplicaOptions
-from muxserve.simulator.instances import simulate as simulate_instances
-from muxserve.simulator.pipeline import PipelineSpec
-from muxserve.simulator.pipeline import simulate as simulate_pipeline
-from muxserve.simulator.rolling import (
-    Arrangement,
-    Independent,
-    Rolling,
-    RollingOptions,
-    Split,
-    SplitOptions,
-)
+from muxserve.simulator.requests import SimRequest
 from muxserve.workload import Arrivals, ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import LogNormalLengths
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "paper"))
+
+from split import Split, SplitOptions
 
 FILE = Path(__file__).with_name("golden.json")
 GIB = 1 << 30
@@ -259,27 +258,27 @@ def planned() -> Iterable[tuple[str, Callable[[], Figures]]]:
 
 
 def replicas() -> Iterable[tuple[str, Callable[[], Figures]]]:
-    spec = InstanceSpec(LLAMA_7B, EngineShape("A10", 1, 1.0, DTYPE), blocks=400)
+    served = FleetModel("a", LLAMA_7B, DTYPE, 256, 2560)
+    units = [lone_unit(f"r{n}", "A10", (n,), served, 400) for n in range(8)]
     requests = load({"a": 13.0}, 60.0, cv=2.0)
 
-    def of(result: ClusterResult) -> Figures:
-        return figures(
-            [request.record() for request in result.requests],
-            steps=result.steps,
-            busy=result.busy_seconds,
-            migrations=result.migrations,
-            instances=result.average_instances,
-            lost=sum(request.lost for request in result.requests),
-            down=sum(result.downtimes),
-        )
-
-    def run(high: float = 0.0, **options: object) -> Figures:
-        made = ReplicaOptions(**{"instances": 4, **options})  # type: ignore[arg-type]
+    def run(high: float = 0.0, instances: int = 4, **options: object) -> Figures:
+        rules = ReplicaRules(**{"spares": tuple(units[instances:]), **options})  # type: ignore[arg-type]
         levels = [
             ("high", "high") if high and n % round(1 / high) == 0 else ("normal", "normal")
             for n in range(len(requests))
         ]
-        return of(simulate_instances(spec, COSTS, requests, made, levels.__getitem__))
+        result = simulate(units[:instances], requests, COSTS, None, {"a": rules}, levels.__getitem__)
+        (together,) = result.replicas
+        return figures(
+            result.records,
+            steps=result.jobs,
+            busy=result.busy_gpu_seconds,
+            migrations=together.migrations,
+            instances=together.average,
+            lost=sum(request.lost for request in result.requests),
+            down=sum(together.downtimes),
+        )
 
     yield "replicas, round-robin", lambda: run(dispatch=lambda levels: RoundRobin())
     yield "replicas, load-aware", lambda: run(dispatch=lambda levels: LoadAware())
@@ -299,59 +298,79 @@ def replicas() -> Iterable[tuple[str, Callable[[], Figures]]]:
 
 def papers() -> Iterable[tuple[str, Callable[[], Figures]]]:
     requests = load({"a": 16.0}, 30.0)
-    spec = InstanceSpec(
-        LLAMA_13B, EngineShape("L20-48GB", 1, 1.0, DTYPE), 900, max_num_batched_tokens=2048, step_seconds=5e-3
-    )
+    served = FleetModel("a", LLAMA_13B, DTYPE, 256, 2048)
+    options = Options(Overheads(prefill_step=5e-3, decode_step=5e-3), sample_seconds=0.0)
+    units = [lone_unit(f"i{n}", "L20-48GB", (n,), served, 900) for n in range(8)]
 
-    def of(arrangement: Arrangement) -> Figures:
-        result = arrangement.run(requests)
-        return figures(
-            result.records(),
-            busy=sum(result.busy.values()),
-            wait=fmean(request.switch_wait for request in result.requests),
-            attained=result.attained(Latencies(5.0, 0.1)),
-            transfers=result.transfer_seconds,
-            replicas=len(result.replicas),
-        )
+    def attained(found: Sequence[SimRequest]) -> float:
+        objectives, met = Latencies(5.0, 0.1), 0
+        for r in found:
+            if r.first_token is not None and r.finish is not None:
+                tpot = time_per_token(r.first_token + r.switch_wait, r.finish, r.made)
+                met += objectives.met(r.first_token - r.arrival + r.switch_wait, tpot).get("all", True)
+        return met / len(found)
 
-    def rolling(**more: object) -> Arrangement:
-        return Rolling(spec, COSTS, RollingOptions(4, Objectives(5.0, 0.1), expected_output=160, **more))  # type: ignore[arg-type]
+    def of(found: Sequence[SimRequest], **more: float) -> Figures:
+        waits = fmean(request.switch_wait for request in found)
+        return figures([request.record() for request in found], wait=waits, attained=attained(found), **more)
 
-    inside, outside = Link(20e9, 1e-3), Link(1e9, 1e-3)
-    within = SplitOptions((1, 1), (1, 1), inside, outside, within_node=True, streamed=False)
-    network = SplitOptions((1, 1), (1, 1), inside, outside, within_node=False, streamed=True)
+    def rolling(**more: object) -> Figures:
+        rules = RingRules(Objectives(5.0, 0.1), expected_output=160, spares=tuple(units[4:]), **more)  # type: ignore[arg-type]
+        result = simulate(units[:4], requests, COSTS, options, {"a": rules})
+        (together,) = result.replicas
+        return of(result.requests, busy=result.busy_gpu_seconds, replicas=together.average, moves=together.moves)
+
+    def split(within: bool) -> Figures:
+        counts = (1, 1), (1, 1)
+        how = SplitOptions(*counts, Link(20e9, 1e-3), Link(1e9, 1e-3), within_node=within, streamed=not within)
+        arrangement = Split(replace(units[0], combined=True), COSTS, how, options)
+        return of(arrangement.run(requests), transfers=arrangement.transfer_seconds)
+
     scaling = RollingScalingRules(window=5.0, patience=2.0, most=8, idle=0.1)
-    yield "EcoServe", lambda: of(rolling())
-    yield "EcoServe, scaling", lambda: of(rolling(scaling=scaling, bounds=Bounds(2, 4), start_seconds=2.0))
-    yield "vLLM", lambda: of(Independent(spec, COSTS, 4))
-    yield "Sarathi", lambda: of(Independent(spec, COSTS, 4, 512))
-    yield "DistServe", lambda: of(Split(spec, COSTS, within))
-    yield "MoonCake", lambda: of(Split(spec, COSTS, network))
-    four = PipelineSpec(LLAMA_13B, EngineShape("L20-48GB", 1, 1.0, DTYPE), (4000,) * 4)
+    yield "EcoServe", lambda: rolling()
+    yield "EcoServe, scaling", lambda: rolling(scaling=scaling, bounds=Bounds(2, 4), start_seconds=2.0)
+    fewest = {"a": ReplicaRules(dispatch=lambda levels: LoadAware())}
+    chunked = Pipeline((LLAMA_13B.layers,), (), partial(FixedBudget, 512))
+    mixed = [lone_unit(f"i{n}", "L20-48GB", (n,), served, 900, pipeline=chunked, waiting_tokens=4096) for n in range(4)]
+    yield "vLLM", lambda: of(simulate(units[:4], requests, COSTS, options, fewest).requests)
+    yield "Sarathi", lambda: of(simulate(mixed, requests, COSTS, options, fewest).requests)
+    yield "DistServe", lambda: split(True)
+    yield "MoonCake", lambda: split(False)
 
-    def pipeline(spec: PipelineSpec, budget: str) -> Figures:
-        result = simulate_pipeline(spec, COSTS, TOKEN_BUDGETS[budget](), requests)
+    def pipeline(how: Pipeline, budget: str, blocks: int = 4000, overhead: float = 0.0) -> Figures:
+        ahead = prompt_tokens_ahead(how.stages, 2048, Throttle())
+        how = replace(how, budget=TOKEN_BUDGETS[budget])
+        model = replace(served, max_num_seqs=1024)
+        unit = lone_unit("u", "L20-48GB", tuple(range(how.stages)), model, blocks, pipeline=how, waiting_tokens=ahead)
+        result = simulate([unit], requests, COSTS, Options(Overheads(decode_step=overhead), sample_seconds=0.0))
+        made = result.units[0].micro_batches
+        assert made is not None
         return figures(
-            result.records(),
-            steps=len(result.steps),
-            bubbles=result.bubble_fraction(),
-            variation=result.spread()["tokens"].variation,
-            peak=max(result.peak_kv),
+            result.records,
+            steps=len(made.steps),
+            bubbles=made.bubble_fraction(),
+            variation=made.spread()["tokens"].variation,
+            peak=result.units[0].peak_pages[0] / sum(result.units[0].pool_pages.values()),
         )
 
+    four = Pipeline((10,) * 4, (Link(),) * 3)
     for budget in TOKEN_BUDGETS:
         yield f"gLLM, {budget}", lambda budget=budget: pipeline(four, budget)
-    for name, spec_of in {
-        "tight KV": replace(four, blocks=(250,) * 4),
-        "made ahead": replace(four, ahead=True, depth=5),
-        "one chunk at a time": replace(four, chunk_ahead=False),
-        "host": replace(four, step_seconds=0.002, return_seconds=0.001),
-        "layers": replace(four, layers=(11, 11, 10, 8)),
-    }.items():
-        yield f"gLLM, {name}", lambda spec_of=spec_of: pipeline(spec_of, "token_throttling")
+    throttled = "token_throttling"
+    yield "gLLM, tight KV", lambda: pipeline(four, throttled, 250)
+    yield "gLLM, made ahead", lambda: pipeline(replace(four, ahead=True, depth=5), throttled)
+    yield "gLLM, one chunk at a time", lambda: pipeline(replace(four, chunk_ahead=False), throttled)
+    yield "gLLM, host", lambda: pipeline(replace(four, return_seconds=0.001), throttled, overhead=0.002)
+    yield "gLLM, layers", lambda: pipeline(replace(four, layers=(11, 11, 10, 8)), throttled)
+
+    def one_stage() -> Figures:
+        how = Pipeline((LLAMA_7B.layers,), (), TOKEN_BUDGETS["fixed"])
+        model = FleetModel("a", LLAMA_7B, DTYPE, 1024, 2048)
+        unit = lone_unit("u", A100, (0,), model, 250, pipeline=how, waiting_tokens=16384)
+        return of_fleet(simulate([unit], requests, COSTS))
+
     # The figure by which admission shows: one stage, few blocks.
-    single = PipelineSpec(LLAMA_7B, EngineShape(A100, 1, 1.0, DTYPE), (250,))
-    yield "one stage, tight KV", lambda: pipeline(single, FixedBudget.name)
+    yield "one stage, tight KV", one_stage
 
 
 def scenarios() -> dict[str, Callable[[], Figures]]:

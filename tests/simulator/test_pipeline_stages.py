@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from muxserve.costs import EngineShape, ModelArchitecture
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.roofline import Roofline
-from muxserve.simulator.pipeline import PipelineSpec, kv_blocks
-from muxserve.simulator.pipeline.stages import Stage, Work, make_stages, stage_architectures
+from muxserve.simulator import Link, Pipeline
+from muxserve.simulator.stages import Stage, Work, kv_blocks, make_stages, stage_architectures
 from tests.simulator.support import Linear
 
 MODEL = ModelArchitecture("large", 48, 40, 8, 128, 5120, 13824, 152064, 32768, 32768, "bfloat16")
-SPEC = PipelineSpec(MODEL, EngineShape("L20-48GB"), (1000,) * 4)
+SHAPE = EngineShape("L20-48GB")
+FOUR = Pipeline((12,) * 4, (Link(),) * 3)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +74,13 @@ def test_layers_may_be_assigned() -> None:
     even, assigned = (
         [
             stage.seconds(Work(64, 1, 2080, 64, 20_000))
-            for stage in make_stages(replace(SPEC, layers=layers), Roofline())
+            for stage in make_stages(Pipeline(layers, (Link(),) * 3), Roofline(), MODEL, SHAPE)
         ]
-        for layers in (None, split)
+        for layers in ((12,) * 4, split)
     )
     assert max(assigned) - min(assigned) < 0.6 * (max(even) - min(even))
     with pytest.raises(ValueError, match="48 layers over 4 stages are not 12, 12, 12, 13"):
-        replace(SPEC, layers=(12, 12, 12, 13))
+        make_stages(Pipeline((12, 12, 12, 13), (Link(),) * 3), Roofline(), MODEL, SHAPE)
     with pytest.raises(ValueError, match="over 4 stages are not 24, 24"):
         kv_blocks(MODEL, "bfloat16", 4, [gib] * 4, split=(24, 24))
 
@@ -95,15 +96,15 @@ def test_memory_that_does_not_hold_the_weights_is_refused() -> None:
 
 
 def test_steps_of_one_kind_cost_what_the_latency_model_says() -> None:
-    costs = Roofline().engine(stage_architectures(MODEL, split_layers(48, 4))[0], SPEC.shape)
-    stage = make_stages(SPEC, Roofline())[0]
+    costs = Roofline().engine(stage_architectures(MODEL, split_layers(48, 4))[0], SHAPE)
+    stage = make_stages(FOUR, Roofline(), MODEL, SHAPE)[0]
     assert stage.seconds(Work(512, 2, 70_000, 0, 0)) == costs.prefill(512, 70_000, 2)
     assert stage.seconds(Work(0, 0, 0, 64, 20_000)) == costs.decode(64, 20_000).seconds(20_000)
 
 
 def test_a_mixed_step_reads_weights_once_and_adds_both_attentions() -> None:
-    costs = Roofline().engine(stage_architectures(MODEL, split_layers(48, 4))[0], SPEC.shape)
-    stage = make_stages(SPEC, Roofline())[0]
+    costs = Roofline().engine(stage_architectures(MODEL, split_layers(48, 4))[0], SHAPE)
+    stage = make_stages(FOUR, Roofline(), MODEL, SHAPE)[0]
     reading = costs.decode(64, 1 << 30).per_token * 40_000
     mixed = stage.seconds(Work(512, 2, 70_000, 64, 40_000))
     assert mixed == pytest.approx(costs.prefill(576, 70_000, 66) + reading, rel=1e-6)
@@ -113,14 +114,14 @@ def test_a_mixed_step_reads_weights_once_and_adds_both_attentions() -> None:
 
 def test_a_step_that_waits_for_the_host_waits_once() -> None:
     # A device so fast that launching is all there is to it.
-    quick = PipelineSpec(replace(MODEL, hidden=512, intermediate=512, heads=4, kv_heads=4), SPEC.shape, (1000,) * 4)
-    stage = make_stages(quick, Roofline())[0]
+    quick = replace(MODEL, hidden=512, intermediate=512, heads=4, kv_heads=4)
+    stage = make_stages(FOUR, Roofline(), quick, SHAPE)[0]
     floor = stage.seconds(Work(1, 1, 1, 0, 0))
     assert stage.seconds(Work(8, 1, 36, 8, 1000)) == pytest.approx(floor)
 
 
 def test_latency_models_that_know_no_pairs_add_the_reading_of_kv() -> None:
-    stage = Stage(Linear(), 10, 1)
+    stage = Stage(Linear())
     assert stage.seconds(Work(100, 1, 5050, 10, 5000)) == pytest.approx(0.001 + 0.00005 * 110 + 0.000001 * 5000)
 
 
@@ -128,7 +129,7 @@ def test_latency_models_that_know_no_pairs_add_the_reading_of_kv() -> None:
     prefill=st.integers(1, 4000), decode=st.integers(1, 500), context=st.integers(500, 500_000), more=st.integers(1, 99)
 )
 def test_more_work_never_takes_less_time(prefill: int, decode: int, context: int, more: int) -> None:
-    stage = make_stages(SPEC, Roofline())[3]
+    stage = make_stages(FOUR, Roofline(), MODEL, SHAPE)[3]
     pairs = prefill * (prefill + 1) // 2
     work = Work(prefill, 1, pairs, decode, context)
     seconds = stage.seconds(work)
