@@ -159,6 +159,9 @@ def simulate(
         float | None,
         typer.Option(min=0, help="Seconds from the client to the unit's queue; or the profile's.", show_default=False),
     ] = None,
+    priorities: Annotated[
+        str, typer.Option(help="Parts of the requests by priority level, e.g. high=0.1.", show_default=False)
+    ] = "",
     timeline: Annotated[
         Path | None, typer.Option(help="Write every job as a trace for ui.perfetto.dev.", show_default=False)
     ] = None,
@@ -191,6 +194,7 @@ def simulate(
                 nodes=nodes,
                 seconds=seconds,
                 request_overhead=request_overhead,
+                priorities=priorities,
                 timeline=timeline,
                 out=out,
                 html=html,

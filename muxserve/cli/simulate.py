@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from typing import Any
 
 from muxserve.cli.comparing import working
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cli.simulate_phases import phases_figures, phases_words
+from muxserve.cli.simulate_phases import phases_figures, phases_words, replicas_words
 from muxserve.cli.simulate_places import Places, PlacesError, Search, places_of
 from muxserve.cli.workload_args import print_left_out
+from muxserve.cluster.rules import levels_of
 from muxserve.config import FleetError
 from muxserve.costs.front_end import with_front_end
 from muxserve.costs.latency import CostError
@@ -24,6 +26,7 @@ from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.fleets import ClusterError
 from muxserve.planning.latency import latency_model, latency_words, measured_overheads
 from muxserve.planning.phases_units import Simulated
+from muxserve.replicas.priorities import Levels, PriorityError
 from muxserve.simulator import (
     Alone,
     FleetResult,
@@ -35,6 +38,7 @@ from muxserve.simulator import (
     simulate,
     write_timeline,
 )
+from muxserve.simulator.fleet import PriorityOf
 from muxserve.workload import Workload, WorkloadError, WorkloadOptions, open_workload
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -55,6 +59,7 @@ class Settings:
     nodes: str | None = None
     seconds: float = 5.0
     request_overhead: float | None = None
+    priorities: str = ""
     timeline: Path | None = None
     out: Path | None = None
     html: Path | None = None
@@ -105,6 +110,8 @@ def _run(settings: Settings) -> int:
             {demand.name: demand.rate for demand in places.demands},
             WorkloadOptions(**settings.options),
         )
+        levels = Levels(levels_of(places.fleet), places.fleet.default_level)
+        priorities = _priorities(settings, levels)
         runs: dict[str, Run] = {}
         alone: Alone | None = None
         for mode in modes:
@@ -115,7 +122,16 @@ def _run(settings: Settings) -> int:
             measured = measured_overheads(latency, placed.placement.units[0].device)
             options = Options(_overheads(measured, settings), timeline=settings.timeline is not None)
             costs = with_front_end(latency, measured)
-            result = simulate(units, workload, costs, options, placed.rules_of(mode), progress=_count(mode.name, told))
+            result = simulate(
+                units,
+                workload,
+                costs,
+                options,
+                placed.rules_of(mode),
+                priorities,
+                levels,
+                _count(mode.name, told),
+            )
             summary = _summary(result, places, alone, mode, placed)
             runs[mode.name] = Run(mode, result, summary, placed)
     for note in (*places.notes, places.baselines([mode.name for mode in modes if mode.placement != "muxserve"])):
@@ -127,6 +143,30 @@ def _run(settings: Settings) -> int:
     _report(settings, workload, places, runs)
     failed = any(run.summary.overall.completed < run.summary.overall.requests for run in runs.values())
     return EXIT_FAILED if failed else EXIT_OK
+
+
+def _priorities(settings: Settings, levels: Levels) -> PriorityOf | None:
+    """The levels of requests, drawn by the parts that the command line gives; all others have the default one."""
+    if not settings.priorities:
+        return None
+    parts: dict[str, float] = {}
+    for each in settings.priorities.split(","):
+        name, _, part = each.partition("=")
+        try:
+            parts[levels[name.strip()].name] = float(part)
+        except ValueError as error:
+            why = str(error) if isinstance(error, PriorityError) else f"{part!r} is not a number"
+            raise PlacesError(f"--priorities {each}: {why}") from None
+    if min(parts.values()) < 0.0 or sum(parts.values()) > 1.0:
+        raise PlacesError("--priorities: give parts of at least 0 that are at most 1 together, e.g. high=0.1")
+    names = [*parts, levels.default]
+    weights = [*parts.values(), 1.0 - sum(parts.values())]
+
+    def level(number: int) -> tuple[str, str]:
+        (name,) = random.Random(f"{settings.seed}/{number}").choices(names, weights)
+        return name, name
+
+    return level
 
 
 def _modes(text: str) -> list[Mode]:
@@ -189,6 +229,18 @@ def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, obje
             }
             for unit in result.units
         ],
+        "replicas": [
+            {
+                "model": each.model,
+                "average": each.average,
+                "peak": each.peak,
+                "started": each.started,
+                "moved": each.migrations,
+                "moves_aborted": each.aborted,
+                "downtime": each.downtime,
+            }
+            for each in result.replicas
+        ],
     }
 
 
@@ -216,7 +268,7 @@ def _report(settings: Settings, workload: Workload, places: Places, runs: Mappin
             )
             console.print(escape(run.placed.about))
             console.print(models_table(run.summary))
-            for words in phases_words(run.result):
+            for words in (*phases_words(run.result), *replicas_words(run.result)):
                 console.print(f"- {escape(words)}")
             for text, count in run.summary.errors.items():
                 console.print(f"[red]{count} x[/] {escape(text)}")

@@ -1,4 +1,4 @@
-"""What a simulation tells of models that are rolling or pipelined, and of no others."""
+"""What a simulation tells of models that are rolling or pipelined, and of replicas that work together."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ def phases_words(result: FleetResult) -> Iterator[str]:
             continue
         parts = [f"{statistics.fmean(each):.0%}" for each in zip(*(_bubbles(unit) for unit in mine), strict=True)]
         yield f"{model} is pipelined, {replicas} of {len(parts)} stages with {enumerate_words(parts)} bubbles"
+
+
+def replicas_words(result: FleetResult) -> Iterator[str]:
+    """A sentence for each model whose requests moved, or whose replicas came or went."""
+    for each in result.replicas:
+        found = []
+        if each.counts[1:]:
+            found.append(f"up to {each.peak} replicas, {each.average:.1f} on average")
+        if each.downtime is not None:
+            paused = seconds_words(each.downtime)
+            found.append(f"{each.migrations} moves of requests, each in no batch for {paused} on average")
+        if found:
+            yield f"{each.model}: {'; '.join(found)}"
 
 
 def _bubbles(unit: UnitResult) -> list[float]:

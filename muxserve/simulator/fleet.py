@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from muxserve.costs import LatencyModel
+from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.simulator.clock import Clock, Compute, SimulationError
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, Replicas
 from muxserve.simulator.requests import SimRequest
@@ -33,11 +34,13 @@ def simulate(
     options: Options | None = None,
     rules: Rules | None = None,
     priorities: PriorityOf | None = None,
+    levels: Levels = DEFAULT_LEVELS,
     progress: Callable[[int, int], None] | None = None,
 ) -> FleetResult:
     """Play `workload` (in order of arrival) on the units. The same arguments give the same result.
 
-    Replicas of a model work together by its `rules`; without any its requests go to the freest. `progress` is told
+    Replicas of a model work together by its `rules`; without any its requests go to the freest. `priorities` are of
+    these `levels`: lower ones wait longer, and give way first when pages run out. `progress` is told
     requests that have arrived, and all there are.
 
     Raises:
@@ -49,10 +52,10 @@ def simulate(
     # Many small objects and hardly a cycle: collecting costs a third of the time.
     gc.disable()
     try:
-        groups = [Group(members, latency, options, rules or {}) for members in _coupled(units)]
+        groups = [Group(members, latency, options, rules or {}, levels) for members in _coupled(units)]
         parts: list[list[SimRequest]] = [[] for _ in groups]
         part_of = {name: part for group, part in zip(groups, parts, strict=True) for name in group.models}
-        requests = list(_requests(workload, priorities))
+        requests = list(_requests(workload, priorities, levels))
         refused = 0
         for request in requests:
             if request.model in part_of:
@@ -77,7 +80,15 @@ def simulate(
 class Group:
     """Units that depend on each other: those that serve the same model, and those that share a CPU."""
 
-    def __init__(self, units: Sequence[SimUnit], latency: LatencyModel, options: Options | None, rules: Rules) -> None:
+    def __init__(
+        self,
+        units: Sequence[SimUnit],
+        latency: LatencyModel,
+        options: Options | None,
+        rules: Rules,
+        levels: Levels = DEFAULT_LEVELS,
+    ) -> None:
+        self._ranks = {level.name: level.rank for level in levels} | {"": levels[levels.default].rank}
         self.clock = Clock()
         self.models = list(dict.fromkeys(model.name for unit in units for model in unit.models))
         self._latency = latency
@@ -86,6 +97,7 @@ class Group:
         self.replicas: dict[str, Replicas] = {}
         self._units: dict[str, Unit] = {}
         by_model: dict[str, list[Unit]] = {}
+        fallback = ReplicaRules(levels=levels)
         for spec in units:
             unit = self._start(spec)
             for model in spec.models:
@@ -96,14 +108,17 @@ class Group:
             if isinstance(given, RingRules):
                 self.replicas[name] = Ring(name, mine, self.clock, given, self._start, latency)
             elif given is not None or len(mine) > 1:
-                self.replicas[name] = Dispatched(name, mine, self.clock, given or ReplicaRules(), self._start)
+                self.replicas[name] = Dispatched(name, mine, self.clock, given or fallback, self._start)
 
     def _start(self, spec: SimUnit) -> Unit:
         compute = None
         if spec.device == CPU:
             compute = self._computes.setdefault(spec.devices, Compute(spec.device, self._latency))
-        kind = StockUnit if spec.combined else ScheduledUnit
-        return kind(spec, self._latency, self._options, self.clock, compute)
+        if spec.combined:
+            return StockUnit(spec, self._latency, self._options, self.clock, compute)
+        unit = ScheduledUnit(spec, self._latency, self._options, self.clock, compute)
+        unit.ranks = self._ranks
+        return unit
 
     def run(self, requests: Iterator[SimRequest]) -> None:
         """Play these requests, in order of arrival."""
@@ -117,7 +132,7 @@ class Group:
             replicas.arrive(request, now)
 
 
-def _requests(workload: Iterable[TraceRequest], priorities: PriorityOf | None) -> Iterator[SimRequest]:
+def _requests(workload: Iterable[TraceRequest], priorities: PriorityOf | None, levels: Levels) -> Iterator[SimRequest]:
     before = 0.0
     for number, each in enumerate(workload):
         if each.arrival < before:
@@ -126,6 +141,7 @@ def _requests(workload: Iterable[TraceRequest], priorities: PriorityOf | None) -
         request = SimRequest.of(each, number)
         if priorities is not None:
             request.scheduling, request.execution = priorities(number)
+            request.priority = -levels[request.scheduling].rank
         yield request
 
 

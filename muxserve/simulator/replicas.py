@@ -102,6 +102,7 @@ class Replicas:
     def _gone(self, name: str, now: float) -> None:
         """A replica has nothing to do and goes; another may come in its place."""
         unit = self.units.pop(name)
+        unit.ended = now
         self.result.counts.append((now, len(self.units)))
         self.result.replica_seconds += now - self._since.pop(name)
         self._spares.append(unit.spec)
@@ -164,7 +165,7 @@ class Dispatched(Replicas):
         self._waiting: dict[str, SimRequest] = {}
         self._draining: set[str] = set()
         self._reported = -1.0
-        self._ranks = {level.name: level.rank for level in rules.levels}
+        self._ranks = {level.name: level.rank for level in rules.levels} | {"": rules.levels[rules.levels.default].rank}
         for unit in units:
             self._came(unit, 0.0)
         if rules.migration or rules.scaling:
@@ -250,7 +251,7 @@ class Dispatched(Replicas):
                     pass
 
     def _came(self, unit: Unit, now: float) -> None:
-        if isinstance(unit, ScheduledUnit) and len(self._ranks) > 1:
+        if isinstance(unit, ScheduledUnit):
             unit.ranks = self._ranks
         self.scheduler.up(self._load(unit))
         self._apply(self.scheduler.dispatch(now), now)

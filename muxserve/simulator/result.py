@@ -32,7 +32,7 @@ class UnitResult:
     `waits` are, of a rolling one, the seconds that each answered request waited for the phase switch (from its first
     token to the begin of its first decode step). `stages` are, of a pipelined one, the seconds in which each worked,
     and `active` those in which something was in flight;
-    `micro_batches` tells more.
+    `micro_batches` tells more. A replica that came later, or went, did so when it `began` and `ended`.
     """
 
     unit: str
@@ -54,6 +54,8 @@ class UnitResult:
     stages: tuple[float, ...] = ()
     active: float = 0.0
     micro_batches: MicroBatches | None = None
+    began: float = 0.0
+    ended: float | None = None
 
     @property
     def records(self) -> list[RequestRecord]:
@@ -91,6 +93,11 @@ class ReplicasResult:
         """Replicas that were paid for, on average."""
         return self.replica_seconds / self.seconds if self.seconds else 0.0
 
+    @property
+    def downtime(self) -> float | None:
+        """Mean seconds in which a request that moved was in no batch; None of none."""
+        return sum(self.downtimes) / len(self.downtimes) if self.downtimes else None
+
 
 @dataclass(slots=True)
 class FleetResult:
@@ -114,13 +121,14 @@ class FleetResult:
 
     @property
     def devices(self) -> int:
-        """Devices that the units have."""
-        return sum(unit.devices for unit in self.units)
+        """Devices that the units have; replicas that came, went and came again count once."""
+        return sum({unit.unit: unit.devices for unit in self.units}.values())
 
     @property
     def gpu_seconds(self) -> float:
-        """Device-seconds that the fleet occupied: every device for as long as the run took."""
-        return self.devices * self.seconds
+        """Device-seconds that the fleet occupied: every device for as long as its unit was there."""
+        ends = ((unit, self.seconds if unit.ended is None else unit.ended) for unit in self.units)
+        return sum(unit.devices * max(0.0, end - unit.began) for unit, end in ends)
 
     @property
     def busy_gpu_seconds(self) -> float:

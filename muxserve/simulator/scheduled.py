@@ -53,8 +53,8 @@ class ScheduledUnit(Unit):
         self.live: dict[str, SimRequest] = {}
         self.watcher: Callable[[Report, float], None] | None = None
         self.moving_in = self.moving_out = 0
-        # Of execution levels, if there are several: who gives way first.
-        self.ranks: dict[str, int] | None = None
+        # Of execution levels: who gives way first. Without any, the last to have joined.
+        self.ranks: dict[str, int] = {}
         self._lease_id = 0
         self._wake_at = -1.0
         self.decoders: list[tuple[ModelState, LeasedEngine]] = []
@@ -183,9 +183,7 @@ class ScheduledUnit(Unit):
 
     def victim(self, running: Sequence[SimRequest]) -> SimRequest:
         ranks = self.ranks
-        if ranks is None:
-            return running[-1]
-        return min(reversed(running), key=lambda request: ranks[request.execution])
+        return min(reversed(running), key=lambda request: ranks[request.execution]) if ranks else running[-1]
 
     # ------------------------------------------------------------ requests that move
 

@@ -53,6 +53,8 @@ class Unit:
         self.calm = False
         self.turns = 0
         self.looks = 0
+        self.began = self.clock.now
+        self.ended: float | None = None
         self.pools = {profile.name: SimPool(profile) for profile in spec.pools}
         self.pages: list[ModelPages] = []
         self.page_of: dict[str, ModelPages] = {}
@@ -267,5 +269,7 @@ class Unit:
             peak_pages=tuple(pages.peak for pages in self.pages),
             turns=self.turns,
             looks=self.looks,
+            began=self.began,
+            ended=self.ended,
             timelines=[self.timeline] if self.timeline is not None else [],
         )

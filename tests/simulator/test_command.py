@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from muxserve.cli.app import app
+from muxserve.planning.planfile import save_plan
+from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 FLEET = """
 cluster: { gpus: 4, gpu_type: A100-80GB }
@@ -89,3 +91,39 @@ def test_requests_that_cannot_be_served_fail_the_command(fleet: Path) -> None:
     result = run(fleet, "--workload", "poisson:rate=5,duration=5,seed=1,prompt=8000,output=10", "--seconds", "0")
     assert result.exit_code == 1, result.output
     assert "longer than the 4096 tokens of" in result.output
+
+
+REPLICAS = """
+cluster: { gpus: 3, gpu_type: A10 }
+migration: { source_below: 200, destination_above: 400 }
+models:
+  - name: chat
+    architecture: llama-2-7b
+    rate: 0.2
+    replicas: { min: 1, max: 3, low: 400, high: 2000, hold: 1s }
+"""
+
+
+def test_replicas_come_under_load_and_requests_move(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(REPLICAS)
+    load = ("--workload", "poisson:rate=4,duration=40,seed=1", "--max-prompt", 400, "--max-output", 400)
+    plan, unit = tmp_path / "plan.yaml", PlacedUnit("u0", "A10", (0,), (PlacedModel("chat", 0.2, 0.6, 0.4),), 4 << 30)
+    save_plan(Placement(Cluster((Node("A10", 3),)), (unit,)), plan)
+    result = run(file, *load, "--priorities", "high=0.2", "--plan", plan, "--json")
+    assert result.exit_code == 0, result.output
+    extra = json.loads(result.stdout)["runs"]["muxserve"]["extra"]
+    (together,) = extra["replicas"]
+    assert together["model"] == "chat"
+    assert together["peak"] == 3
+    assert 1.0 < together["average"] <= 3.0
+    assert together["moved"] > 0
+    assert 0.0 < together["downtime"] < 1.0
+    assert extra["devices"] == 3
+    # Those that came later were not there from the beginning.
+    assert extra["device_seconds"] < 3 * max(unit["pages"]["seconds"][-1] + 1 for unit in extra["units"])
+    words = " ".join(run(file, *load, "--plan", plan).stdout.split())
+    assert "chat: up to 3 replicas" in words
+    wrong = run(file, *load, "--priorities", "urgent=0.1")
+    assert wrong.exit_code == 2
+    assert "there is no priority level 'urgent'" in " ".join(wrong.output.split())
