@@ -205,7 +205,7 @@ class CpuGround:
                 f"memory is {format_size(self.machine.memory_bytes)}"
             )
         (model,) = plan.models
-        # Engines that compute at the same time divide the cores evenly.
+        # Engines of both phases have as many threads as leave the others as many.
         each = 1.0 / (units * ranks)
         on = device(CPU)
         place = Place(
@@ -221,11 +221,10 @@ class CpuGround:
         )
         if layout.phases != "multiplexed":
             return place
-        # Of its part of the cores a replica's engines take what their threads can use; where each could use all of it,
-        # they take turns.
-        lease = min(1.0, model.share * units)
-        share = min(model.share, 1.0 / units) / ranks
-        return replace(place, prefill_share=lease, decode_share=lease, cost_share=share)
+        # A replica's engines take what their threads can use, beside those of the others; units of other models have
+        # their parts.
+        share = min(model.share, replicas / units) / ranks
+        return replace(place, prefill_share=model.share, decode_share=model.share, cost_share=share)
 
 
 def ground_on_cpu(machine: Machine, cores: int | str, pool: int | str, ranks: int = 1) -> CpuGround:

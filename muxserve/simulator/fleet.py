@@ -19,6 +19,7 @@ from muxserve.simulator.unit import Unit
 from muxserve.workload.trace import TraceRequest
 
 CPU = "CPU"
+_CPU_KEY = ("device", CPU)
 _PROGRESS_EVERY = 200
 
 # How the replicas of a model work together, by its name.
@@ -93,7 +94,7 @@ class Group:
         self.models = list(dict.fromkeys(model.name for unit in units for model in unit.models))
         self._latency = latency
         self._options = options or Options()
-        self._computes: dict[tuple[int, ...], Compute] = {}
+        self._cpu: Compute | None = None
         self.replicas: dict[str, Replicas] = {}
         self._units: dict[str, Unit] = {}
         by_model: dict[str, list[Unit]] = {}
@@ -113,7 +114,8 @@ class Group:
     def _start(self, spec: SimUnit) -> Unit:
         compute = None
         if spec.device == CPU:
-            compute = self._computes.setdefault(spec.devices, Compute(spec.device, self._latency))
+            # Each is a part of one machine.
+            compute = self._cpu = self._cpu or Compute(spec.device, self._latency)
         if spec.combined:
             return StockUnit(spec, self._latency, self._options, self.clock, compute)
         unit = ScheduledUnit(spec, self._latency, self._options, self.clock, compute)
@@ -151,7 +153,7 @@ def _coupled(units: Sequence[SimUnit]) -> list[list[SimUnit]]:
     for unit in units:
         keys: set[object] = {model.name for model in unit.models}
         if unit.device == CPU:
-            keys.add(unit.devices)
+            keys.add(_CPU_KEY)
         mine = [unit]
         apart = []
         for other in groups:

@@ -15,8 +15,6 @@ from placement.cluster import PlacedModel, PlacedUnit, Placement
 from placement.pools import KVShape, group_pools
 from placement.shares import share_out
 
-_CPU = "CPU"
-
 
 @dataclass(frozen=True, slots=True)
 class FleetModel:
@@ -106,34 +104,12 @@ def _shared(model: SimModel, share: float, cost_share: float | None) -> SimModel
 
 
 def units_of(placement: Placement, models: Mapping[str, FleetModel], mode: Mode) -> list[SimUnit]:
-    """The multiplexed units of a placement as `mode` runs them. Those of a CPU, where each unit is a part of one
-    machine, divide its cores evenly among them and the units of other arrangements.
+    """The multiplexed units of a placement as `mode` runs them.
 
     Raises:
         SimulationError: the placement names an unknown model, or a unit has no room for one sequence of each model.
     """
-    parts = max(1, sum(unit.device == _CPU for unit in placement.units))
-    units = [adapt(sim_unit(unit, models), mode) for unit in placement.units if unit.phases == "multiplexed"]
-    return [part_of_machine(unit, parts) if unit.device == _CPU else unit for unit in units]
-
-
-def part_of_machine(unit: SimUnit, parts: int) -> SimUnit:
-    """The unit on its part of the cores of a machine. Engines take what their threads can use of it; where each could
-    use all of it, they take turns."""
-    if parts == 1:
-        return unit
-    models = []
-    for model in unit.models:
-        profile, cost = model.profile, model.cost_share
-        if unit.combined:
-            model = _shared(model, profile.decode_share / parts, None)
-        elif cost is not None:
-            model = replace(model, cost_share=min(cost, 1.0 / parts))
-        else:
-            share = profile.decode_share
-            model = _shared(model, min(1.0, share * parts), min(share, 1.0 / parts))
-        models.append(model)
-    return replace(unit, models=tuple(models))
+    return [adapt(sim_unit(unit, models), mode) for unit in placement.units if unit.phases == "multiplexed"]
 
 
 def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:

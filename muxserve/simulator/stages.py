@@ -160,6 +160,7 @@ class PipelineEngine(LeasedEngine):
         self.unit.look(self)
 
     def retime(self, slow: float, now: float) -> None:
+        # Micro-batches that are under way are not stretched any more.
         self.slow = slow
 
     def computed(self, request: SimRequest, now: float) -> int:
@@ -217,6 +218,9 @@ class PipelineEngine(LeasedEngine):
                 self._told_at = now
             self.record.begins(now)
             self._runs(NO_LOAD, now)
+        if len(self.unit.compute.engines) > 1:
+            # Stages share the devices with others, as processes on a CPU do.
+            self._runs(self._load(work), now)
         self._left -= 1
         self._untold_steps += 1
         self._untold_tokens += work.tokens
@@ -226,12 +230,17 @@ class PipelineEngine(LeasedEngine):
         arrives = now + self.unit.overheads.decode_step
         self.record.made(now, work.prompts, work.prefill, work.decode)
         for number, (stage, (latency, per_token)) in enumerate(zip(self.stages, self._links, strict=True)):
-            seconds = stage.seconds(work)
+            seconds = stage.seconds(work) * self.slow
             begins = max(arrives, stage.free_at)
             self.record.works(number, begins, seconds)
             stage.free_at = begins + seconds
             arrives = stage.free_at + latency + work.tokens * per_token
         self._flying.append((self.stages[-1].free_at + spec.return_seconds, batch))
+
+    def _load(self, work: Work) -> Load:
+        """What the stages that have something to do ask of the devices together."""
+        each, stages = self.stages[0].load(work), min(len(self._flying) + 1, len(self.stages))
+        return Load(min(1.0, each.bandwidth * stages), min(1.0, each.compute * stages))
 
     def _done(self, batch: MicroBatch, now: float) -> None:
         """The tokens of a micro-batch are there."""
@@ -459,6 +468,12 @@ class Stage:
         self._costs = costs
         longer = costs.prefill(1, 2 * _MANY_PAIRS, 1) - costs.prefill(1, _MANY_PAIRS, 1)
         self._pair_seconds = longer / _MANY_PAIRS
+
+    def load(self, work: Work) -> Load:
+        """What it asks of the device meanwhile."""
+        if not work.prefill:
+            return self._costs.decode_load(work.decode, work.context)
+        return self._costs.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
 
     def seconds(self, work: Work) -> float:
         """How long it computes that micro-batch.

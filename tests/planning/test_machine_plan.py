@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from muxserve.cluster.rolling_rules import rolling_of
 from muxserve.config import FleetError, load_fleet
 from muxserve.planning.planfile import load_plan
 from muxserve.planning.serving import FleetPlanner
-from muxserve.simulator.modes import MODES, adapt, part_of_machine
-from muxserve.simulator.setup import SimUnit
+from muxserve.simulator import simulate
+from muxserve.workload.trace import TraceRequest
 from placement import Machine
-from tests.simulator.support import profile
+from tests.simulator.support import Analytic, Linear, profile
 from tests.simulator.support import unit as sim_unit
 
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
@@ -135,20 +136,18 @@ def test_prefills_are_predicted_with_the_cores_that_a_replica_gets(tmp_path: Pat
     assert 1.7 < found[1] / found[0] < 2.0
 
 
-def shares(unit: SimUnit) -> list[tuple[float, float | None]]:
-    return [(round(m.profile.decode_share, 6), m.cost_share) for m in unit.models]
+def test_units_of_a_cpu_contend_for_its_cores() -> None:
+    """Two units that each keep all cores busy take twice as long side by side; one that is alone has all of them."""
+    costs = Linear(0.001, 0.0, 0.01, 0.0, 0.0, bandwidth=0.99)
+    units = [
+        replace(sim_unit([profile(name)], 1000), name=f"u{name}", device="CPU", devices=(number,))
+        for number, name in enumerate("ab")
+    ]
 
+    def tpot(models: str) -> float:
+        load = [TraceRequest(0.0, name, 10, 100) for name in models]
+        record = simulate(units, load, Analytic(costs)).records[0]
+        assert record.tpot is not None
+        return record.tpot
 
-def test_units_divide_the_cores() -> None:
-    """Together they never run on more than there is; alone everything stays as it was."""
-    half, small = (
-        sim_unit([profile(name, prefill_share=share, decode_share=share) for name in ("a", "b")], 1000)
-        for share in (0.5, 0.2)
-    )
-    assert part_of_machine(half, 1) is half
-    # Of a third of the cores an engine that could use half of them all takes everything.
-    assert set(shares(part_of_machine(half, 3))) == {(1.0, 1 / 3)}
-    assert set(shares(part_of_machine(small, 3))) == {(0.6, 0.2)}
-    combined = part_of_machine(adapt(half, MODES["no-split"]), 3)
-    assert sum(share for share, _ in shares(combined)) <= 1 / 3 + 1e-5
-    assert {cost for _, cost in shares(part_of_machine(adapt(half, MODES["no-sm"]), 3))} == {1 / 3}
+    assert tpot("ab") / tpot("a") == pytest.approx(2.0, rel=0.02)
