@@ -393,11 +393,11 @@ class PhaseEngine(StepEngine, LeasedEngine):
     # ------------------------------------------------------------ leaps over renewals
 
     def steady(self) -> bool:
-        """It is in a step under a lease, less than half of which is used. Half of its steps will be used before half of
-        its time (by the scheduler's clock, which began first), and so it will be with the next ones, since steps take
-        about as long as the scheduler believes."""
+        """It is in a step under a lease, less than half of which is used, and nobody waits for the step's end. Half of
+        its steps will be used before half of its time (by the scheduler's clock, which began first), and so it will be
+        with the next ones, since steps take about as long as the scheduler believes."""
         lease = self.account.lease
-        if lease is None or not self.leaping() or self.returned or self._pending is not None:
+        if lease is None or not self.leaping() or self.returned or self._pending is not None or self.calls:
             return False
         if lease.left * 2 <= lease.steps or self._steps < 2:
             return False
