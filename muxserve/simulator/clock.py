@@ -44,6 +44,11 @@ class Compute:
     def settle(self, now: float) -> None:
         """The set of running jobs, or what they ask of the devices, has changed."""
         self.changed = False
+        if len(self.engines) == 1:
+            # It is alone, at work or not.
+            (engine,) = self.engines
+            self.units[0].works(engine.active, now)
+            return
         running = [engine for engine in self.engines if engine.active]
         if len(self.units) == 1:
             self.units[0].works(bool(running), now)
@@ -73,6 +78,8 @@ class Clock:
         self.heap: list[tuple[float, int, int, Engine | Callable[[float], None]]] = []
         self._serial = _AFTER_ENGINES
         self._touched: list[Unit] = []
+        # The only unit, as long as there is one.
+        self._alone: Unit | None = None
 
     def place(self) -> int:
         """The next engine's place in the order of those that end steps at one moment."""
@@ -87,9 +94,9 @@ class Clock:
     def join(self, unit: Unit) -> None:
         """A unit comes."""
         self.units.append(unit)
-        if len(self.units) == 2:
-            # The other one was asked at every moment so far.
-            first = self.units[0]
+        first, self._alone = self._alone, unit if len(self.units) == 1 else None
+        if first is not None:
+            # It was asked at every moment so far.
             self._touched = [first]
             first.touched = True
 
@@ -103,7 +110,7 @@ class Clock:
         Raises:
             SimulationError: nothing can make progress.
         """
-        heap, units = self.heap, self.units
+        heap = self.heap
         looked_at = 0.0
         following = next(arrivals, None)
         due = following.arrival + delay if following is not None else _NEVER
@@ -133,9 +140,10 @@ class Clock:
                 arrive(following, now)
                 following = next(arrivals, None)
                 due = following.arrival + delay if following is not None else _NEVER
-            if len(units) == 1:
+            alone = self._alone
+            if alone is not None:
                 # It is asked whether it was touched or not.
-                units[0].moment(now)
+                alone.moment(now)
             else:
                 while self._touched:
                     self._moment(now)

@@ -298,7 +298,7 @@ class StepEngine(Engine):
         self.unit.look(self)
 
     def plan(self) -> float:
-        if self.leaping():
+        if self.state == STEPPING and not self.chunks:
             self.planned_time = self.batch.time_of(self._planned)
         return self.planned_time
 

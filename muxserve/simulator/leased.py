@@ -373,7 +373,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
         return end
 
     def plan(self) -> float:
-        if not self.leaping():
+        if self.state != STEPPING or self.chunks:
             return self.planned_time
         batch = self.batch
         time = batch.time_of(self._planned)

@@ -87,12 +87,13 @@ class StockEngine(StepEngine):
         seats = profile.max_num_seqs - len(self.batch.running)
         tokens = pairs = 0
         for request in self.waiting:
-            chunk = min(request.tokens - request.computed, profile.max_num_batched_tokens - tokens)
+            length = request.prompt + request.made
+            chunk = min(length - request.computed, profile.max_num_batched_tokens - tokens)
             if chunk <= 0 or seats <= 0:
                 break
             if not request.computed:
                 # Room for the whole prompt at once, or it waits: nobody overtakes it.
-                blocks = -(-request.tokens // profile.block_tokens)
+                blocks = -(-length // profile.block_tokens)
                 if not pages.take(blocks, now, self.order):
                     break
                 request.blocks = blocks
