@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -89,16 +90,22 @@ class Fleet:
                 continue
         return found
 
-    def part(self, *words: str) -> psutil.Process | None:
-        """The process whose command line holds all `words`."""
+    def commands(self) -> list[tuple[psutil.Process, list[str]]]:
+        """The processes that run, with their command lines."""
+        found = []
         for process in self.processes():
-            try:
-                line = " ".join(process.cmdline())
-            except psutil.Error:
-                continue
-            if all(word in line for word in words) and process.status() != psutil.STATUS_ZOMBIE:
-                return process
-        return None
+            # Of a zombie, and of one that has just ended, there is none.
+            with contextlib.suppress(psutil.Error):
+                found.append((process, process.cmdline()))
+        return found
+
+    def parts(self, *words: str) -> list[psutil.Process]:
+        """The processes whose command line holds all `words`."""
+        return [process for process, line in self.commands() if all(word in " ".join(line) for word in words)]
+
+    def part(self, *words: str) -> psutil.Process | None:
+        """The first such process."""
+        return next(iter(self.parts(*words)), None)
 
     def kill(self, *words: str) -> int:
         process = self.part(*words)
@@ -126,11 +133,7 @@ class Fleet:
     def memory(self) -> list[dict[str, Any]]:
         """The memory managers' own statistics."""
         stats = []
-        for manager in self.processes():
-            try:
-                line = manager.cmdline()
-            except psutil.Error:
-                continue
+        for _, line in self.commands():
             if "muxserve-memory-manager" not in " ".join(line) or "--socket" not in line:
                 continue
             client = MemoryClient(line[line.index("--socket") + 1], "test")

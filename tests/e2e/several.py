@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -96,16 +97,14 @@ def processes_of(fleet: Fleet, unit: str) -> list[psutil.Process]:
     state = units(fleet)[unit]
     engines = {engine["pid"] for engine in state["engines"].values()}
     found = []
-    for process in fleet.processes():
-        try:
-            line = " ".join(process.cmdline())
+    for process, words in fleet.commands():
+        line = " ".join(words)
+        with contextlib.suppress(psutil.Error):
             if process.pid in engines or f"/{unit}/" in line:
                 found.append(process)
                 parent = process.parent()
                 if process.pid in engines and parent is not None and "engine" not in line.split("muxserve")[0]:
                     found.append(parent)
-        except psutil.Error:
-            continue
     return [process for process in found if process.pid != fleet.process.pid]
 
 

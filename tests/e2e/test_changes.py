@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 import yaml
 
@@ -69,17 +67,12 @@ def ask(fleet: Fleet, name: str, question: str) -> str:
 
 
 def processes(fleet: Fleet) -> set[int]:
-    return {process.pid for process in fleet.processes() if process.status() != psutil.STATUS_ZOMBIE}
+    return {process.pid for process, _ in fleet.commands()}
 
 
 def managers(fleet: Fleet) -> int:
     """How many memory managers there are."""
-    found = 0
-    for process in fleet.processes():
-        with contextlib.suppress(psutil.Error):
-            zombie = process.status() == psutil.STATUS_ZOMBIE
-            found += not zombie and "muxserve-memory-manager" in " ".join(process.cmdline())
-    return found
+    return len(fleet.parts("muxserve-memory-manager"))
 
 
 async def keep_asking(fleet: Fleet, stop: asyncio.Event) -> list[str]:

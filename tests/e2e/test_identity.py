@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.fleet import fleet_file, running
 from tests.e2e.load import all_requests, differences
 
+ROUNDS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
     # Each model's quota holds two or three of the longer requests, so decode engines preempt.
     "chunked prefill in a tight pool": {
@@ -27,12 +28,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, reference: dict[str, Any]) -> None:
     with running(fleet_file(tmp_path, **SETTINGS[name])) as fleet:
-        answers = await all_requests(fleet)
-        assert len(answers) >= 200
-        assert not differences(answers, reference)
-        models = fleet.get("/fleet").json()["unit"]["state"]["models"]
-        if "tight" in name:
-            assert sum(model["returned"] for model in models.values()) > 0, "the pool was not tight"
+        # On a machine that has much else to do, few requests may be in the pool at once.
+        for _ in range(ROUNDS):
+            answers = await all_requests(fleet)
+            assert len(answers) >= 200
+            assert not differences(answers, reference)
+            models = fleet.get("/fleet").json()["unit"]["state"]["models"]
+            tight = sum(model["returned"] for model in models.values()) > 0
+            if tight or "tight" not in name:
+                break
+        assert tight or "tight" not in name, "the pool was not tight"
         # Whatever crossed on its way, no engine was thought to have lost or kept what it had not.
         assert not any(model["missing"] or model["strays"] for model in models.values())
         hits = sum(model["hits"] for stats in fleet.memory() for model in stats["models"])

@@ -96,15 +96,28 @@ async def test_replicas_join_and_leave_the_ring_under_load(rolling: Fleet, refer
     await asyncio.to_thread(rolling.wait_pages_free)
 
 
+LONG = 400
+
+
+async def long_answer(fleet: Fleet, number: int) -> int:
+    """The tokens of an answer that takes seconds."""
+    answer = await fleet.async_client().completions.create(
+        model=MODEL, prompt=f"{number} + 30 =", max_tokens=LONG, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    return answer.usage.completion_tokens
+
+
 async def test_decodes_of_a_drained_replica_move_within_the_ring(rolling: Fleet, reference: dict[str, Any]) -> None:
     before = of_model(rolling, MODEL, "moved_in")
+    # These are still there when the drain is under way, however long the command takes to begin.
+    answers = [asyncio.create_task(long_answer(rolling, number)) for number in range(9)]
+    leaving = await busy_unit(rolling, MODEL, decoding=3)
     async with Busy(rolling, MODEL, reference) as busy:
-        await until(lambda: max(of_model(rolling, MODEL, "decoding").values()) >= 4, PATIENCE, "busy")
-        decoding = of_model(rolling, MODEL, "decoding")
-        leaving = max(decoding, key=lambda name: int(decoding[name]))
         done = await asyncio.to_thread(command, rolling, "drain", leaving)
         assert done.returncode == 0, done.stdout + done.stderr
     assert not busy.wrong
+    assert await asyncio.gather(*answers) == [LONG] * len(answers)
     after = of_model(rolling, MODEL, "moved_in")
     assert leaving not in after
     assert any(count > before[name] for name, count in after.items()), (before, after)
@@ -119,8 +132,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 def stages(fleet: Fleet) -> list[int]:
     """The processes that compute the stages."""
-    lines = ((process.pid, " ".join(process.cmdline())) for process in fleet.processes())
-    return [pid for pid, line in lines if f"worker {MODEL}/both" in line]
+    return [process.pid for process in fleet.parts(f"worker {MODEL}/both")]
 
 
 async def test_two_stages_answer_as_one_engine(pipeline: Fleet, reference: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ async def test_requests_survive_the_death_of_a_worker_and_of_the_memory_manager(
     fleet_of_three["models"] = [each for each in fleet_of_three["models"] if each["name"] == MODEL]
     path.write_text(yaml.safe_dump(fleet_of_three))
     with running(path) as fleet:
-        workers = [process for process in fleet.processes() if " rank " in " ".join(process.cmdline())]
+        workers = fleet.parts(" rank ")
         assert len(workers) == 4
         undisturbed = await load(fleet)
         for victim in (("worker arithmetic/decode", "rank 1"), ("worker arithmetic/prefill", "rank 0"),

@@ -21,7 +21,7 @@ FLEET = {
     # 32 blocks of 64 tokens for each replica, and the null page.
     "kv_pool": {"size": "6272KiB"},
     "migration": {"source_below": 16, "destination_above": 32},
-    "watchdog": {"suspect": "1s", "hung": "5s"},
+    "watchdog": {"suspect": "2s", "hung": "5s"},
     "models": [
         {
             "name": MODEL,
