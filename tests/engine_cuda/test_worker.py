@@ -126,7 +126,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
         def register_failure_callback(self, callback: Any) -> None:
             calls.append("watch")
 
-    def pause() -> None:
+    def pause(seconds: float) -> None:
         raise Ended
 
     monkeypatch.setattr(abstract.Executor, "get_class", staticmethod(lambda config: Fake))
@@ -138,7 +138,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"):
         monkeypatch.setenv(name, "25")
-    monkeypatch.setattr(weight_holder.signal, "pause", pause)
+    monkeypatch.setattr(weight_holder.time, "sleep", pause)
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     return SimpleNamespace(calls=calls, cls=Fake)
