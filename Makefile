@@ -1,6 +1,7 @@
 # make setup       .venv with everything pinned, and the build
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
 # make test        every check and test (sets up first)
+# make quick       ruff and the tests of the packages without I/O, in less than a minute (sets up first)
 # make bench       every benchmark; results go to benchmarks/results/
 # make soak        real fleets under load and faults for an hour (SOAK_ARGS); docs/reliability.md has what came of it
 # make gpu-test    every test that needs a GPU, with GPU_PYTHON; says so where there is none
@@ -18,7 +19,7 @@ SOAK_ARGS ?= --minutes 60
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test lint unit cpp bench soak gpu-test gpu-bench gpu-native clean
+.PHONY: setup quickstart test quick lint unit cpp bench soak gpu-test gpu-bench gpu-native clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -39,6 +40,11 @@ quickstart: setup
 	@$(BIN)/muxserve deploy $(FLEET) --port $(PORT) --demo
 
 test: setup lint cpp unit
+
+quick: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@tests/run_all.sh --quick $(BIN)/python
 
 lint: setup
 	@$(BIN)/ruff check .

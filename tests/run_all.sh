@@ -3,13 +3,19 @@
 # start processes and wait for them.
 #
 #     tests/run_all.sh PYTHON [pytest's arguments: then one pytest gets them, and nothing runs beside it]
+#     tests/run_all.sh --quick PYTHON      only the packages without I/O
 #
 # A lane's fixtures are shared by its tests: what imports vLLM is divided so that few do it twice. Lanes should take
-# equally long; the output of `fleets` is shown as it comes, and that of the others after it.
+# equally long; the output of one is shown as it comes, and that of the others after it.
 set -euo pipefail
 # Jobs that can be interrupted: other than a killed one, pytest ends what it has started then.
 set -m
 cd "$(dirname "$0")/.."
+quick=
+if [ "$1" = --quick ]; then
+  quick=1
+  shift
+fi
 python=$1
 shift
 # Every process that is started would otherwise compile our modules anew.
@@ -18,16 +24,6 @@ if [ $# -gt 0 ]; then
   exec "$python" -m pytest "$@"
 fi
 
-# Whole fleets; the processes that they are made of, those first that need nothing of the programs that run beside the
-# tests; and what is left, which mostly computes.
-fleets=(tests/e2e)
-parts=(tests/cluster tests/gpu_control tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda
-  tests/migration tests/ray)
-computing=()
-for tests in tests/[a-z]*/ tests/test_*.py; do
-  tests=${tests%/}
-  [[ " ${fleets[*]} ${parts[*]} " == *" $tests "* ]] || computing+=("$tests")
-done
 logs=build/tests
 mkdir -p "$logs"
 declare -A pids
@@ -47,16 +43,36 @@ trap interrupt EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# What only computes gives way to the others, which have time limits.
-lane computing 5 "${computing[@]}" >"$logs/computing.log" 2>&1
-lane parts 0 "${parts[@]}" >"$logs/parts.log" 2>&1
-lane fleets 0 "${fleets[@]}"
+if [ -n "$quick" ]; then
+  shown=searching
+  others=(deciding)
+  lane deciding 0 tests/{config,costs,global_scheduler/test_core.py,metrics,replicas,rolling,scheduling,simulator,workload} \
+    tests/test_imports.py >"$logs/deciding.log" 2>&1
+  lane searching 0 tests/{placement,planning}
+else
+  # Whole fleets; the processes that they are made of, those first that need nothing of the programs that run beside the
+  # tests; and what is left, which mostly computes.
+  fleets=(tests/e2e)
+  parts=(tests/cluster tests/gpu_control tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda
+    tests/migration tests/ray)
+  computing=()
+  for tests in tests/[a-z]*/ tests/test_*.py; do
+    tests=${tests%/}
+    [[ " ${fleets[*]} ${parts[*]} " == *" $tests "* ]] || computing+=("$tests")
+  done
+  shown=fleets
+  others=(parts computing)
+  # What only computes gives way to the others, which have time limits.
+  lane computing 5 "${computing[@]}" >"$logs/computing.log" 2>&1
+  lane parts 0 "${parts[@]}" >"$logs/parts.log" 2>&1
+  lane fleets 0 "${fleets[@]}"
+fi
 
 failed=()
-for name in fleets parts computing; do
+for name in "$shown" "${others[@]}"; do
   wait "${pids[$name]}" || failed+=("$name")
   unset "pids[$name]"
-  if [ "$name" != fleets ]; then
+  if [ "$name" != "$shown" ]; then
     echo "== $name"
     cat "$logs/$name.log"
   fi

@@ -168,7 +168,7 @@ def test_fleet_with(bench, tmp_path: Path) -> None:
     assert yaml.safe_load(made.read_text()) == {
         "policy": "fcfs",
         "gateway": {"port": 2, "host": "h"},
-        "models": [{"name": "y", "path": str(tmp_path / "a" / "m" / "y"), "rate": 2.5}],
+        "models": [{"name": "y", "path": str(tmp_path / "a" / "m" / "y"), "limits": {"max_wait": "none"}, "rate": 2.5}],
     }
 
 

@@ -39,6 +39,6 @@ def test_prompts_of_ever_new_lengths_take_bounded_memory() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
-    # 1,500 shapes: 73 MiB with the cache as bounded, 222 on a machine with much else to do; 430 to 450 MiB with oneDNN's
-    # own bound.
+    # 1,500 shapes: 73 MiB with the cache as bounded (222 where the machine has much else to do), 430 to 450 MiB with
+    # the bound that oneDNN has itself.
     assert int(ran.stdout.split()[-1]) < 320
