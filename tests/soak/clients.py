@@ -137,7 +137,7 @@ async def bad_bodies(world: World) -> Struck:
             answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
             if answer.status_code == 200:
                 return RIGHT, ""
-            return judge_status(answer.status_code, answer.text)
+            return judge_status(answer.status_code, answer.text, answer.headers)
 
         await asyncio.gather(
             *(judged(world.tally, lambda n=n: one(n), what=f"body: {n}", deserves=[REJECTED]) for n in names)
@@ -219,7 +219,7 @@ async def slow_readers(world: World) -> Struck:
             async with client.stream("POST", "/v1/chat/completions", json=request) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    return judge_status(response.status_code, response.text)
+                    return judge_status(response.status_code, response.text, response.headers)
                 await asyncio.sleep(pause)
                 async for line in response.aiter_lines():
                     await asyncio.sleep(0.02)
@@ -269,7 +269,7 @@ async def slow_writers(world: World) -> Struck:
             except _LeavesError:
                 return CANCELLED, ""
             if answer.status_code != 200:
-                return judge_status(answer.status_code, answer.text)
+                return judge_status(answer.status_code, answer.text, answer.headers)
             said = answer.json()
             (choice,) = said["choices"]
             return world.questions.judge(

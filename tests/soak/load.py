@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.support.patience import PATIENCE
 
 # How requests end. All but those in `FAULTS` are as promised:
 RIGHT = "right"  # stock vLLM's answer, or one that cannot be compared and is complete
-REFUSED = "refused"  # 429 or 503 in OpenAI's shape
+REFUSED = "refused"  # 429 with `Retry-After`, or 503, in OpenAI's shape
 REJECTED = "rejected"  # another 4xx in OpenAI's shape, of a request that deserves it
 CANCELLED = "cancelled"  # the client went away
 BROKEN = "broken"  # its gateway was killed, or stopped
@@ -58,7 +58,7 @@ class Tally:
         return ", ".join(f"{self.counts[outcome]} {outcome}" for outcome in OUTCOMES if self.counts[outcome]) or "none"
 
 
-def judge_status(status: int, text: str) -> tuple[str, str]:
+def judge_status(status: int, text: str, headers: Mapping[str, str]) -> tuple[str, str]:
     """What an answer means that is not 200, and in words."""
     words = f"{status}: {text[:_SHOWN]}"
     try:
@@ -68,6 +68,8 @@ def judge_status(status: int, text: str) -> tuple[str, str]:
         shaped = False
     if not shaped:
         return UNSHAPED, words
+    if status == 429 and not headers.get("retry-after", "").isdecimal():
+        return UNSHAPED, f"no Retry-After: {words}"
     if status in (429, 503):
         return REFUSED, words
     return (REJECTED if 400 <= status < 500 else FAILED), words
@@ -79,7 +81,7 @@ def judge_error(error: BaseException) -> tuple[str, str]:
     `REJECTED` and `FAILED` are for the caller to judge: whether the request deserved it.
     """
     if isinstance(error, openai.APIStatusError):
-        return judge_status(error.status_code, error.response.text)
+        return judge_status(error.status_code, error.response.text, error.response.headers)
     if isinstance(error, openai.APIError) and not isinstance(error, openai.APIConnectionError):
         # An error that came in the middle of a stream.
         return FAILED, f"in the stream: {error.message} {error.body}"

@@ -70,7 +70,9 @@ def test_faults_are_chosen_by_group_and_name_and_only_where_they_are_possible() 
     ],
 )
 def test_answers_other_than_200(status: int, text: str, outcome: str) -> None:
-    assert judge_status(status, text)[0] == outcome
+    assert judge_status(status, text, {"retry-after": "2"})[0] == outcome
+    if status == 429:
+        assert judge_status(status, text, {})[0] == UNSHAPED
 
 
 async def test_a_request_is_lost_unless_it_had_it_coming() -> None:
