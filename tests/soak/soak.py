@@ -33,8 +33,8 @@ _RECOVERY_SECONDS = 2 * PATIENCE
 _MORE_THREADS, _MORE_DESCRIPTORS = 16, 64
 # A fleet that ends by itself is started again so often.
 _STARTS = 6
-# Among the temporary files; torch keeps a cache of its own there.
-_OURS = "[!t][!o]*"
+# Among the temporary files: torch's own.
+_CACHE = "torchinductor_"
 
 
 @dataclass
@@ -260,7 +260,9 @@ class Soak:
             "processes": [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in processes],
             "shared_memory": sorted(path.name for path in SHARED_MEMORY.iterdir()),
             "run_directories": sorted(str(path) for path in self._place.run.glob("muxserve/*")),
-            "temporary_files": sorted(path.name for path in self._place.temporary.glob(_OURS)),
+            "temporary_files": sorted(
+                path.name for path in self._place.temporary.iterdir() if not path.name.startswith(_CACHE)
+            ),
         }
         found = {what: names for what, names in left.items() if names}
         if found:
