@@ -153,7 +153,8 @@ async def test_a_model_that_cannot_be_started_is_degraded_and_comes_back(
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
     assert "cannot start" in refused.json()["error"]["message"]
-    assert f'muxserve_model_degraded{{model_name="{OTHER}",unit="u0"}} 1.0' in fleet.get("/metrics").text
+    metric = f'muxserve_model_degraded{{model_name="{OTHER}",unit="u0"}} 1.0'
+    await asyncio.to_thread(fleet.wait, lambda: metric in fleet.get("/metrics").text, PATIENCE, "in the metrics")
     await good(fleet.async_client(), reference, MODEL, 4)
     files.with_suffix(".gone").rename(files)
     await asyncio.to_thread(fleet.wait, lambda: health()["status"] == "up", START_SECONDS, "up again")
