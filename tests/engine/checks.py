@@ -28,7 +28,7 @@ def check(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | N
         for case in cases or CASES
         if family.tokens[f"{tag}-{case}"] != stock[case]["tokens"]
     }
-    assert not wrong
+    assert not wrong, wrong
 
 
 def owned(family: Engines) -> dict[str, int]:

@@ -46,6 +46,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # One with as many KV heads as heads, one with fewer.
 MODELS = {"arithmetic": ROOT / "configs/models/arithmetic", "frontdesk": ROOT / "configs/models/frontdesk"}
 START_SECONDS = 3 * PATIENCE
+# Stands for a token that has not been heard yet.
+MISSING = -1
 
 
 def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> ModelDeployment:
@@ -210,15 +212,17 @@ class Engines:
         batch = self._decoder.decode(frames[1:] if len(frames) > 2 else frames[1])
         for (request_id, _, offset), output in zip(header.entries, batch.outputs, strict=True):
             assert output.request_id == request_id
-            # Prefill and decode engine write to different connections.
+            # Prefill and decode engine write to different connections: what comes later may be heard first.
             have = self.tokens[request_id]
+            have += [MISSING] * (offset - len(have))
             have[offset : offset + len(output.new_token_ids)] = output.new_token_ids
             self.outputs[request_id].append(output)
 
     # ------------------------------------------------------------ whole requests
 
     def finished(self, request_id: str) -> bool:
-        return any(output.finish_reason is not None for output in self.outputs[request_id])
+        ended = any(output.finish_reason is not None for output in self.outputs[request_id])
+        return ended and MISSING not in self.tokens[request_id]
 
     def returned(self) -> list[Returned]:
         return [r for _, m in self.reports if isinstance(m, StepReport) for r in m.returned]
