@@ -79,10 +79,10 @@ async def test_a_rolling_replica_that_is_killed_loses_no_request(rolling: Fleet,
 
 
 async def test_the_ring_is_known_to_a_new_global_scheduler(rolling: Fleet, reference: dict[str, Any]) -> None:
-    streams = asyncio.create_task(load(rolling, MODEL, reference, COUNT))
-    await until(lambda: sum(of_model(rolling, MODEL, "decoding").values()) >= 4, PATIENCE, "busy")
-    rolling.kill("muxserve.global_scheduler.process")
-    assert not await streams
+    async with Busy(rolling, MODEL, reference) as busy:
+        await until(lambda: sum(of_model(rolling, MODEL, "decoding").values()) >= 4, PATIENCE, "busy")
+        rolling.kill("muxserve.global_scheduler.process")
+    assert not busy.wrong
     await until(lambda: rolling.get("/health").json()["scheduler"] == "up", PATIENCE, "there again")
     assert not await load(rolling, MODEL, reference, COUNT)
 
@@ -153,10 +153,10 @@ async def test_two_stages_answer_as_one_engine(pipeline: Fleet, reference: dict[
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_requests_survive_the_death_of_a_stage(pipeline: Fleet, reference: dict[str, Any], stage: int) -> None:
     before = await asyncio.to_thread(stages, pipeline)
-    streams = asyncio.create_task(load(pipeline, MODEL, reference, COUNT))
-    await until(lambda: of_model(pipeline, MODEL, "decoding")["u0"] >= 4, PATIENCE, "busy")
-    pipeline.kill(f"worker {MODEL}/both", f"rank {stage}")
-    assert not await streams
+    async with Busy(pipeline, MODEL, reference) as busy:
+        await until(lambda: of_model(pipeline, MODEL, "decoding")["u0"] >= 4, PATIENCE, "busy")
+        pipeline.kill(f"worker {MODEL}/both", f"rank {stage}")
+    assert not busy.wrong
     await asyncio.to_thread(pipeline.wait_healthy)
     assert not set(before) & set(await asyncio.to_thread(stages, pipeline)), "a pipeline starts again as a whole"
     await asyncio.to_thread(pipeline.wait_pages_free)
