@@ -107,3 +107,22 @@ def log_to_stderr(level: str) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+
+
+def words(error: Exception) -> str:
+    """An error in one line, for the controller."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies; `parent` guards against its having died already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_title(name: str) -> None:
+    """Name the process for `ps`."""
+    import setproctitle
+
+    setproctitle.setproctitle(f"muxserve {name}")

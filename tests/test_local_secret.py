@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from muxserve import network
-from muxserve.cluster.run_dir import RunDir
+from muxserve.deployment.run_dir import RunDir
 from muxserve.network import NetworkError
 from tests.support.patience import PATIENCE
 

@@ -25,12 +25,12 @@ from muxserve.cluster.machine import this_machine, vllm_without_cuda
 from muxserve.cluster.plan import FleetPlan, fetch
 from muxserve.cluster.ray_cluster import gpus_for
 from muxserve.cluster.ray_units import RayUnits
-from muxserve.cluster.run_dir import RunDir, RunDirError
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.server import ControlServer
 from muxserve.deployment import FleetDeployment
+from muxserve.deployment.run_dir import RunDir, RunDirError
 from muxserve.gpu.sharing import SharingError, settle
 from muxserve.network import new_keys
 from muxserve.planning.later import LaterUnits

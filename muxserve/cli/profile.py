@@ -12,11 +12,11 @@ from muxserve.cli.output import console, errors, escape, print_error, print_prob
 from muxserve.cluster.deploying import deployment_of
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import FleetPlan, fetch, plan_fleet
-from muxserve.cluster.run_dir import RunDir, RunDirError
 from muxserve.config import FleetError, load_fleet
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
+from muxserve.deployment.run_dir import RunDir, RunDirError
 from muxserve.profiling.contention import disturbance
 from muxserve.profiling.family import StartError
 from muxserve.profiling.grid import Grid, parse_counts

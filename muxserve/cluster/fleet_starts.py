@@ -52,7 +52,7 @@ def fleet_commands_for(fleet: FleetDeployment) -> FleetCommands:
 
     return FleetCommands(
         vllm=lambda control, lifeline: python(
-            "muxserve.engine.machine_parent", "--control-fd", str(control), "--lifeline-fd", str(lifeline)
+            "muxserve.forks.machine_parent", "--control-fd", str(control), "--lifeline-fd", str(lifeline)
         ),
         scheduler=python("muxserve.global_scheduler.process", "--die-with-parent"),
     )

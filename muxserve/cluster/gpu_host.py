@@ -13,9 +13,9 @@ import msgspec
 from muxserve.cluster import machine
 from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.gpu_unit import GpuUnit
-from muxserve.cluster.run_dir import default_base
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.deployment import Deployment, save
+from muxserve.deployment.run_dir import default_base
 from muxserve.gpu import nvml
 from muxserve.gpu.sharing import SharingError, settle
 

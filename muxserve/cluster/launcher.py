@@ -80,7 +80,7 @@ def commands_for(deployment: Deployment, deployment_file: Path) -> Commands:
         memory_manager=memory_manager,
         unit_scheduler=python("muxserve.unit.scheduler", "--die-with-parent"),
         migrator=python("muxserve.migration.process", "--die-with-parent"),
-        warm_parent=lambda control: python("muxserve.engine.warm_parent", "--control-fd", str(control)),
+        warm_parent=lambda control: python("muxserve.forks.warm_parent", "--control-fd", str(control)),
         mps=python("muxserve.gpu.mps"),
         environment=client_environment(deployment),
     )

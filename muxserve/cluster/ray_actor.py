@@ -29,10 +29,10 @@ import msgspec
 from muxserve.cluster.event_lines import to_line
 from muxserve.cluster.events import Down, PartId
 from muxserve.cluster.orphans import end_orphans
-from muxserve.cluster.run_dir import LOCK, RunDirError, claim, default_base
 from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, State
 from muxserve.deployment import Deployment, Listen, save
+from muxserve.deployment.run_dir import LOCK, RunDirError, claim, default_base
 from muxserve.network import NetworkError, free_port
 
 # Lines kept for a controller that asks late; far more than a unit says before it is up.

@@ -18,7 +18,7 @@ from muxserve.config.problems import Problem, closest
 from muxserve.config.replica_schema import ApiKey
 from muxserve.config.schema import Fleet
 from muxserve.config.source import Source
-from muxserve.engine.vllm_args import RESERVED
+from muxserve.vllm.args import RESERVED
 
 _ENV = "env:"
 # What vLLM's loader takes for weights.

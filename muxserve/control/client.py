@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from muxserve.cluster.run_dir import default_base
 from muxserve.control import messages
 from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.deployment.fleet import FILE
+from muxserve.deployment.run_dir import default_base
 from muxserve.network import connect
 from placement.words import enumerate_words
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,30 +34,6 @@ class Binding:
     view: ModelView
     rank: int = 0
     pid: int = field(default_factory=os.getpid)
-
-
-class Place(Mapping[str, Any]):
-    """`vllm_config.additional_config` of an engine: `{"muxserve": {"deployment": path, "model": .., "phase": ..}}`.
-
-    Not a dict, because vLLM would hash a dict into the name of the directory where it keeps compiled code, and each
-    start of each phase would compile the same model anew.
-    """
-
-    def __init__(self, place: Mapping[str, Any]) -> None:
-        self._place = dict(place)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._place[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._place)
-
-    def __len__(self) -> int:
-        return len(self._place)
-
-    def compute_hash(self) -> str:
-        """The same for all: the code of a model does not depend on its place."""
-        return ""
 
 
 _binding: Binding | None = None

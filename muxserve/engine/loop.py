@@ -16,7 +16,6 @@ from muxserve import network
 from muxserve.deployment import Deployment
 from muxserve.engine.binding import Binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
-from muxserve.engine.family import words
 from muxserve.engine.lease import HeldLease, News
 from muxserve.engine.moving import HAND_OFF_SECONDS, detached, shown
 from muxserve.engine.outputs import TokenSender
@@ -27,7 +26,7 @@ from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.heartbeat import Heartbeat, heartbeat_file
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
-from muxserve.process import IdleTrim
+from muxserve.process import IdleTrim, words
 from muxserve.wire import (
     Abort,
     Admit,

@@ -16,8 +16,8 @@ from vllm.distributed import parallel_state
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from muxserve.engine import binding
-from muxserve.engine.family import die_with, set_title
 from muxserve.engine.stage_clock import StageClock, StageClocks
+from muxserve.process import die_with, set_title
 
 log = logging.getLogger(__name__)
 

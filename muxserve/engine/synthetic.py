@@ -45,7 +45,7 @@ def main() -> None:
     # vLLM may print while it is imported; that must not get between the frames.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    from muxserve.engine.warm_parent import environment
+    from muxserve.vllm.args import environment
 
     os.environ.update(environment())
     encoder = _Encoder()

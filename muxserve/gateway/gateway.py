@@ -12,7 +12,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
 
 from muxserve.deployment import FleetDeployment, ModelDeployment, load_fleet_deployment
-from muxserve.engine.vllm_pin import VLLM_VERSION
 from muxserve.gateway import seam
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
@@ -31,6 +30,7 @@ from muxserve.gateway.status import FleetStatus
 from muxserve.gateway.turnstile import Turnstile
 from muxserve.gateway.vllm_metrics import Merged
 from muxserve.network import NetworkError
+from muxserve.vllm.pin import VLLM_VERSION
 
 log = logging.getLogger(__name__)
 

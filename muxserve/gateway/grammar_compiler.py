@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muxserve.deployment import ModelDeployment
-from muxserve.engine.family import die_with, set_title
 from muxserve.gateway.grammar_messages import Command, Compile, Compiled, Drop, Frames, command, frame, result
+from muxserve.process import die_with, set_title
 
 if TYPE_CHECKING:
     from muxserve.gateway.grammar_check import Checker

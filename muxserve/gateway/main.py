@@ -55,7 +55,7 @@ def run(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Call
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a gateway alone; the units may come later."""
-    from muxserve.engine.warm_parent import environment
+    from muxserve.vllm.args import environment
 
     parser = argparse.ArgumentParser(description="The OpenAI endpoint of a fleet.")
     parser.add_argument("--fleet", required=True, help="the fleet's fleet.json")

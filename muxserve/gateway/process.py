@@ -16,17 +16,18 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 
 from muxserve.deployment import FleetDeployment
-from muxserve.gateway import grammar_compiler, vllm_seam
+from muxserve.gateway import grammar_compiler
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.listener import Room, bind, raise_file_limit
 from muxserve.gateway.peers import bind_beside
 from muxserve.gateway.protocol import GuardedProtocol
 from muxserve.heartbeat import Heartbeat, heartbeat_file
+from muxserve.vllm import gateway_internals
 
 log = logging.getLogger(__name__)
 
-check = vllm_seam.check
+check = gateway_internals.check
 
 # More choices per prompt than anyone asks for in earnest; vLLM's own limit would let one request make 16,384.
 MOST_CHOICES = "128"

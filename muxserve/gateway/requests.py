@@ -12,9 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from muxserve.gateway.tracked import QUIET_SECONDS, Output, Tracked, cut
-
-# Value of vLLM's FinishReason.ABORT; `vllm_seam.check` compares them.
-FINISH_ABORT = 2
+from muxserve.vllm.pin import FINISH_ABORT
 
 # A request whose every try ended with a dead process, without one token in between, is likely what kills them.
 MAX_TRIES = 8

@@ -30,10 +30,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from muxserve.deployment import ModelDeployment
-from muxserve.engine.vllm_args import frontend_args
 from muxserve.gateway.app import Served
 from muxserve.gateway.engine_client import TASKS, UnitEngineClient
 from muxserve.gateway.vllm_metrics import stat_logger
+from muxserve.vllm.args import frontend_args
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ def pages_for(deployment: Deployment) -> MakePages:
     """How the pages of the deployment's pools are read and written. On GPUs this imports torch."""
     if deployment.gpu is None:
         return HostPages
-    from muxserve.engine.cuda.pages_copy import DevicePages
+    from muxserve.migration.device_pages import DevicePages
 
     return DevicePages
 

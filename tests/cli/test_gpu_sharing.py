@@ -11,7 +11,7 @@ import pytest
 from muxserve.cli import deploy
 from muxserve.cli.deploy import Refused
 from muxserve.cli.output import errors
-from muxserve.cluster.run_dir import RunDir
+from muxserve.deployment.run_dir import RunDir
 from muxserve.gpu import mps
 from tests.cluster.test_gpu_plan import gpus, plan
 

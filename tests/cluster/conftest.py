@@ -19,7 +19,6 @@ from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
-from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.steps import Planner
 from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
 from muxserve.deployment import (
@@ -33,6 +32,7 @@ from muxserve.deployment import (
     UnitEntry,
     load_fleet_deployment,
 )
+from muxserve.deployment.run_dir import RunDir
 from muxserve.gpu.budget import Budget, BudgetError, Needs
 from placement import ModelPlan, PoolPlan, UnitPlan
 from tests.cluster import fakes

@@ -269,7 +269,7 @@ HOST = """
 import asyncio, sys
 from pathlib import Path
 from muxserve.cluster.events import Ready, Up
-from muxserve.cluster.run_dir import RunDir
+from muxserve.deployment.run_dir import RunDir
 from tests.cluster.conftest import Fleet, fake_deployment
 run_dir = RunDir(Path(sys.argv[1]))
 fleet = Fleet(run_dir, [fake_deployment(run_dir.path)])

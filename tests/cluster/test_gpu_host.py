@@ -12,9 +12,9 @@ from muxserve.cluster import machine
 from muxserve.cluster.fleet_plan import planned_unit
 from muxserve.cluster.gpu_host import GpuHostError, Settled, settle_gpus
 from muxserve.cluster.gpu_plan import GpuPlan
-from muxserve.cluster.run_dir import default_base
 from muxserve.cluster.units import PlannedUnit, write_deployment
 from muxserve.deployment import GpuDeployment, load
+from muxserve.deployment.run_dir import default_base
 from muxserve.gpu import mps
 from tests.cluster.test_gpu_plan import plan
 from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml

@@ -14,11 +14,11 @@ import pytest
 from muxserve.cluster import steps
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
-from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.steps import Addition
 from muxserve.cluster.units import PlannedUnit
 from muxserve.control.changes import ChangeError
 from muxserve.deployment import FleetDeployment, PhasesName
+from muxserve.deployment.run_dir import RunDir
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from tests.cluster.conftest import Fleet, alive, fake_deployment, running

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up
-from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import UnitSet
 from muxserve.cluster.units import PlannedUnit
 from muxserve.deployment import UnitEntry, load_fleet_deployment
+from muxserve.deployment.run_dir import RunDir
 from muxserve.replicas.migration import MigrationRules
 from tests.cluster.conftest import fake_deployment, fake_fleet
 

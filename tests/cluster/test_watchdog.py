@@ -18,10 +18,10 @@ import pytest
 
 from muxserve.cluster.events import Down, PartId, Recovered, Suspected
 from muxserve.cluster.health import Health
-from muxserve.cluster.run_dir import RunDir
 from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, Sign, State, Watchdog
 from muxserve.deployment import Suspect, WatchdogRules, load_fleet_deployment
+from muxserve.deployment.run_dir import RunDir
 from muxserve.heartbeat import Heartbeat, HeartbeatReader, heartbeat_file
 from tests.cluster.conftest import Fleet, alive, fake_deployment, running
 from tests.support.patience import eventually

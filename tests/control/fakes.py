@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.cluster.run_dir import RunDir
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.control.server import ControlServer
 from muxserve.deployment import Deployment, FleetDeployment, GatewayDeployment, ModelDeployment, UnitEntry, save_fleet
+from muxserve.deployment.run_dir import RunDir
 from muxserve.replicas.scaling import ScalingRules
 from tests.support.patience import PATIENCE
 

@@ -38,7 +38,7 @@ def requests_for(model: str) -> list[dict[str, Any]]:
 def answers(path: Path) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
 
-    from muxserve.engine.vllm_args import frontend_args
+    from muxserve.vllm.args import frontend_args
     from tests.engine.harness import deployed_model
 
     # All prompts in one step: stock vLLM on CPU dies when a seeded request is prefilled in chunks.

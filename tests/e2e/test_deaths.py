@@ -34,7 +34,7 @@ PARTS = {
     "unit scheduler": ("muxserve.unit.scheduler",),
     "memory manager": ("muxserve-memory-manager",),
     "warm parent": ("muxserve warm parent",),
-    "vLLM": ("muxserve.engine.machine_parent",),
+    "vLLM": ("muxserve.forks.machine_parent",),
 }
 
 

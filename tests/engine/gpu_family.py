@@ -1,5 +1,5 @@
 """The warm parent of a deployment on GPUs with everything that needs a GPU (or vLLM) left out: holders and engines tell
-what they found and wait. Arguments as those of `muxserve.engine.warm_parent`."""
+what they found and wait. Arguments as those of `muxserve.forks.warm_parent`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from muxserve.deployment import Deployment
-from muxserve.engine import direct, warm_parent
+from muxserve.forks import direct, warm_parent
 
 SEEN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 

@@ -34,7 +34,7 @@ class Nursery:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
         lifeline, self._lifeline = os.pipe()
-        command = [sys.executable, "-m", "muxserve.engine.machine_parent", "--fleet", str(fleet.file)]
+        command = [sys.executable, "-m", "muxserve.forks.machine_parent", "--fleet", str(fleet.file)]
         self._log = self._directory / "log"
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(

@@ -35,7 +35,7 @@ def answers(path: Path, ranks: int = 1, cases: Sequence[str] = tuple(CASES)) -> 
     from vllm import LLM, SamplingParams
     from vllm.v1.executor import multiproc_executor
 
-    from muxserve.engine.vllm_args import frontend_args
+    from muxserve.vllm.args import frontend_args
     from tests.engine.harness import deployed_model
 
     args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=1024))

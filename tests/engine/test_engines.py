@@ -246,9 +246,9 @@ def test_engines_bind_to_a_new_memory_manager(family: Engines, stock: dict[str, 
 
 
 def test_the_engines_fit_the_pinned_vllm() -> None:
-    from muxserve.engine import vllm_seam
+    from muxserve.vllm import engine_internals
 
-    assert vllm_seam.problems() == []
+    assert engine_internals.problems() == []
 
 
 def test_long_is_longer_than_a_chunk(stock: dict[str, Any]) -> None:

@@ -19,8 +19,8 @@ import pytest
 
 from muxserve import deployment as deployments
 from muxserve.deployment import Deployment, GatewayDeployment, GpuDeployment, PoolDeployment
-from muxserve.engine import family
-from muxserve.engine.warm_parent import shares_by_forking
+from muxserve.forks import family
+from muxserve.forks.warm_parent import shares_by_forking
 from tests.engine.harness import deployed_model
 from tests.support.patience import PATIENCE
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from muxserve.engine.warm_parent import environment
+from muxserve.vllm.args import environment
 from tests.support.patience import PATIENCE
 
 # Linear layers as vLLM has them on CPU, with as many lengths of a step as a prefill engine soon meets.

@@ -27,7 +27,7 @@ TOKENS = [20, 33, 9, 25, 14]
 def stock() -> list[list[int]]:
     from vllm import LLM, SamplingParams
 
-    from muxserve.engine.vllm_args import frontend_args
+    from muxserve.vllm.args import frontend_args
     from tests.engine.harness import deployed_model
 
     args = frontend_args(deployed_model("m", MODEL))
@@ -45,7 +45,7 @@ def hold(path: str, ready: Any) -> None:
     from muxserve.engine.cuda import weights
     from muxserve.engine.cuda.weight_server import WeightServer
     from muxserve.engine.cuda.weight_tensors import describe
-    from muxserve.engine.vllm_args import config_of, frontend_args
+    from muxserve.vllm.args import config_of, frontend_args
     from tests.engine.harness import deployed_model
 
     without_repacking()
@@ -89,9 +89,9 @@ def ours(prompts: list[list[int]], held_at: str | None = None) -> dict[str, Any]
 
     from muxserve.deployment import Deployment, GatewayDeployment, PoolDeployment, save
     from muxserve.engine.binding import Binding, bind
-    from muxserve.engine.vllm_args import config_of, engine_args
     from muxserve.memory import server
     from muxserve.memory.client import MemoryClient
+    from muxserve.vllm.args import config_of, engine_args
     from tests.engine.harness import deployed_model
 
     model = deployed_model("m", MODEL, max_num_batched_tokens=64)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from muxserve.engine.cuda.pages_copy import DevicePages
+from muxserve.migration.device_pages import DevicePages
 
 BLOCKS, LAYERS, HEADS, PAGE_BYTES = 8, 2, 2, 32
 

@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from muxserve.engine.cuda import vllm_seam
-from muxserve.engine.vllm_pin import differences
+from muxserve.vllm import cuda_internals
+from muxserve.vllm.pin import differences
 
 
 def test_vllm_s_internals_are_as_expected() -> None:
-    assert vllm_seam.problems() == []
+    assert cuda_internals.problems() == []
 
 
 def test_a_difference_is_told_in_words() -> None:

@@ -16,10 +16,11 @@ pytest.importorskip("vllm")
 import vllm.v1.executor.abstract as abstract
 
 from muxserve.deployment import Deployment, GatewayDeployment, GpuDeployment, PoolDeployment
-from muxserve.engine import support, vllm_args
+from muxserve.engine import support
 from muxserve.engine.cuda import weight_holder, weights, worker
 from muxserve.engine.cuda.weight_holder import HolderWorker
 from muxserve.engine.cuda.worker import PooledGPUWorker
+from muxserve.vllm import args
 from tests.engine.harness import deployed_model
 
 MODEL = Path(__file__).parents[2] / "configs/models/arithmetic"
@@ -131,7 +132,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(abstract.Executor, "get_class", staticmethod(lambda config: Fake))
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=None), kv_transfer_config=None)
-    monkeypatch.setattr(vllm_args, "config_of", lambda options: config)
+    monkeypatch.setattr(args, "config_of", lambda options: config)
     chosen = SimpleNamespace(name="chosen layout")
     monkeypatch.setattr(weight_holder, "resolve_kv_cache_layout", lambda *_: chosen)
     monkeypatch.setattr(support, "refuse_unsupported", lambda *_: None)
@@ -199,7 +200,7 @@ def test_a_holder_loads_as_its_model_says_and_engines_map(tmp_path: Path) -> Non
     assert held["load_format"] == "dummy"
     assert held["worker_cls"].endswith("HolderWorker")
     assert held["model_loader_extra_config"] == {}
-    engine = vllm_args.engine_args(dummy, "m", "decode")
+    engine = args.engine_args(dummy, "m", "decode")
     assert engine["load_format"] == weights.LOAD_FORMAT
     assert engine["model_loader_extra_config"]["sockets"] == [dummy.weights_socket("m", rank) for rank in (0, 1)]
     assert engine["attention_backend"] == "CUSTOM"

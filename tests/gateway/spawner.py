@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable
 
 from muxserve import deployment as deployments
-from muxserve.engine.warm_parent import environment
 from muxserve.gateway import main as gateway
+from muxserve.vllm.args import environment
 
 
 def fork(child: Callable[[], None], log: str) -> int:
@@ -58,9 +58,9 @@ def main() -> None:
 
     fork(fake_unit, f"{log_dir}/unit.log")
     unit_control.close()
-    from muxserve.gateway import vllm_seam
+    from muxserve.vllm import gateway_internals
 
-    tell("ready", problems=vllm_seam.problems(), moved=vllm_seam.problems("0.33.0"))
+    tell("ready", problems=gateway_internals.problems(), moved=gateway_internals.problems("0.33.0"))
     children: dict[int, int] = {}
     lifelines: dict[int, int] = {}
     with selectors.DefaultSelector() as selector:

@@ -13,12 +13,12 @@ import pytest
 from muxserve.cluster.deploying import deployment_of
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import plan_fleet
-from muxserve.cluster.run_dir import RunDir
 from muxserve.config import load_fleet
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
+from muxserve.deployment.run_dir import RunDir
 from muxserve.memory import server
 from muxserve.profiling.grid import Grid
 from muxserve.profiling.measure import Session

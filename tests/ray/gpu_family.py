@@ -1,5 +1,5 @@
 """The warm parent of a unit on GPUs as it is, with holders and engines that only tell what they found in their
-environment. Arguments as those of `muxserve.engine.warm_parent`; needs neither vLLM nor a GPU."""
+environment. Arguments as those of `muxserve.forks.warm_parent`; needs neither vLLM nor a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from muxserve.deployment import Deployment
-from muxserve.engine import direct, warm_parent
+from muxserve.forks import direct, warm_parent
 
 SEEN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 WEIGHTS = 1 << 30

@@ -34,8 +34,8 @@ from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
 from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
-from muxserve.engine.family import words
 from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
+from muxserve.process import words
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class HolderWorker(PooledGPUWorker):
 
 def holder_args(deployment: Deployment, model: str) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for a holder: those of an engine, but loading from disk."""
-    from muxserve.engine.vllm_args import engine_args
+    from muxserve.vllm.args import engine_args
 
     deployed = deployment.model(model)
     own = deployed.engine_args
@@ -180,8 +180,8 @@ def _load(deployment: Deployment, model: str, control: Any) -> Any:
     from vllm.v1.executor.abstract import Executor
 
     from muxserve.engine.support import refuse_unsupported
-    from muxserve.engine.vllm_args import config_of
     from muxserve.gpu import sm
+    from muxserve.vllm.args import config_of
 
     def progress(detail: str) -> None:
         control.event("progress", kind="weights", model=model, phase="", detail=detail)

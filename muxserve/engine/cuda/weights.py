@@ -16,18 +16,7 @@ from typing import Any
 from vllm.config import ModelConfig
 
 from muxserve.deployment import Deployment
-
-LOAD_FORMAT = "muxserve_held"
-
-
-def loader_args(deployment: Deployment, model: str) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs` with which an engine maps the weights that the model's holder has."""
-    return {
-        "load_format": LOAD_FORMAT,
-        "model_loader_extra_config": {
-            "sockets": [deployment.weights_socket(model, rank) for rank in range(deployment.ranks)]
-        },
-    }
+from muxserve.vllm.args import LOAD_FORMAT
 
 
 def register_loader() -> None:

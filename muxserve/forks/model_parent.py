@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.deployment import Deployment
-from muxserve.engine.family import Control, ForkingParent, engine_log, file_name, temporary_files_in, words
+from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
 from muxserve.heartbeat import heartbeat_file
+from muxserve.process import words
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
 
         def child() -> None:
             from muxserve.engine.process import run_engine
-            from muxserve.engine.vllm_args import engine_args
+            from muxserve.vllm.args import engine_args
 
             commands.close()
             set_threads(deployment.model(model).threads)
@@ -81,7 +82,7 @@ def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, An
     from vllm.v1.executor.abstract import Executor
 
     from muxserve.engine.support import refuse_unsupported
-    from muxserve.engine.vllm_args import config_of, engine_args
+    from muxserve.vllm.args import config_of, engine_args
 
     engines = deployment.model(model).engines
     for phase in engines:

@@ -1,8 +1,8 @@
-"""Every vLLM internal that the CUDA engine relies on beyond those of `muxserve.engine.vllm_seam`, in one place."""
+"""Every vLLM internal that the CUDA engine relies on beyond those of `muxserve.vllm.engine_internals`, in one place."""
 
 from __future__ import annotations
 
-from muxserve.engine.vllm_pin import Internal, differences
+from muxserve.vllm.pin import Internal, differences
 
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _LOADER = "vllm.model_executor.model_loader"

@@ -11,7 +11,14 @@ from muxserve.deployment.unit import EnginePhase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+import secrets
+from collections.abc import Iterator, Mapping
 
+# oneDNN keeps what it has compiled for a shape, by itself 1,024 shapes of 0.4 MB each in a prefill engine: every length
+# of a step is another one. These suffice for each batch size of a decode engine; a prefill engine meets most lengths
+# for the first time anyway.
+PRIMITIVE_CACHE = 256
+LOAD_FORMAT = "muxserve_held"
 WORKERS = {
     "cpu": "muxserve.engine.cpu.worker.PooledCPUWorker",
     "cuda": "muxserve.engine.cuda.worker.PooledGPUWorker",
@@ -122,7 +129,6 @@ def engine_args(deployment: Deployment, model: str, phase: EnginePhase) -> dict[
 
 
 def _cuda_args(deployment: Deployment, model: ModelDeployment) -> dict[str, Any]:
-    from muxserve.engine.cuda.weights import loader_args
 
     own = model.engine_args
     return {
@@ -141,11 +147,62 @@ def config_of(options: dict[str, Any]) -> VllmConfig:
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from muxserve.engine.binding import Place
-
     # The rest of a model's own `engine_args` is for the OpenAI server, which is the gateway's business.
     names = {field.name for field in dataclasses.fields(EngineArgs)}
     known = {name: value for name, value in options.items() if name in names}
     config = EngineArgs(**known).create_engine_config(UsageContext.ENGINE_CONTEXT)
     config.additional_config = Place(options["additional_config"])
     return config
+
+
+class Place(Mapping[str, Any]):
+    """`vllm_config.additional_config` of an engine: `{"muxserve": {"deployment": path, "model": .., "phase": ..}}`.
+
+    Not a dict, because vLLM would hash a dict into the name of the directory where it keeps compiled code, and each
+    start of each phase would compile the same model anew.
+    """
+
+    def __init__(self, place: Mapping[str, Any]) -> None:
+        self._place = dict(place)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._place[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def compute_hash(self) -> str:
+        """The same for all: the code of a model does not depend on its place."""
+        return ""
+
+
+def loader_args(deployment: Deployment, model: str) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs` with which an engine maps the weights that the model's holder has."""
+    return {
+        "load_format": LOAD_FORMAT,
+        "model_loader_extra_config": {
+            "sockets": [deployment.weights_socket(model, rank) for rank in range(deployment.ranks)]
+        },
+    }
+
+
+def environment() -> dict[str, str]:
+    """What vLLM must find in the environment before it is imported."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # An engine that may use more threads makes its team after it was forked.
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Of compiled grammars, in each engine; vLLM's own 512 MiB may be more than all else in a small one.
+        "VLLM_XGRAMMAR_CACHE_MB": os.environ.get("VLLM_XGRAMMAR_CACHE_MB", "64"),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_CACHE)),
+        # vLLM salts its block hashes with this; engines that share a prefix index must agree, also after a restart.
+        "PYTHONHASHSEED": str(int.from_bytes(secrets.token_bytes(4), "little")),
+    }

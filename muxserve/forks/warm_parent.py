@@ -1,7 +1,7 @@
 """A unit's process that has imported vLLM: its model parents and through them its engines are forked from it.
 
-It is forked from the machine's parent itself (`muxserve.engine.machine_parent`), or, where the unit is alone on its
-machine, started as `python -m muxserve.engine.warm_parent --deployment FILE --control-fd N`.
+It is forked from the machine's parent itself (`muxserve.forks.machine_parent`), or, where the unit is alone on its
+machine, started as `python -m muxserve.forks.warm_parent --deployment FILE --control-fd N`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 from collections.abc import Iterable
@@ -19,36 +18,13 @@ from typing import Any
 
 from muxserve.deployment import Deployment, ModelDeployment, load
 from muxserve.deployment.unit import EnginePhase
-from muxserve.engine.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda, words
+from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda
 from muxserve.gpu.sm import client_environment
 from muxserve.heartbeat import heartbeat_file
+from muxserve.process import words
+from muxserve.vllm.args import environment
 
 log = logging.getLogger(__name__)
-
-
-# oneDNN keeps what it has compiled for a shape, by itself 1,024 shapes of 0.4 MB each in a prefill engine: every length
-# of a step is another one. These suffice for each batch size of a decode engine; a prefill engine meets most lengths
-# for the first time anyway.
-PRIMITIVE_CACHE = 256
-
-
-def environment() -> dict[str, str]:
-    """What vLLM must find in the environment before it is imported."""
-    return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        # An engine that may use more threads makes its team after it was forked.
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        # Of compiled grammars, in each engine; vLLM's own 512 MiB may be more than all else in a small one.
-        "VLLM_XGRAMMAR_CACHE_MB": os.environ.get("VLLM_XGRAMMAR_CACHE_MB", "64"),
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_CACHE)),
-        # vLLM salts its block hashes with this; engines that share a prefix index must agree, also after a restart.
-        "PYTHONHASHSEED": str(int.from_bytes(secrets.token_bytes(4), "little")),
-    }
 
 
 def gpu_environment(deployment: Deployment) -> dict[str, str]:
@@ -70,14 +46,14 @@ def preload(device: str) -> None:
 
     import muxserve.engine.process
     import muxserve.engine.ranks
-    from muxserve.engine import vllm_seam
+    from muxserve.vllm import engine_internals
 
     if device == "cuda":
         import muxserve.engine.cuda.worker
     else:
         # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
         import muxserve.engine.cpu.worker  # noqa: F401
-    vllm_seam.check(device)
+    engine_internals.check(device)
     refuse_cuda()
     # Imports leave nothing to collect, and looking for it before the first fork takes a third of a second.
     gc.freeze()
@@ -128,7 +104,7 @@ class WarmParent:
 
     def _fork_engine(self, model: str, phase: EnginePhase) -> None:
         def child() -> None:
-            from muxserve.engine.direct import run_direct_engine
+            from muxserve.forks.direct import run_direct_engine
 
             run_direct_engine(load(self.path), model, phase, self.control)
 
@@ -162,13 +138,13 @@ class WarmParent:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def child() -> None:
-            from muxserve.engine import model_parent
+            from muxserve.forks import model_parent
 
             ours.close()
             self._close_model_parents()
             model_parent.run_model_parent(self.deployment, model, theirs, self.control)
 
-        from muxserve.engine import model_parent
+        from muxserve.forks import model_parent
 
         pid = self._parent.fork(f"model {model}", model_parent.log_file(self.deployment, model), child)
         theirs.close()

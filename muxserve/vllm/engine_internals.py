@@ -6,7 +6,7 @@ is no longer as it was.
 
 from __future__ import annotations
 
-from muxserve.engine.vllm_pin import Internal, differences, refuse
+from muxserve.vllm.pin import Internal, differences, refuse
 
 INTERNALS: list[Internal] = [
     ("vllm.v1.structured_output", "StructuredOutputManager.__init__", ("vllm_config",)),
@@ -101,7 +101,7 @@ def internals(device: str) -> list[Internal]:
     """What engines on `device` (cpu or cuda) rely on."""
     if device == "cpu":
         return INTERNALS + CPU_INTERNALS
-    from muxserve.engine.cuda.vllm_seam import INTERNALS as CUDA_INTERNALS
+    from muxserve.vllm.cuda_internals import INTERNALS as CUDA_INTERNALS
 
     return INTERNALS + CUDA_INTERNALS
 

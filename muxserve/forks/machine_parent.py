@@ -1,6 +1,6 @@
 """The process that imports vLLM once on a machine; gateways and the warm parents of its units are forked from it.
 
-python -m muxserve.engine.machine_parent --fleet FILE --control-fd N --lifeline-fd M
+python -m muxserve.forks.machine_parent --fleet FILE --control-fd N --lifeline-fd M
 
 What is forked here lives on when this process dies: gateways hold the clients' connections, and a unit's warm parent
 has all of the unit's engines below it. Both end with the controller, whose ends of the lifeline and of their control
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.deployment import load_fleet_deployment
-from muxserve.engine import warm_parent
-from muxserve.engine.family import Control, ForkingParent, words
+from muxserve.forks import warm_parent
+from muxserve.forks.family import Control, ForkingParent
 from muxserve.heartbeat import heartbeat_file
+from muxserve.process import words
 
 log = logging.getLogger(__name__)
 

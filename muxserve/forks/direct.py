@@ -10,7 +10,8 @@ from typing import Any
 
 from muxserve.deployment import Deployment
 from muxserve.deployment.unit import EnginePhase
-from muxserve.engine.family import Control, temporary_files_in, words
+from muxserve.forks.family import Control, temporary_files_in
+from muxserve.process import words
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def _run(deployment: Deployment, model: str, phase: EnginePhase, progress: Any, 
     from muxserve.engine.process import run_engine
     from muxserve.engine.ranks import RankedExecutor
     from muxserve.engine.support import refuse_unsupported
-    from muxserve.engine.vllm_args import config_of, engine_args
+    from muxserve.vllm.args import config_of, engine_args
 
     # The workers of several ranks are forked from here: no team of threads may exist.
     torch.set_num_threads(1)

@@ -36,6 +36,7 @@ from typing import Any
 
 from muxserve.deployment import Deployment
 from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat
+from muxserve.process import die_with, set_title
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -208,18 +209,6 @@ def engine_log(deployment: Deployment, model: str, phase: str) -> Path:
     return deployment.log_dir / f"engine-{file_name(model)}-{phase}.log"
 
 
-def words(error: Exception) -> str:
-    """An error in one line, for the controller."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; `parent` guards against its having died already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def adopt_orphans() -> None:
     """Have what dead children leave behind (workers of an engine) become this process's children, to be collected."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -244,10 +233,3 @@ def redirect_output(log_file: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-
-
-def set_title(name: str) -> None:
-    """Name the process for `ps`."""
-    import setproctitle
-
-    setproctitle.setproctitle(f"muxserve {name}")

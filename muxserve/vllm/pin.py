@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+# Value of vLLM's FinishReason.ABORT; `vllm_seam.check` compares them.
+FINISH_ABORT = 2
 VLLM_VERSION = "0.32.0"
 
 # Module, attribute path in it, and names that must be parameters (of a function) or fields (of a struct or dataclass).

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from vllm.v1.engine import FinishReason
 
-from muxserve.engine.vllm_pin import Internal, differences, refuse
-from muxserve.gateway.requests import FINISH_ABORT
+from muxserve.vllm.pin import FINISH_ABORT, Internal, differences, refuse
 
 INTERNALS: list[Internal] = [
     ("vllm.v1.engine.core_client", "EngineCoreClient.make_async_mp_client", ("vllm_config",)),
