@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import percentile, write_report
 from muxserve.costs.calibration import GPU, Calibration
-from muxserve.costs.cells import PrefillCell
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.outliers import Outlier
-from muxserve.costs.profile import EngineProfile
+from muxserve.costs.profile import EngineProfile, PrefillCell
 from muxserve.costs.roofline import Roofline
 
 VARIABLE = "MUXSERVE_A100_PROFILE"

@@ -41,14 +41,14 @@ from muxserve.deployment import (
     PoolDeployment,
     UnitEntry,
 )
-from muxserve.global_scheduler.books import apply, rebuild
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Client, Unit
+from muxserve.global_scheduler.rolling_state import apply, rebuild
 from muxserve.rolling.constraints import Demand
-from muxserve.rolling.handle import pack, unpack
 from muxserve.rolling.macro_instance import MacroInstance
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
+from muxserve.rolling.scheduler import pack, unpack
 from muxserve.wire import Load, Loads, Place, Placed, RollingReport, RollingRequest, decode, encode
 
 CAPACITY = 1_000_000

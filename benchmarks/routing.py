@@ -28,13 +28,12 @@ from prometheus_client import CollectorRegistry
 from muxserve.deployment import ModelDeployment
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.gateway.routing import Router
-from muxserve.gateway.tracked import Tracked
-from muxserve.gateway.turnstile import Turnstile
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.wire import Place, Placed, encode
 

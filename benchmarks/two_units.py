@@ -25,7 +25,7 @@ import zmq
 from muxserve import deployment as deployments
 from muxserve import network
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
-from muxserve.profiling.bodies import Bodies
+from muxserve.profiling.jobs import Bodies
 from muxserve.wire import (
     Cancel,
     GatewayHello,

@@ -2,26 +2,79 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from muxserve.costs.latency import LatencyModel
-from placement.baselines import memory_greedy
 from placement.candidates import SHARES, Candidates
 from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
-from placement.demand import Demand, splits_evenly
+from placement.demand import Demand, Member, Mesh, splits_evenly
 from placement.engines import Engines
 from placement.estimator import Estimator, UnitEstimate
 from placement.exact import Exact, exact
-from placement.greedy import GreedyLimits, greedy
+from placement.format import enumerate_words, format_size
+from placement.greedy import GreedyLimits, greedy, kinds
 from placement.improve import ImproveLimits, improve
-from placement.layout import Layout
+from placement.layout import Layout, Unit, joined
 from placement.memory import MemoryRules
 from placement.meshes import Machines
 from placement.objective import Objective
-from placement.values import Values
-from placement.words import enumerate_words, format_size
+from placement.values import IMPOSSIBLE, Values
+
+# Memory-greedy placement, the baseline of MuxServe's figure 8 (arXiv:2404.02015, section 4.3).
+#
+# Spatial partitioning and temporal multiplexing are the planner's own searches under other rules (`planner.MODES`).
+
+
+def memory_greedy(values: Values, machines: Machines) -> Layout:
+    """The model with the highest rate first, each onto the mesh with the most free memory per device.
+
+    Machines start whole. A mesh that nobody uses yet is cut down to the smallest kind on which the model meets its rate
+    alone, or on which it serves most; what is cut off is a mesh again.
+    """
+    meshes = kinds(values, machines)
+    order = sorted(range(len(values.demands)), key=lambda m: (-values.demands[m].rate, m))
+    open_: list[Unit] = [Unit(Mesh(device, size), ()) for device, sizes in machines.nodes.items() for size in sizes]
+    for model in order:
+        member = Member(model)
+        found = values.estimator.candidates.all(member, meshes)
+        if not found:
+            continue
+        wanted = {
+            device: min(
+                (c for c in found if c.mesh.device == device),
+                key=lambda c: (not c.meets, c.mesh.size if c.meets else -c.throughput),
+                default=None,
+            )
+            for device in machines.nodes
+        }
+        for index in sorted(range(len(open_)), key=lambda i: (-_free(values, open_[i]), i)):
+            mesh, members = open_[index]
+            choice = wanted[mesh.device]
+            if not members:
+                if choice is None or choice.mesh.size > mesh.size:
+                    continue
+                rest = mesh.size - choice.mesh.size
+                open_[index] = Unit(choice.mesh, (member,))
+                if rest:
+                    open_.append(Unit(Mesh(mesh.device, rest), ()))
+                break
+            if values.of(mesh, joined(members, (member,))) != IMPOSSIBLE:
+                open_[index] = Unit(mesh, joined(members, (member,)))
+                break
+    used = [unit for unit in open_ if unit.members]
+    assert machines.fits(Counter(unit.mesh for unit in used)), "meshes were cut out of machines"
+    return Layout(values, machines, used)
+
+
+def _free(values: Values, unit: Unit) -> float:
+    """The part of each device's memory that is not taken by weights."""
+    if not unit.members:
+        return 1.0
+    return values.estimator.room(unit.mesh, unit.members) / values.estimator.engines.memory[unit.mesh.device]
+
 
 ModeName = Literal["muxserve", "spatial", "temporal", "memory"]
 MODES: tuple[ModeName, ...] = ("muxserve", "spatial", "temporal", "memory")

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from placement.demand import Member, Members, Mesh
-from placement.estimator import Estimator, Shares, UnitEstimate
-from placement.latencies import latencies, waiting
+from placement.estimator import Estimator, Shares, UnitEstimate, latencies, waiting
 from placement.objective import Objective
 
 IMPOSSIBLE = -math.inf

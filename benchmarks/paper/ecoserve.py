@@ -38,11 +38,11 @@ from muxserve.metrics import percentile
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.replicas.dispatch import DispatchPolicy, NewRequest
 from muxserve.replicas.views import InstanceLoad
-from muxserve.rolling.handle import pack, unpack
 from muxserve.rolling.member import Member
 from muxserve.rolling.member import Objectives as RollingObjectives
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import ScalingRules
+from muxserve.rolling.scheduler import pack, unpack
 from muxserve.scheduling.token_throttling import FixedBudget
 from muxserve.simulator import (
     FleetModel,

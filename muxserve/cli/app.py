@@ -125,7 +125,7 @@ def doctor(
     Exit codes: 0 a fleet can be served here, 1 something is missing.
     """
     if ray is not None:
-        from muxserve.cli.doctor_nodes import doctor_nodes
+        from muxserve.cli.doctor import doctor_nodes
 
         raise typer.Exit(doctor_nodes(ray))
     from muxserve.cli.doctor import doctor as run
@@ -136,7 +136,7 @@ def doctor(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of fleet files, for editors."""
-    from muxserve.config.json_schema import fleet_schema_text
+    from muxserve.config.loader import fleet_schema_text
 
     sys.stdout.write(fleet_schema_text())
 

@@ -17,11 +17,11 @@ from muxserve.planning.document import SweepPoint, point
 from muxserve.planning.fleets import demands_of, equal_nodes, memory_of
 from placement.cluster import Cluster
 from placement.demand import Demand
+from placement.format import enumerate_words
 from placement.improve import ImproveLimits
 from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
 from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
-from placement.words import enumerate_words
 
 if TYPE_CHECKING:
     from muxserve.planning.phases_arrange import Arrangements

@@ -11,8 +11,8 @@ from muxserve.cli.output import console, escape
 from muxserve.planning.document import SweepPoint, needed
 from muxserve.planning.phases_words import part_words, seconds_words, unit_phases
 from muxserve.planning.predict import Prediction, falls_short
+from placement.format import format_size
 from placement.planner import ClusterPlan
-from placement.words import format_size
 
 
 def _table(*columns: str) -> Table:

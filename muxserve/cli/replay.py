@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cli.replay_progress import progress
 from muxserve.cli.workload_args import models_of, print_left_out
 from muxserve.config import FleetError, load_fleet
 from muxserve.metrics import Objectives, RequestRecord
@@ -25,9 +26,51 @@ from muxserve.replay.alone import Alone, measure_alone
 from muxserve.replay.dialect import Dialect
 from muxserve.replay.endpoint import Endpoint, EndpointError
 from muxserve.replay.prompts import Prompts
-from muxserve.replay.run import Lateness, Replay
+from muxserve.replay.run import Counts, Lateness, Replay
 from muxserve.workload import Workload, WorkloadError, WorkloadOptions, describe, open_workload
 from muxserve.workload.describe import Description
+
+_REFRESH, _LINES = 0.25, 10.0
+
+
+@contextlib.asynccontextmanager
+async def progress(console: Console, running: Replay, seconds: float, requests: int) -> AsyncIterator[None]:
+    """Show `running` while the block lasts. `seconds` and `requests` are what the workload has."""
+    show = _bar if console.is_terminal else _lines
+    task = asyncio.create_task(show(console, running, seconds, requests))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def words(counts: Counts, requests: int) -> str:
+    """The state in a line."""
+    failed = f", {counts.failed} failed" if counts.failed else ""
+    rate = counts.output_tokens / max(counts.elapsed, 1e-9)
+    return (
+        f"sent {counts.sent} of {requests}, {counts.in_flight} in flight, {counts.completed} done{failed}, "
+        f"{rate:.0f} tokens/s"
+    )
+
+
+async def _bar(console: Console, running: Replay, seconds: float, requests: int) -> None:
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("", total=seconds or None)
+        while True:
+            counts = running.counts
+            bar.update(task, completed=min(counts.elapsed, seconds), description=words(counts, requests))
+            await asyncio.sleep(_REFRESH)
+
+
+async def _lines(console: Console, running: Replay, seconds: float, requests: int) -> None:
+    while True:
+        await asyncio.sleep(_LINES)
+        console.print(f"{running.counts.elapsed:7.1f} s of {seconds:.0f}: {words(running.counts, requests)}")
+
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
 

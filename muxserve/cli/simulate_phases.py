@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from muxserve.metrics.definitions import percentile
 from muxserve.metrics.tables import seconds_words
 from muxserve.simulator import FleetResult, UnitResult
-from placement.words import enumerate_words
+from placement.format import enumerate_words
 
 
 def phases_figures(unit: UnitResult) -> dict[str, object]:

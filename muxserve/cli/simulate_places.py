@@ -23,9 +23,9 @@ from muxserve.planning.planfile import load_plan
 from muxserve.planning.serving import FleetPlanner
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
+from placement.format import enumerate_words
 from placement.memory import MemoryRules
 from placement.objective import Objective
-from placement.words import enumerate_words
 
 _MUXSERVE = "muxserve"
 

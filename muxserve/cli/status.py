@@ -12,7 +12,7 @@ from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.output import console, escape, print_error
 from muxserve.cli.ready import endpoint
 from muxserve.control.client import running_fleets
-from placement.words import format_size
+from placement.format import format_size
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 EXIT_OK, EXIT_NOT_SERVING, EXIT_NOBODY = 0, 1, 2

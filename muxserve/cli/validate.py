@@ -13,11 +13,11 @@ from muxserve.cluster.arrangement import policy_of
 from muxserve.cluster.deploying import deployment_of
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import FleetPlan
-from muxserve.cluster.ray_cluster import gpus_for
+from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
 from muxserve.deployment import Deployment
 from muxserve.planning.serving import FleetPlanner, notes_of
-from placement.words import enumerate_words
+from placement.format import enumerate_words
 
 EXIT_OK, EXIT_BAD = 0, 2
 

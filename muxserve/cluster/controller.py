@@ -11,16 +11,15 @@ from typing import Any
 
 from muxserve import wire
 from muxserve.cluster.changes import Changes
-from muxserve.cluster.ends import STOP_SECONDS, drain, stop_parts
 from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Progress, Ready, Stopping, Up
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
-from muxserve.cluster.last_words import LastWords, Said
 from muxserve.cluster.launcher import WarmParents
-from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.log_tail import LastWords, Said
+from muxserve.cluster.peer import SchedulerLink
 from muxserve.cluster.processes import adopt_orphans
-from muxserve.cluster.scheduler_link import SchedulerLink
+from muxserve.cluster.reaper import Leftovers
 from muxserve.cluster.steps import Planner
-from muxserve.cluster.supervision import GaveUp, Part, Supervisor
+from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor, drain, stop_parts
 from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.cluster.watch import Watch

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 Kind = Literal[
     "mps",
@@ -180,3 +182,35 @@ def of_unit(event: Event, unit: str) -> Event:
     """The same event, told apart from those of other units."""
     part = getattr(event, "part", None)
     return event if part is None else replace(event, part=part.within(unit))
+
+
+_KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind
+    for kind in (Expected, Starting, Progress, Up, Down, Suspected, Recovered, Ready, Draining, Stopping, Failed)
+}
+
+
+def to_line(event: Event) -> str:
+    """`event` as one line of JSON, without the end of the line."""
+    fields: dict[str, Any] = msgspec.to_builtins(event, enc_hook=str)
+    return msgspec.json.encode({"event": type(event).__name__, **fields}).decode()
+
+
+def from_line(line: str | bytes) -> Event:
+    """The event of a line.
+
+    Raises:
+        ValueError: the line is none.
+    """
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+        kind = _KINDS[fields.pop("event")]
+        return msgspec.convert(fields, type=kind, dec_hook=_path)
+    except (msgspec.MsgspecError, KeyError) as error:
+        raise ValueError(f"not an event: {line!r} ({error})") from None
+
+
+def _path(kind: type, value: object) -> Path:
+    if kind is not Path:
+        raise NotImplementedError(kind)
+    return Path(str(value))

@@ -9,8 +9,7 @@ import msgspec
 
 from muxserve.cluster.deploying import deployment_of, gateway_of
 from muxserve.cluster.plan import FleetPlan
-from muxserve.cluster.rolling_rules import rolling_of
-from muxserve.cluster.rules import levels_of, migration_of, scaling_of, watchdog_of
+from muxserve.cluster.rules import levels_of, migration_of, rolling_of, scaling_of, watchdog_of
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
 from muxserve.deployment import FleetDeployment, Keys, ModelDeployment, UnitEntry

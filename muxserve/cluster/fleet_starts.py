@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from muxserve.cluster.events import Event, PartId, Progress, Starting
+from muxserve.cluster.peer import until_reachable
 from muxserve.cluster.processes import Process, exit_words, spawn
-from muxserve.cluster.reachable import until_reachable
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, while_running
 from muxserve.cluster.units import DEPLOYMENT_FILE

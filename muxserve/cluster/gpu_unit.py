@@ -9,8 +9,8 @@ from muxserve.deployment import GpuDeployment, PhasesName, SmSharing
 from muxserve.gpu.budget import Budget, Needs, budget, check, pool_bytes
 from muxserve.gpu.nvml import Gpu
 from placement import ModelDemand, least_pool_bytes, pool_groups
+from placement.format import format_size
 from placement.memory import MemoryRules
-from placement.words import format_size
 
 
 @dataclass(frozen=True)

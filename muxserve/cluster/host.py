@@ -3,28 +3,104 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 from muxserve import wire
-from muxserve.cluster import gpu_faults
-from muxserve.cluster.deaths import Deaths
-from muxserve.cluster.ends import STOP_SECONDS
+from muxserve.cluster import log_tail
 from muxserve.cluster.events import Down, Event, PartId, Ready, Recovered, Suspected, Up
-from muxserve.cluster.last_words import LastWords, Said
 from muxserve.cluster.launcher import Launcher
-from muxserve.cluster.leftovers import Leftovers
-from muxserve.cluster.processes import Process
+from muxserve.cluster.log_tail import LastWords, Said
+from muxserve.cluster.processes import Process, exit_words, kill_group
+from muxserve.cluster.reaper import Leftovers
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
-from muxserve.cluster.supervision import Part, Supervisor
+from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, Part, Supervisor
 from muxserve.cluster.watch import Watch
 from muxserve.deployment import Deployment
 
 log = logging.getLogger(__name__)
+
+# Its parent tells within a millisecond how an engine ended, unless that died as well.
+_STATUS_SECONDS = 0.1
+
+
+class Deaths:
+    """Of one unit.
+
+    Args:
+        leftovers: collects what dead parents leave behind, and how processes that are not our children ended.
+        tell: tells the unit scheduler.
+    """
+
+    def __init__(self, starts: Starts, leftovers: Leftovers, tell: Callable[[wire.Message], Awaitable[None]]) -> None:
+        self._starts = starts
+        self._leftovers = leftovers
+        self._tell = tell
+        # Process groups of warm parents (and MPS servers) that died.
+        self.groups: set[int] = set()
+
+    async def on_down(self, part: Part, reason: str) -> str:
+        """A part has ended; answers why that does not count against it, in words, or nothing if it does."""
+        if part.id.kind == "engine":
+            parent, cause = self._ended_with_parent(part.id), wire.Cause.NONE
+            if part.process is not None and not (parent or part.killed_for):
+                code = await self._exit_status(part.process)
+                # SIGKILL comes from outside: from someone, or from the kernel for want of memory.
+                killed = code in (None, -signal.SIGKILL) and not part.hung
+                cause = wire.Cause.KILL if killed else wire.Cause.CRASH
+                reason = exit_words(code) if reason == exit_words(None) else reason
+            await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason, cause))
+            return parent
+        if part.id == WARM:
+            # What it forked dies with it; what did not would hold its model twice.
+            self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
+            await self._starts.drop_warm()
+            if part.process is not None:
+                self._leave(part.process.pid)
+        elif part.id == MPS:
+            # All that has a context on the GPUs has lost it, whether it has noticed or not.
+            self._kill([*self._starts.engines, *self._starts.holders, MEMORY], "ended with the MPS server")
+            self._starts.forget_memory()
+            if part.process is not None:
+                # Its daemon and server, should it have been killed before it could end them.
+                self._leave(part.process.pid)
+                kill_group(part.process.pid)
+        elif part.id.kind == "weights":
+            # Its engines compute on memory that was its, and would not fit beside a second copy.
+            engines = [engine for engine in self._starts.engines if engine.model == part.id.model]
+            self._kill(engines, "ended with the process that held its weights")
+            return self._ended_with_parent(part.id)
+        return ""
+
+    async def _exit_status(self, process: Process) -> int | None:
+        """How a process that has just ended did so; None if nobody tells."""
+        code = process.returncode
+        if code is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STATUS_SECONDS):
+                    while (code := self._leftovers.exits.get(process.pid)) is None:
+                        await asyncio.sleep(_STATUS_SECONDS / 20)
+        return code
+
+    def _leave(self, group: int) -> None:
+        self.groups.add(group)
+        self._leftovers.add(group)
+
+    def _kill(self, parts: Iterable[PartId], because: str) -> None:
+        for part in parts:
+            self._starts.parts[part].kill(because)
+
+    def _ended_with_parent(self, part: PartId) -> str:
+        """Words for a forked part that died with the warm parent; empty if that lives."""
+        same = self._starts.runs(WARM) and self._starts.parent_of.get(part) is self._starts.warm
+        return "" if same else WITH_PARENT
+
 
 _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
 _STOPPED = "its model is not served here any more"
@@ -317,7 +393,7 @@ class UnitHost:
             self._failed.exception()  # nobody may be waiting
 
     async def _explain(self, part: Part) -> str:
-        return await gpu_faults.explain(self.deployment.gpu, part.id, self.last_words(part.id)[1])
+        return await log_tail.explain(self.deployment.gpu, part.id, self.last_words(part.id)[1])
 
 
 async def _never(part: Part) -> None:

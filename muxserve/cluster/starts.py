@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING
 
 from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
+from muxserve.cluster.peer import UnitLink, until_reachable
 from muxserve.cluster.processes import Process, exit_words
-from muxserve.cluster.reachable import until_reachable
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.cluster.supervision import GaveUp, Part, PartDied, while_running
-from muxserve.cluster.unit_link import UnitLink
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.deployment import Deployment
 from muxserve.gpu.budget import Needs
-from placement.words import format_size
+from placement.format import format_size
 
 if TYPE_CHECKING:
     from muxserve.memory.fd_store import FdStore

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from muxserve import wire
-from muxserve.cluster.live import live_requests
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit
@@ -19,6 +18,17 @@ from muxserve.control.changes import ChangeError, Tell
 from muxserve.deployment import FleetDeployment, ModelDeployment
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
+
+# Where a request can be in a unit (`muxserve.scheduling`).
+_PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
+
+
+def live_requests(state: dict[str, object], model: str) -> int:
+    """The requests of `model` in the unit whose `UnitState` is given."""
+    models = state.get("models")
+    of = models.get(model) if isinstance(models, dict) else None
+    return sum(int(of.get(place, 0)) for place in _PLACES) if isinstance(of, dict) else 0
+
 
 # Replicas that were asked to drain get so much longer than what the gateways allow their requests at the end.
 _DRAIN_MARGIN = 30.0

@@ -40,14 +40,13 @@ from typing import Any
 import msgspec
 
 from muxserve import wire
-from muxserve.cluster.event_lines import to_line
-from muxserve.cluster.events import Event, Failed, PartId, Progress, Stopping
+from muxserve.cluster.events import Event, Failed, PartId, Progress, Stopping, to_line
 from muxserve.cluster.gpu_host import GpuHostError, Settled, settle_gpus
 from muxserve.cluster.gpu_plan import from_json
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import LocalLauncher, commands_for
-from muxserve.cluster.leftovers import Leftovers
 from muxserve.cluster.processes import adopt_orphans
+from muxserve.cluster.reaper import Leftovers
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
 from muxserve.deployment import Deployment, load

@@ -13,7 +13,7 @@ from muxserve import wire
 from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up, of_unit
 from muxserve.cluster.fleet_plan import offered
 from muxserve.cluster.health import Health
-from muxserve.cluster.last_words import Said
+from muxserve.cluster.log_tail import Said
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit, UnitHandle, UnitLauncher, served

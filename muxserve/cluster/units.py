@@ -19,9 +19,9 @@ from muxserve import wire
 from muxserve.cluster.events import Event, PartId
 from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.host import UnitHost
-from muxserve.cluster.last_words import Said
 from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
-from muxserve.cluster.leftovers import Leftovers
+from muxserve.cluster.log_tail import Said
+from muxserve.cluster.reaper import Leftovers
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
 from muxserve.deployment import Deployment, UnitEntry, save

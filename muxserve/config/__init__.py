@@ -6,19 +6,23 @@ Importing this package loads pydantic; the command line does so only in the comm
 """
 
 from muxserve.config.loader import load_fleet, parse_fleet
-from muxserve.config.phase_schema import Batching, Rolling
 from muxserve.config.problems import FleetError, Problem
-from muxserve.config.replica_schema import ApiKey, Migration, Priority, Replicas
 from muxserve.config.schema import (
     NETWORK,
+    ApiKey,
+    Batching,
     Cluster,
     Fleet,
     Gateway,
     KVPool,
     Limits,
+    Migration,
     Model,
     Nodes,
+    Priority,
     Ray,
+    Replicas,
+    Rolling,
     Slo,
     Sm,
     Workload,

@@ -11,14 +11,219 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from muxserve.config import phases, replicas
-from muxserve.config.problems import Problem, closest
-from muxserve.config.replica_schema import ApiKey
-from muxserve.config.schema import Fleet
+from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean
+from muxserve.config.schema import ApiKey, Batching, Fleet, Rolling
 from muxserve.config.source import Source
+from muxserve.config.values import parse_duration
+from muxserve.deployment import WatchdogRules
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
+from muxserve.replicas.scaling import ScalingRules
 from muxserve.vllm.args import RESERVED
+
+# What types cannot say of replicas, priorities, migration and launchers: bounds and names that go together.
+#
+# Like `checks`, these look at the raw data.
+
+_SCALING, _MIGRATION, _WATCHDOG = ScalingRules(), MigrationRules(), WatchdogRules()
+
+
+def check_replicas(source: Source) -> Iterator[Problem]:
+    """Every such mistake in `source`."""
+    models = source.data.get("models")
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        if isinstance(model, dict) and isinstance(model.get("replicas"), dict):
+            yield from _replicas(source, ("models", index, "replicas"), model["replicas"])
+    yield from _priorities(source)
+    yield from _migration(source)
+    yield from _watchdog(source)
+    cluster = source.data.get("cluster")
+    if isinstance(cluster, dict) and "ray" in cluster and cluster.get("launcher", "local") == "local":
+        yield source.problem(("cluster", "ray"), "is for `launcher: ray` only; set that, or leave this out")
+
+
+def api_keys(source: Source) -> Iterator[tuple[KeyPath, object, str | None]]:
+    """The entries of `gateway.api_keys`: place, key, and the priority if it has one."""
+    gateway = source.data.get("gateway")
+    keys = gateway.get("api_keys") if isinstance(gateway, dict) else None
+    if not isinstance(keys, list):
+        places: list[tuple[KeyPath, Any]] = [(("gateway", "api_keys"), keys)]
+    else:
+        places = [(("gateway", "api_keys", index), key) for index, key in enumerate(keys)]
+    for path, key in places:
+        if isinstance(key, dict):
+            priority = key.get("priority")
+            yield (*path, "key"), key.get("key"), priority if isinstance(priority, str) else None
+        else:
+            yield path, key, None
+
+
+def _replicas(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Problem]:
+    least, most, start = given.get("min", 1), given.get("max"), given.get("start")
+    if _whole(least) and _whole(most) and most >= 1 and least > most:
+        yield source.problem((*at, "min"), f"{least} are more than max ({most})")
+    elif _whole(least) and _whole(most) and _whole(start) and not least <= start <= most:
+        yield source.problem((*at, "start"), f"{start} is not between min ({least}) and max ({most})")
+    low, high = given.get("low", _SCALING.low), given.get("high", _SCALING.high)
+    if _number(low) and _number(high) and low >= high:
+        key = "low" if "low" in given else "high"
+        yield source.problem((*at, key), f"low ({low:g}) must be below high ({high:g}), with room between them")
+
+
+def _priorities(source: Source) -> Iterator[Problem]:
+    given = source.data.get("priorities")
+    if given is not None and not (isinstance(given, dict) and given):
+        return
+    levels = [str(name) for name in given] if given else [level.name for level in DEFAULT_LEVELS]
+    ranks: dict[int, str] = {}
+    for name, level in (given or {}).items():
+        rank = level.get("rank") if isinstance(level, dict) else None
+        if _whole(rank):
+            if rank in ranks:
+                message = f"{ranks[rank]!r} has rank {rank}, too; which of them goes first must be clear"
+                yield source.problem(("priorities", str(name), "rank"), message)
+            ranks.setdefault(rank, str(name))
+    default = source.data.get("default_priority")
+    if isinstance(default, str) and default not in levels:
+        yield source.problem(
+            ("default_priority",), f"there is no priority level {default!r}{did_you_mean(default, levels)}"
+        )
+    elif default is None and NORMAL not in levels:
+        message = f"needs `default_priority`, the level of requests that name none, since none is called {NORMAL!r}"
+        yield source.problem(("priorities",), message)
+    for path, _, priority in api_keys(source):
+        if priority is not None and priority not in levels:
+            where = (*path[:-1], "priority")
+            yield source.problem(where, f"there is no priority level {priority!r}{did_you_mean(priority, levels)}")
+
+
+def _migration(source: Source) -> Iterator[Problem]:
+    given = source.data.get("migration")
+    if not isinstance(given, dict):
+        return
+    below = given.get("source_below", _MIGRATION.source_below)
+    above = given.get("destination_above", _MIGRATION.destination_above)
+    if _number(below) and _number(above) and above < below:
+        key = "source_below" if "source_below" in given else "destination_above"
+        message = (
+            f"source_below ({below:g}) must be at most destination_above ({above:g}), or requests would move to and fro"
+        )
+        yield source.problem(("migration", key), message)
+
+
+def _watchdog(source: Source) -> Iterator[Problem]:
+    given = source.data.get("watchdog")
+    if not isinstance(given, dict):
+        return
+    try:
+        suspect = parse_duration(given.get("suspect", _WATCHDOG.suspect))
+        hung = parse_duration(given.get("hung", _WATCHDOG.hung))
+    except ValueError:
+        return  # told by its type
+    if hung < suspect:
+        key = "hung" if "hung" in given else "suspect"
+        yield source.problem(("watchdog", key), f"hung ({hung:g} s) must be at least suspect ({suspect:g} s)")
+
+
+def _whole(value: object) -> TypeGuard[int]:
+    return type(value) is int
+
+
+def _number(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float)
+
+
+# What types cannot say of arrangements of prefill and decode: which keys go with which.
+#
+# Like `checks`, these look at the raw data.
+
+_ROLLING, _BATCHING = Rolling(), Batching()
+_GOES_WITH = {
+    "rolling": ("rolling", "auto"),
+    "stages": ("pipelined", "auto"),
+    "batching": ("pipelined", "auto"),
+    "sm": ("multiplexed", "auto"),
+}
+_THROTTLED_ONLY = ("iterations", "max_prefill", "min_prefill", "kv_threshold")
+
+
+def check_phases(source: Source) -> Iterator[Problem]:
+    """Every such mistake in `source`."""
+    models = source.data.get("models")
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        if isinstance(model, dict):
+            yield from _model(source, ("models", index), model)
+
+
+def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Problem]:
+    phases = model.get("phases", "multiplexed")
+    if phases not in ("multiplexed", "rolling", "pipelined", "auto"):
+        return
+    for key, kinds in _GOES_WITH.items():
+        if key in model and phases not in kinds:
+            said = f"`phases: {phases}`" if "phases" in model else "the default, `phases: multiplexed`"
+            if key == "sm":
+                message = f"is for `phases: multiplexed`; under {said} the model's one engine has all SMs"
+            else:
+                message = f"is for {' or '.join(f'`phases: {kind}`' for kind in kinds)}, not for {said}"
+            yield source.problem((*at, key), message)
+    if phases == "rolling":
+        yield from _objectives(source, at, model.get("slo"))
+        yield from _scaling(source, (*at, "replicas"), model.get("replicas"))
+    if isinstance(model.get("rolling"), dict):
+        yield from _bounds(source, (*at, "rolling"), model["rolling"])
+    if isinstance(model.get("batching"), dict):
+        yield from _batching(source, at, model)
+
+
+def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
+    """Algorithm 2 of EcoServe holds prefills and decodes against both objectives."""
+    given = slo if isinstance(slo, dict) else {}
+    missing = [f"slo.{key}" for key in ("ttft_ms", "tpot_ms") if given.get(key) is None]
+    if missing:
+        where = (*at, "slo") if isinstance(slo, dict) else (*at, "phases")
+        message = f"`phases: rolling` needs {' and '.join(missing)}: prefill rolls on when the next would miss them"
+        yield source.problem(where, message)
+
+
+def _scaling(source: Source, at: KeyPath, given: object) -> Iterator[Problem]:
+    for key in ("low", "high"):
+        if isinstance(given, dict) and key in given:
+            message = "is a freeness; replicas of a rolling model follow the objectives that are met instead"
+            yield source.problem((*at, key), message)
+
+
+def _bounds(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Problem]:
+    lower, upper = given.get("lower", _ROLLING.lower), given.get("upper", _ROLLING.upper)
+    if type(lower) is int and type(upper) is int and 1 <= upper < 2 * lower - 1:
+        key = "upper" if "upper" in given else "lower"
+        message = (
+            f"upper ({upper}) must be at least 2 * lower - 1 ({2 * lower - 1}): a macro instance that grows beyond "
+            f"upper is split, and both parts need lower ({lower}) replicas"
+        )
+        yield source.problem((*at, key), message)
+
+
+def _batching(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Problem]:
+    given = model["batching"]
+    where = (*at, "batching")
+    policy = given.get("policy", "throttled")
+    if policy in ("fixed", "vllm"):
+        for key in _THROTTLED_ONLY:
+            if key in given:
+                yield source.problem((*where, key), f"is for `policy: throttled`, not for `policy: {policy}`")
+        return
+    most, least = given.get("max_prefill", _BATCHING.max_prefill), given.get("min_prefill", _BATCHING.min_prefill)
+    if type(most) is int and type(least) is int and 1 <= most < least:
+        key = "max_prefill" if "max_prefill" in given else "min_prefill"
+        yield source.problem((*where, key), f"min_prefill ({least}) must be at most max_prefill ({most})")
+    step = model.get("max_num_batched_tokens", 2048)
+    if "max_prefill" in given and type(most) is int and type(step) is int and 1 <= step < most:
+        message = f"{most} tokens are more than a step has (max_num_batched_tokens: {step})"
+        yield source.problem((*where, "max_prefill"), message)
+
 
 _ENV = "env:"
 # What vLLM's loader takes for weights.
@@ -57,8 +262,8 @@ def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool 
     return [
         *_cluster(source, serving),
         *_models(source, base, serving),
-        *replicas.check(source),
-        *phases.check(source),
+        *check_replicas(source),
+        *check_phases(source),
         *(_api_keys(source, environ) if serving else ()),
     ]
 
@@ -241,7 +446,7 @@ def vllm_options() -> frozenset[str]:
 
 def _api_keys(source: Source, environ: Mapping[str, str]) -> Iterator[Problem]:
     priorities: dict[str, tuple[str | None, int | None]] = {}
-    for path, key, priority in replicas.api_keys(source):
+    for path, key, priority in api_keys(source):
         if not isinstance(key, str):
             continue
         if key.startswith(_ENV):

@@ -7,19 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema
 
-from muxserve.config.phase_schema import Batching, PhasesChoice, Rolling
 from muxserve.config.problems import KeyPath, Problem
-from muxserve.config.replica_schema import (
-    DEFAULT_PRIORITIES,
-    ApiKeys,
-    Migration,
-    MigrationOrSwitch,
-    Priorities,
-    Replicas,
-    ReplicasOrNumber,
-    WatchdogOrSwitch,
-    WatchdogTimes,
-)
 from muxserve.config.source import Source
 from muxserve.config.values import (
     AUTO,
@@ -38,8 +26,204 @@ from muxserve.config.values import (
     SizeOrAuto,
     SmSharingName,
     check_gpu_ids,
+    switch,
 )
-from muxserve.replicas.priorities import NORMAL
+from muxserve.deployment import WatchdogRules
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
+from muxserve.replicas.scaling import ScalingRules
+
+_SCALING, _MIGRATION, _WATCHDOG = ScalingRules(), MigrationRules(), WatchdogRules()
+
+
+class Replicas(Section):
+    """How many replicas a model has. With `min` below `max` their number follows the load: their average freeness, in
+    tokens per request (docs/replicas.md), is kept between `low` and `high`."""
+
+    min: int = Field(default=1, ge=0, description="Fewest; 0: it may go to sleep, and a request wakes it")
+    max: int = Field(ge=1, description="Most")
+    start: int | None = Field(default=None, ge=0, description="At the start; else min, but at least 1")
+    low: float = Field(
+        default=_SCALING.low,
+        allow_inf_nan=False,
+        description="One more when freeness is below this, tokens per request",
+    )
+    high: float = Field(
+        default=_SCALING.high,
+        allow_inf_nan=False,
+        description="One less when freeness is above this, tokens per request",
+    )
+    hold: Seconds = Field(default=_SCALING.hold, description="For so long on end, and so long between two changes")
+    idle: Seconds = Field(
+        default=_SCALING.idle_seconds, description="With min: 0, time without a request before the last one goes"
+    )
+    wake: Annotated[Seconds, Field(gt=0)] = Field(
+        default=_SCALING.wake_limit, description="With min: 0, how long a request waits for a replica to come up"
+    )
+
+    @property
+    def scales(self) -> bool:
+        """Whether their number changes by itself."""
+        return self.min < self.max
+
+    @property
+    def at_start(self) -> int:
+        """How many there are at first."""
+        return max(self.min, 1) if self.start is None else self.start
+
+
+class ApiKey(Section):
+    """An accepted key whose requests have a priority."""
+
+    key: str = Field(min_length=1, description='Literal or "env:NAME"')
+    priority: str | None = Field(default=None, description="Priority level of its requests; else the default one")
+
+
+class Priority(Section):
+    """One priority level."""
+
+    rank: int = Field(ge=-1000, le=1000, description="Higher ranks go first")
+    target_load: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens that a replica should hold at most while it runs a request of this level; else all it can",
+    )
+
+
+class Migration(Section):
+    """Running requests move from full replicas to free ones. Freeness is in tokens per request."""
+
+    source_below: float = Field(
+        default=_MIGRATION.source_below,
+        allow_inf_nan=False,
+        description="Requests leave replicas of less freeness than this",
+    )
+    destination_above: float = Field(
+        default=_MIGRATION.destination_above,
+        allow_inf_nan=False,
+        description="Requests go to replicas of more freeness than this",
+    )
+    in_flight: int = Field(
+        default=_MIGRATION.in_flight, ge=1, description="Requests that may leave, or come to, one replica at a time"
+    )
+    bandwidth: Size | None = Field(
+        default=None, description='Most bytes per second that leave a unit, e.g. "1GiB"; else no limit'
+    )
+
+
+class WatchdogTimes(Section):
+    """When a process whose main loop gives no sign of life is passed over, and when it is killed."""
+
+    suspect: Annotated[Seconds, Field(ge=0.5)] = Field(
+        default=_WATCHDOG.suspect, description="After so long it gets no new work"
+    )
+    hung: Annotated[Seconds, Field(ge=1)] = Field(
+        default=_WATCHDOG.hung, description="After so long it is killed and started again"
+    )
+
+
+DEFAULT_PRIORITIES = {level.name: Priority(rank=level.rank, target_load=level.target_load) for level in DEFAULT_LEVELS}
+
+
+def _keys(value: object) -> object:
+    return [value] if isinstance(value, (str, dict)) else value
+
+
+def _key(value: object) -> object:
+    if value == "":
+        raise ValueError("must not be empty")
+    if not isinstance(value, (str, dict, ApiKey)):
+        raise ValueError(f'must be a text, or a mapping such as "{{key: env:NAME, priority: high}}", not {value!r}')
+    return {"key": value} if isinstance(value, str) else value
+
+
+def _replicas(value: object) -> object:
+    wrong = 'must be a whole number of at least 1, or a mapping such as "{min: 1, max: 4}"'
+    if isinstance(value, (dict, Replicas)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{wrong}, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{wrong}, not {value}; a model that may have none is {{min: 0, max: 1}}")
+    return {"min": value, "max": value}
+
+
+def _migration(value: object) -> object:
+    switched = switch(value)
+    if switched in ("on", "off"):
+        return {} if switched == "on" else None
+    if not isinstance(value, (dict, Migration)):
+        raise ValueError(f'must be on, off, or a mapping such as "{{bandwidth: 1GiB}}", not {value!r}')
+    return value
+
+
+def _watchdog(value: object) -> object:
+    switched = switch(value)
+    if switched in ("on", "off"):
+        return {} if switched == "on" else None
+    if not isinstance(value, (dict, WatchdogTimes)):
+        raise ValueError(f'must be on, off, or a mapping such as "{{hung: 30s}}", not {value!r}')
+    return value
+
+
+ReplicasOrNumber = Annotated[Replicas, BeforeValidator(_replicas)]
+ApiKeys = Annotated[list[Annotated[ApiKey, BeforeValidator(_key)]], BeforeValidator(_keys)]
+Priorities = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Priority]
+MigrationOrSwitch = Annotated[Migration | None, BeforeValidator(_migration)]
+WatchdogOrSwitch = Annotated[WatchdogTimes | None, BeforeValidator(_watchdog)]
+
+
+PhasesChoice = Literal["multiplexed", "rolling", "pipelined", "auto"]
+BatchingPolicy = Literal["throttled", "fixed", "vllm"]
+
+
+def _spared(value: object) -> object:
+    if value == "mean":
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"must be a number of at least 0 and below 1, or mean, not {value!r}")
+    return float(value)
+
+
+Spared = Annotated[
+    float | Literal["mean"],
+    BeforeValidator(_spared),
+    WithJsonSchema({"anyOf": [{"const": "mean"}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}),
+]
+
+
+class Rolling(Section):
+    """How prefill rolls over the replicas of a model (EcoServe). Macro instances have between `lower` and `upper`
+    members."""
+
+    lower: int = Field(default=4, ge=1, description="Fewest replicas that a split leaves in a macro instance (N_l)")
+    upper: int = Field(default=16, ge=1, description="Most replicas of a macro instance (N_u), at least 2 * lower - 1")
+    spared: Spared = Field(
+        default=0.25,
+        description="Whose saved time decides whether decodes can wait for a prefill: the one that this part of them "
+        "has less than, or the mean of all",
+    )
+
+    @property
+    def quantile(self) -> float | None:
+        """`spared` as a number; None: the mean."""
+        return None if self.spared == "mean" else self.spared
+
+
+class Batching(Section):
+    """What one step of a pipelined model may hold. `throttled` is gLLM's Token Throttling (its Eq. 3), `fixed` fills
+    `max_num_batched_tokens` up with prompts, `vllm` leaves it to vLLM."""
+
+    policy: BatchingPolicy = Field(default="throttled", description="How prefill and decode tokens are budgeted")
+    iterations: int = Field(default=8, ge=1, description="Steps in which the prompts that wait now are to be done (#T)")
+    max_prefill: int = Field(default=2048, ge=1, description="Most prompt tokens of a step (#MaxP)")
+    min_prefill: int = Field(default=32, ge=1, description="Fewest prompt tokens of a step that has some (#MinP)")
+    kv_threshold: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Free part of the KV pool at which prefill is suspended (KV_thresh)",
+    )
 
 
 def _auto_cluster(value: object) -> object:

@@ -18,7 +18,7 @@ from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.deployment.fleet import FILE
 from muxserve.deployment.run_dir import default_base
 from muxserve.network import connect
-from placement.words import enumerate_words
+from placement.format import enumerate_words
 
 _LOCK = "lock"
 _POLL_MS = 500

@@ -10,7 +10,7 @@ from muxserve.config.problems import did_you_mean
 from muxserve.config.source import parse_yaml
 from muxserve.control.changes import ChangeError
 from muxserve.deployment import FleetDeployment
-from placement.words import enumerate_words
+from placement.format import enumerate_words
 
 # Nobody means more; with a slip of the finger the fleet would be busy for long with starting what cannot fit.
 MOST_REPLICAS = 64

@@ -15,7 +15,7 @@ from muxserve.control import messages, rules
 from muxserve.control.changes import ChangeError, FleetControl, Tell
 from muxserve.deployment import FleetDeployment
 from muxserve.network import bind_local
-from placement.words import enumerate_words
+from placement.format import enumerate_words
 
 log = logging.getLogger(__name__)
 

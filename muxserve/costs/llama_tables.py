@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.costs.cells import DecodeCell, PrefillCell
 from muxserve.costs.latency import CostError
-from muxserve.costs.profile import EngineProfile, Profile, ProfiledModel
+from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
 
 DEVICE, DTYPE = "A100-80GB", "float16"
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from muxserve.costs import interference
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import Calibration, calibration_of
-from muxserve.costs.cells import DecodeCell, PrefillCell
 from muxserve.costs.devices import Device, device
 from muxserve.costs.interference import Interference
 from muxserve.costs.latency import CostError, Decode, EngineCosts, EngineShape, LatencyModel, Load
 from muxserve.costs.outliers import Outlier, Place, find_outliers
-from muxserve.costs.profile import EngineProfile, Profile, ProfiledModel
+from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.tables import DecodeTable, PrefillTable
 from muxserve.costs.work import LayerWork, layer_work

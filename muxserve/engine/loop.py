@@ -17,7 +17,6 @@ from muxserve.deployment import Deployment
 from muxserve.engine.binding import Binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.lease import HeldLease, News
-from muxserve.engine.moving import HAND_OFF_SECONDS, detached, shown
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import Pipeline
 from muxserve.engine.probe import probe
@@ -30,7 +29,9 @@ from muxserve.process import IdleTrim, words
 from muxserve.wire import (
     Abort,
     Admit,
+    Blocks,
     Detach,
+    Detached,
     EngineHello,
     EngineLost,
     HandOver,
@@ -50,6 +51,41 @@ from muxserve.wire import (
 )
 
 log = logging.getLogger(__name__)
+
+# A decode engine's part in live migration: it shows blocks while it goes on, and lets go of requests between steps.
+#
+# What is copied meanwhile are whole blocks, which nobody writes any more: KV is only ever appended.
+
+# Long enough for the other side to be given up, and for the decode engine to take the request back.
+HAND_OFF_SECONDS = 120.0
+
+
+def shown(scheduler: PhaseScheduler, internal: str, ask: ShowBlocks) -> Blocks:
+    """The blocks of the request that vLLM knows as `internal`; none if it does not run in this engine."""
+    found = scheduler.running_blocks(internal)
+    if found is None:
+        return Blocks(ask.request_id, ask.incarnation, ask.since, [], 0)
+    ids, computed_tokens = found
+    return Blocks(ask.request_id, ask.incarnation, ask.since, ids[ask.since :], computed_tokens)
+
+
+def detached(scheduler: PhaseScheduler, internal: str, ask: Detach, forget: Callable[[str], object]) -> Detached:
+    """Take the request out of the batch and leave its blocks under `ask.key`. `forget` is called with `internal` when
+    it is out.
+
+    Raises:
+        MemoryManagerGone: the memory manager died, and the request's blocks with it.
+    """
+    if scheduler.running_blocks(internal) is None:
+        return Detached(ask.request_id, ask.incarnation, "", ask.since, [], 0, [])
+    gone = scheduler.detach(internal)
+    scheduler.pool.hand_off(ask.key, gone.blocks, HAND_OFF_SECONDS)
+    forget(internal)
+    ids = [block.block_id for block in gone.blocks]
+    return Detached(
+        ask.request_id, ask.incarnation, ask.key, ask.since, ids[ask.since :], gone.computed_tokens, gone.output_tokens
+    )
+
 
 # How long to wait for another try when nothing could run although a lease is there (a grammar still compiles, say).
 STALL_MILLISECONDS = 1

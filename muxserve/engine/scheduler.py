@@ -8,12 +8,13 @@ that. One that decodes and runs out of pages gives the preempted request back in
 from __future__ import annotations
 
 import time
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,10 +27,44 @@ from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import current
 from muxserve.engine.block_pool import Filled, PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps
-from muxserve.engine.demand import demand_of_step
 from muxserve.engine.grammars import NOTHING_LEFT, Grammars
 from muxserve.engine.in_sight import one_phase, one_request
 from muxserve.engine.runner import RESUMED_OUTPUT
+
+# What a step of vLLM's scheduler needs of the shared pool, found out before it is taken.
+#
+# It is reserved in one round trip for the whole batch, so that the scheduler finds what it asks for while it decides.
+
+
+def demand_of_step(scheduler: Scheduler, held: Mapping[str, Sequence[KVCacheBlock]]) -> tuple[int, list[list[bytes]]]:
+    """Blocks that the next step of `scheduler` can take at most, beside those that its requests have (`held`, by id),
+    and the hashes, a list for each prompt, whose cached blocks it can use."""
+    need, budget = 0, scheduler.max_num_scheduled_tokens
+    size = scheduler.block_size
+    for request in scheduler.running:
+        tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+        budget -= tokens
+        need += max(0, -(-(request.num_computed_tokens + tokens) // size) - len(held[request.request_id]))
+    lookups: list[list[bytes]] = []
+    room = scheduler.max_num_active_reqs - len(scheduler.running)
+    waiting = (scheduler.waiting,) if scheduler.pause_state == PauseState.UNPAUSED else ()
+    for queue in (scheduler.kv_holding_waiting, *waiting):
+        for request in queue:
+            if budget <= 0 or room <= 0:
+                return need, lookups
+            if not request.num_computed_tokens and scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
+                # The last token is computed again even when all its blocks are cached: its logits are needed.
+                hashes = request.block_hashes[: (request.num_tokens - 1) // size]
+                if hashes:
+                    lookups.append(hashes)
+            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            budget -= tokens
+            room -= 1
+            # The chunk may start behind a cached prefix, so it can end anywhere up to the prompt's end.
+            end = request.num_tokens if request.block_hashes else request.num_computed_tokens + tokens
+            need += max(0, -(-end // size) - len(held.get(request.request_id, ())))
+    return need, lookups
+
 
 # vLLM sends its statistics with every step; the front end only exports them, so a few times a second is enough.
 STATS_INTERVAL_SECONDS = 0.1

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from muxserve.gateway.admission import Keys, presented_key
-from muxserve.gateway.body import CLOSE, RETRY, ClientGoneError, Replay, asked_by, read_body
-from muxserve.gateway.body_memory import BodyMemory
+from muxserve.gateway.body import CLOSE, RETRY, BodyMemory, ClientGoneError, Replay, asked_by, read_body
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 

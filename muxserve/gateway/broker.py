@@ -19,14 +19,47 @@ from muxserve.gateway.link import SchedulerLink
 from muxserve.gateway.measure import Measures, Outcome
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.predicted_wait import PredictedWaits
-from muxserve.gateway.questions import Questions
-from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.requests import Output, RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
-from muxserve.gateway.tracked import Output, Tracked
 from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState, Waits
 
 log = logging.getLogger(__name__)
+
+Answer = dict[str, object] | None
+
+
+class Questions:
+    """Those that wait for an answer, by unit."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[asyncio.Future[Answer]]] = {}
+
+    async def ask(self, unit: str, send: Callable[[], None], timeout: float) -> Answer:
+        """The answer of `unit`; None if there is none within `timeout` seconds.
+
+        Args:
+            send: asks; not called while somebody else waits for the answer.
+        """
+        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(unit, [])
+        waiting.append(waiter)
+        if len(waiting) == 1:
+            send()
+        try:
+            return await asyncio.wait_for(waiter, timeout)
+        except TimeoutError:
+            return None
+        finally:
+            if waiter in waiting:
+                waiting.remove(waiter)
+
+    def answer(self, unit: str, answer: Answer) -> None:
+        """`unit` has answered, or cannot any more (None)."""
+        for waiter in self._waiting.pop(unit, []):
+            if not waiter.done():
+                waiter.set_result(answer)
+
 
 CHECK_SECONDS = 0.25
 # What a client is told that asked for a model which was not ready in time: it may well be soon.

@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.status import FleetStatus
-from muxserve.gateway.turnstile import Turnstile
 
 PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
 # metric, help, key of the unit's state, whether it only grows

@@ -21,7 +21,7 @@ from muxserve.gateway.grammars import Grammars
 from muxserve.gateway.measure import Outcome, current_http
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.priorities import Priority
-from muxserve.gateway.tracked import Output, Tracked
+from muxserve.gateway.requests import Output, Tracked
 
 TASKS: tuple[SupportedTask, ...] = ("generate",)
 

@@ -17,17 +17,17 @@ from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.collector import FleetCollector, GatewayCollector
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.grammar_compiler import Started
 from muxserve.gateway.grammars import Grammars
 from muxserve.gateway.measure import Measures
-from muxserve.gateway.offered import Offered
-from muxserve.gateway.pages import Pages
 from muxserve.gateway.peers import Peers
 from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.reports import Reports
+from muxserve.gateway.served_models import Offered
 from muxserve.gateway.status import FleetStatus
-from muxserve.gateway.turnstile import Turnstile
+from muxserve.gateway.status_routes import Pages
 from muxserve.gateway.vllm_metrics import Merged
 from muxserve.network import NetworkError
 from muxserve.vllm.pin import VLLM_VERSION

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from muxserve.deployment import ModelDeployment
 from muxserve.gateway.priorities import Priority
-from muxserve.gateway.tracked import Tracked
+from muxserve.gateway.requests import Tracked
 from muxserve.metrics import Objectives, time_per_token
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

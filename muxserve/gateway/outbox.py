@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from muxserve.gateway.tracked import Tracked
+from muxserve.gateway.requests import Tracked
 from muxserve.wire import Message
 
 

@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from muxserve.gateway.outbox import Failure, Outbox
-from muxserve.gateway.requests import RequestTable
-from muxserve.gateway.tracked import Tracked
+from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.wire import Degraded, NotPlaced, Placed, Unplace, Waits
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from muxserve.deployment import ModelDeployment
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.status import FleetStatus, UnitStatus
-from muxserve.gateway.turnstile import Turnstile
 
 
 class Reports:

@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from muxserve.gateway.outbox import Failure, Outbox
 from muxserve.gateway.placing import Placing
-from muxserve.gateway.requests import RequestTable
-from muxserve.gateway.tracked import Tracked
+from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.scheduling.quarantine import is_suspect
 from muxserve.wire import Cancel, Degraded, Elsewhere, Lost, Message, Refused, RequestFailed, StateRequest, TookOver
 

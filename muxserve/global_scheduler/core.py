@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, field
 
 from muxserve.deployment import FleetDeployment, UnitEntry
-from muxserve.global_scheduler.desk import ModelDesk
-from muxserve.global_scheduler.desk_base import Desk, Rules
+from muxserve.global_scheduler.model_scheduler import ModelDesk
+from muxserve.global_scheduler.model_scheduler_base import Desk, Rules
 from muxserve.global_scheduler.outbox import Client, Outbox, Peer, Unit
-from muxserve.global_scheduler.rolling_desk import RollingDesk
+from muxserve.global_scheduler.rolling_scheduler import RollingDesk
 from muxserve.network import tcp_address
 from muxserve.wire import (
     ControllerHello,

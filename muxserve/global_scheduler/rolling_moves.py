@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from muxserve.global_scheduler.books import Brought
+from muxserve.global_scheduler.rolling_state import Brought
 from muxserve.rolling.draining import destinations
 from muxserve.rolling.member import Admitted, Member
 from muxserve.rolling.scheduler import RollingScheduler

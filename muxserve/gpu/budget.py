@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.demand import Demand
+from placement.format import format_size
 from placement.memory import MemoryRules, activation_bytes, weight_bytes
-from placement.words import format_size
 
 _MIB = 1 << 20
 # Pools are a multiple of this, the granularity of the driver's memory on all GPUs so far.

@@ -14,16 +14,14 @@ import zmq
 from muxserve.deployment import Deployment
 from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.migration.bandwidth import TokenBucket
-from muxserve.migration.hands import Hands
-from muxserve.migration.home import Home
+from muxserve.migration.copy_executor import Hands, Worker
 from muxserve.migration.incoming import Incoming
 from muxserve.migration.links import Doorway, PeerLinks, UnitLink
-from muxserve.migration.neighbours import Neighbours
+from muxserve.migration.local_pool import Home
 from muxserve.migration.outgoing import Outgoing
-from muxserve.migration.pages import MakePages
-from muxserve.migration.shapes import shapes_of
+from muxserve.migration.pages import MakePages, shapes_of
+from muxserve.migration.remote_pools import Neighbours
 from muxserve.migration.tasks import CopyOver, Outcome, Task, Tidy, Write
-from muxserve.migration.worker import Worker
 from muxserve.network import machine_id
 from muxserve.process import Signals
 from muxserve.wire import (

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from muxserve.migration.bandwidth import TokenBucket
-from muxserve.migration.chunks import Chunks
-from muxserve.migration.moves import Move, State
-from muxserve.migration.shapes import ModelShape
+from muxserve.migration.chunks import Chunks, Move, State
+from muxserve.migration.pages import ModelShape
 from muxserve.migration.tasks import CopyOver, Failed, Gather, Join, Leave, Outcome, Task
 from muxserve.wire import (
     Message,

@@ -14,8 +14,8 @@ from muxserve.planning.document import SweepPoint, needed
 from muxserve.planning.phases_figures import Comparison
 from muxserve.planning.phases_words import COLUMNS, cells, unit_phases
 from muxserve.planning.predict import Prediction
+from placement.format import format_size
 from placement.planner import ClusterPlan, limits_in_words
-from placement.words import format_size
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222; }

@@ -15,7 +15,7 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.planning.cpu import CPU
 from placement import Machine
 from placement.cluster import PlacedUnit
-from placement.words import enumerate_words, format_size
+from placement.format import enumerate_words, format_size
 
 
 class Part(NamedTuple):

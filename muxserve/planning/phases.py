@@ -29,7 +29,7 @@ from muxserve.planning.phases_play import Outcome
 from muxserve.planning.phases_search import COARSE, QUEUED, WARM, Load, Search, point_of
 from muxserve.simulator import SimulationError
 from placement.demand import Demand
-from placement.words import enumerate_words
+from placement.format import enumerate_words
 
 # Told how far it is: a part in 0..1, and what is being simulated.
 Tell = Callable[[float, str], None]

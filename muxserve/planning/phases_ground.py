@@ -27,8 +27,8 @@ from muxserve.simulator import Link
 from muxserve.simulator.stages import kv_blocks
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.demand import splits_evenly
+from placement.format import format_size
 from placement.memory import MemoryRules, activation_bytes, model_bytes
-from placement.words import format_size
 
 CPU = "CPU"
 # Of what a network carries, as in `benchmarks/paper/ecoserve.py`; a message between machines takes about this long.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from muxserve.planning.phases_figures import Compared, Figures, Spread
 from placement.cluster import PlacedUnit
-from placement.words import format_size
+from placement.format import format_size
 
 # The first two are words, the others numbers.
 COLUMNS = (

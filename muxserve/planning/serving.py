@@ -39,7 +39,7 @@ from muxserve.planning.parts import (
 from muxserve.planning.planfile import load_plan
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
-from placement.words import enumerate_words
+from placement.format import enumerate_words
 
 
 class NoRoomError(Exception):

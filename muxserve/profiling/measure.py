@@ -14,17 +14,25 @@ from typing import Any
 import msgspec
 
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.costs.cells import DecodeCell, PrefillCell
 from muxserve.costs.latency import EngineShape, Load
 from muxserve.costs.measured import ProfileModel, interference_of
-from muxserve.costs.profile import EngineProfile, Job, Overheads, PairCell, Profile, ProfiledModel, save_profile
+from muxserve.costs.profile import (
+    DecodeCell,
+    EngineProfile,
+    Job,
+    Overheads,
+    PairCell,
+    PrefillCell,
+    Profile,
+    ProfiledModel,
+    save_profile,
+)
 from muxserve.deployment import Deployment, ModelDeployment
 from muxserve.memory.client import MemoryClient
-from muxserve.profiling.bodies import Bodies
 from muxserve.profiling.contention import Sample, step_seconds
 from muxserve.profiling.family import Family
 from muxserve.profiling.grid import DECODE_STEPS, Grid, ModelGrid, grid_for, pairs_of
-from muxserve.profiling.jobs import Bench, Timing
+from muxserve.profiling.jobs import Bench, Bodies, Timing
 from muxserve.profiling.player import Player
 
 DEVICE = "CPU"

@@ -6,10 +6,31 @@ from bisect import bisect_left, insort
 from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
 
 from muxserve.scheduling.engines import EngineState, Work
-from muxserve.scheduling.journal import Note
 from muxserve.scheduling.types import ModelProfile, Phase, Place, PoolProfile, QueuedRequest, share_units
+
+
+class Event(StrEnum):
+    """What became of a request."""
+
+    CAME = "came"
+    PREFILLED = "prefilled"
+    LEFT = "left"
+
+
+class Note(NamedTuple):
+    """One event. Of a request that came: the `tokens` that it has, how many more it may generate at most, and whether
+    it brought its KV with it. One that is preempted leaves, and comes again."""
+
+    event: Event
+    request_id: str
+    tokens: int = 0
+    max_tokens: int = 0
+    with_kv: bool = False
+
 
 # Whether it was never started, priority, tag, arrival, order of entry.
 QueueKey = tuple[int, int, int, float, int]

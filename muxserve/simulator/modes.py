@@ -13,7 +13,7 @@ from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.setup import Pipeline, SimModel, SimUnit
 from placement.cluster import PlacedModel, PlacedUnit, Placement
 from placement.pools import KVShape, group_pools
-from placement.shares import share_out
+from placement.unit import share_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.types import QueuedRequest
-from muxserve.unit.desk import Held, RequestDesk, pages_for
 from muxserve.unit.outbox import Outbox
+from muxserve.unit.request_table import Held, RequestDesk, pages_for
 from muxserve.wire import TakeOver, TookOver
 
 

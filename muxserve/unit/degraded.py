@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.desk import RequestDesk
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.outbox import Outbox
+from muxserve.unit.request_table import RequestDesk
 from muxserve.wire import Degraded
 
 log = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.quarantine import is_culprit
 from muxserve.scheduling.types import Grant, Phase, Place
-from muxserve.unit.desk import RequestDesk
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
 from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.reconcile import Peer, Reconciliation
+from muxserve.unit.request_table import RequestDesk
 from muxserve.wire import (
     Cause,
     EngineDown,

@@ -10,22 +10,23 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from muxserve.deployment import Deployment, EnginePhase
+from muxserve.deployment import Deployment, EnginePhase, ModelDeployment
+from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quarantine import Turn
-from muxserve.scheduling.types import Grant, Phase
+from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
+from muxserve.scheduling.types import Grant, ModelProfile, Phase, PoolProfile
 from muxserve.unit.arrivals import Arrivals
 from muxserve.unit.degraded import DegradedModels
-from muxserve.unit.desk import RequestDesk
 from muxserve.unit.engines import Engines
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
 from muxserve.unit.moving import MIGRATOR, Departures
 from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
-from muxserve.unit.profiles import unit_ledger
 from muxserve.unit.replicas import Replicas
 from muxserve.unit.report import unit_state
+from muxserve.unit.request_table import RequestDesk
 from muxserve.wire import (
     Blocks,
     Cancel,
@@ -63,6 +64,47 @@ from muxserve.wire import (
 )
 
 log = logging.getLogger(__name__)
+
+
+def model_profile(model: ModelDeployment, stages: int = 1) -> ModelProfile:
+    """The profile of a model that is deployed on so many stages."""
+    return ModelProfile(
+        name=model.name,
+        pool=model.pool,
+        rate=model.rate,
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        block_tokens=model.block_tokens,
+        quota_pages=model.quota_pages,
+        floor_pages=model.floor_pages,
+        prefill_share=model.prefill_share,
+        decode_share=model.decode_share,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        both=model.phases != "multiplexed",
+        depth=stages,
+        waiting_tokens=_waiting_tokens(model, stages),
+    )
+
+
+def _waiting_tokens(model: ModelDeployment, stages: int) -> int:
+    """Prompt tokens that may be in an engine before they are computed."""
+    given = model.batching
+    throttle = None
+    if given.policy == "throttled":
+        throttle = Throttle(given.iterations, given.max_prefill, given.min_prefill, given.kv_threshold)
+    return prompt_tokens_ahead(stages, model.max_num_batched_tokens, throttle)
+
+
+def unit_ledger(deployment: Deployment) -> UnitLedger:
+    """An empty ledger of the deployment's unit.
+
+    Raises:
+        ValueError: the deployment contradicts itself.
+    """
+    # The null page of a pool is never handed out.
+    pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in deployment.pools]
+    return UnitLedger([model_profile(model, deployment.stages) for model in deployment.models], pools)
 
 
 class UnitExecutor:

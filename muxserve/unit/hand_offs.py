@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.desk import Held
 from muxserve.unit.memory import Memory
+from muxserve.unit.request_table import Held
 
 log = logging.getLogger(__name__)
 

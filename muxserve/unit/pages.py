@@ -7,10 +7,10 @@ import logging
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.desk import RequestDesk
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
 from muxserve.unit.moving import Departures
+from muxserve.unit.request_table import RequestDesk
 
 log = logging.getLogger(__name__)
 

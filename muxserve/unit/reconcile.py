@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.desk import RequestDesk
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.outbox import Outbox
+from muxserve.unit.request_table import RequestDesk
 from muxserve.wire import Abort, HeldRequests, ShowRequests, StepReport
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from muxserve.replicas.priorities import Levels
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.desk import RequestDesk
 from muxserve.unit.loads import load_of, worth_telling
 from muxserve.unit.outbox import Outbox
+from muxserve.unit.request_table import RequestDesk
 from muxserve.unit.rolling import RollingReports
 from muxserve.wire import Load, Loads, MovingIn, SchedulerHello, Terminating
 

@@ -12,8 +12,7 @@ from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE
 from muxserve.unit.engines import Engines
-from muxserve.unit.moves import Downtime
-from muxserve.unit.moving import Departures
+from muxserve.unit.moving import Departures, Downtime
 
 
 def unit_state(

@@ -11,9 +11,8 @@ import math
 from dataclasses import dataclass
 
 from muxserve.deployment import Deployment
-from muxserve.scheduling.journal import Event, Note
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.state import LiveRequest, ModelState
+from muxserve.scheduling.state import Event, LiveRequest, ModelState, Note
 from muxserve.scheduling.types import Phase, Place
 from muxserve.unit.outbox import Outbox
 from muxserve.wire import RollingReport, RollingRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster.orphans import end_orphans
+from muxserve.cluster.ray.orphans import end_orphans
 from muxserve.gpu.sm import PIPE
 
 Start = Callable[..., subprocess.Popen[bytes]]

@@ -15,8 +15,20 @@ from typing import Any
 import pytest
 
 from muxserve import wire
-from muxserve.cluster.event_lines import from_line, to_line
-from muxserve.cluster.events import Down, Draining, Event, Expected, Failed, PartId, Progress, Ready, Starting, Up
+from muxserve.cluster.events import (
+    Down,
+    Draining,
+    Event,
+    Expected,
+    Failed,
+    PartId,
+    Progress,
+    Ready,
+    Starting,
+    Up,
+    from_line,
+    to_line,
+)
 from muxserve.cluster.unit_host import HostProcess
 from muxserve.cluster.units import write_deployment
 from muxserve.deployment.run_dir import RunDir

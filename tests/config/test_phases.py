@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from muxserve.cluster.arrangement import batching_of
 from muxserve.config import AUTO, Fleet, FleetError, parse_fleet
-from muxserve.config.json_schema import fleet_schema
+from muxserve.config.loader import fleet_schema
 from muxserve.config.source import parse_yaml
 from muxserve.deployment import Batching
 

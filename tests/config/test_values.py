@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.config import FleetError, load_fleet, parse_fleet
-from muxserve.config.json_schema import fleet_schema, fleet_schema_text
-from muxserve.config.units import parse_duration, parse_size, parse_speed
+from muxserve.config.loader import fleet_schema, fleet_schema_text
+from muxserve.config.values import parse_duration, parse_size, parse_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = "models:\n  - name: one\n    hub: org/one\n"

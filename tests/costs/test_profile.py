@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from muxserve.costs.calibration import GPU
-from muxserve.costs.cells import DecodeCell, PrefillCell
 from muxserve.costs.interference import slowdown
 from muxserve.costs.latency import CostError, EngineShape, Load
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import (
+    DecodeCell,
     EngineProfile,
     Job,
     Machine,
     Overheads,
     PairCell,
+    PrefillCell,
     Profile,
     ProfiledModel,
     load_profile,

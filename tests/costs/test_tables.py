@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.costs.cells import DecodeCell, PrefillCell
-from muxserve.costs.monotone import isotonic, monotone_grid
-from muxserve.costs.tables import DecodeTable, PrefillTable
+from muxserve.costs.profile import DecodeCell, PrefillCell
+from muxserve.costs.tables import DecodeTable, PrefillTable, isotonic, monotone_grid
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))

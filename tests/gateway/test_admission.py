@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Keys, Verdict, part_of, presented_key
 from muxserve.gateway.body import ClientGoneError, Replay, asked_by
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.measure import HttpRequest, Measures
 from muxserve.gateway.priorities import Priority
-from muxserve.gateway.turnstile import Turnstile
 from tests.gateway.deployments import model
 from tests.support.patience import PATIENCE
 

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 from muxserve.gateway import body
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.turnstile import Turnstile
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
 from tests.gateway.deployments import model
 

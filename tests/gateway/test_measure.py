@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.measure import HttpRequest, Measures, Outcome
-from muxserve.gateway.tracked import Tracked
+from muxserve.gateway.requests import Tracked
 from tests.gateway.deployments import model
 
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from muxserve.deployment import Deployment, GatewayDeployment
-from muxserve.gateway.listener import bind, raise_file_limit
 from muxserve.gateway.main import main
+from muxserve.gateway.process import bind, raise_file_limit
 from tests.gateway.deployments import deployment, model
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running

@@ -15,15 +15,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from muxserve.deployment import GatewayDeployment
-from muxserve.gateway import body, body_memory, protocol
+from muxserve.gateway import body, protocol
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.errors import App, Receive, Scope, Send, respond
-from muxserve.gateway.listener import BACKLOG, OTHER_FILES, bind, room
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.process import Server, loop_factory
-from muxserve.gateway.turnstile import Turnstile
+from muxserve.gateway.process import BACKLOG, OTHER_FILES, Server, bind, loop_factory, room
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
 from tests.gateway.deployments import model
 from tests.support.patience import PATIENCE
@@ -268,7 +267,7 @@ def test_a_body_that_comes_too_slowly_is_not_waited_for(monkeypatch: pytest.Monk
 
 
 def test_bodies_that_wait_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_memory, "MEMORY_BYTES", 0)
+    monkeypatch.setattr(body, "MEMORY_BYTES", 0)
     large = b'{"model": "m", "user": "%s"}' % (b"x" * (2 << 20))[:-100]
     going_on = threading.Event()
 

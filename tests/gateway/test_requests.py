@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.gateway.requests import RequestTable
-from muxserve.gateway.tracked import Tracked, cut
+from muxserve.gateway.requests import RequestTable, Tracked, cut
 from muxserve.vllm.pin import FINISH_ABORT
 from tests.gateway.world import Out
 

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.placing import PLACE_SECONDS
-from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.gateway.routing import Router
-from muxserve.gateway.tracked import Tracked
 from muxserve.wire import (
     Cancel,
     Degraded,

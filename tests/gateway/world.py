@@ -9,9 +9,8 @@ from random import Random
 from typing import Any
 
 from muxserve.gateway.placing import PLACE_SECONDS
-from muxserve.gateway.requests import RequestTable
+from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.gateway.routing import Router
-from muxserve.gateway.tracked import Tracked
 from muxserve.wire import (
     Cancel,
     Elsewhere,

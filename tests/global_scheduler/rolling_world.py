@@ -15,7 +15,7 @@ from typing import Any
 from muxserve.deployment import FleetDeployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
-from muxserve.global_scheduler.rolling_desk import RollingDesk
+from muxserve.global_scheduler.rolling_scheduler import RollingDesk
 from muxserve.replicas.migration import MigrationRules
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules

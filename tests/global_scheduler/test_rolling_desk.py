@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from muxserve.global_scheduler.books import EXPECTED_OUTPUT
 from muxserve.global_scheduler.outbox import Client, Unit
+from muxserve.global_scheduler.rolling_state import EXPECTED_OUTPUT
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules

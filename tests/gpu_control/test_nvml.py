@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muxserve.gpu import nvml
-from muxserve.gpu.last_words import explain
+from muxserve.gpu.faults import explain
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuProcess, Machine, choose, device_name, visible
 from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml
 

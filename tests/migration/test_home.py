@@ -11,7 +11,7 @@ import pytest
 from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.view import ModelView
-from muxserve.migration.home import Home
+from muxserve.migration.local_pool import Home
 from muxserve.migration.pages import HostPages, Pages
 from tests.memory.conftest import Start, manager, small, start  # noqa: F401 (fixtures)
 

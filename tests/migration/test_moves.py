@@ -10,7 +10,7 @@ import pytest
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.migration import chunks, incoming, outgoing
-from muxserve.migration.moves import State
+from muxserve.migration.chunks import State
 from muxserve.wire import (
     MoveAbort,
     MoveCommit,

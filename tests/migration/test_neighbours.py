@@ -13,9 +13,9 @@ import pytest
 from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
-from muxserve.migration import neighbours as module
-from muxserve.migration.neighbours import Neighbours
+from muxserve.migration import remote_pools as module
 from muxserve.migration.pages import HostPages
+from muxserve.migration.remote_pools import Neighbours
 from muxserve.migration.tasks import Join
 from tests.memory.conftest import Start, connect, manager, small, start  # noqa: F401 (fixtures)
 

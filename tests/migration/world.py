@@ -12,7 +12,7 @@ from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.migration.bandwidth import TokenBucket
 from muxserve.migration.incoming import Incoming
 from muxserve.migration.outgoing import Outgoing
-from muxserve.migration.shapes import ModelShape
+from muxserve.migration.pages import ModelShape
 from muxserve.migration.tasks import Buffer, CopyOver, Failed, Gather, Join, Leave, Outcome, Task, Write
 from muxserve.wire import (
     Message,

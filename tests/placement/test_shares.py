@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.shares import share_out
+from placement.unit import share_out
 
 PARTS = st.lists(
     st.tuples(st.floats(min_value=1e-6, max_value=1e9), st.integers(min_value=0, max_value=10**6)),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
 from muxserve.cluster.plan import FleetPlan, plan_fleet
-from muxserve.cluster.rolling_rules import prefill_seconds
+from muxserve.cluster.rules import prefill_seconds
 from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
 from muxserve.control.changes import ChangeError
 from muxserve.costs.architecture import read_architecture

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.cluster.plan import FleetPlan
-from muxserve.cluster.rolling_rules import rolling_of
+from muxserve.cluster.rules import rolling_of
 from muxserve.config import FleetError, load_fleet
 from muxserve.planning.planfile import load_plan
 from muxserve.planning.serving import FleetPlanner

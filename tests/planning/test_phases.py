@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.costs.cells import DecodeCell, PrefillCell
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import ProfileModel
-from muxserve.costs.profile import EngineProfile, Overheads, Profile, ProfiledModel
+from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.planning.latency import between_steps

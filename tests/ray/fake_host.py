@@ -9,8 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from muxserve.cluster.event_lines import to_line
-from muxserve.cluster.events import Failed, PartId, Ready, Stopping, Up
+from muxserve.cluster.events import Failed, PartId, Ready, Stopping, Up, to_line
 from muxserve.deployment import load
 
 UNIT = PartId("unit")

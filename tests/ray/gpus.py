@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 
 from muxserve import network
-from muxserve.cli.doctor_nodes import doctor_nodes
+from muxserve.cli.doctor import doctor_nodes
 from muxserve.cli.output import console
 from muxserve.cluster.events import Event, PartId, Progress, Up
 from muxserve.cluster.fleet_plan import planned_unit
-from muxserve.cluster.ray_cluster import gpus_for
-from muxserve.cluster.ray_unit import RayUnit
-from muxserve.cluster.ray_units import RayUnits
+from muxserve.cluster.ray.cluster import gpus_for
+from muxserve.cluster.ray.unit import RayUnit
+from muxserve.cluster.ray.units import RayUnits
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, parse_fleet
 from muxserve.deployment import UnitEntry

@@ -16,8 +16,8 @@ import msgspec
 
 from muxserve import network
 from muxserve.cluster.events import Down, Event, PartId, Ready, Up
-from muxserve.cluster.ray_unit import RayUnit
-from muxserve.cluster.ray_units import RayUnits
+from muxserve.cluster.ray.unit import RayUnit
+from muxserve.cluster.ray.units import RayUnits
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.wire import StateRequest

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from muxserve import network
-from muxserve.cluster.ray_actor import UnitActor
-from muxserve.cluster.ray_units import wished
+from muxserve.cluster.ray.actor import UnitActor
+from muxserve.cluster.ray.units import wished
 from muxserve.deployment import Deployment, WatchdogRules
 from muxserve.heartbeat import HeartbeatReader, heartbeat_file
 from tests.global_scheduler.support import entry

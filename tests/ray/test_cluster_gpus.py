@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster import ray_cluster
-from muxserve.cluster.ray_calls import HOST
-from muxserve.cluster.ray_cluster import NodeGpus, eligible, gpus_for, merged, type_resources
+from muxserve.cluster.ray import cluster
+from muxserve.cluster.ray.calls import HOST
+from muxserve.cluster.ray.cluster import NodeGpus, eligible, gpus_for, merged, type_resources
 from muxserve.cluster.supervision import GaveUp
 from muxserve.config import parse_fleet
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, Machine, choose
@@ -63,7 +63,7 @@ def test_a_cluster_that_does_not_answer_has_none(monkeypatch: pytest.MonkeyPatch
     def join(address: str, start: bool) -> object:
         raise GaveUp(HOST, f"no Ray cluster answers at {address!r} ({start})")
 
-    monkeypatch.setattr(ray_cluster, "join", join)
+    monkeypatch.setattr(cluster, "join", join)
     text = "cluster: {gpus: 1, launcher: ray}\nmodels: [{name: m, path: models/arithmetic}]"
     fleet = parse_fleet(text, "f", ROOT / "configs", {})
     with pytest.raises(GpuChoiceError, match=r"the Ray cluster has no usable GPU: no Ray cluster answers at 'auto'"):

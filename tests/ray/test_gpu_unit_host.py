@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster.event_lines import from_line
-from muxserve.cluster.events import Failed, PartId
+from muxserve.cluster.events import Failed, PartId, from_line
 from muxserve.cluster.fleet_plan import planned_unit
 from muxserve.cluster.units import write_deployment
 from tests.cluster.conftest import ROOT, alive

@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from muxserve.cluster import ray_unit
-from muxserve.cluster.event_lines import to_line
-from muxserve.cluster.events import Event, PartId, Ready, Up
-from muxserve.cluster.ray_questions import Questions
-from muxserve.cluster.ray_unit import RayUnit
+from muxserve.cluster.events import Event, PartId, Ready, Up, to_line
+from muxserve.cluster.ray import unit
+from muxserve.cluster.ray.calls import Questions
+from muxserve.cluster.ray.unit import RayUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.deployment import Deployment, GpuDeployment, Listen
@@ -129,7 +128,7 @@ async def test_an_end_that_failed_is_told() -> None:
 
 async def test_a_host_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Questions.ask, "__defaults__", (0.01,))
-    monkeypatch.setattr(ray_unit, "_START_SECONDS", 0.02)
+    monkeypatch.setattr(unit, "_START_SECONDS", 0.02)
     played = Played(("m",))
     played.actor.answers = {"start_model": None, "stop_model": None}
     with pytest.raises(GaveUp, match=r"its host has not answered within 0.02 s"):

@@ -3,11 +3,10 @@
 import pytest
 
 from muxserve.rolling.constraints import Demand
-from muxserve.rolling.handle import HandleError, pack, unpack
 from muxserve.rolling.member import Member, Objectives
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import Attainment, ScalingRules
-from muxserve.rolling.scheduler import RollingScheduler
+from muxserve.rolling.scheduler import HandleError, RollingScheduler, pack, unpack
 
 SLO = Objectives(ttft=1.0, tpot=0.1)
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.scheduling.admission import head_fits
-from muxserve.scheduling.journal import Event
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES, make_policy
+from muxserve.scheduling.state import Event
 from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, Place, PoolProfile, QueuedRequest
 from tests.scheduling.machine import Job, Machine, profile
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.lending import lend
+from muxserve.scheduling.policy import lend
 from muxserve.scheduling.quotas import (
     Claim,
     QuotaAdapter,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from muxserve.cluster.machine import this_machines_gpus
-from muxserve.cluster.ray_calls import HOST, first_line, why
+from muxserve.cluster.ray.calls import HOST, first_line, why
 from muxserve.cluster.supervision import GaveUp
 from muxserve.config import Fleet
 from muxserve.costs.devices import device

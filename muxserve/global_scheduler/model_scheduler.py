@@ -9,8 +9,8 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from muxserve.global_scheduler.desk_base import Asker, Desk, Rules
 from muxserve.global_scheduler.loads import as_load
+from muxserve.global_scheduler.model_scheduler_base import Asker, Desk, Rules
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.decisions import Decision, Dispatch, Drain, Pair, Refuse, Resume, Start, Stop, Unpair
 from muxserve.replicas.dispatch import NewRequest

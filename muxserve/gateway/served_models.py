@@ -12,9 +12,9 @@ from muxserve.deployment import ModelDeployment
 from muxserve.gateway import seam
 from muxserve.gateway.app import Served
 from muxserve.gateway.broker import Broker
+from muxserve.gateway.concurrency_limiter import Turnstile
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.grammars import Grammars
-from muxserve.gateway.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 

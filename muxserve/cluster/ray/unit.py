@@ -18,12 +18,10 @@ from typing import Any
 import msgspec
 
 from muxserve import wire
-from muxserve.cluster.event_lines import from_line
-from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Stopping, Up
-from muxserve.cluster.last_words import Said
-from muxserve.cluster.ray_actor import STOP_SECONDS
-from muxserve.cluster.ray_calls import HOST, answer, release, why
-from muxserve.cluster.ray_questions import ASK_SECONDS, Questions, check
+from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Stopping, Up, from_line
+from muxserve.cluster.log_tail import Said
+from muxserve.cluster.ray.actor import STOP_SECONDS
+from muxserve.cluster.ray.calls import ASK_SECONDS, HOST, Questions, answer, check, release, why
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit

@@ -26,9 +26,8 @@ from typing import Any
 
 import msgspec
 
-from muxserve.cluster.event_lines import to_line
-from muxserve.cluster.events import Down, PartId
-from muxserve.cluster.orphans import end_orphans
+from muxserve.cluster.events import Down, PartId, to_line
+from muxserve.cluster.ray.orphans import end_orphans
 from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, State
 from muxserve.deployment import Deployment, Listen, save

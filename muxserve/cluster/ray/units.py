@@ -18,10 +18,10 @@ from typing import Any, Literal
 import msgspec
 
 from muxserve.cluster.events import Event, Progress
-from muxserve.cluster.ray_actor import UnitActor
-from muxserve.cluster.ray_calls import HOST, answer, release, why
-from muxserve.cluster.ray_cluster import join, survey, type_resources
-from muxserve.cluster.ray_unit import ANSWER_SECONDS, RayUnit
+from muxserve.cluster.ray.actor import UnitActor
+from muxserve.cluster.ray.calls import HOST, answer, release, why
+from muxserve.cluster.ray.cluster import join, survey, type_resources
+from muxserve.cluster.ray.unit import ANSWER_SECONDS, RayUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.deployment import Deployment, FleetDeployment, Keys
