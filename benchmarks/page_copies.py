@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import machine, write_report
 from muxserve import deployment as deployments
-from muxserve import network
 from muxserve.deployment import Deployment, GatewayDeployment, Listen, ModelDeployment, PoolDeployment
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.migration.chunks import SEND_BYTES
 from muxserve.migration.pages import HostPages
 from muxserve.migration.process import MACHINE
+from muxserve.net import sockets
 from muxserve.wire import Message, MigratorHello, MoveAbort, MoveFailed, MoveStage, MoveStaged, Reset, decode, encode
 
 MODEL = "m"
@@ -86,7 +86,7 @@ class Unit:
         self.client = MemoryClient(of.memory_socket, "benchmark", 60.0)
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
-        network.bind_local(self.router, of.unit_address)
+        sockets.bind_local(self.router, of.unit_address)
         self.migrator: subprocess.Popen[bytes] | None = None
         self.machine_id = machine_id
 
@@ -174,8 +174,8 @@ def through_migrators(tokens: int, block_tokens: int, repetitions: int, way: str
         changes: dict[str, Any] = {}
         listen = None
         if way == "tcp":
-            listen = Listen("127.0.0.1", network.free_port("127.0.0.1"), network.free_port("127.0.0.1"))
-            changes["keys"] = network.new_keys()
+            listen = Listen("127.0.0.1", sockets.free_port("127.0.0.1"), sockets.free_port("127.0.0.1"))
+            changes["keys"] = sockets.new_keys()
         a = Unit(deployment(Path(root), "a", tokens, block_tokens, **changes))
         b = Unit(
             deployment(Path(root), "b", tokens, block_tokens, **changes, listen=listen),

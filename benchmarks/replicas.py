@@ -29,7 +29,6 @@ from pathlib import Path
 import zmq
 from report import machine, percentiles, write_report
 
-from muxserve import network
 from muxserve.deployment import (
     Deployment,
     FleetDeployment,
@@ -39,6 +38,7 @@ from muxserve.deployment import (
     UnitEntry,
     save_fleet,
 )
+from muxserve.net import sockets
 from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, NewRequest, RoundRobin
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules, choose_request
@@ -157,7 +157,7 @@ def _report(fleet: FleetDeployment, up: Event) -> None:
     poller = zmq.Poller()
     for unit in fleet.units:
         router = context.socket(zmq.ROUTER)
-        network.bind_local(router, unit.unit_address)
+        sockets.bind_local(router, unit.unit_address)
         poller.register(router, zmq.POLLIN)
         routers[router] = unit.name
     due = time.monotonic()
@@ -190,7 +190,7 @@ def measure_process(units: int, times: int = 2000) -> dict[str, object]:
             with zmq.Context() as context, context.socket(zmq.DEALER) as gateway:
                 gateway.identity = b"gateway/bench"
                 gateway.linger = 0
-                network.connect(gateway, fleet.scheduler_address)
+                sockets.connect(gateway, fleet.scheduler_address)
                 took = []
                 for number in range(times + 100):
                     start = time.perf_counter_ns()

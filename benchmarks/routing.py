@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from muxserve.deployment import ModelDeployment
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
@@ -57,7 +57,7 @@ def endpoint(models: int, keys: list[str]) -> Endpoint:
         models={model.name: Served(answer, {}) for model in deployed},
         keys=Keys(keys),
         priorities=Priorities(DEFAULT_LEVELS),
-        turnstile=Turnstile(deployed, 0, 1, measures),
+        limiter=ConcurrencyLimiter(deployed, 0, 1, measures),
         measures=measures,
         pages={},
         open_pages=frozenset(),

@@ -23,8 +23,8 @@ import msgspec
 import zmq
 
 from muxserve import deployment as deployments
-from muxserve import network
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve.net import sockets
 from muxserve.profiling.jobs import Bodies
 from muxserve.wire import (
     Cancel,
@@ -205,7 +205,7 @@ class TwoUnits:
         run_dir = next(iter(self.units.values())).deployment.run_dir
         address = f"ipc://{run_dir}/tokens.sock"
         self._tokens = self._context.socket(zmq.PULL)
-        network.bind_local(self._tokens, address)
+        sockets.bind_local(self._tokens, address)
         self._links["", "tokens"] = self._tokens
         for name, unit in self.units.items():
             for role, hello in (
@@ -214,7 +214,7 @@ class TwoUnits:
             ):
                 link = self._context.socket(zmq.DEALER)
                 link.setsockopt(zmq.IDENTITY, f"{role}/{self.epoch}".encode())
-                network.connect(link, unit.deployment.unit_address)
+                sockets.connect(link, unit.deployment.unit_address)
                 link.send(encode(hello))
                 self._links[name, role] = link
         for link in self._links.values():

@@ -59,7 +59,9 @@ def edges() -> dict[str, dict[str, str]]:
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             for line, module in imports_of(path):
                 first, _, rest = module.partition(".")
-                other = rest.partition(".")[0] if first == "muxserve" else first
+                # There is a `muxserve.vllm` as well.
+                library = "vLLM" if first == "vllm" else first
+                other = rest.partition(".")[0] if first == "muxserve" else library
                 if other and other != name:
                     found[name].setdefault(other, f"{path.relative_to(ROOT)}:{line}")
     return found

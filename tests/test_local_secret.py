@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import zmq
 
-from muxserve import network
 from muxserve.deployment.run_dir import RunDir
-from muxserve.network import NetworkError
+from muxserve.net import sockets
+from muxserve.net.sockets import NetworkError
 from tests.support.patience import PATIENCE
 
 PATIENCE_MS = PATIENCE * 1000
@@ -31,7 +31,7 @@ def context() -> Iterator[zmq.Context[Any]]:
 def router(context: zmq.Context[Any], path: Path) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    network.bind_local(socket, f"ipc://{path}")
+    sockets.bind_local(socket, f"ipc://{path}")
     return socket
 
 
@@ -44,7 +44,7 @@ def dealer(context: zmq.Context[Any], identity: bytes = b"peer") -> zmq.Socket[b
 def test_who_shows_the_secret_is_heard_and_answered(context: zmq.Context[Any], tmp_path: Path) -> None:
     ours = dealer(context)
     # Also who comes first.
-    network.connect(ours, f"ipc://{tmp_path}/s")
+    sockets.connect(ours, f"ipc://{tmp_path}/s")
     ours.send(b"hello")
     server = router(context, tmp_path / "s")
     assert server.poll(PATIENCE_MS)
@@ -60,7 +60,7 @@ def test_a_stranger_is_not_heard_and_takes_over_no_identity(
 ) -> None:
     server = router(context, tmp_path / "s")
     ours, stranger = dealer(context), dealer(context)
-    network.connect(ours, f"ipc://{tmp_path}/s")
+    sockets.connect(ours, f"ipc://{tmp_path}/s")
     ours.send(b"hello")
     assert server.poll(PATIENCE_MS)
     server.recv_multipart()
@@ -81,7 +81,7 @@ def test_each_run_has_a_secret_of_its_own_for_its_owner_only(context: zmq.Contex
     for _ in range(2):
         run = RunDir(tmp_path / "base")
         server = router(context, run.path / "s")
-        file = run.path / network.SECRET_FILE
+        file = run.path / sockets.SECRET_FILE
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         secrets.add(file.read_bytes())
         server.close()
@@ -91,15 +91,15 @@ def test_each_run_has_a_secret_of_its_own_for_its_owner_only(context: zmq.Contex
 
 
 def test_a_secret_that_others_can_read_is_none(context: zmq.Context[Any], tmp_path: Path) -> None:
-    secret = tmp_path / network.SECRET_FILE
+    secret = tmp_path / sockets.SECRET_FILE
     secret.write_bytes(b"x")
     secret.chmod(0o644)
     with pytest.raises(NetworkError, match="owner only"):
-        network.bind_local(context.socket(zmq.ROUTER), f"ipc://{tmp_path}/s")
+        sockets.bind_local(context.socket(zmq.ROUTER), f"ipc://{tmp_path}/s")
 
 
 def test_who_only_connects_leaves_nothing_in_a_directory_of_all(context: zmq.Context[Any], tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    network.connect(dealer(context), f"ipc://{tmp_path}/s")
-    network.connect(dealer(context), f"ipc://{tmp_path}/nowhere/s")
+    sockets.connect(dealer(context), f"ipc://{tmp_path}/s")
+    sockets.connect(dealer(context), f"ipc://{tmp_path}/nowhere/s")
     assert list(tmp_path.iterdir()) == []

@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve import network
 from muxserve.deployment import Keys
-from muxserve.network import NetworkError
+from muxserve.net import sockets
+from muxserve.net.sockets import NetworkError
 from tests.support.patience import PATIENCE
 
 HOST = "127.0.0.1"
@@ -35,8 +35,8 @@ def context() -> Iterator[zmq.Context[Any]]:
 
 def server(context: zmq.Context[Any], keys: Keys) -> tuple[zmq.Socket[bytes], str]:
     router = context.socket(zmq.ROUTER)
-    port = network.bind_tcp(router, HOST, 0, keys)
-    return router, network.tcp_address(HOST, port)
+    port = sockets.bind_tcp(router, HOST, 0, keys)
+    return router, sockets.tcp_address(HOST, port)
 
 
 def client(context: zmq.Context[Any], name: str) -> zmq.Socket[bytes]:
@@ -57,7 +57,7 @@ def event_of(monitor: zmq.Socket[bytes]) -> int:
 
 
 def test_keys_are_new_each_time_and_are_not_shown() -> None:
-    one, other = network.new_keys(), network.new_keys()
+    one, other = sockets.new_keys(), sockets.new_keys()
     assert len({one.server_public, one.server_secret, one.client_public, one.client_secret, other.server_public}) == 5
     assert one.server_secret not in repr(one)
     assert one.client_secret not in str(one)
@@ -68,17 +68,17 @@ def test_keys_are_new_each_time_and_are_not_shown() -> None:
 def test_one_router_serves_unix_sockets_without_keys_and_tcp_with(
     context: zmq.Context[Any], tmp_path: Path, tcp_first: bool
 ) -> None:
-    keys = network.new_keys()
+    keys = sockets.new_keys()
     router = context.socket(zmq.ROUTER)
     path = f"ipc://{tmp_path}/s"
     if not tcp_first:
-        network.bind_local(router, path)
-    address = network.tcp_address(HOST, network.bind_tcp(router, HOST, 0, keys))
+        sockets.bind_local(router, path)
+    address = sockets.tcp_address(HOST, sockets.bind_tcp(router, HOST, 0, keys))
     if tcp_first:
-        network.bind_local(router, path)
+        sockets.bind_local(router, path)
     near, far = client(context, "near"), client(context, "far")
-    network.connect(near, path, keys)
-    network.connect(far, address, keys)
+    sockets.connect(near, path, keys)
+    sockets.connect(far, address, keys)
     near.send(b"1")
     far.send(b"2")
     heard = set()
@@ -93,7 +93,7 @@ def test_one_router_serves_unix_sockets_without_keys_and_tcp_with(
 
 
 def test_a_stranger_without_keys_gets_nowhere(context: zmq.Context[Any]) -> None:
-    router, address = server(context, network.new_keys())
+    router, address = server(context, sockets.new_keys())
     stranger = client(context, "stranger")
     monitor = watched(stranger)
     stranger.connect(address)
@@ -104,22 +104,22 @@ def test_a_stranger_without_keys_gets_nowhere(context: zmq.Context[Any]) -> None
 
 def test_tcp_without_keys_is_not_let_in_behind_a_socket_that_has_them(context: zmq.Context[Any]) -> None:
     """Its Unix sockets need none, TCP always does, even where somebody has bound it plainly."""
-    router, _ = server(context, network.new_keys())
+    router, _ = server(context, sockets.new_keys())
     port = router.bind_to_random_port(f"tcp://{HOST}")
     stranger = client(context, "stranger")
-    stranger.connect(network.tcp_address(HOST, port))
+    stranger.connect(sockets.tcp_address(HOST, port))
     with contextlib.suppress(zmq.Again):  # it may have been turned away for good by now
         stranger.send(b"let me in", zmq.NOBLOCK)
     assert not router.poll(MOMENT_MS)
 
 
 def test_a_stranger_who_knows_the_public_key_gets_nowhere(context: zmq.Context[Any]) -> None:
-    keys = network.new_keys()
+    keys = sockets.new_keys()
     router, address = server(context, keys)
     public, secret = (each.decode() for each in zmq.curve_keypair())
     stranger = client(context, "stranger")
     monitor = watched(stranger)
-    network.connect(stranger, address, Keys(keys.server_public, "", public, secret))
+    sockets.connect(stranger, address, Keys(keys.server_public, "", public, secret))
     stranger.send(b"let me in")
     assert event_of(monitor) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
     assert not router.poll(MOMENT_MS)
@@ -127,101 +127,101 @@ def test_a_stranger_who_knows_the_public_key_gets_nowhere(context: zmq.Context[A
 
 def test_without_an_authenticator_nobody_is_let_in(context: zmq.Context[Any]) -> None:
     """As when its thread has died: closed, not open."""
-    keys = network.new_keys()
+    keys = sockets.new_keys()
     router = context.socket(zmq.ROUTER)
     with zmq.Context() as elsewhere:
-        network.Authenticator.of(elsewhere).allow(keys)
+        sockets.Authenticator.of(elsewhere).allow(keys)
         router.curve_server = True
         router.curve_secretkey = keys.server_secret.encode()
         router.zap_domain = keys.server_public.encode()
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         port = router.bind_to_random_port(f"tcp://{HOST}")
         ours = client(context, "ours")
-        network.connect(ours, network.tcp_address(HOST, port), keys)
+        sockets.connect(ours, sockets.tcp_address(HOST, port), keys)
         ours.send(b"let me in")
         assert not router.poll(MOMENT_MS)
 
 
 def test_a_client_notices_the_wrong_server(context: zmq.Context[Any]) -> None:
-    keys = network.new_keys()
-    router, address = server(context, network.new_keys())
+    keys = sockets.new_keys()
+    router, address = server(context, sockets.new_keys())
     ours = client(context, "ours")
     monitor = watched(ours)
-    network.connect(ours, address, keys)
+    sockets.connect(ours, address, keys)
     ours.send(b"secret")
     assert event_of(monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED
     assert not router.poll(MOMENT_MS)
 
 
 def test_two_fleets_in_one_process_do_not_let_in_each_others_clients(context: zmq.Context[Any]) -> None:
-    keys, others = network.new_keys(), network.new_keys()
+    keys, others = sockets.new_keys(), sockets.new_keys()
     router, address = server(context, keys)
     server(context, others)
     other = client(context, "other")
-    network.connect(other, address, Keys(keys.server_public, "", others.client_public, others.client_secret))
+    sockets.connect(other, address, Keys(keys.server_public, "", others.client_public, others.client_secret))
     other.send(b"x")
     assert not router.poll(MOMENT_MS)
     ours = client(context, "ours")
-    network.connect(ours, address, keys)
+    sockets.connect(ours, address, keys)
     ours.send(b"y")
     assert router.poll(PATIENCE_MS)
     assert router.recv_multipart() == [b"ours", b"y"]
 
 
 def test_probe_says_what_is_wrong(context: zmq.Context[Any], tmp_path: Path) -> None:
-    keys = network.new_keys()
+    keys = sockets.new_keys()
     _router, address = server(context, keys)
-    network.probe(address, keys, PATIENCE)
+    sockets.probe(address, keys, PATIENCE)
     with pytest.raises(NetworkError, match="not of this fleet"):
-        network.probe(address, network.new_keys(), PATIENCE)
+        sockets.probe(address, sockets.new_keys(), PATIENCE)
     public, secret = (each.decode() for each in zmq.curve_keypair())
     with pytest.raises(NetworkError, match="does not let us in"):
-        network.probe(address, Keys(keys.server_public, "", public, secret), PATIENCE)
-    free = network.free_port(HOST)
+        sockets.probe(address, Keys(keys.server_public, "", public, secret), PATIENCE)
+    free = sockets.free_port(HOST)
     with pytest.raises(NetworkError, match=f"nobody listens at tcp://{HOST}:{free}"):
-        network.probe(network.tcp_address(HOST, free), keys, 0.2)
+        sockets.probe(sockets.tcp_address(HOST, free), keys, 0.2)
 
 
 def test_errors_name_the_address_and_what_to_do(context: zmq.Context[Any]) -> None:
-    keys = network.new_keys()
+    keys = sockets.new_keys()
     _, address = server(context, keys)
     port = int(address.rsplit(":", 1)[1])
     with pytest.raises(NetworkError, match=f"port {port} of {HOST} is taken"):
-        network.bind_tcp(context.socket(zmq.ROUTER), HOST, port, keys)
+        sockets.bind_tcp(context.socket(zmq.ROUTER), HOST, port, keys)
     with pytest.raises(NetworkError, match=r"192\.0\.2\.1 is no address of this machine"):
-        network.bind_tcp(context.socket(zmq.ROUTER), "192.0.2.1", 0, keys)
+        sockets.bind_tcp(context.socket(zmq.ROUTER), "192.0.2.1", 0, keys)
     with pytest.raises(NetworkError, match="give its address"):
-        network.bind_tcp(context.socket(zmq.ROUTER), "no such host", 0, keys)
+        sockets.bind_tcp(context.socket(zmq.ROUTER), "no such host", 0, keys)
     with pytest.raises(NetworkError, match="no keys"):
-        network.connect(context.socket(zmq.DEALER), address, None)
+        sockets.connect(context.socket(zmq.DEALER), address, None)
     with pytest.raises(NetworkError, match=r"192\.0\.2\.1"):
-        network.free_port("192.0.2.1")
+        sockets.free_port("192.0.2.1")
 
 
 def test_a_failed_bind_leaves_the_socket_open_for_others(context: zmq.Context[Any], tmp_path: Path) -> None:
     router = context.socket(zmq.ROUTER)
     with pytest.raises(NetworkError):
-        network.bind_tcp(router, "192.0.2.1", 0, network.new_keys())
-    network.bind_local(router, f"ipc://{tmp_path}/s")
+        sockets.bind_tcp(router, "192.0.2.1", 0, sockets.new_keys())
+    sockets.bind_local(router, f"ipc://{tmp_path}/s")
     near = client(context, "near")
-    network.connect(near, f"ipc://{tmp_path}/s")
+    sockets.connect(near, f"ipc://{tmp_path}/s")
     near.send(b"x")
     assert router.poll(PATIENCE_MS)
 
 
 def test_addresses() -> None:
-    assert network.tcp_address("10.0.0.1", 5) == "tcp://10.0.0.1:5"
-    assert network.tcp_address("node-a", 5) == "tcp://node-a:5"
-    assert network.tcp_address("fe80::1", 5) == "tcp://[fe80::1]:5"
-    assert network.machine_id() == network.machine_id() != ""
+    assert sockets.tcp_address("10.0.0.1", 5) == "tcp://10.0.0.1:5"
+    assert sockets.tcp_address("node-a", 5) == "tcp://node-a:5"
+    assert sockets.tcp_address("fe80::1", 5) == "tcp://[fe80::1]:5"
+    assert sockets.machine_id() == sockets.machine_id() != ""
 
 
 async def test_it_works_with_contexts_for_asyncio() -> None:
-    keys = network.new_keys()
+    keys = sockets.new_keys()
     context = zmq.asyncio.Context()
     router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     dealer.identity = b"d"
-    network.connect(dealer, network.tcp_address(HOST, network.bind_tcp(router, HOST, 0, keys)), keys)
+    sockets.connect(dealer, sockets.tcp_address(HOST, sockets.bind_tcp(router, HOST, 0, keys)), keys)
     await dealer.send(b"x")
     assert await asyncio.wait_for(router.recv_multipart(), PATIENCE) == [b"d", b"x"]
     router.close(linger=0)

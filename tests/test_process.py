@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from muxserve.process import PARENT_VARIABLE
+from muxserve.net.process import PARENT_VARIABLE
 
-ASK = "import sys; from muxserve.process import die_with_parent; sys.exit(0 if die_with_parent() else 7)"
+ASK = "import sys; from muxserve.net.process import die_with_parent; sys.exit(0 if die_with_parent() else 7)"
 
 
 def asked(parent: int | None) -> int:
@@ -31,7 +31,7 @@ def test_a_parent_that_has_ended_before_is_noticed() -> None:
 
 CLOSE = """
 import os, sys
-from muxserve.process import close_inherited
+from muxserve.net.process import close_inherited
 close_inherited(sys.argv)
 print(*(fd for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}")))
 print("closed", flush=True)
@@ -71,7 +71,7 @@ def test_what_was_passed_on_purpose_stays(tmp_path: Path) -> None:
 
 TRIM = """
 import ctypes, os
-from muxserve.process import TRIM_SECONDS, IdleTrim
+from muxserve.net.process import TRIM_SECONDS, IdleTrim
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-// A sign of life of the main loop for whoever can kill and restart this process; see muxserve/heartbeat.py.
+// A sign of life of the main loop for whoever can kill and restart this process; see muxserve/net/heartbeat.py.
 #pragma once
 
 #include <cstdint>

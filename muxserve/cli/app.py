@@ -11,7 +11,7 @@ import typer
 from muxserve.cli.fleet_app import app as fleet_app
 from muxserve.cli.offline_app import app as offline_app
 from muxserve.cli.workload_app import app as workload_app
-from muxserve.process import close_inherited
+from muxserve.net.process import close_inherited
 
 # Plain help and no rich tracebacks: both would import much for little.
 app = typer.Typer(

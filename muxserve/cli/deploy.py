@@ -24,7 +24,7 @@ from muxserve.cluster.machine import this_machine, vllm_without_cuda
 from muxserve.cluster.plan import FleetPlan, fetch
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.cluster.ray.units import RayUnits
-from muxserve.cluster.reaper import Leftovers
+from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
@@ -32,7 +32,7 @@ from muxserve.control.server import ControlServer
 from muxserve.deployment import FleetDeployment
 from muxserve.deployment.run_dir import RunDir, RunDirError
 from muxserve.gpu.sharing import SharingError, settle
-from muxserve.network import new_keys
+from muxserve.net.sockets import new_keys
 from muxserve.planning.later import LaterUnits
 from muxserve.planning.serving import FleetPlanner, notes_of
 
@@ -101,7 +101,7 @@ def _run(planner: FleetPlanner, plans: Sequence[FleetPlan], run_dir: RunDir, hos
 
 
 async def _serve(planner: FleetPlanner, fleet: FleetDeployment, units: Sequence[PlannedUnit], demo: bool) -> int:
-    unit_launcher: Callable[[WarmParents, Leftovers], UnitLauncher]
+    unit_launcher: Callable[[WarmParents, Reaper], UnitLauncher]
     cluster = planner.fleet.cluster
     if cluster.launcher == "ray":
         on_ray = RayUnits(cluster.ray.address, new_keys(), placement=cluster.ray.placement)
@@ -112,7 +112,7 @@ async def _serve(planner: FleetPlanner, fleet: FleetDeployment, units: Sequence[
             return EXIT_START
         unit_launcher = lambda *_: on_ray  # noqa: E731
     else:
-        unit_launcher = lambda warm, leftovers: LocalUnits(commands_for, warm, leftovers)  # noqa: E731
+        unit_launcher = lambda warm, reaper: LocalUnits(commands_for, warm, reaper)  # noqa: E731
     show = renderer(console)
     launcher = LocalFleetLauncher(fleet_commands_for(fleet), fleet.log_dir)
     url = ready.endpoint(fleet.gateway)

@@ -14,10 +14,10 @@ from muxserve.cluster.changes import Changes
 from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Progress, Ready, Stopping, Up
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
 from muxserve.cluster.launcher import WarmParents
-from muxserve.cluster.log_tail import LastWords, Said
+from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.peer import SchedulerLink
 from muxserve.cluster.processes import adopt_orphans
-from muxserve.cluster.reaper import Leftovers
+from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.steps import Planner
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor, drain, stop_parts
 from muxserve.cluster.unit_set import Unit, UnitSet
@@ -46,7 +46,7 @@ class Controller:
         units: what to start at first, in that order.
         launcher: starts the processes that belong to no unit.
         unit_launcher: makes what starts units, of what their warm parents can be forked from and who collects the
-            leftovers of this machine.
+            reaper of this machine.
         emit: told what happens.
         planner: makes units that come later; None: there are none.
         control: makes what takes users' commands, to be started when the fleet serves and closed before it ends.
@@ -57,28 +57,28 @@ class Controller:
         fleet: FleetDeployment,
         units: Sequence[PlannedUnit],
         launcher: FleetLauncher,
-        unit_launcher: Callable[[WarmParents, Leftovers], UnitLauncher],
+        unit_launcher: Callable[[WarmParents, Reaper], UnitLauncher],
         emit: Callable[[Event], None],
         planner: Planner | None = None,
         control: Callable[[Changes], ControlServer] | None = None,
     ) -> None:
         self.ready = asyncio.Event()
-        self.leftovers = Leftovers()
+        self.reaper = Reaper()
         self._planned = units
         self._tell_user = emit
-        self._last_words = LastWords(fleet.log_dir)
+        self._log_tail = LogTail(fleet.log_dir)
         self._stops = 0
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
         self._starts = FleetStarts(
-            lambda: self.units.fleet, launcher, self._emit, self.leftovers.exits, fleet.gateway.count, self._until_sized
+            lambda: self.units.fleet, launcher, self._emit, self.reaper.exits, fleet.gateway.count, self._until_sized
         )
         self._watch = Watch(fleet.watchdog, fleet.run_dir)
         self.units = UnitSet(
-            fleet, unit_launcher(self._starts, self.leftovers), self._emit, self._on_change, self._on_failure
+            fleet, unit_launcher(self._starts, self.reaper), self._emit, self._on_change, self._on_failure
         )
         self._supervisor = Supervisor(
-            self._emit, self._on_down, self.leftovers.exits.get, self.ready.is_set, self._explain, self._watch
+            self._emit, self._on_down, self.reaper.exits.get, self.ready.is_set, self._explain, self._watch
         )
         # What users and the global scheduler want different.
         self.changes = Changes(
@@ -105,7 +105,7 @@ class Controller:
         return [self._starts.vllm, *scheduler, *self._starts.gateways]
 
     def _emit(self, event: Event) -> None:
-        self._last_words.note(event)
+        self._log_tail.note(event)
         part = getattr(event, "part", None)
         if part is not None and part.kind in _OWN:
             self.units.note(event)
@@ -130,7 +130,7 @@ class Controller:
         """Serve until `stop`, or until a part cannot be started at first; returns the exit code."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self.leftovers.reap)
+        loop.add_signal_handler(signal.SIGCHLD, self.reaper.reap)
         self._failure = loop.create_future()
         self._link = SchedulerLink(self.fleet.scheduler_address, self._on_scheduler)
         began = time.monotonic()
@@ -254,7 +254,7 @@ class Controller:
             # What it forked serves on, and is ours from now on.
             await self._starts.drop_vllm()
             if part.process is not None:
-                self.leftovers.add(part.process.pid)
+                self.reaper.add(part.process.pid)
         return ""
 
     async def _explain(self, part: Part) -> str:
@@ -268,7 +268,7 @@ class Controller:
         return EXIT_START
 
     def _said(self, part: PartId) -> Said:
-        return self._last_words.of(part) if part.kind in _OWN else self.units.last_words(part)
+        return self._log_tail.of(part) if part.kind in _OWN else self.units.log_tail_of(part)
 
     # ------------------------------------------------------------ stopping
 
@@ -293,4 +293,4 @@ class Controller:
         await self.units.stop()
         await stop_parts([self._starts.vllm])
         vllm = self._starts.vllm.process
-        await self.leftovers.end([vllm.pid] if vllm is not None else [], STOP_SECONDS)
+        await self.reaper.end([vllm.pid] if vllm is not None else [], STOP_SECONDS)

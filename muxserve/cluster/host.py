@@ -14,9 +14,9 @@ from muxserve import wire
 from muxserve.cluster import log_tail
 from muxserve.cluster.events import Down, Event, PartId, Ready, Recovered, Suspected, Up
 from muxserve.cluster.launcher import Launcher
-from muxserve.cluster.log_tail import LastWords, Said
+from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.processes import Process, exit_words, kill_group
-from muxserve.cluster.reaper import Leftovers
+from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
@@ -34,13 +34,13 @@ class Deaths:
     """Of one unit.
 
     Args:
-        leftovers: collects what dead parents leave behind, and how processes that are not our children ended.
+        reaper: collects what dead parents leave behind, and how processes that are not our children ended.
         tell: tells the unit scheduler.
     """
 
-    def __init__(self, starts: Starts, leftovers: Leftovers, tell: Callable[[wire.Message], Awaitable[None]]) -> None:
+    def __init__(self, starts: Starts, reaper: Reaper, tell: Callable[[wire.Message], Awaitable[None]]) -> None:
         self._starts = starts
-        self._leftovers = leftovers
+        self._reaper = reaper
         self._tell = tell
         # Process groups of warm parents (and MPS servers) that died.
         self.groups: set[int] = set()
@@ -84,13 +84,13 @@ class Deaths:
         if code is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_SECONDS):
-                    while (code := self._leftovers.exits.get(process.pid)) is None:
+                    while (code := self._reaper.exits.get(process.pid)) is None:
                         await asyncio.sleep(_STATUS_SECONDS / 20)
         return code
 
     def _leave(self, group: int) -> None:
         self.groups.add(group)
-        self._leftovers.add(group)
+        self._reaper.add(group)
 
     def _kill(self, parts: Iterable[PartId], because: str) -> None:
         for part in parts:
@@ -107,7 +107,7 @@ _STOPPED = "its model is not served here any more"
 
 
 class UnitHost:
-    """One unit, from start to end, on the machine of this process, which must collect orphans into `leftovers`.
+    """One unit, from start to end, on the machine of this process, which must collect orphans into `reaper`.
 
     Args:
         serves: the models of the deployment that have engines from the beginning. On GPUs all have them until they are
@@ -124,18 +124,18 @@ class UnitHost:
         serves: Collection[str],
         launcher: Launcher,
         emit: Callable[[Event], None],
-        leftovers: Leftovers,
+        reaper: Reaper,
         sizer: PoolSizer | None = None,
         migrates: bool = False,
         movable: bool = False,
     ) -> None:
         # What was there when a part started last is of its predecessors.
-        self._last_words = LastWords(deployment.log_dir)
+        self._log_tail = LogTail(deployment.log_dir)
         self._tell_user = emit
-        self._leftovers = leftovers
+        self._reaper = reaper
         self._wanted = set(serves)
         first = serves if deployment.gpu is None else [model.name for model in deployment.models]
-        self._starts = Starts(deployment, first, launcher, self._emit, leftovers.exits, sizer, self._on_model_parent)
+        self._starts = Starts(deployment, first, launcher, self._emit, reaper.exits, sizer, self._on_model_parent)
         # What calls the memory manager falls silent with it, and is not to blame.
         self._hangs = Watch(
             deployment.watchdog,
@@ -144,7 +144,7 @@ class UnitHost:
         )
         # Engines of which the unit scheduler knows that they give no sign of life.
         self._suspects: set[PartId] = set()
-        self._deaths = Deaths(self._starts, leftovers, self.tell)
+        self._deaths = Deaths(self._starts, reaper, self.tell)
         if migrates:
             self.parts[MIGRATOR] = self._starts.migrator()
         # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
@@ -189,7 +189,7 @@ class UnitHost:
         )
 
     def _emit(self, event: Event) -> None:
-        self._last_words.note(event)
+        self._log_tail.note(event)
         if isinstance(event, Down):
             self._suspects.discard(event.part)
         if isinstance(event, Up) and event.part == UNIT:
@@ -268,7 +268,7 @@ class UnitHost:
         for group in groups:
             await self._stop_parts(group, _MPS_STOP_SECONDS if group == [MPS] else STOP_SECONDS)
         warm = self.parts[WARM].process
-        await self._leftovers.end({*self._deaths.groups, *([warm.pid] if warm else [])}, STOP_SECONDS)
+        await self._reaper.end({*self._deaths.groups, *([warm.pid] if warm else [])}, STOP_SECONDS)
         await self._starts.close()
         if self.deployment.gpu is None:
             # Needs the native module. Only if the memory manager had to be killed is there something left to remove.
@@ -280,9 +280,9 @@ class UnitHost:
         processes = [self.parts[part].process for part in parts if part in self.parts]
         await asyncio.gather(*(p.stop(grace) for p in processes if p is not None and p.running))
 
-    def last_words(self, part: PartId) -> Said:
+    def log_tail_of(self, part: PartId) -> Said:
         """What the part wrote last."""
-        return self._last_words.of(part)
+        return self._log_tail.of(part)
 
     async def _watch_ready(self, began: float) -> None:
         parts = list(self.parts.values())
@@ -361,7 +361,7 @@ class UnitHost:
     # ------------------------------------------------------------ deaths
 
     def _supervisor(self, serving: Callable[[], bool]) -> Supervisor:
-        exits = self._leftovers.exits.get
+        exits = self._reaper.exits.get
         return Supervisor(self._emit, self._deaths.on_down, exits, serving, self._explain, self._hangs, self._hopeless)
 
     def _hopeless(self, part: Part) -> bool:
@@ -393,7 +393,7 @@ class UnitHost:
             self._failed.exception()  # nobody may be waiting
 
     async def _explain(self, part: Part) -> str:
-        return await log_tail.explain(self.deployment.gpu, part.id, self.last_words(part.id)[1])
+        return await log_tail.explain(self.deployment.gpu, part.id, self.log_tail_of(part.id)[1])
 
 
 async def _never(part: Part) -> None:

@@ -15,7 +15,7 @@ TAIL_LINES = 15
 Said = tuple[Path | None, tuple[str, ...]]
 
 
-class LastWords:
+class LogTail:
     """Reads the logs in `log_dir`."""
 
     def __init__(self, log_dir: Path) -> None:

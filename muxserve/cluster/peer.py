@@ -12,7 +12,8 @@ import zmq
 import zmq.asyncio
 
 from muxserve import wire
-from muxserve.network import connect
+from muxserve.net.inbox import Inbox
+from muxserve.net.sockets import connect
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Line:
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         connect(self._socket, address)
         self._peer = f"the {peer}"
-        self._inbox = wire.Inbox(log, wire.decode)
+        self._inbox = Inbox(log, wire.decode)
         self._take = take
         self._reader = asyncio.create_task(self._read())
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from muxserve.process import PARENT_VARIABLE
+from muxserve.net.process import PARENT_VARIABLE
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -97,7 +97,7 @@ def spawn(
     """Start a process in a process group of its own, so that Ctrl-C in the terminal reaches only us.
 
     Its output is appended to `log`; with `pipe_stdout` only stderr is. `environment` adds to ours. Signals that are
-    `held` reach it only when it lets them (`muxserve.process.Signals`): else they might end it.
+    `held` reach it only when it lets them (`muxserve.net.process.Signals`): else they might end it.
     To be called from the main thread: a process that wants to die with its parent dies with the thread that started it.
 
     Raises:

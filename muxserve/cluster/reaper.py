@@ -11,7 +11,7 @@ from muxserve.cluster.processes import has_children, kill_group, reap_group
 _PAUSE_SECONDS = 0.01
 
 
-class Leftovers:
+class Reaper:
     """Process groups whose parent has died, and how processes ended that were not our children.
 
     One per controlling process, which calls `reap` at every SIGCHLD (see `processes.adopt_orphans`).

@@ -4,7 +4,7 @@ python -m muxserve.cluster.unit_host --deployment FILE [--gpu-plan FILE] [--serv
 
 The file is the unit's `deployment.json` in its directory. A unit on GPUs needs what `GpuPlan.to_json` made, too; it
 gets GPUs among those that CUDA_VISIBLE_DEVICES names, and the file then says which. What happens is written to standard
-output, one line of JSON each: the events of `event_lines`, `{"event": "Sized", "deployment": ...}` when the sizes of
+output, one line of JSON each: the events of `cluster.events`, `{"event": "Sized", "deployment": ...}` when the sizes of
 the pools are known, and answers. SIGTERM ends the unit in order, a second one at once.
 
 With `--commands`, lines of JSON on standard input are carried out, each answered by `{"reply": ID}`, with `error` and
@@ -46,11 +46,11 @@ from muxserve.cluster.gpu_plan import from_json
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import LocalLauncher, commands_for
 from muxserve.cluster.processes import adopt_orphans
-from muxserve.cluster.reaper import Leftovers
+from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
 from muxserve.deployment import Deployment, load
-from muxserve.heartbeat import Heartbeat, heartbeat_file
+from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class HostProcess:
         if not isinstance(failure, GaveUp):
             raise failure or RuntimeError("a part is not kept alive any more")
         served = self._host.ready.is_set()
-        path, tail = self._host.last_words(failure.part)
+        path, tail = self._host.log_tail_of(failure.part)
         words = f"{failure.part} {'keeps dying' if served else 'cannot start'}: {failure}"
         say(Failed(failure.part, words, path, tail))
         return EXIT_KEPT_DYING if served else EXIT_START
@@ -173,13 +173,13 @@ async def serve(
     deployment: Deployment, file: Path, serves: list[str], migrates: bool, commands: bool, sizer: PoolSizer | None
 ) -> int:
     """Run the unit in this event loop."""
-    leftovers = Leftovers()
+    reaper = Reaper()
     adopt_orphans()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGCHLD, leftovers.reap)
+    loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
     deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     launcher = LocalLauncher(deployment, commands_for(deployment, file))
-    host = UnitHost(deployment, serves, launcher, say, leftovers, sizer, migrates, movable=True)
+    host = UnitHost(deployment, serves, launcher, say, reaper, sizer, migrates, movable=True)
     process = HostProcess(host)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stop)

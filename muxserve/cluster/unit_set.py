@@ -85,10 +85,10 @@ class UnitSet:
         """The processes of all units."""
         return [part.within(self._label(name)) for name, unit in self.units.items() for part in unit.handle.parts]
 
-    def last_words(self, part: PartId) -> Said:
+    def log_tail_of(self, part: PartId) -> Said:
         """What a part of a unit wrote last."""
         unit = self.units.get(part.unit) if part.unit else next(iter(self.units.values()), None)
-        return unit.handle.last_words(part.within("")) if unit is not None else (None, ())
+        return unit.handle.log_tail_of(part.within("")) if unit is not None else (None, ())
 
     @property
     def ready(self) -> bool:

@@ -21,7 +21,7 @@ from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
 from muxserve.cluster.log_tail import Said
-from muxserve.cluster.reaper import Leftovers
+from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
 from muxserve.deployment import Deployment, UnitEntry, save
@@ -96,7 +96,7 @@ class UnitHandle(Protocol):
     def start_migrator(self) -> None:
         """Have a migrator from now on, if there is none."""
 
-    def last_words(self, part: PartId) -> Said:
+    def log_tail_of(self, part: PartId) -> Said:
         """The log of a part that says something, and its last lines."""
 
     def kill(self) -> None:
@@ -126,18 +126,18 @@ class LocalUnits:
     Args:
         commands: command lines of a unit's processes, made of its deployment and the file that has it.
         warm_parents: what forks their warm parents; None: each imports vLLM itself.
-        leftovers: collects what dead parents leave behind.
+        reaper: collects what dead parents leave behind.
     """
 
     def __init__(
         self,
         commands: Callable[[Deployment, Path], Commands],
         warm_parents: WarmParents | None,
-        leftovers: Leftovers,
+        reaper: Reaper,
     ) -> None:
         self._commands = commands
         self._warm_parents = warm_parents
-        self._leftovers = leftovers
+        self._reaper = reaper
 
     async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> LocalUnit:
         """See `UnitLauncher.start`."""
@@ -148,7 +148,7 @@ class LocalUnits:
             raise GaveUp(PartId("host"), f"cannot write to {deployment.run_dir}: {error.strerror}") from None
         launcher = LocalLauncher(deployment, self._commands(deployment, file), self._warm_parents)
         sizer = None if unit.gpu is None else PoolSizer(unit.gpu, deployment, file)
-        host = UnitHost(deployment, unit.serves, launcher, emit, self._leftovers, sizer, migrates)
+        host = UnitHost(deployment, unit.serves, launcher, emit, self._reaper, sizer, migrates)
         host.start()
         return LocalUnit(host, unit.serves)
 
@@ -208,9 +208,9 @@ class LocalUnit:
         """See `UnitHandle.start_migrator`."""
         self._host.start_migrator()
 
-    def last_words(self, part: PartId) -> Said:
-        """See `UnitHandle.last_words`."""
-        return self._host.last_words(part)
+    def log_tail_of(self, part: PartId) -> Said:
+        """See `UnitHandle.log_tail_of`."""
+        return self._host.log_tail_of(part)
 
     def kill(self) -> None:
         """See `UnitHandle.kill`."""

@@ -17,7 +17,7 @@ from muxserve.control import messages
 from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.deployment.fleet import FILE
 from muxserve.deployment.run_dir import default_base
-from muxserve.network import connect
+from muxserve.net.sockets import connect
 from placement.format import enumerate_words
 
 _LOCK = "lock"

@@ -14,7 +14,7 @@ import zmq.asyncio
 from muxserve.control import messages, rules
 from muxserve.control.changes import ChangeError, FleetControl, Tell
 from muxserve.deployment import FleetDeployment
-from muxserve.network import bind_local
+from muxserve.net.sockets import bind_local
 from placement.format import enumerate_words
 
 log = logging.getLogger(__name__)

@@ -132,8 +132,8 @@ class GatewayDeployment(msgspec.Struct, frozen=True):
 
 
 class WatchdogRules(msgspec.Struct, frozen=True):
-    """When a process whose main loop is silent (`muxserve.heartbeat`) is `suspect`, so that it gets no new work, and
-    when it counts as `hung` and is killed; seconds."""
+    """After how many seconds without a beat of its main loop (`muxserve.net.heartbeat`) a process is `suspect` and gets
+    no new work, and after how many it counts as `hung` and is killed."""
 
     suspect: float = 3.0
     hung: float = 10.0

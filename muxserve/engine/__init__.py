@@ -1,4 +1,4 @@
 """vLLM from below: engine processes that run stock `EngineCore` on the shared page pool.
 
-Everything here that relies on a vLLM internal is listed in `vllm_seam`.
+Everything here that relies on a vLLM internal is listed in `muxserve.vllm`.
 """

@@ -12,7 +12,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve import network
 from muxserve.deployment import Deployment
 from muxserve.engine.binding import Binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
@@ -22,10 +21,12 @@ from muxserve.engine.pipeline import Pipeline
 from muxserve.engine.probe import probe
 from muxserve.engine.requests import EngineRequests, internal_id
 from muxserve.engine.scheduler import PhaseScheduler
-from muxserve.heartbeat import Heartbeat, heartbeat_file
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
-from muxserve.process import IdleTrim, words
+from muxserve.net import sockets
+from muxserve.net.heartbeat import Heartbeat, heartbeat_file
+from muxserve.net.inbox import ImpossibleMessageError, Inbox
+from muxserve.net.process import IdleTrim, words
 from muxserve.wire import (
     Abort,
     Admit,
@@ -35,8 +36,6 @@ from muxserve.wire import (
     EngineHello,
     EngineLost,
     HandOver,
-    ImpossibleMessageError,
-    Inbox,
     Lease,
     Message,
     Prefilled,
@@ -133,7 +132,7 @@ class EngineLoop:
         self._unit.sndhwm = self._unit.rcvhwm = 0
         # A restarted unit scheduler knows no engine: greet it each time the connection is made.
         self._monitor = self._unit.get_monitor_socket(zmq.EVENT_CONNECTED)
-        network.connect(self._unit, deployment.unit_address)
+        sockets.connect(self._unit, deployment.unit_address)
         self._tokens = TokenSender(
             context, binding.model.name, engine=0 if binding.phase == "prefill" else 1, keys=deployment.keys
         )

@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from muxserve.deployment import Keys
-from muxserve.network import NetworkError, connect
+from muxserve.net.sockets import NetworkError, connect
 from muxserve.wire import TokensHeader, encode
 
 log = logging.getLogger(__name__)

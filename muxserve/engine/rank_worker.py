@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from muxserve.engine import binding
 from muxserve.engine.stage_clock import StageClock, StageClocks
-from muxserve.process import die_with, set_title
+from muxserve.net.process import die_with, set_title
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 from muxserve.deployment import Deployment
 from muxserve.deployment.unit import EnginePhase
 from muxserve.forks.family import Control, temporary_files_in
-from muxserve.process import words
+from muxserve.net.process import words
 
 log = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.deployment import Deployment
-from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat
-from muxserve.process import die_with, set_title
+from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat
+from muxserve.net.process import die_with, set_title
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -21,8 +21,8 @@ from typing import Any
 from muxserve.deployment import load_fleet_deployment
 from muxserve.forks import warm_parent
 from muxserve.forks.family import Control, ForkingParent
-from muxserve.heartbeat import heartbeat_file
-from muxserve.process import words
+from muxserve.net.heartbeat import heartbeat_file
+from muxserve.net.process import words
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from muxserve.deployment import Deployment
 from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
-from muxserve.heartbeat import heartbeat_file
-from muxserve.process import words
+from muxserve.net.heartbeat import heartbeat_file
+from muxserve.net.process import words
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from muxserve.deployment import Deployment, ModelDeployment, load
 from muxserve.deployment.unit import EnginePhase
 from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda
 from muxserve.gpu.sm import client_environment
-from muxserve.heartbeat import heartbeat_file
-from muxserve.process import words
+from muxserve.net.heartbeat import heartbeat_file
+from muxserve.net.process import words
 from muxserve.vllm.args import environment
 
 log = logging.getLogger(__name__)

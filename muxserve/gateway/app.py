@@ -19,7 +19,7 @@ from http import HTTPStatus
 
 from muxserve.gateway.admission import Keys, presented_key
 from muxserve.gateway.body import CLOSE, RETRY, BodyMemory, ClientGoneError, Replay, asked_by, read_body
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
@@ -62,7 +62,7 @@ class Endpoint:
         models: what is offered.
         keys: who may come in.
         priorities: the levels that requests may ask for.
-        turnstile: how many of them at once.
+        limiter: how many of them at once.
         measures: where rejections are counted.
         pages: answers of paths about the server itself, for GET.
         open_pages: those of them that need no key.
@@ -74,7 +74,7 @@ class Endpoint:
         models: Mapping[str, Served],
         keys: Keys,
         priorities: Priorities,
-        turnstile: Turnstile,
+        limiter: ConcurrencyLimiter,
         measures: Measures,
         pages: Mapping[str, Page],
         open_pages: frozenset[str],
@@ -83,7 +83,7 @@ class Endpoint:
         self.models = models
         self.keys = keys
         self.priorities = priorities
-        self._turnstile = turnstile
+        self._limiter = limiter
         self._measures = measures
         self._pages = dict(pages)
         self._open_pages = open_pages
@@ -188,7 +188,7 @@ class Endpoint:
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path in GENERATE:
-                    async with self._turnstile.turn(name, replay, asked.prompts):
+                    async with self._limiter.turn(name, replay, asked.prompts):
                         if self.ended:  # while it waited for its turn
                             raise self._shutting_down(name)
                         claim.release()  # how many are in service is bounded

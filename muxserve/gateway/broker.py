@@ -119,7 +119,7 @@ class Broker:
 
         Raises:
             zmq.ZMQError: the address for tokens cannot be bound.
-            muxserve.network.NetworkError: likewise, for units of other machines.
+            muxserve.net.sockets.NetworkError: likewise, for units of other machines.
         """
         self._tokens.start()
         self.learn(self._fleet)
@@ -128,7 +128,7 @@ class Broker:
         """The fleet has changed: link the units that are new, and leave those that are gone.
 
         Raises:
-            muxserve.network.NetworkError: a unit of another machine cannot be linked, see `start`; all others are.
+            muxserve.net.sockets.NetworkError: a unit of another machine cannot be linked, see `start`; all others are.
         """
         self._fleet = fleet
         unreachable = self._links.learn(fleet)

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.status import FleetStatus
 
 PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
@@ -78,13 +78,13 @@ Values = Mapping[tuple[str, ...], float]
 class GatewayCollector(Collector):
     """The gateway's own queues as Prometheus metrics."""
 
-    def __init__(self, status: FleetStatus, turnstile: Turnstile) -> None:
+    def __init__(self, status: FleetStatus, limiter: ConcurrencyLimiter) -> None:
         self._status = status
-        self._turnstile = turnstile
+        self._limiter = limiter
 
     def collect(self) -> Iterator[Metric]:
         # A copy: this is read in another thread, while models may come and go.
-        gates, fleet = self._turnstile.gates.copy(), self._status.fleet
+        gates, fleet = self._limiter.gates.copy(), self._status.fleet
         yield _gauge(
             "muxserve_gateway_requests_running",
             "Requests past admission at the gateway.",
@@ -98,7 +98,7 @@ class GatewayCollector(Collector):
             {(name,): gate.waiting for name, gate in gates.items()},
         )
         now = time.monotonic()
-        waits = {(name,): self._turnstile.waits[name].seconds(now) for name in gates}
+        waits = {(name,): self._limiter.waits[name].seconds(now) for name in gates}
         yield _gauge(
             "muxserve_gateway_predicted_wait_seconds",
             "Wait for its first token of a request that came now; none if nothing is known of it.",

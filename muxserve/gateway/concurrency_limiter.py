@@ -17,7 +17,7 @@ from muxserve.gateway.measure import Measures
 from muxserve.gateway.predicted_wait import PredictedWaits
 
 
-class Turnstile:
+class ConcurrencyLimiter:
     """One gate per model.
 
     Args:

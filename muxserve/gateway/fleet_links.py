@@ -11,7 +11,7 @@ import zmq
 from muxserve.deployment import FleetDeployment, UnitEntry
 from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.tokens import TokensSocket
-from muxserve.network import NetworkError
+from muxserve.net.sockets import NetworkError
 from muxserve.wire import Message
 
 log = logging.getLogger(__name__)

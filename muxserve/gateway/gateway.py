@@ -17,7 +17,7 @@ from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.collector import FleetCollector, GatewayCollector
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.grammar_compiler import Started
 from muxserve.gateway.grammars import Grammars
 from muxserve.gateway.measure import Measures
@@ -29,7 +29,7 @@ from muxserve.gateway.served_models import Offered
 from muxserve.gateway.status import FleetStatus
 from muxserve.gateway.status_routes import Pages
 from muxserve.gateway.vllm_metrics import Merged
-from muxserve.network import NetworkError
+from muxserve.net.sockets import NetworkError
 from muxserve.vllm.pin import VLLM_VERSION
 
 log = logging.getLogger(__name__)
@@ -54,11 +54,11 @@ class Gateway:
         self.measures = Measures(fleet.models, self.registry)
         waits = PredictedWaits()
         self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures, waits)
-        self.turnstile = Turnstile(fleet.models, index, fleet.gateway.count, self.measures, waits)
+        self.limiter = ConcurrencyLimiter(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
-        self.reports = Reports(self.status, index, self.turnstile)
+        self.reports = Reports(self.status, index, self.limiter)
         self.grammars = Grammars(fleet.gateway.grammars, compilers)
-        self.offered = Offered(self.broker, self.turnstile, self.grammars, self._has_left)
+        self.offered = Offered(self.broker, self.limiter, self.grammars, self._has_left)
         self._endpoint: Endpoint | None = None
         self._changed = asyncio.Event()
         self._to_offer = asyncio.Event()
@@ -72,7 +72,7 @@ class Gateway:
         await self.offered.build(self.fleet.models)
         seam.settle()
         process = Merged(lambda: [REGISTRY], GLOBAL_METRICS)
-        queues, fleet = GatewayCollector(self.status, self.turnstile), FleetCollector(self.status)
+        queues, fleet = GatewayCollector(self.status, self.limiter), FleetCollector(self.status)
 
         def own() -> list[Collector]:
             return [self.registry, queues, *self.offered.registries(), process]
@@ -86,7 +86,7 @@ class Gateway:
             models=self.offered.models,
             keys=Keys(self.fleet.gateway.api_keys, self.fleet.key_levels),
             priorities=Priorities(self.fleet.priority_levels()),
-            turnstile=self.turnstile,
+            limiter=self.limiter,
             measures=self.measures,
             pages=pages.table(),
             open_pages=pages.OPEN,
@@ -128,7 +128,7 @@ class Gateway:
         self.fleet = fleet
         self._withdraw_outdated()
         for model in fleet.models:
-            self.turnstile.add(model)
+            self.limiter.add(model)
             self.measures.add(model)
         self._endpoint.keys = Keys(fleet.gateway.api_keys, fleet.key_levels)
         self._endpoint.priorities = Priorities(fleet.priority_levels())
@@ -170,7 +170,7 @@ class Gateway:
     def _has_left(self) -> None:
         """The last request of a model that was withdrawn has ended. It may be offered again by now."""
         for model in self.fleet.models:
-            self.turnstile.add(model)
+            self.limiter.add(model)
         self._to_offer.set()
 
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from muxserve.deployment import ModelDeployment
 from muxserve.gateway.grammar_messages import Command, Compile, Compiled, Drop, Frames, command, frame, result
-from muxserve.process import die_with, set_title
+from muxserve.net.process import die_with, set_title
 
 if TYPE_CHECKING:
     from muxserve.gateway.grammar_check import Checker

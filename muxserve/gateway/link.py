@@ -15,8 +15,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from muxserve.deployment import Keys
 from muxserve.gateway.reader import Reader
-from muxserve.network import connect
-from muxserve.wire import GatewayHello, Inbox, Message, UnitHello, decode, encode
+from muxserve.net.inbox import Inbox
+from muxserve.net.sockets import connect
+from muxserve.wire import GatewayHello, Message, UnitHello, decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from muxserve.deployment import FleetDeployment, load_fleet_deployment
-from muxserve.network import NetworkError
+from muxserve.net.sockets import NetworkError
 
 BAD_INPUT = 2
 

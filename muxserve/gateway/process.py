@@ -23,7 +23,7 @@ from muxserve.gateway.app import Endpoint
 from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.peers import bind_beside
 from muxserve.gateway.protocol import GuardedProtocol
-from muxserve.heartbeat import Heartbeat, heartbeat_file
+from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.vllm import gateway_internals
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class Drain:
         if self._task is None:
             self._endpoint.draining = self._gateway.reports.draining = True
             self._endpoint.refusing = not self._beside
-            log.info("draining: %d requests in service or waiting", self._gateway.turnstile.occupied)
+            log.info("draining: %d requests in service or waiting", self._gateway.limiter.occupied)
             self._task = asyncio.ensure_future(self._drain())
         else:
             self._end(at_once=True)
@@ -237,12 +237,12 @@ class Drain:
     async def _drain(self) -> None:
         if self._beside:
             await self._server.stop_listening()
-        empty = self._gateway.turnstile.empty
+        empty = self._gateway.limiter.empty
         try:
             await asyncio.wait_for(empty(), self._seconds)
         except TimeoutError:
-            turnstile, broker = self._gateway.turnstile, self._gateway.broker
-            log.warning("%d requests did not finish within %.0f s", turnstile.occupied, self._seconds)
+            limiter, broker = self._gateway.limiter, self._gateway.broker
+            log.warning("%d requests did not finish within %.0f s", limiter.occupied, self._seconds)
             self._endpoint.ended = True
             broker.end_all("the server shut down before the request was finished")
             with contextlib.suppress(TimeoutError):

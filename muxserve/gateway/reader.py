@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import zmq
 
-from muxserve.wire import AnyMessage, Inbox
+from muxserve.net.inbox import Inbox
+from muxserve.wire import AnyMessage
 
 # Messages taken from one socket before others get their turn.
 BATCH = 64

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 
 from muxserve.deployment import ModelDeployment
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.status import FleetStatus, UnitStatus
 
 
 class Reports:
     """What one gateway says about itself and the fleet."""
 
-    def __init__(self, status: FleetStatus, index: int, turnstile: Turnstile) -> None:
+    def __init__(self, status: FleetStatus, index: int, limiter: ConcurrencyLimiter) -> None:
         self._status = status
         self._index = index
-        self._turnstile = turnstile
+        self._limiter = limiter
         self._started = time.monotonic()
         self.draining = False
 
@@ -50,7 +50,7 @@ class Reports:
     def _health_of(self, name: str) -> dict[str, object]:
         status = self._status
         replicas = status.replicas(name)
-        gate = self._turnstile.gates[name]
+        gate = self._limiter.gates[name]
         return {
             "status": self._word(name),
             **self._trouble(name),
@@ -135,7 +135,7 @@ class Reports:
 
     def _model(self, model: ModelDeployment) -> dict[str, object]:
         status = self._status
-        gate, waits = self._turnstile.gates[model.name], self._turnstile.waits[model.name]
+        gate, waits = self._limiter.gates[model.name], self._limiter.waits[model.name]
         wait = waits.seconds(time.monotonic())
         return {
             "name": model.name,

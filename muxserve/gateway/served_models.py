@@ -12,7 +12,7 @@ from muxserve.deployment import ModelDeployment
 from muxserve.gateway import seam
 from muxserve.gateway.app import Served
 from muxserve.gateway.broker import Broker
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.grammars import Grammars
 
@@ -24,7 +24,7 @@ class Offered:
 
     Args:
         broker: what they send requests to.
-        turnstile: says when a model's last request has ended.
+        limiter: says when a model's last request has ended.
         grammars: checks what structured outputs ask for.
         left: called when one that was withdrawn is gone.
     """
@@ -32,13 +32,13 @@ class Offered:
     def __init__(
         self,
         broker: Broker,
-        turnstile: Turnstile,
+        limiter: ConcurrencyLimiter,
         grammars: Grammars,
         left: Callable[[], None],
     ) -> None:
         self.models: dict[str, Served] = {}
         self._broker = broker
-        self._turnstile = turnstile
+        self._limiter = limiter
         self._grammars = grammars
         self._left = left
         self._front_ends: dict[str, seam.ModelFrontEnd] = {}
@@ -88,7 +88,7 @@ class Offered:
 
     async def _leave(self, model: str) -> None:
         try:
-            await self._turnstile.remove(model)
+            await self._limiter.remove(model)
         finally:
             del self._leaving[model]
             self._broker.detach(model)

@@ -10,8 +10,9 @@ import zmq
 
 from muxserve.deployment import Keys
 from muxserve.gateway.reader import Reader
-from muxserve.network import bind_local, bind_tcp, tcp_address
-from muxserve.wire import Inbox, TokensHeader, decode
+from muxserve.net.inbox import Inbox
+from muxserve.net.sockets import bind_local, bind_tcp, tcp_address
+from muxserve.wire import TokensHeader, decode
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class TokensSocket:
 
         Raises:
             zmq.ZMQError: the address cannot be bound.
-            muxserve.network.NetworkError: the run's secret cannot be read.
+            muxserve.net.sockets.NetworkError: the run's secret cannot be read.
         """
         self._socket = self._context.socket(zmq.PULL)
         self._socket.rcvhwm = 0
@@ -59,7 +60,7 @@ class TokensSocket:
         """Let engines of other machines in as well; the address under which they reach it.
 
         Raises:
-            muxserve.network.NetworkError: `host` is no address of this machine.
+            muxserve.net.sockets.NetworkError: `host` is no address of this machine.
         """
         if not self.tcp_address:
             assert self._socket is not None

@@ -1,7 +1,7 @@
 """Messages in, messages out: the global scheduler without its sockets and clock.
 
-`handle` takes a message and the time, `turn` returns what is to be sent. One `Desk` per model decides; here is which
-units are alive, who is asked what, and what the fleet file says.
+`handle` takes a message and the time, `turn` returns what is to be sent. One `ModelSchedulerBase` per model decides;
+here is which units are alive, who is asked what, and what the fleet file says.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass, field
 
 from muxserve.deployment import FleetDeployment, UnitEntry
-from muxserve.global_scheduler.model_scheduler import ModelDesk
-from muxserve.global_scheduler.model_scheduler_base import Desk, Rules
+from muxserve.global_scheduler.model_scheduler import ModelScheduler
+from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Client, Outbox, Peer, Unit
-from muxserve.global_scheduler.rolling_scheduler import RollingDesk
-from muxserve.network import tcp_address
+from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
+from muxserve.net.sockets import tcp_address
 from muxserve.wire import (
     ControllerHello,
     DrainReplicas,
@@ -68,7 +68,7 @@ class SchedulerCore:
         self.epoch = epoch
         self.fleet = fleet
         self._out = Outbox()
-        self._desks: dict[str, Desk] = {}
+        self._model_schedulers: dict[str, ModelSchedulerBase] = {}
         self._units: dict[str, UnitSeen] = {}
         self._entries: dict[str, UnitEntry] = {}
         self._unknown: list[tuple[float, bytes, Place]] = []
@@ -94,9 +94,9 @@ class SchedulerCore:
                 log.info("the controller is here")
                 self._out.controller_is(identity)
             case Client(), StartFailed():
-                desk = self._desks.get(message.model)
-                if desk is not None:
-                    desk.start_failed(message.reason, now)
+                model_scheduler = self._model_schedulers.get(message.model)
+                if model_scheduler is not None:
+                    model_scheduler.start_failed(message.reason, now)
             case Client(), DrainReplicas():
                 self._drain(message, now)
             case Client(identity), StateRequest():
@@ -110,9 +110,11 @@ class SchedulerCore:
             self._tick_at = now + TICK_SECONDS
             self._round(now)
         elif now >= self._due_at:
-            for desk in self._desks.values():
-                desk.hurry(now)
-        self._due_at = min((desk.due(now) for desk in self._desks.values()), default=math.inf)
+            for model_scheduler in self._model_schedulers.values():
+                model_scheduler.hurry(now)
+        self._due_at = min(
+            (model_scheduler.due(now) for model_scheduler in self._model_schedulers.values()), default=math.inf
+        )
         return self._out.take()
 
     def wakeup(self) -> float:
@@ -130,8 +132,8 @@ class SchedulerCore:
         """A message could not be sent, since there is nobody of that identity."""
         if isinstance(peer, Client):
             self._out.returned(peer.identity, message)
-            for desk in self._desks.values():
-                desk.forget(peer.identity)
+            for model_scheduler in self._model_schedulers.values():
+                model_scheduler.forget(peer.identity)
 
     def change(self, fleet: FleetDeployment, now: float) -> None:
         """The controller has written another fleet file: units and models have come, gone or changed.
@@ -151,25 +153,25 @@ class SchedulerCore:
             # What it has reported of these models was of no interest until now.
             if self._units[name].up and set(self._entries[name].serves) - set(before[name].serves):
                 self._out.to_unit(name, SchedulerHello(self.epoch))
-        for name in self._desks.keys() - rules.keys():
-            self._desks.pop(name).close()
+        for name in self._model_schedulers.keys() - rules.keys():
+            self._model_schedulers.pop(name).close()
         for name in sorted(rules):
             serves = [unit.name for unit in fleet.replicas(name)]
-            before_it = self._desks.get(name)
+            before_it = self._model_schedulers.get(name)
             if before_it is not None and (before_it.rules.rolling is None) == (rules[name].rolling is None):
                 before_it.change(rules[name], serves, now)
                 continue
             if rules[name].rolling is None:
-                desk: Desk = ModelDesk(name, rules[name], serves, self._out)
+                model_scheduler: ModelSchedulerBase = ModelScheduler(name, rules[name], serves, self._out)
             else:
-                desk = RollingDesk(name, rules[name], serves, self._out, self.epoch, now)
-            self._desks[name] = desk
+                model_scheduler = RollingModelScheduler(name, rules[name], serves, self._out, self.epoch, now)
+            self._model_schedulers[name] = model_scheduler
             if before_it is not None:
                 # It is told of the replicas anew; who waits goes on waiting.
                 for unit in serves:
                     if self._units[unit].up:
                         self._out.to_unit(unit, SchedulerHello(self.epoch))
-                desk.take_over(before_it, now)
+                model_scheduler.take_over(before_it, now)
         self._suspect(suspected, now)
         waiting, self._unknown = self._unknown, []
         for until, peer, place in waiting:
@@ -183,10 +185,10 @@ class SchedulerCore:
         suspects = self._suspects()
         for unit, model in suspects - before:
             seen = self._units.get(unit)
-            if seen is not None and model in seen.models and model in self._desks:
+            if seen is not None and model in seen.models and model in self._model_schedulers:
                 log.warning("%s in %s gives no sign of life", model, unit)
                 seen.models.discard(model)
-                self._desks[model].gone(unit, now)
+                self._model_schedulers[model].gone(unit, now)
         for unit in {unit for unit, _ in before - suspects}:
             if unit in self._units and self._units[unit].up:
                 self._out.to_unit(unit, SchedulerHello(self.epoch))
@@ -201,8 +203,8 @@ class SchedulerCore:
         for rolling in fleet.rolling.values():
             _ = rolling.objectives, rolling.bounds
         # Levels that are equal are one object: what they have worked out is kept, and nothing is built anew.
-        for desk in self._desks.values():
-            known = desk.rules.levels
+        for model_scheduler in self._model_schedulers.values():
+            known = model_scheduler.rules.levels
             if [*known] == [*levels] and known.default == levels.default:
                 levels = known
                 break
@@ -218,7 +220,9 @@ class SchedulerCore:
             "generation": self.fleet.generation,
             "uptime_seconds": now - self._started,
             "units": {name: {"up": seen.up, "epoch": seen.epoch} for name, seen in sorted(self._units.items())},
-            "models": {name: desk.state(now) for name, desk in sorted(self._desks.items())},
+            "models": {
+                name: model_scheduler.state(now) for name, model_scheduler in sorted(self._model_schedulers.items())
+            },
         }
 
     # ------------------------------------------------------------ units
@@ -232,23 +236,27 @@ class SchedulerCore:
         models = {
             name
             for name in self._entries[unit].serves
-            if name in loads and name in self._desks and not self.fleet.is_suspect(unit, name)
+            if name in loads and name in self._model_schedulers and not self.fleet.is_suspect(unit, name)
         }
         for name in seen.models - models:
-            if name in self._desks:
-                self._desks[name].gone(unit, now)
+            if name in self._model_schedulers:
+                self._model_schedulers[name].gone(unit, now)
         seen.models = models
         for name in models:
-            self._desks[name].report(unit, loads[name], now)
+            self._model_schedulers[name].report(unit, loads[name], now)
 
     def _rolled(self, unit: str, message: RollingReport, now: float) -> None:
         seen = self._heard(unit, message, now)
-        desk = self._desks.get(message.model)
-        if seen is None or not isinstance(desk, RollingDesk) or self.fleet.is_suspect(unit, message.model):
+        model_scheduler = self._model_schedulers.get(message.model)
+        if (
+            seen is None
+            or not isinstance(model_scheduler, RollingModelScheduler)
+            or self.fleet.is_suspect(unit, message.model)
+        ):
             return
         if message.model in self._entries[unit].serves:
             seen.models.add(message.model)
-            desk.rolled(unit, message, now)
+            model_scheduler.rolled(unit, message, now)
 
     def _heard(self, unit: str, message: Loads | RollingReport, now: float) -> UnitSeen | None:
         """A unit is there; None: what it says is not of interest."""
@@ -270,29 +278,31 @@ class SchedulerCore:
         seen.up = False
         models, seen.models = seen.models, set()
         for name in models:
-            if name in self._desks:
-                self._desks[name].gone(unit, now)
+            if name in self._model_schedulers:
+                self._model_schedulers[name].gone(unit, now)
 
     def _drain(self, message: DrainReplicas, now: float) -> None:
         for name in message.models:
-            desk = self._desks.get(name)
-            if desk is None:
+            model_scheduler = self._model_schedulers.get(name)
+            if model_scheduler is None:
                 self._out.to_controller(StopReplica(name, message.unit))
             else:
-                desk.drain(message.unit, now)
+                model_scheduler.drain(message.unit, now)
 
     # ------------------------------------------------------------ requests
 
     def _place(self, peer: bytes, message: Place, now: float, until: float | None = None) -> None:
-        desk = self._desks.get(message.model)
-        if desk is not None:
-            desk.place(peer, message, now)
+        model_scheduler = self._model_schedulers.get(message.model)
+        if model_scheduler is not None:
+            model_scheduler.place(peer, message, now)
         else:
             self._unknown.append((now + UNKNOWN_MODEL_SECONDS if until is None else until, peer, message))
 
     def _unplace(self, peer: bytes, message: Unplace) -> None:
         for request_id in message.request_ids:
-            if not any(desk.unplace(peer, request_id) for desk in self._desks.values()):
+            if not any(
+                model_scheduler.unplace(peer, request_id) for model_scheduler in self._model_schedulers.values()
+            ):
                 self._unknown = [u for u in self._unknown if (u[1], u[2].request_id) != (peer, request_id)]
 
     # ------------------------------------------------------------ rounds
@@ -307,12 +317,12 @@ class SchedulerCore:
             # It may have forgotten us.
             seen.heard_at = now
             self._out.to_unit(name, SchedulerHello(self.epoch))
-        for desk in self._desks.values():
-            desk.tick(now)
-            for source, destination, load in desk.pairs():
+        for model_scheduler in self._model_schedulers.values():
+            model_scheduler.tick(now)
+            for source, destination, load in model_scheduler.pairs():
                 address = self._migrator(source, destination)
                 if address:
-                    self._out.to_unit(source, Paired(desk.model, destination, address, load))
+                    self._out.to_unit(source, Paired(model_scheduler.model, destination, address, load))
         if self._unknown:
             for until, peer, place in self._unknown:
                 if now >= until:

@@ -13,8 +13,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve import network
 from muxserve.deployment import Keys, UnitEntry
+from muxserve.net import sockets
 from muxserve.wire import Message, SchedulerHello, encode
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class UnitSocket:
         """Open it.
 
         Raises:
-            network.NetworkError: the address needs keys, and there are none.
+            sockets.NetworkError: the address needs keys, and there are none.
             zmq.ZMQError: it is no address.
         """
         self.address = address
@@ -48,7 +48,7 @@ class UnitSocket:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         name = f"inproc://unit-{id(self):x}-{self._opened}"
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, name)
-        network.connect(self.socket, self.address, self.keys)
+        sockets.connect(self.socket, self.address, self.keys)
         self.socket.send(encode(SchedulerHello(self._epoch)), zmq.NOBLOCK)
 
     def ended(self) -> bool:
@@ -99,7 +99,7 @@ class UnitSockets:
         for name in wanted.keys() - self._links.keys():
             try:
                 self._links[name] = UnitSocket(self._context, self._epoch, wanted[name], keys)
-            except (network.NetworkError, zmq.ZMQError) as error:
+            except (sockets.NetworkError, zmq.ZMQError) as error:
                 log.error("unit %s cannot be reached: %s", name, error)
             else:
                 self._watch(name)

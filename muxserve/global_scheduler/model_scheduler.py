@@ -1,5 +1,5 @@
-"""One model: its pure `GlobalScheduler`, and what the live fleet adds to it: besides what every desk has, what was sent
-to a unit so lately that its report cannot tell of it yet.
+"""One model: its pure `GlobalScheduler`, and what the live fleet adds to it: besides what every model has, what was
+sent to a unit so lately that its report cannot tell of it yet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from muxserve.global_scheduler.loads import as_load
-from muxserve.global_scheduler.model_scheduler_base import Asker, Desk, Rules
+from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.decisions import Decision, Dispatch, Drain, Pair, Refuse, Resume, Start, Stop, Unpair
 from muxserve.replicas.dispatch import NewRequest
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.03
 
 
-class ModelDesk(Desk):
+class ModelScheduler(ModelSchedulerBase):
     """A model whose requests go to the freest replica."""
 
     def __init__(self, model: str, rules: Rules, serves: Iterable[str], out: Outbox) -> None:
@@ -82,7 +82,7 @@ class ModelDesk(Desk):
     # ------------------------------------------------------------ requests
 
     def place(self, peer: bytes, place: Place, now: float) -> None:
-        """See `Desk`."""
+        """See `ModelSchedulerBase`."""
         key = _key(peer, place.request_id)
         request = NewRequest(key, place.demand, place.arrival, place.scheduling, place.execution)
         self._askers[key] = Asker(peer, place, now)
@@ -95,7 +95,7 @@ class ModelDesk(Desk):
         self._carry_out(decisions, now)
 
     def unplace(self, peer: bytes, request_id: str) -> bool:
-        """See `Desk`."""
+        """See `ModelSchedulerBase`."""
         key = _key(peer, request_id)
         return self._askers.pop(key, None) is not None and self._withdraw(key)
 
@@ -109,12 +109,12 @@ class ModelDesk(Desk):
         self._carry_out(self._scheduler.tick(now), now)
 
     def pairs(self) -> list[tuple[str, str, Load]]:
-        """See `Desk`."""
+        """See `ModelSchedulerBase`."""
         up = self._up
         return [(s, d, as_load(up[d].load)) for s, d in self._scheduler.pairs.items() if s in up and d in up]
 
     def state(self, now: float) -> dict[str, object]:
-        """See `Desk`."""
+        """See `ModelSchedulerBase`."""
         replicas: dict[str, object] = {}
         for unit, replica in sorted(self._up.items()):
             load = replica.load

@@ -1,4 +1,4 @@
-"""What the desk of every model has, by whatever policy its requests are placed.
+"""What the scheduler of every model has, by whatever policy its requests are placed.
 
 Replicas are named by their units. What no policy can know is kept here: who waits for an answer, which replicas the
 controller is starting and stopping, and what an operator wants drained.
@@ -60,7 +60,7 @@ class Asker:
     since: float
 
 
-class Desk(ABC):
+class ModelSchedulerBase(ABC):
     """Events of one model in, messages out.
 
     Args:
@@ -151,9 +151,9 @@ class Desk(ABC):
             self._rules_changed(now)
         self._dispatch(now)
 
-    def take_over(self, before: Desk, now: float) -> None:
-        """The model's requests are placed by another policy from now on: go on with those that wait at the desk that
-        there was, and with what the controller has been told and wants."""
+    def take_over(self, before: ModelSchedulerBase, now: float) -> None:
+        """The model's requests are placed by another policy from now on: go on with those that wait at the one
+        before, and with what the controller has been told and wants."""
         self.asked = max(0, before.asked - len(self.serves - before.serves))
         self._leaving = before._leaving & self.serves
         self._stopping = before._stopping & self.serves

@@ -19,14 +19,15 @@ from typing import Any
 import msgspec
 import zmq
 
-from muxserve import network
 from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.links import UnitSockets
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
-from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
-from muxserve.process import Signals, die_with_parent, log_to_stderr
-from muxserve.wire import Inbox, decode, encode
+from muxserve.net import sockets
+from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
+from muxserve.net.inbox import Inbox
+from muxserve.net.process import Signals, die_with_parent, log_to_stderr
+from muxserve.wire import decode, encode
 
 log = logging.getLogger("muxserve.global_scheduler")
 
@@ -61,7 +62,7 @@ class Server:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._poller = zmq.Poller()
-        network.bind_local(self._router, fleet.scheduler_address)
+        sockets.bind_local(self._router, fleet.scheduler_address)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(signals.fileno(), zmq.POLLIN)
         self._units = UnitSockets(self._context, self._poller, epoch, self._gone)
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"{options.fleet}: {error}", file=sys.stderr)
         return 2
-    except (zmq.ZMQError, network.NetworkError) as error:
+    except (zmq.ZMQError, sockets.NetworkError) as error:
         print(f"cannot listen on {fleet.scheduler_address}: {error}", file=sys.stderr)
         return 3
     try:

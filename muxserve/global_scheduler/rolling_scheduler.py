@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from muxserve.global_scheduler.loads import as_load
-from muxserve.global_scheduler.model_scheduler_base import Asker, Desk, Rules
+from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.global_scheduler.rolling_moves import Moves
 from muxserve.global_scheduler.rolling_scaler import RollingScaler
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 # The members of one model's macro instances, by its units.
 #
 # Members are what units report (`rolling_state`), and what was sent there since: a request counts with its member from
-# the answer to the gateway on, and is forgotten if the unit does not name it soon. A unit that has reported its load but
+# the answer to the gateway on, and is forgotten if the unit does not name it soon. A unit that has told its load but
 # not its requests is no member yet; it is asked.
 
 # From the answer to a gateway until the unit has named the request; after this long it will not come.
@@ -84,8 +84,8 @@ DOUBT_SECONDS = 3.0
 ASK_SECONDS = 1.0
 
 
-class RollingMembers(Desk):
-    """The part of a `RollingDesk` that has to do with replicas.
+class RollingMembers(ModelSchedulerBase):
+    """The part of a `RollingModelScheduler` that has to do with replicas.
 
     Args:
         epoch: this process, for units that are asked for their requests.
@@ -186,7 +186,7 @@ class RollingMembers(Desk):
             self._ask(unit, now)
 
     def gone(self, unit: str, now: float) -> None:
-        """See `Desk`."""
+        """See `ModelSchedulerBase`."""
         self._apart.pop(unit, None)
         super().gone(unit, now)
 
@@ -255,7 +255,7 @@ class RollingMembers(Desk):
             self._scaler.forget(keys)
 
 
-class RollingDesk(RollingMembers):
+class RollingModelScheduler(RollingMembers):
     """A model whose requests go to the replica whose prefill window is open.
 
     Args and raises: see `RollingMembers`.
@@ -284,7 +284,7 @@ class RollingDesk(RollingMembers):
     # ------------------------------------------------------------ requests
 
     def place(self, peer: bytes, place: Place, now: float) -> None:
-        """See `Desk`."""
+        """See `ModelSchedulerBase`."""
         key = place.request_id
         if self._placements.unit(key) in self._scheduler.members:
             # The answer may have been lost.
@@ -301,7 +301,7 @@ class RollingDesk(RollingMembers):
             self._wake(now)
 
     def unplace(self, peer: bytes, request_id: str) -> bool:
-        """See `Desk`. Where it was sent it counts until the unit has not named it in time."""
+        """See `ModelSchedulerBase`. Where it was sent it counts until the unit has not named it in time."""
         asker = self._askers.get(request_id)
         if asker is None or asker.peer != peer:
             return False
@@ -370,7 +370,7 @@ class RollingDesk(RollingMembers):
         self._deliver(self._scheduler.retry(now), now)
 
     def due(self, now: float) -> float:
-        """See `Desk`. Whose last moment has passed has been tried, and waits for memory."""
+        """See `ModelSchedulerBase`. Whose last moment has passed has been tried, and waits for memory."""
         due = self._scheduler.due(now)
         return math.inf if due is None or due <= now else due
 
@@ -456,8 +456,8 @@ class RollingDesk(RollingMembers):
     # ------------------------------------------------------------ what others see
 
     def pairs(self) -> list[tuple[str, str, Load]]:
-        """See `Desk`. Only who is drained gives requests away, its decodes; what is promised at the other one is taken,
-        as it is for requests that are sent there."""
+        """See `ModelSchedulerBase`. Only who is drained gives requests away, its decodes; what is promised at the other
+        one is taken, as it is for requests that are sent there."""
         up, found = self._up, []
         for source, destination in self._moves.pairs.items():
             member = self._scheduler.members.get(destination)
@@ -468,7 +468,7 @@ class RollingDesk(RollingMembers):
         return found
 
     def state(self, now: float) -> dict[str, object]:
-        """See `Desk`."""
+        """See `ModelSchedulerBase`."""
         replicas: dict[str, object] = {}
         for unit, replica in sorted(self._up.items()):
             replicas[unit] = show(replica.load, self._member(unit), self._rolling.spared, now)

@@ -138,7 +138,7 @@ class MpsServer:
         daemon.wait()
         self._daemon = None
 
-    def last_words(self) -> str:
+    def log_tail_of(self) -> str:
         """The last line of the daemon's or the server's log."""
         for name in ("server.log", "control.log"):
             with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class MpsServer:
             status = self._daemon.poll()
             if status is not None or time.monotonic() > deadline:
                 ended = f"ended with status {status}" if status is not None else f"{failing} within {seconds:.0f} s"
-                words = self.last_words()
+                words = self.log_tail_of()
                 raise MpsError(f"the MPS control daemon {ended}" + (f": {words}" if words else ""))
             time.sleep(0.05)
 
@@ -262,7 +262,7 @@ def main() -> int:
         print(error, file=sys.stderr, flush=True)
         return 1
     if ended:
-        print(ended, server.last_words(), sep=": ", file=sys.stderr, flush=True)
+        print(ended, server.log_tail_of(), sep=": ", file=sys.stderr, flush=True)
     return 1 if ended else 0
 
 

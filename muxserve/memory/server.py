@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from muxserve.deployment import Deployment
-from muxserve.heartbeat import heartbeat_file
 from muxserve.memory import _native
+from muxserve.net.heartbeat import heartbeat_file
 
 _SHARED_MEMORY = Path("/dev/shm")
 BINARY = "muxserve-memory-manager"

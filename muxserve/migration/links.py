@@ -12,10 +12,11 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve import network
 from muxserve.deployment import Deployment, Keys
 from muxserve.migration.tasks import Buffer
-from muxserve.wire import AnyMessage, Inbox, Message, MigratorHello, encode
+from muxserve.net import sockets
+from muxserve.net.inbox import Inbox
+from muxserve.wire import AnyMessage, Message, MigratorHello, encode
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class UnitLink:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.monitor: Socket = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        network.connect(self.socket, address)
+        sockets.connect(self.socket, address)
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
 
@@ -116,7 +117,7 @@ class PeerLinks:
                 link = self._open(address)
             frames: list[Any] = [encode(message)] if pages is None else [encode(message), pages]
             link[0].send_multipart(frames, zmq.NOBLOCK, copy=pages is None)
-        except (network.NetworkError, zmq.ZMQError) as error:
+        except (sockets.NetworkError, zmq.ZMQError) as error:
             self.failed.setdefault(address, str(error))
         self._used_at[address] = time.monotonic()
 
@@ -164,7 +165,7 @@ class PeerLinks:
         self._by_address[address] = socket, monitor
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
-        network.connect(socket, address, self._keys)
+        sockets.connect(socket, address, self._keys)
         return socket, monitor
 
     def _shut(self, address: str) -> None:
@@ -184,7 +185,7 @@ class Doorway:
         """Bind it.
 
         Raises:
-            network.NetworkError: the TCP address cannot be listened on.
+            sockets.NetworkError: the TCP address cannot be listened on.
             zmq.ZMQError: the Unix socket cannot be.
         """
         self._inbox = inbox
@@ -194,9 +195,9 @@ class Doorway:
         # One that is gone is found out when it is answered.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        network.bind_local(self.socket, deployment.migrator_address)
+        sockets.bind_local(self.socket, deployment.migrator_address)
         if deployment.listen is not None and deployment.keys is not None:
-            network.bind_tcp(self.socket, deployment.listen.host, deployment.listen.migrator_port, deployment.keys)
+            sockets.bind_tcp(self.socket, deployment.listen.host, deployment.listen.migrator_port, deployment.keys)
         poller.register(self.socket, zmq.POLLIN)
 
     def messages(self) -> Iterator[tuple[bytes, AnyMessage, Buffer | None]]:

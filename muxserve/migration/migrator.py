@@ -12,7 +12,6 @@ from typing import Any
 import zmq
 
 from muxserve.deployment import Deployment
-from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.migration.bandwidth import TokenBucket
 from muxserve.migration.copy_executor import Hands, Worker
 from muxserve.migration.incoming import Incoming
@@ -22,19 +21,11 @@ from muxserve.migration.outgoing import Outgoing
 from muxserve.migration.pages import MakePages, shapes_of
 from muxserve.migration.remote_pools import Neighbours
 from muxserve.migration.tasks import CopyOver, Outcome, Task, Tidy, Write
-from muxserve.network import machine_id
-from muxserve.process import Signals
-from muxserve.wire import (
-    Inbox,
-    Message,
-    MigratorHello,
-    MoveAbort,
-    MoveCommit,
-    MoveStage,
-    Reset,
-    TakenOver,
-    decode,
-)
+from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
+from muxserve.net.inbox import Inbox
+from muxserve.net.process import Signals
+from muxserve.net.sockets import machine_id
+from muxserve.wire import Message, MigratorHello, MoveAbort, MoveCommit, MoveStage, Reset, TakenOver, decode
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +43,7 @@ class Migrator:
         machine: other than this machine's id only to have everything sent as if to another one.
 
     Raises:
-        network.NetworkError, zmq.ZMQError: an address cannot be listened on.
+        NetworkError, zmq.ZMQError: an address cannot be listened on.
     """
 
     def __init__(self, deployment: Deployment, make_pages: MakePages, machine: str = "") -> None:

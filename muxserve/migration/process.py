@@ -17,8 +17,8 @@ from muxserve import deployment as deployments
 from muxserve.deployment import Deployment
 from muxserve.migration.migrator import Migrator
 from muxserve.migration.pages import HostPages, MakePages
-from muxserve.network import NetworkError
-from muxserve.process import Signals, die_with_parent, log_to_stderr
+from muxserve.net.process import Signals, die_with_parent, log_to_stderr
+from muxserve.net.sockets import NetworkError
 
 # For tests: what this process takes its machine to be.
 MACHINE = "MUXSERVE_MACHINE"

@@ -14,7 +14,8 @@ import zmq.asyncio
 
 from muxserve import wire
 from muxserve.deployment import Deployment
-from muxserve.network import bind_local
+from muxserve.net.inbox import Inbox
+from muxserve.net.sockets import bind_local
 from muxserve.profiling.contention import Waiting
 from muxserve.profiling.family import StartError
 
@@ -97,7 +98,7 @@ class Player:
             for model in deployment.models
             for phase in ("prefill", "decode")
         }
-        self._inbox = wire.Inbox(log, wire.decode)
+        self._inbox = Inbox(log, wire.decode)
         self._numbers = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._engines: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)

@@ -6,23 +6,23 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.types import QueuedRequest
 from muxserve.unit.outbox import Outbox
-from muxserve.unit.request_table import Held, RequestDesk, pages_for
+from muxserve.unit.request_table import RequestEntry, UnitRequestTable, pages_for
 from muxserve.wire import TakeOver, TookOver
 
 
 class Arrivals:
     """Takes requests over, or says why not."""
 
-    def __init__(self, ledger: UnitLedger, policy: Policy, desk: RequestDesk, out: Outbox) -> None:
+    def __init__(self, ledger: UnitLedger, policy: Policy, request_table: UnitRequestTable, out: Outbox) -> None:
         self._ledger = ledger
         self._policy = policy
-        self._desk = desk
+        self._request_table = request_table
         self._out = out
 
     def take_over(self, message: TakeOver, now: float) -> str:
         """A request comes from another unit with its KV, under a hand-off. Returns why not, or nothing."""
-        request, desk = message.request, self._desk
-        address = next((a for a, g in desk.gateways.items() if g.epoch == request.gateway_epoch), None)
+        request, request_table = message.request, self._request_table
+        address = next((a for a, g in request_table.gateways.items() if g.epoch == request.gateway_epoch), None)
         if address is None:
             return f"its gateway {request.gateway_epoch} is not known here"
         model = self._ledger.by_name.get(request.model)
@@ -34,12 +34,12 @@ class Arrivals:
         most = request.prompt_tokens + max(request.max_tokens, done + 1) - 1
         if pages_for(model, most) > self._policy.capacity(model):
             return f"it can grow to {most} tokens, for which there is no room here"
-        known = desk.held.get(request.request_id)
+        known = request_table.held.get(request.request_id)
         if known is not None:
             if known.attempt >= request.attempt:
                 return "it is here already"
-            desk.drop([request.request_id], now)
-        desk.held[request.request_id] = Held(
+            request_table.drop([request.request_id], now)
+        request_table.held[request.request_id] = RequestEntry(
             address,
             request.attempt,
             request.body,

@@ -13,7 +13,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.outbox import Outbox
-from muxserve.unit.request_table import RequestDesk
+from muxserve.unit.request_table import UnitRequestTable
 from muxserve.wire import Degraded
 
 log = logging.getLogger(__name__)
@@ -29,9 +29,9 @@ class Trouble(NamedTuple):
 class DegradedModels:
     """Those of one unit."""
 
-    def __init__(self, ledger: UnitLedger, desk: RequestDesk, hand_offs: HandOffs, out: Outbox) -> None:
+    def __init__(self, ledger: UnitLedger, request_table: UnitRequestTable, hand_offs: HandOffs, out: Outbox) -> None:
         self._ledger = ledger
-        self._desk = desk
+        self._request_table = request_table
         self._hand_offs = hand_offs
         self._out = out
         self._models: dict[str, Trouble] = {}
@@ -69,12 +69,12 @@ class DegradedModels:
 
     def _give_back(self, model: ModelState, trouble: Trouble, now: float) -> None:
         if model.queue:
-            self._desk.give_back(model, now)
+            self._request_table.give_back(model, now)
         if model.handed and not model.decode.up:
             waiting = [*model.handed]
             self._hand_offs.give_up(waiting, model)
-            self._desk.tell_lost(self._ledger.lost(waiting, now), trouble.reason)
+            self._request_table.tell_lost(self._ledger.lost(waiting, now), trouble.reason)
 
     def _tell(self, message: Degraded) -> None:
-        for gateway in self._desk.gateways:
+        for gateway in self._request_table.gateways:
             self._out.send(gateway, message)

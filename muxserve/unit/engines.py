@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.quarantine import is_culprit
 from muxserve.scheduling.types import Grant, Phase, Place
@@ -14,7 +15,7 @@ from muxserve.unit.memory import Memory
 from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.reconcile import Peer, Reconciliation
-from muxserve.unit.request_table import RequestDesk
+from muxserve.unit.request_table import UnitRequestTable
 from muxserve.wire import (
     Cause,
     EngineDown,
@@ -22,7 +23,6 @@ from muxserve.wire import (
     EngineLost,
     EngineSuspect,
     HeldRequests,
-    ImpossibleMessageError,
     Reset,
     StepFailed,
     StepReport,
@@ -48,7 +48,7 @@ class Engines:
     def __init__(
         self,
         ledger: UnitLedger,
-        desk: RequestDesk,
+        request_table: UnitRequestTable,
         hand_offs: HandOffs,
         memory: Memory,
         pages: Pages,
@@ -58,7 +58,7 @@ class Engines:
         now: float,
     ) -> None:
         self._ledger = ledger
-        self._desk = desk
+        self._request_table = request_table
         self._hand_offs = hand_offs
         self._memory = memory
         self._pages = pages
@@ -74,7 +74,7 @@ class Engines:
             for engine in model.engines:
                 address = f"{model.name}/{engine.phase}".encode()
                 self._peers[address] = Peer(model, engine, address)
-        self.reconciliation = Reconciliation(ledger, desk, hand_offs, out, self._peers.values(), now)
+        self.reconciliation = Reconciliation(ledger, request_table, hand_offs, out, self._peers.values(), now)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ class Engines:
         lost = [*engine.state.inside]
         self._hand_offs.give_up(lost, engine.model)
         gone = self._ledger.engine_up(hello.model, engine.state.phase, now)
-        self._desk.tell_lost(gone, f"engine {shown(peer)} started anew")
+        self._request_table.tell_lost(gone, f"engine {shown(peer)} started anew")
         engine.anew(hello.pid)
         self._out.send(peer, Reset(self._epoch))
         log.info("engine %s is up, pid %d", shown(peer), hello.pid)
@@ -125,7 +125,7 @@ class Engines:
         gone = self._ledger.engine_down(down.model, engine.state.phase, now)
         engine.anew(None)
         log.warning("engine %s/%s is down: %s", down.model, down.phase, down.reason)
-        self._desk.tell_lost(gone, f"engine {down.model}/{down.phase} died: {down.reason}")
+        self._request_table.tell_lost(gone, f"engine {down.model}/{down.phase} died: {down.reason}")
 
     def suspect(self, message: EngineSuspect) -> None:
         """The controller has no sign of life of an engine, or has it again."""
@@ -150,7 +150,7 @@ class Engines:
         # The engine has dropped it.
         self._ledger.lease_void(name, engine.state.phase, now)
         gone = self._ledger.lost([*batch, *lost], now)
-        self._desk.tell_lost(gone, f"a step of engine {engine.name} failed: {message.reason}")
+        self._request_table.tell_lost(gone, f"a step of engine {engine.name} failed: {message.reason}")
 
     @staticmethod
     def _batch(engine: Peer) -> list[str]:
@@ -170,7 +170,7 @@ class Engines:
 
     def _blame(self, engine: Peer, batch: list[str], cause: Cause) -> None:
         """An engine failed while it computed these requests."""
-        quarantine, name = self._desk.quarantine, engine.model.name
+        quarantine, name = self._request_table.quarantine, engine.model.name
         self.failures[name] += cause is Cause.CRASH
         quarantine.failed(batch, cause)
         self.culprits[name] += sum(is_culprit(quarantine.record(request_id)) for request_id in batch)
@@ -185,7 +185,7 @@ class Engines:
             # The engine has let go of its lease, and waits for the memory manager as well.
             self._ledger.lease_void(engine.model.name, engine.state.phase, now)
         mine = [r for r in message.request_ids if r in engine.state.inside]
-        self._desk.tell_lost(self._ledger.lost(mine, now), message.reason)
+        self._request_table.tell_lost(self._ledger.lost(mine, now), message.reason)
         if not engine.state.inside:
             # Also when all that it lost had been cancelled: it has nothing to use its lease on.
             self._ledger.lease_void(engine.model.name, engine.state.phase, now)
@@ -204,22 +204,22 @@ class Engines:
             raise ImpossibleMessageError(f"lease {report.lease_id} was not given to it")
         if report.seconds > 0.0 and not report.steps:
             raise ImpossibleMessageError(f"{report.seconds} s without a step")
-        ledger, desk, name, inside = self._ledger, self._desk, engine.model.name, engine.state.inside
+        ledger, request_table, name, inside = self._ledger, self._request_table, engine.model.name, engine.state.inside
         for request_id in report.finished:
             if ledger.finished(request_id, engine.state.phase, report.lease_id, now):
-                desk.finished(request_id)
+                request_table.finished(request_id)
         # What is not in it was cancelled meanwhile; what somebody else has is not for it to speak of.
         for each in report.handed:
             if each.request_id in inside:
-                desk.handed_over(name, each, now)
+                request_table.handed_over(name, each, now)
             else:
                 self._memory.drop(name, each.key)
         for first in report.prefilled:
             if first.request_id in inside:
-                desk.prefilled(first, now)
+                request_table.prefilled(first, now)
         for back in report.returned:
             if back.request_id in inside:
-                desk.returned(back, now)
+                request_table.returned(back, now)
         if report.bubbles:
             known = engine.bubbles or [0.0] * len(report.bubbles)
             engine.bubbles = [sum(pair) for pair in zip(known, report.bubbles, strict=False)]
@@ -227,7 +227,7 @@ class Engines:
         if lease is not None and lease.alone and lease.lease_id == report.lease_id:
             live = ledger.requests.get(lease.alone)
             if live is not None and live.place is Place.DECODING:
-                desk.quarantine.decoded(lease.alone, report.steps)
+                request_table.quarantine.decoded(lease.alone, report.steps)
         ledger.stepped(
             name,
             engine.state.phase,

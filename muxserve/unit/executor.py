@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 from muxserve.deployment import Deployment, EnginePhase, ModelDeployment
+from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quarantine import Turn
@@ -26,7 +27,7 @@ from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.replicas import Replicas
 from muxserve.unit.report import unit_state
-from muxserve.unit.request_table import RequestDesk
+from muxserve.unit.request_table import UnitRequestTable
 from muxserve.wire import (
     Blocks,
     Cancel,
@@ -39,7 +40,6 @@ from muxserve.wire import (
     GatewayDown,
     GatewayHello,
     HeldRequests,
-    ImpossibleMessageError,
     Lease,
     Message,
     MigratorHello,
@@ -140,19 +140,31 @@ class UnitExecutor:
         self._started = now
         self._lease_id = int(now * 1_000_000)
         self._out = Outbox()
-        self.desk = RequestDesk(deployment, self.ledger, policy, memory, self._out, epoch)
+        self.request_table = UnitRequestTable(deployment, self.ledger, policy, memory, self._out, epoch)
         self.replicas = Replicas(
-            deployment, self.ledger, policy, self.desk, self._out, epoch, lambda name: self.moving.moving_out(name)
+            deployment,
+            self.ledger,
+            policy,
+            self.request_table,
+            self._out,
+            epoch,
+            lambda name: self.moving.moving_out(name),
         )
         self.moving = Departures(
-            deployment, self.ledger, self.desk, memory, self._out, epoch, lambda model: self.replicas.load(model)
+            deployment,
+            self.ledger,
+            self.request_table,
+            memory,
+            self._out,
+            epoch,
+            lambda model: self.replicas.load(model),
         )
-        self._arrivals = Arrivals(self.ledger, policy, self.desk, self._out)
-        hand_offs = HandOffs(self.desk.held, memory)
-        self.degraded = DegradedModels(self.ledger, self.desk, hand_offs, self._out)
-        self._pages = Pages(self.ledger, policy, memory, self.desk, hand_offs, self.moving, now)
+        self._arrivals = Arrivals(self.ledger, policy, self.request_table, self._out)
+        hand_offs = HandOffs(self.request_table.held, memory)
+        self.degraded = DegradedModels(self.ledger, self.request_table, hand_offs, self._out)
+        self._pages = Pages(self.ledger, policy, memory, self.request_table, hand_offs, self.moving, now)
         self.engines = Engines(
-            self.ledger, self.desk, hand_offs, memory, self._pages, self._out, epoch, self._grant, now
+            self.ledger, self.request_table, hand_offs, memory, self._pages, self._out, epoch, self._grant, now
         )
 
     # ------------------------------------------------------------ the two sides
@@ -163,12 +175,12 @@ class UnitExecutor:
             case StepReport():
                 self.engines.reported(peer, message, now)
             case Submit():
-                self.desk.submit(peer, message, now)
+                self.request_table.submit(peer, message, now)
             case Cancel():
-                self.desk.cancel(peer, message, now)
+                self.request_table.cancel(peer, message, now)
             case GatewayHello():
-                self.desk.greeted(peer, message, now)
-                if peer in self.desk.gateways:
+                self.request_table.greeted(peer, message, now)
+                if peer in self.request_table.gateways:
                     self.degraded.greeted(peer, now)
             case EngineHello():
                 self.engines.hello(peer, message, now)
@@ -186,7 +198,7 @@ class UnitExecutor:
                 self.degraded.told(message, now)
             case GatewayDown():
                 log.warning("the controller says that gateway %d died", message.gateway)
-                self.desk.gateway_down(message.gateway, now)
+                self.request_table.gateway_down(message.gateway, now)
             case StateRequest():
                 self._out.send(peer, UnitState(self.state(now)))
             case MoveStaged() | MoveCommitted() | MoveFailed() | TakeOver() | MovingIn() if peer != MIGRATOR:
@@ -247,7 +259,7 @@ class UnitExecutor:
             self.epoch,
             now - self._started,
             now,
-            len(self.desk.gateways),
+            len(self.request_table.gateways),
             self.replicas.terminating,
             self.moving,
             self.engines,
@@ -269,7 +281,7 @@ class UnitExecutor:
             log.warning("%r is no model of this unit", message.model)
         elif isinstance(message, Retire):
             log.info("%s is taken out of service", model.name)
-            self.desk.give_back(model, now)
+            self.request_table.give_back(model, now)
             self._pages.retire(model)
         else:
             log.info("%s is put back into service", model.name)
@@ -280,12 +292,12 @@ class UnitExecutor:
 
     def _grant(self, grant: Grant, now: float) -> None:
         self._lease_id += 1
-        turn = self._turn_of(grant, now) if self.desk.quarantine else None
+        turn = self._turn_of(grant, now) if self.request_table.quarantine else None
         if turn is not None:
             grant = grant._replace(steps=min(grant.steps, turn.steps))
         alone = turn.request_id if turn is not None else ""
         self.ledger.granted(grant, self._lease_id, now, alone)
-        admits = [self.desk.admit(self.ledger.requests[request_id]) for request_id in grant.admit]
+        admits = [self.request_table.admit(self.ledger.requests[request_id]) for request_id in grant.admit]
         phase = cast(EnginePhase, str(grant.phase))
         lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone)
         engine = self.ledger.by_name[grant.model].engine(grant.phase)
@@ -297,4 +309,4 @@ class UnitExecutor:
         inside: Iterable[str] = model.engine(grant.phase).inside
         if model.both and grant.phase is not Phase.BOTH:
             inside = model.prefilling if grant.phase is Phase.PREFILL else model.decoding
-        return self.desk.quarantine.turn({*inside, *grant.admit}, now)
+        return self.request_table.quarantine.turn({*inside, *grant.admit}, now)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.memory import Memory
-from muxserve.unit.request_table import Held
+from muxserve.unit.request_table import RequestEntry
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class HandOffs:
         held: the live requests, which know the keys of theirs.
     """
 
-    def __init__(self, held: Mapping[str, Held], memory: Memory) -> None:
+    def __init__(self, held: Mapping[str, RequestEntry], memory: Memory) -> None:
         self._held = held
         self._memory = memory
         self._orphans: set[tuple[str, str]] = set()

@@ -22,18 +22,18 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from muxserve.deployment import Deployment
+from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, Place
 from muxserve.unit.memory import Memory
 from muxserve.unit.outbox import Outbox
 from muxserve.unit.pairs import Pair, Pairs
-from muxserve.unit.request_table import RequestDesk
+from muxserve.unit.request_table import UnitRequestTable
 from muxserve.wire import (
     Blocks,
     Detach,
     Detached,
-    ImpossibleMessageError,
     Load,
     Lost,
     Message,
@@ -189,7 +189,7 @@ class Departures:
         self,
         deployment: Deployment,
         ledger: UnitLedger,
-        desk: RequestDesk,
+        request_table: UnitRequestTable,
         memory: Memory,
         out: Outbox,
         epoch: str,
@@ -197,7 +197,7 @@ class Departures:
     ) -> None:
         self.deployment = deployment
         self.ledger = ledger
-        self.desk = desk
+        self.request_table = request_table
         self.memory = memory
         self.out = out
         self.pairs = Pairs(deployment, ledger, deployment.priority_levels(), load_of, SPARE_BLOCKS)
@@ -274,7 +274,7 @@ class Departures:
                 self._fail(move, f"{who} does not answer", now, uncertain=move.step is Step.COMMITTING)
         while self._departed and self._departed[0][0] <= now:
             _, request_id, attempt, gateway = self._departed.popleft()
-            if request_id not in self.desk.held and gateway in self.desk.gateways:
+            if request_id not in self.request_table.held and gateway in self.request_table.gateways:
                 self.out.send(gateway, Lost([request_id], [attempt], "it went to a unit that has not spoken of it"))
         if self.migrator_up and self.memory.connected:
             for live, pair, usage in self.pairs.choose(now, self.moves.requests()):
@@ -360,7 +360,7 @@ class Departures:
             if model is not None and not model.decode.inside:
                 self.ledger.lease_void(name, Phase.DECODE, now)
             return
-        held = self.desk.held[request_id]
+        held = self.request_table.held[request_id]
         held.key, held.output_tokens, held.foreign = message.key, message.output_tokens, False
         held.computed_tokens = message.computed_tokens
         if move is None or message.since != move.until:
@@ -373,8 +373,8 @@ class Departures:
         self._stage(move, blocks, move.total, Step.LAST, now)
 
     def _commit(self, move: Move, now: float) -> None:
-        live, held = move.live, self.desk.held[move.live.request_id]
-        gateway = self.desk.gateways[held.gateway]
+        live, held = move.live, self.request_table.held[move.live.request_id]
+        gateway = self.request_table.gateways[held.gateway]
         move.step, move.deadline = Step.COMMITTING, now + SILENCE_SECONDS
         request = Moving(
             request_id=live.request_id,
@@ -399,8 +399,8 @@ class Departures:
         self.moves.remove(move)
         if self.ledger.requests.get(live.request_id) is not live or not self.ledger.moved(live.request_id, now):
             return  # cancelled in the same turn
-        held = self.desk.held[live.request_id]
-        self.desk.forget(live.request_id)
+        held = self.request_table.held[live.request_id]
+        self.request_table.forget(live.request_id)
         if held.key:
             self.memory.drop(model.name, held.key)
         self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.attempt, held.gateway))
@@ -420,14 +420,14 @@ class Departures:
         self._end(move, now, tell and move.step is not Step.COMMITTING)
         if not (expected and detached):
             return  # it is in its engine, or not here at all
-        held = self.desk.held[request_id]
+        held = self.request_table.held[request_id]
         if not uncertain and held.key:
             self.ledger.stays(request_id, now)
             return
         if held.key:
             self.memory.drop(model.name, held.key)
         why = f"its unit did not hear whether {move.destination} has it" if uncertain else "the memory manager died"
-        self.desk.tell_lost(self.ledger.lost([request_id], now), why)
+        self.request_table.tell_lost(self.ledger.lost([request_id], now), why)
 
     def _end(self, move: Move, now: float, tell: bool) -> None:
         """Forget the move, and count it as aborted; the migrator is told if it may know of it."""

@@ -10,7 +10,7 @@ from muxserve.scheduling.state import ModelState
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
 from muxserve.unit.moving import Departures
-from muxserve.unit.request_table import RequestDesk
+from muxserve.unit.request_table import UnitRequestTable
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Pages:
         ledger: UnitLedger,
         policy: Policy,
         memory: Memory,
-        desk: RequestDesk,
+        request_table: UnitRequestTable,
         hand_offs: HandOffs,
         moving: Departures,
         now: float,
@@ -35,7 +35,7 @@ class Pages:
         self._ledger = ledger
         self._policy = policy
         self._memory = memory
-        self._desk = desk
+        self._request_table = request_table
         self._hand_offs = hand_offs
         self._moving = moving
         self._quotas: dict[str, int] | None = None
@@ -72,7 +72,7 @@ class Pages:
         handed = [request_id for model in self._ledger.models for request_id in model.handed]
         on_their_way = self._moving.memory_gone(now)
         self._hand_offs.void([*handed, *(r for m in self._ledger.models for r in m.moving)])
-        self._desk.tell_lost(self._ledger.lost([*handed, *on_their_way], now), "the memory manager died")
+        self._request_table.tell_lost(self._ledger.lost([*handed, *on_their_way], now), "the memory manager died")
 
     def _mind(self, now: float) -> None:
         memory, ledger = self._memory, self._ledger

@@ -22,7 +22,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.outbox import Outbox
-from muxserve.unit.request_table import RequestDesk
+from muxserve.unit.request_table import UnitRequestTable
 from muxserve.wire import Abort, HeldRequests, ShowRequests, StepReport
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Reconciliation:
     def __init__(
         self,
         ledger: UnitLedger,
-        desk: RequestDesk,
+        request_table: UnitRequestTable,
         hand_offs: HandOffs,
         out: Outbox,
         peers: Iterable[Peer],
@@ -75,7 +75,7 @@ class Reconciliation:
         self.missing: Counter[str] = Counter()
         self.strays: Counter[str] = Counter()
         self._ledger = ledger
-        self._desk = desk
+        self._request_table = request_table
         self._hand_offs = hand_offs
         self._out = out
         self._peers = list(peers)
@@ -134,7 +134,7 @@ class Reconciliation:
         # Whatever may be left of them there goes, and what they were to adopt.
         self._abort(peer, lives)
         self._hand_offs.give_up(ids, peer.model)
-        self._desk.tell_lost(self._ledger.lost(ids, now), f"engine {peer.name} does not have them")
+        self._request_table.tell_lost(self._ledger.lost(ids, now), f"engine {peer.name} does not have them")
 
     def _abort(self, peer: Peer, lives: Iterable[tuple[str, int]]) -> None:
         ids, incarnations = zip(*sorted(lives), strict=True)

@@ -13,7 +13,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.loads import load_of, worth_telling
 from muxserve.unit.outbox import Outbox
-from muxserve.unit.request_table import RequestDesk
+from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.rolling import RollingReports
 from muxserve.wire import Load, Loads, MovingIn, SchedulerHello, Terminating
 
@@ -36,7 +36,7 @@ class Replicas:
         deployment: Deployment,
         ledger: UnitLedger,
         policy: Policy,
-        desk: RequestDesk,
+        request_table: UnitRequestTable,
         out: Outbox,
         epoch: str,
         moving_out: Callable[[str], int],
@@ -48,7 +48,7 @@ class Replicas:
         self._layouts = {model.name: deployment.layout(model.name) for model in deployment.models}
         self._ledger = ledger
         self._policy = policy
-        self._desk = desk
+        self._request_table = request_table
         self._out = out
         self._epoch = epoch
         self._moving_out = moving_out
@@ -81,7 +81,7 @@ class Replicas:
             log.warning("%r, which is to be drained, is no model of this unit", message.model)
         elif message.on:
             self.terminating.add(model.name)
-            self._desk.give_back(model, now)
+            self._request_table.give_back(model, now)
         else:
             self.terminating.discard(model.name)
 

@@ -40,7 +40,7 @@ GATEWAY = b"gateway/"
 
 
 @dataclass(slots=True)
-class Held:
+class RequestEntry:
     """What the ledger need not know of a live request. `key` is its hand-off, as long as it may be there."""
 
     gateway: bytes
@@ -65,13 +65,13 @@ class Gateway:
     number: int = 0
 
 
-class RequestDesk:
+class UnitRequestTable:
     """Every live request of the ledger, with what only its gateway and its engines understand."""
 
     def __init__(
         self, deployment: Deployment, ledger: UnitLedger, policy: Policy, memory: Memory, out: Outbox, epoch: str
     ) -> None:
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, RequestEntry] = {}
         self.gateways: dict[bytes, Gateway] = {}
         self.quarantine = Quarantine()
         self._deployment = deployment
@@ -136,7 +136,7 @@ class RequestDesk:
         most = submit.prompt_tokens + max(submit.max_tokens, done + 1) - 1
         if self.too_long(peer, submit.request_id, submit.attempt, model, most):
             return
-        self.held[submit.request_id] = Held(
+        self.held[submit.request_id] = RequestEntry(
             peer, submit.attempt, submit.body, submit.output_tokens, scheduling=submit.scheduling
         )
         self.quarantine.came(submit.request_id, submit.failures, done)
@@ -231,7 +231,7 @@ class RequestDesk:
             text = f"the request makes the engine fail, also when it is computed alone: {reason}"
             self._out.send(held.gateway, RequestFailed(request_id, held.attempt, text))
 
-    def forget(self, request_id: str) -> Held | None:
+    def forget(self, request_id: str) -> RequestEntry | None:
         """A request is no longer here; returns what was kept of it."""
         self.quarantine.left(request_id)
         return self.held.pop(request_id, None)

@@ -20,14 +20,15 @@ import zmq
 from muxserve import deployment as deployments
 from muxserve.deployment import Deployment
 from muxserve.gpu.watch import GpuWatch
-from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
-from muxserve.network import NetworkError, bind_local, bind_tcp, tcp_address
-from muxserve.process import Signals, die_with_parent, log_to_stderr
+from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
+from muxserve.net.inbox import Inbox
+from muxserve.net.process import Signals, die_with_parent, log_to_stderr
+from muxserve.net.sockets import NetworkError, bind_local, bind_tcp, tcp_address
 from muxserve.scheduling.policies import make_policy
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import Memory, MemoryLink
 from muxserve.unit.outbox import shown
-from muxserve.wire import AnyMessage, Inbox, decode, encode
+from muxserve.wire import AnyMessage, decode, encode
 
 log = logging.getLogger("muxserve.unit")
 

@@ -11,7 +11,6 @@ from typing import Union
 import msgspec
 
 from muxserve.wire.base import Message
-from muxserve.wire.inbox import ImpossibleMessageError, Inbox
 from muxserve.wire.migration import (
     Blocks,
     Detach,
@@ -117,8 +116,6 @@ __all__ = [
     "GatewayHello",
     "HandOver",
     "HeldRequests",
-    "ImpossibleMessageError",
-    "Inbox",
     "Lease",
     "Load",
     "Loads",

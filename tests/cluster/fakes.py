@@ -96,7 +96,7 @@ def beating(run_dir: Path, name: str) -> Callable[[], None]:
     """What beats for a process, if the test wants heartbeats."""
     if not told(run_dir, "beat"):
         return lambda: None
-    from muxserve.heartbeat import Heartbeat, heartbeat_file
+    from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 
     return Heartbeat(heartbeat_file(run_dir, name)).beat
 
@@ -104,14 +104,15 @@ def beating(run_dir: Path, name: str) -> Callable[[], None]:
 def unit(file: str, journal: Journal) -> None:
     import zmq
 
-    from muxserve import network, wire
+    from muxserve import wire
+    from muxserve.net import sockets
 
     deployment = read(file)
     name = deployment["unit"]
     address = Path(deployment["run_dir"]) / "unit.sock"
     address.unlink(missing_ok=True)
     sock = zmq.Context().socket(zmq.ROUTER)
-    network.bind_local(sock, f"ipc://{address}")
+    sockets.bind_local(sock, f"ipc://{address}")
     beat = beating(Path(file).parent, "unit")
     while True:
         beat()
@@ -141,14 +142,15 @@ def unit(file: str, journal: Journal) -> None:
 def scheduler(file: str, journal: Journal) -> None:
     import zmq
 
-    from muxserve import deployment, network, wire
+    from muxserve import deployment, wire
+    from muxserve.net import sockets
 
     fleet = deployment.load_fleet_deployment(file)
     journal.write("scheduler starts")
     signal.signal(signal.SIGHUP, lambda *_: journal.write(f"scheduler {seen(file)}"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     sock = zmq.Context().socket(zmq.ROUTER)
-    network.bind_local(sock, fleet.scheduler_address)
+    sockets.bind_local(sock, fleet.scheduler_address)
     orders, greeted = Path(fleet.run_dir) / "orders", False
     while True:
         # Before it has greeted, there is no way to the controller.

@@ -86,7 +86,7 @@ async def test_a_signal_that_comes_too_early_waits(tmp_path: Path) -> None:
     program = """
 import os, select, signal
 os.kill(os.getpid(), signal.SIGHUP)  # before anything else
-from muxserve.process import Signals
+from muxserve.net.process import Signals
 signals = Signals((signal.SIGTERM, signal.SIGHUP))
 select.select([signals], [], [], 30)
 print(signals.take() == {signal.SIGHUP})

@@ -22,7 +22,7 @@ from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, Sign, State, Watchdog
 from muxserve.deployment import Suspect, WatchdogRules, load_fleet_deployment
 from muxserve.deployment.run_dir import RunDir
-from muxserve.heartbeat import Heartbeat, HeartbeatReader, heartbeat_file
+from muxserve.net.heartbeat import Heartbeat, HeartbeatReader, heartbeat_file
 from tests.cluster.conftest import Fleet, alive, fake_deployment, running
 from tests.support.patience import eventually
 

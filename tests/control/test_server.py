@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from muxserve import network
 from muxserve.control import messages
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
+from muxserve.net import sockets
 from muxserve.replicas.scaling import ScalingRules
 from tests.control.fakes import Controller, broken, running
 from tests.support.patience import PATIENCE
@@ -144,7 +144,7 @@ def test_a_command_of_another_version_is_refused(base: Path) -> None:
     with running(base, UNITS) as controller:
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
-        network.connect(socket, controller.control.fleet.control_address)
+        sockets.connect(socket, controller.control.fleet.control_address)
         for frame in (b"\xff", b"\x81\xa1t\xa6Sing..."):
             socket.send(frame)
             assert socket.poll(10_000)

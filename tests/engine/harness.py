@@ -19,10 +19,10 @@ from typing import Any
 import zmq
 
 from muxserve import deployment as deployments
-from muxserve import network
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
+from muxserve.net import sockets
 from muxserve.wire import (
     Abort,
     Admit,
@@ -107,9 +107,9 @@ class Engines:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        network.bind_local(self._router, deployment.unit_address)
+        sockets.bind_local(self._router, deployment.unit_address)
         self._pull = self._context.socket(zmq.PULL)
-        network.bind_local(self._pull, reply_to_of(deployment))
+        sockets.bind_local(self._pull, reply_to_of(deployment))
         from vllm.v1.engine import EngineCoreOutputs
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 

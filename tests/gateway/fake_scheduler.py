@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from muxserve import network
+from muxserve.net import sockets
 from muxserve.wire import Message, NotPlaced, Place, Placed, Unplace, decode, encode
 
 Answer = Callable[[Place], Message | None]
@@ -26,7 +26,7 @@ class FakeScheduler:
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
-        network.bind_local(self._router, address)
+        sockets.bind_local(self._router, address)
         self._end = self._context.socket(zmq.PULL)
         self._end.bind("inproc://end")
         self._thread = threading.Thread(target=self._run)

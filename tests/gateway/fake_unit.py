@@ -35,7 +35,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from muxserve import deployment as deployments
-from muxserve import network
+from muxserve.net import sockets
 from muxserve.wire import (
     Cancel,
     Elsewhere,
@@ -102,7 +102,7 @@ class FakeUnit:
         router = self.context.socket(zmq.ROUTER)
         router.linger = 0
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        network.bind_local(router, self.deployment.unit_address)
+        sockets.bind_local(router, self.deployment.unit_address)
         return router
 
     def stop(self) -> None:
@@ -299,7 +299,7 @@ class FakeUnit:
         if push is None:
             push = self.pushes[reply_to] = self.context.socket(zmq.PUSH)
             push.linger = 0
-            network.connect(push, reply_to)
+            sockets.connect(push, reply_to)
         submit = play.submit
         header = TokensHeader(epoch, submit.model, engine, [(submit.request_id, submit.attempt, offset)])
         push.send_multipart([encode(header), *self.encoder.encode(batch)])

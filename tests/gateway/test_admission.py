@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Keys, Verdict, part_of, presented_key
 from muxserve.gateway.body import ClientGoneError, Replay, asked_by
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.measure import HttpRequest, Measures
 from muxserve.gateway.priorities import Priority
@@ -129,13 +129,13 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-def turnstile(**limits: float) -> Turnstile:
+def limiter(**limits: float) -> ConcurrencyLimiter:
     models = [model("m", **limits)]
-    return Turnstile(models, 0, 1, Measures(models, CollectorRegistry()))
+    return ConcurrencyLimiter(models, 0, 1, Measures(models, CollectorRegistry()))
 
 
 async def test_turns_are_taken_one_after_another() -> None:
-    gates = turnstile(max_concurrency=1, max_queue=5)
+    gates = limiter(max_concurrency=1, max_queue=5)
     order: list[int] = []
     doors = [asyncio.Event() for _ in range(3)]
 
@@ -155,7 +155,7 @@ async def test_turns_are_taken_one_after_another() -> None:
 
 
 async def test_full_queue_is_told_when_to_come_back() -> None:
-    gates = turnstile(max_concurrency=1, max_queue=0)
+    gates = limiter(max_concurrency=1, max_queue=0)
     async with gates.turn("m", Client().replay):
         with pytest.raises(RequestError) as caught:
             async with gates.turn("m", Client().replay):
@@ -166,7 +166,7 @@ async def test_full_queue_is_told_when_to_come_back() -> None:
 
 
 async def test_a_first_token_that_would_be_late_is_refused_at_once() -> None:
-    gates = turnstile(max_wait=0.5)
+    gates = limiter(max_wait=0.5)
     wait, now = gates.waits["m"], time.monotonic()
     for n in range(100):
         wait.enter(n, 0, 1, now - 1.1)
@@ -188,7 +188,7 @@ async def test_a_first_token_that_would_be_late_is_refused_at_once() -> None:
 
 
 async def test_prompts_together_are_bounded_but_those_of_one_are_not() -> None:
-    gates = turnstile(max_concurrency=2, max_queue=2)
+    gates = limiter(max_concurrency=2, max_queue=2)
     async with gates.turn("m", Client().replay, 1000):
         with pytest.raises(RequestError):
             async with gates.turn("m", Client().replay):
@@ -218,7 +218,7 @@ def test_prompts_and_choices_of_a_body_are_counted(body: bytes, prompts: int) ->
 
 
 async def test_a_client_that_leaves_the_queue_makes_room() -> None:
-    gates = turnstile(max_concurrency=1, max_queue=1)
+    gates = limiter(max_concurrency=1, max_queue=1)
     client = Client()
 
     async def visit() -> None:
@@ -238,7 +238,7 @@ async def test_a_client_that_leaves_the_queue_makes_room() -> None:
 
 
 async def test_a_turn_given_to_one_who_just_left_goes_to_the_next() -> None:
-    gates = turnstile(max_concurrency=1, max_queue=2)
+    gates = limiter(max_concurrency=1, max_queue=2)
     entered = asyncio.Event()
 
     async def visit(client: Client) -> None:
@@ -258,7 +258,7 @@ async def test_a_turn_given_to_one_who_just_left_goes_to_the_next() -> None:
 
 
 async def test_empty_waits_for_the_last_one() -> None:
-    gates = turnstile(max_concurrency=2, max_queue=2)
+    gates = limiter(max_concurrency=2, max_queue=2)
     await gates.empty()
     turn = gates.turn("m", Client().replay)
     await turn.__aenter__()

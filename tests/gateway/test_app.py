@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from muxserve.gateway import body
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
@@ -51,7 +51,7 @@ def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> Endpoint:
         {"m": Served(app, {})},
         Keys([]),
         Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-        Turnstile(models, 0, 1, measures),
+        ConcurrencyLimiter(models, 0, 1, measures),
         measures,
         {"/health": page} if page is not None else {},
         frozenset(),

@@ -19,7 +19,7 @@ from muxserve.gateway.broker import Broker
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.requests import Output, Tracked
-from muxserve.network import NetworkError, bind_local, bind_tcp, connect, new_keys, tcp_address
+from muxserve.net.sockets import NetworkError, bind_local, bind_tcp, connect, new_keys, tcp_address
 from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, UnitHello, decode, encode
 from tests.gateway.deployments import deployment, model
 from tests.gateway.world import Out

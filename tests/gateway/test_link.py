@@ -12,9 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from muxserve import network
 from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.tokens import TokensSocket
+from muxserve.net import sockets
 from muxserve.wire import Cancel, GatewayHello, Lost, Message, Placed, TokensHeader, UnitHello, Unplace, decode, encode
 from tests.support.patience import PATIENCE
 
@@ -32,7 +32,7 @@ class Unit:
         self.context = zmq.asyncio.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.linger = 0
-        network.bind_local(self.router, address)
+        sockets.bind_local(self.router, address)
 
     async def receive(self) -> tuple[bytes, Message]:
         peer, frame = await asyncio.wait_for(self.router.recv_multipart(), PATIENCE)
@@ -209,7 +209,7 @@ async def test_many_deaths(linked: Linked) -> None:
 async def test_tokens_of_ones_own_only_and_bursts_in_order(linked: Linked) -> None:
     context = zmq.asyncio.Context()
     push = context.socket(zmq.PUSH)
-    network.connect(push, linked.tokens_address)
+    sockets.connect(push, linked.tokens_address)
     try:
         await push.send_multipart([b"nonsense", b"x"])
         await push.send_multipart([encode(Cancel(["no tokens"]))])

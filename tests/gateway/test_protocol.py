@@ -18,7 +18,7 @@ from muxserve.deployment import GatewayDeployment
 from muxserve.gateway import body, protocol
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
-from muxserve.gateway.concurrency_limiter import Turnstile
+from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import App, Receive, Scope, Send, respond
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
@@ -37,12 +37,12 @@ class Serving:
         models = [model("m", max_concurrency=1, max_queue=queue)]
         self.registry = CollectorRegistry()
         measures = Measures(models, self.registry)
-        self.turnstile = Turnstile(models, 0, 1, measures)
+        self.limiter = ConcurrencyLimiter(models, 0, 1, measures)
         self.endpoint = Endpoint(
             {"m": Served(app, {})},
             Keys([]),
             Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-            self.turnstile,
+            self.limiter,
             measures,
             {},
             frozenset(),
@@ -281,7 +281,7 @@ def test_bodies_that_wait_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -
         try:
             for client in clients:
                 client.sendall(post(large))
-            waiting = running.turnstile.gates["m"]
+            waiting = running.limiter.gates["m"]
             # One is in service, and counts no more.
             running.do(lambda: until(lambda: waiting.inside == 1 and waiting.waiting == 12))
             for claimed in (large, large):

@@ -15,7 +15,7 @@ from typing import Any
 from muxserve.deployment import FleetDeployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
-from muxserve.global_scheduler.rolling_scheduler import RollingDesk
+from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.replicas.migration import MigrationRules
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
@@ -541,16 +541,16 @@ class RollingWorld:
             self.load(unit)
         self.arrive_all()
 
-    def desk(self) -> RollingDesk:
-        desk: Any = self.core._desks[MODEL]
-        assert isinstance(desk, RollingDesk)
-        return desk
+    def model_scheduler(self) -> RollingModelScheduler:
+        model_scheduler: Any = self.core._model_schedulers[MODEL]
+        assert isinstance(model_scheduler, RollingModelScheduler)
+        return model_scheduler
 
     def check(self) -> None:
         """What the core believes is consistent in itself."""
-        desk: Any = self.desk()
-        scheduler = desk._scheduler
-        members = {**scheduler.members, **scheduler.draining, **desk._apart}
+        model_scheduler: Any = self.model_scheduler()
+        scheduler = model_scheduler._scheduler
+        members = {**scheduler.members, **scheduler.draining, **model_scheduler._apart}
         for member in members.values():
             check_sums(member)
         assert {name for macro in scheduler.macros.values() for name in (m.name for m in macro.ring)} == set(
@@ -560,23 +560,23 @@ class RollingWorld:
             assert len(macro) <= RULES.upper
             for each in macro.ring:
                 assert scheduler.members[each.name] is each
-        waiting = {demand.request_id for demand in scheduler.waiters()} | desk._held
-        assert waiting == set(desk._askers), "who waits and who is to be answered"
-        for request_id, sent in desk._placements._sent.items():
+        waiting = {demand.request_id for demand in scheduler.waiters()} | model_scheduler._held
+        assert waiting == set(model_scheduler._askers), "who waits and who is to be answered"
+        for request_id, sent in model_scheduler._placements._sent.items():
             assert request_id in members[sent.unit].requests
 
     def disagreements(self) -> list[str]:
         """Where the core and the units differ, all messages having arrived and nothing being on its way."""
-        desk: Any = self.desk()
+        model_scheduler: Any = self.model_scheduler()
         found = []
         for name, unit in self.units.items():
             if not unit.model_up or name not in self.serving:
                 continue
-            member = desk._member(name)
+            member = model_scheduler._member(name)
             if member is None:
                 found.append(f"{name} is no member")
                 continue
-            known = set(member.requests) - desk._placements.at(name)
+            known = set(member.requests) - model_scheduler._placements.at(name)
             if known != set(unit.held):
                 found.append(f"{name} has {sorted(unit.held)}, believed are {sorted(known)}")
                 continue

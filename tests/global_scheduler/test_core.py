@@ -568,9 +568,9 @@ def test_other_rules_are_taken_over_with_everything_that_is_known() -> None:
 
 def test_a_change_elsewhere_disturbs_nothing() -> None:
     world = two(scaling={"m": ZERO})
-    scheduler = world.core._desks["m"]._scheduler
+    scheduler = world.core._model_schedulers["m"]._scheduler
     world.change(fleet({**TWO, "u2": ["n"]}, scaling={"m": ZERO}, generation=2))
-    assert world.core._desks["m"]._scheduler is scheduler
+    assert world.core._model_schedulers["m"]._scheduler is scheduler
     world.say(G0, place("r"))
     assert len(world.heard(Placed)) == 1
 

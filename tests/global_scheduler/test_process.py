@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import zmq
 
-from muxserve import network
 from muxserve.deployment import FleetDeployment, load_fleet_deployment, save_fleet
+from muxserve.net import sockets
 from muxserve.replicas.migration import MigrationRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.wire import (
@@ -53,7 +53,7 @@ class Client:
         self.socket.identity = identity.encode()
         self.socket.linger = 0
         self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        network.connect(self.socket, address)
+        sockets.connect(self.socket, address)
 
     def say(self, message: Message) -> None:
         self.socket.send(encode(message))
@@ -87,12 +87,12 @@ class FakeUnit:
         if entry.remote:
             assert entry.deployment.listen is not None
             assert deployed.keys is not None
-            network.bind_tcp(
+            sockets.bind_tcp(
                 self.socket, entry.deployment.listen.host, entry.deployment.listen.unit_port, deployed.keys
             )
         else:
             Path(entry.deployment.run_dir).mkdir(exist_ok=True)
-            network.bind_local(self.socket, entry.unit_address)
+            sockets.bind_local(self.socket, entry.unit_address)
         self.scheduler = b""
         self.last: list[bytes] | None = None
 
@@ -333,8 +333,8 @@ def test_the_fleet_file_is_read_again(running: Running) -> None:
 
 
 def test_units_of_other_machines_are_reached_with_keys(running: Running) -> None:
-    deployed = running.write({"u0": ["m"]}, hosts={"u0": "127.0.0.1"}, keys=network.new_keys())
-    deployed.file.write_text(deployed.file.read_text().replace("7001", str(network.free_port("127.0.0.1"))))
+    deployed = running.write({"u0": ["m"]}, hosts={"u0": "127.0.0.1"}, keys=sockets.new_keys())
+    deployed.file.write_text(deployed.file.read_text().replace("7001", str(sockets.free_port("127.0.0.1"))))
     running.fleet = load_fleet_deployment(deployed.file)
     u0 = running.unit("u0")
     running.start()

@@ -15,11 +15,11 @@ import numpy as np
 import zmq
 
 from muxserve import deployment as deployments
-from muxserve import network
 from muxserve.deployment import Deployment, Keys, Listen
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.migration.process import MACHINE
+from muxserve.net import sockets
 from muxserve.wire import (
     Message,
     MigratorHello,
@@ -122,7 +122,7 @@ class Unit:
         self.router.linger = 0
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        network.bind_local(self.router, self.deployment.unit_address)
+        sockets.bind_local(self.router, self.deployment.unit_address)
 
     def stop_scheduler(self) -> None:
         self.router.close(linger=0)

@@ -13,9 +13,9 @@ import pytest
 import zmq
 
 from muxserve import deployment as deployments
-from muxserve import network
 from muxserve.deployment import Deployment
 from muxserve.migration.process import main
+from muxserve.net import sockets
 from tests.memory.support import deployment
 
 
@@ -56,7 +56,7 @@ def test_it_ends_in_order(small: Deployment) -> None:
     )
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
-        network.bind_local(router, small.unit_address)
+        sockets.bind_local(router, small.unit_address)
         assert router.poll(20_000), "it greets as soon as there is somebody"
     process.terminate()
     _, said = process.communicate(timeout=20)

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 
-from muxserve import network
 from muxserve.cli.doctor import doctor_nodes
 from muxserve.cli.output import console
 from muxserve.cluster.events import Event, PartId, Progress, Up
@@ -29,6 +28,7 @@ from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, parse_fleet
 from muxserve.deployment import UnitEntry
 from muxserve.gpu import mps
+from muxserve.net import sockets
 from muxserve.planning.serving import FleetPlanner
 from placement import Machine
 from tests.gpu_control.fake_nvml import GIB
@@ -129,7 +129,7 @@ class Story:
 
     def __init__(self, cluster: Nodes, at: dict[str, Node], base: Path) -> None:
         self.cluster, self.at = cluster, at
-        self.units = RayUnits(cluster.address, network.new_keys(), place_seconds=4.0, command=HOST)
+        self.units = RayUnits(cluster.address, sockets.new_keys(), place_seconds=4.0, command=HOST)
         self.planned = planned(fleet_of(cluster.address), base)
         self.events: dict[str, list[Event]] = {unit.name: [] for unit in self.planned}
 

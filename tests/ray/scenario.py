@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve import network
 from muxserve.cluster.events import Down, Event, PartId, Ready, Up
 from muxserve.cluster.ray.unit import RayUnit
 from muxserve.cluster.ray.units import RayUnits
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
+from muxserve.net import sockets
 from muxserve.wire import StateRequest
 from tests.global_scheduler.support import entry
 from tests.ray.cluster import nodes
@@ -58,7 +58,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     import ray
 
     checkpoint = tempfile.gettempdir()
-    units = RayUnits(address, network.new_keys(), place_seconds=3.0, command=FAKE)
+    units = RayUnits(address, sockets.new_keys(), place_seconds=3.0, command=FAKE)
     events: dict[str, list[Event]] = {"u0": [], "u1": []}
     handles: dict[str, RayUnit] = {}
     for name in events:
@@ -128,7 +128,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     gone = await gave_up(asyncio.wait_for(waiting, PATIENCE))
     assert gone.part == PartId("engine", "fatal", "decode")
     assert str(gone) == "killed"
-    path, tail = u0.last_words(gone.part)
+    path, tail = u0.log_tail_of(gone.part)
     assert tail == ("a", "b")
     assert str(path).startswith(hosts[1])
     print("a host that failed is told with its reason")
@@ -154,7 +154,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
 
 async def dies(address: str) -> None:
     """A controller that ends without a word."""
-    units = RayUnits(address, network.new_keys(), command=FAKE)
+    units = RayUnits(address, sockets.new_keys(), command=FAKE)
     unit = await units.start(planned("u9", tempfile.gettempdir()), False, lambda _: None)
     await unit.ready.wait()
     print((await unit.state())["pid"], flush=True)

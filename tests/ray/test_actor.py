@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from muxserve import network
 from muxserve.cluster.ray.actor import UnitActor
 from muxserve.cluster.ray.units import wished
 from muxserve.deployment import Deployment, WatchdogRules
-from muxserve.heartbeat import HeartbeatReader, heartbeat_file
+from muxserve.net import sockets
+from muxserve.net.heartbeat import HeartbeatReader, heartbeat_file
 from tests.global_scheduler.support import entry
 from tests.support.patience import PATIENCE
 
@@ -33,7 +33,7 @@ def unit(tmp_path: Path, name: str = "u3") -> bytes:
     checkpoint.mkdir(exist_ok=True)
     deployment = entry(name, ["m"], run_dir="/nowhere/0123456789").deployment
     models = [msgspec.structs.replace(model, path=str(checkpoint)) for model in deployment.models]
-    return msgspec.json.encode(msgspec.structs.replace(deployment, models=models, keys=network.new_keys()))
+    return msgspec.json.encode(msgspec.structs.replace(deployment, models=models, keys=sockets.new_keys()))
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_units_on_gpus_go_by_gpus() -> None:
 BEATING = """
 import sys, time
 from pathlib import Path
-from muxserve.heartbeat import Heartbeat, heartbeat_file
+from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 heart = Heartbeat(heartbeat_file(Path(sys.argv[sys.argv.index("--deployment") + 1]).parent, "host"))
 while True:
     heart.beat()

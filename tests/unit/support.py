@@ -7,22 +7,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.unit.executor import UnitExecutor
-from muxserve.wire import (
-    Admit,
-    EngineHello,
-    GatewayHello,
-    HandOver,
-    ImpossibleMessageError,
-    Lease,
-    Message,
-    StepReport,
-    Submit,
-    decode,
-    encode,
-)
+from muxserve.wire import Admit, EngineHello, GatewayHello, HandOver, Lease, Message, StepReport, Submit, decode, encode
 
 M = TypeVar("M", bound=Message)
 Sent = list[tuple[bytes, Message]]

@@ -89,12 +89,12 @@ def test_a_request_is_prefilled_and_decodes_in_one_engine() -> None:
     assert (admit.request_id, admit.adopt, admit.output_tokens) == ("r", "", [])
     (lease,) = to(ENGINE, Lease, prefill(bench, "r"))
     assert (lease.phase, lease.admit) == ("decode", [])
-    assert bench.unit.desk.held["r"].output_tokens == [7]
+    assert bench.unit.request_table.held["r"].output_tokens == [7]
     bench.report("a/both", running=0, finished=["r"])
     state = bench.state()
     assert state["models"]["a"]["finished"] == 1
     assert state["budget_used"] == 0.0
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
 
 
 def test_a_prompt_cuts_decoding_at_the_next_step() -> None:
@@ -143,7 +143,7 @@ def test_cancelling_wherever_a_request_is() -> None:
     assert [m.request_ids for m in to(ENGINE, Abort, sent)] == [["decoding", "prefilling"]]
     late = Prefilled("prefilling", admitted(bench, "prefilling").incarnation, [7])
     bench.report("a/both", running=0, prefilled=[late], tokens=20, prefill_tokens=20, prefill_seconds=0.002)
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
     assert bench.state()["budget_used"] == 0.0
 
 

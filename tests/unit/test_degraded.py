@@ -33,7 +33,7 @@ def test_what_waits_is_given_back_and_other_models_serve() -> None:
     bench = broken("prefill")
     (back,) = to(GATEWAY, Elsewhere, bench.submit("r"))
     assert back.request_ids == ["r"]
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
     assert to("b/prefill", Lease, bench.submit("s", "b"))
 
 
@@ -53,7 +53,7 @@ def test_requests_that_still_run_are_left_alone() -> None:
     sent = bench.say(HOST, Degraded("a", "engine a/prefill cannot start: no weights", 5.0))
     assert not to(GATEWAY, Lost, sent)
     assert not to(GATEWAY, Elsewhere, sent)
-    assert "r" in bench.unit.desk.held
+    assert "r" in bench.unit.request_table.held
 
 
 def test_it_is_over_when_all_engines_are_up() -> None:

@@ -84,7 +84,7 @@ def test_a_request_goes_from_queue_to_prefill_to_decode_to_its_end(policy: str) 
     state = bench.state()
     assert state["models"]["a"]["finished"] == 1
     assert state["budget_used"] == 0.0
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
     assert not bench.unit.ledger.requests
     assert bench.memory.dropped == []
 
@@ -94,7 +94,7 @@ def test_a_request_that_ends_with_its_first_token_never_sees_the_decode_engine()
     bench.submit("r", max_tokens=1)
     bench.report("a/prefill", finished=["r"], running=0)
     assert bench.admitted("a/decode") == []
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
 
 
 def test_a_hand_over_during_a_decode_lease_joins_at_once() -> None:
@@ -170,7 +170,7 @@ def test_cancelling_where_a_request_is() -> None:
     sent = bench.say(GATEWAY, Cancel(["decoding", "prefilling", "queued", "nobody"]))
     assert [m.request_ids for m in to("a/decode", Abort, sent)] == [["decoding"]]
     assert [m.request_ids for m in to("a/prefill", Abort, sent)] == [["prefilling"]]
-    assert set(bench.unit.desk.held) == {"more"}
+    assert set(bench.unit.request_table.held) == {"more"}
     assert bench.state()["models"]["a"]["cancelled"] == 3
 
 
@@ -179,9 +179,9 @@ def test_a_late_cancellation_spares_the_next_attempt() -> None:
     bench.submit("r", attempt=1)
     bench.submit("s", attempt=1)
     bench.say(GATEWAY, Cancel(["r", "s"], [0, 1]))
-    assert set(bench.unit.desk.held) == {"r"}
+    assert set(bench.unit.request_table.held) == {"r"}
     bench.say(GATEWAY, Cancel(["r"], [2]))
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
 
 
 def test_cancelling_a_hand_over_gives_its_pages_up() -> None:
@@ -248,7 +248,7 @@ def test_nobody_cancels_for_others() -> None:
     bench.say(b"gateway/other", GatewayHello("other", "ipc:///elsewhere", 1))
     bench.submit("r")
     assert to("a/prefill", Abort, bench.say(b"gateway/other", Cancel(["r"]))) == []
-    assert "r" in bench.unit.desk.held
+    assert "r" in bench.unit.request_table.held
 
 
 # ---------------------------------------------------------------- engines die
@@ -310,9 +310,9 @@ def test_words_under_an_older_lease_do_not_end_the_next_life() -> None:
     assert [m.request_ids for m in to("a/prefill", Abort, bench.sent)] == [["r"]]
     assert [a.attempt for a in bench.admitted("a/prefill")] == [0, 1]
     bench.say(b"a/prefill", StepReport(old, 1, 0.0, 0, 0, 0, finished=["r"]))
-    assert "r" in bench.unit.desk.held
+    assert "r" in bench.unit.request_table.held
     bench.report("a/prefill", finished=["r"], running=0)
-    assert "r" not in bench.unit.desk.held
+    assert "r" not in bench.unit.request_table.held
 
 
 def test_the_same_submission_twice_is_one_request() -> None:
@@ -341,7 +341,7 @@ def test_an_engine_that_says_it_has_fewer_requests_than_it_should_is_asked_and_b
     # Whatever is left of it there is dropped, and the hand-off in case it had not been adopted.
     assert to("a/decode", Abort, sent) == [Abort(["gone"], [gone.incarnation])]
     assert bench.memory.dropped == [("a", f"key-gone-{bench.admitted('a/prefill')[-1].incarnation}")]
-    assert list(bench.unit.desk.held) == ["there"]
+    assert list(bench.unit.request_table.held) == ["there"]
     state = bench.state()["models"]["a"]
     assert (state["missing"], state["lost"], state["strays"]) == (1, 1, 0)
     # It is asked again when there is doubt again.
@@ -445,7 +445,7 @@ def test_a_new_gateway_cancels_what_the_old_one_wanted() -> None:
     sent = bench.say(b"gateway/g2", GatewayHello("g2", REPLY_TO))
     assert [m.request_ids for m in to("a/decode", Abort, sent)] == [["old"]]
     assert to(b"gateway/g2", UnitHello, sent)
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
 
 
 def test_a_gateway_that_greets_again_keeps_its_requests() -> None:
@@ -453,7 +453,7 @@ def test_a_gateway_that_greets_again_keeps_its_requests() -> None:
     bench.decoding("r")
     sent = bench.say(GATEWAY, GatewayHello("g1", REPLY_TO))
     assert to("a/decode", Abort, sent) == []
-    assert "r" in bench.unit.desk.held
+    assert "r" in bench.unit.request_table.held
 
 
 def test_the_controller_saw_the_gateway_die() -> None:
@@ -470,7 +470,7 @@ def test_a_gateway_that_missed_a_restart_learns_of_it() -> None:
         bench.say(f"a/{phase}".encode(), EngineHello("a", phase, 1))
     sent = bench.submit("r")
     assert [m.epoch for m in to(GATEWAY, UnitHello, sent)] == ["unit-1"]
-    assert not bench.unit.desk.held, "nobody knows yet where its tokens should go"
+    assert not bench.unit.request_table.held, "nobody knows yet where its tokens should go"
     bench.say(GATEWAY, GatewayHello("g1", REPLY_TO))
     bench.submit("r")
     (admit,) = bench.admitted("a/prefill")
@@ -485,15 +485,15 @@ def test_each_gateway_dies_alone() -> None:
     bench.submit("s", gateway=other)
     assert [a.reply_to for a in bench.admitted("a/prefill")] == [REPLY_TO, "ipc:///elsewhere"]
     bench.say(b"controller/1", GatewayDown(1))
-    assert set(bench.unit.desk.held) == {"r"}
+    assert set(bench.unit.request_table.held) == {"r"}
     assert bench.state()["gateways"] == 1
     bench.submit("s", gateway=other)
-    assert set(bench.unit.desk.held) == {"r"}
+    assert set(bench.unit.request_table.held) == {"r"}
     # The one that is started in its place has its number, and not its epoch.
     bench.say(b"gateway/g3", GatewayHello("g3", "ipc:///elsewhere", 1))
     bench.submit("t", gateway=b"gateway/g3")
     bench.say(b"gateway/g4", GatewayHello("g4", "ipc:///elsewhere", 1))
-    assert set(bench.unit.desk.held) == {"r"}
+    assert set(bench.unit.request_table.held) == {"r"}
 
 
 def test_a_gateway_of_another_machine_needs_keys() -> None:
@@ -585,7 +585,7 @@ def test_what_can_never_fit_is_refused_with_figures() -> None:
     assert "949 tokens" in refused.message
     assert "'a' has room for" in refused.message
     assert "kv_pool.size" in refused.message
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
     assert to(GATEWAY, Refused, bench.submit("s", prompt=700, max_tokens=20)) == []
 
 
@@ -594,7 +594,7 @@ def test_a_request_that_outgrew_the_pool_is_refused_when_it_returns() -> None:
     admit = bench.decoding("r")
     sent = bench.report("a/decode", returned=[Returned("r", admit.incarnation, [1] * 800)], running=0)
     assert [m.request_id for m in to(GATEWAY, Refused, sent)] == ["r"]
-    assert not bench.unit.desk.held
+    assert not bench.unit.request_table.held
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -30,7 +30,7 @@ def test_a_step_that_failed_costs_those_that_were_in_it_and_counts_against_them(
     assert lost.request_ids == ["r", "s"]
     assert lost.failures == [Failures(crashes=1)] * 2
     assert "ValueError: no" in lost.reason
-    assert set(bench.unit.desk.held) == {"t"}
+    assert set(bench.unit.request_table.held) == {"t"}
     state = bench.state()
     assert state["engines"]["a/decode"]["up"]
     assert state["models"]["a"]["failures"] == 1
@@ -98,7 +98,7 @@ def test_one_that_fails_alone_is_ended_with_the_reason() -> None:
     assert isinstance(failed, RequestFailed)
     assert (failed.request_id, failed.attempt) == ("r", 2)
     assert "ValueError: no" in failed.message
-    assert set(bench.unit.desk.held) == {"s"}
+    assert set(bench.unit.request_table.held) == {"s"}
     assert bench.state()["models"]["a"]["culprits"] == 1
     assert bench.state()["models"]["a"]["failures"] == 1
 
@@ -116,7 +116,7 @@ def test_one_whose_engine_dies_while_it_is_alone_is_ended_and_the_others_there_a
     (lost,) = to(GATEWAY, Lost, sent)
     assert (lost.request_ids, lost.failures) == (["s"], [])
     bench.say(b"a/decode", EngineHello("a", "decode", 4711))
-    assert not bench.unit.desk.quarantine
+    assert not bench.unit.request_table.quarantine
 
 
 def test_one_that_is_killed_from_outside_while_it_is_alone_is_tried_again() -> None:
@@ -158,8 +158,8 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
     bench = Bench()
     bench.submit("r", failures=SUSPECT, max_tokens=1)
     bench.report("a/prefill", finished=["r"], running=0)
-    assert not bench.unit.desk.quarantine
-    assert not bench.unit.desk.quarantine._records
+    assert not bench.unit.request_table.quarantine
+    assert not bench.unit.request_table.quarantine._records
 
 
 @pytest.mark.parametrize("policy", ["rolling", "pipelined"])
@@ -174,4 +174,4 @@ def test_a_suspect_is_computed_alone_in_an_engine_of_both_phases(policy: str) ->
     assert {each.alone for each in leases} == {"r"}
     (failed,) = fail_step(bench, "a/both", "r")
     assert isinstance(failed, RequestFailed)
-    assert set(bench.unit.desk.held) == {"s"}
+    assert set(bench.unit.request_table.held) == {"s"}

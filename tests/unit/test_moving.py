@@ -146,7 +146,7 @@ def test_the_course_of_a_move() -> None:
     b.say(b"migrator", MoveCommitted(course.stage.move), after=0.01)
     assert counted(b) == (0, 1, 0)
     assert b.memory.dropped == [("a", course.detach.key)]
-    assert not b.unit.desk.held
+    assert not b.unit.request_table.held
     assert not b.unit.moving.moves
     state = b.state()["models"]["a"]
     assert 0.01 <= state["last_downtime_seconds"] < 0.02
@@ -296,7 +296,7 @@ def test_a_move_that_fails_leaves_the_request_here_or_has_it_served_again(step: 
     assert bool(aborts) == (cause == "silence" and step in ("copying", "detaching", "last"))
     if uncertain:
         assert b.memory.dropped == [("a", course.detach.key)]
-        assert "r" not in b.unit.desk.held
+        assert "r" not in b.unit.request_table.held
     elif step in ("last", "committing"):
         (lease,) = to(DECODE, Lease, sent)
         (admit,) = lease.admit
@@ -318,7 +318,7 @@ def test_a_client_that_goes_away_ends_the_move(step: str) -> None:
     course = Course(b).to(step)
     sent = b.say(GATEWAY, Cancel(["r"]))
     assert not b.unit.moving.moves
-    assert "r" not in b.unit.desk.held
+    assert "r" not in b.unit.request_table.held
     assert bool(to(MIGRATOR, MoveAbort, sent)) == (step in ("copying", "detaching", "last"))
     if step in ("last", "committing"):
         assert b.memory.dropped == [("a", course.detach.key)]
@@ -484,7 +484,7 @@ def test_a_request_that_comes_goes_straight_to_the_decode_engine() -> None:
     live = b.unit.ledger.requests["in"]
     assert (live.execution, round(b.now - live.arrival, 3)) == ("high", 3.0)
     b.report(DECODE, finished=["in"], running=0)
-    assert not b.unit.desk.held
+    assert not b.unit.request_table.held
 
 
 def test_it_moves_on_with_its_count() -> None:
@@ -513,7 +513,7 @@ def test_requests_that_are_not_taken(changes: dict[str, Any], says: str) -> None
     sent = b.say(b"migrator", take_over(**changes))
     (answer,) = to(MIGRATOR, TakenOver, sent)
     assert says in answer.reason
-    assert set(b.unit.desk.held) == {"r"}
+    assert set(b.unit.request_table.held) == {"r"}
     assert to(GATEWAY, TookOver, sent) == []
 
 
@@ -529,7 +529,7 @@ def test_a_replica_that_is_not_up_takes_nothing(what: str) -> None:
         b.turn(after=0.1)
     (answer,) = to(MIGRATOR, TakenOver, b.say(b"migrator", take_over()))
     assert answer.reason
-    assert not b.unit.desk.held
+    assert not b.unit.request_table.held
 
 
 def test_a_later_attempt_replaces_what_was_here() -> None:
@@ -537,7 +537,7 @@ def test_a_later_attempt_replaces_what_was_here() -> None:
     sent = b.say(b"migrator", take_over("r", attempt=1))
     assert [m.reason for m in to(MIGRATOR, TakenOver, sent)] == [""]
     assert [m.request_ids for m in to(DECODE, Abort, sent)] == [["r"]]
-    assert b.unit.desk.held["r"].attempt == 1
+    assert b.unit.request_table.held["r"].attempt == 1
 
 
 def test_a_gateway_that_greets_again_hears_who_came() -> None:
@@ -657,7 +657,7 @@ def test_a_replica_that_is_drained_gives_its_queue_back() -> None:
     sent = b.say(SCHEDULER, Terminating("a", True))
     assert [m.request_ids for m in to(GATEWAY, Elsewhere, sent)] == [["s"]]
     assert [m.request_ids for m in to(other, Elsewhere, sent)] == [["t"]]
-    assert set(b.unit.desk.held) == {"r"}
+    assert set(b.unit.request_table.held) == {"r"}
     assert loads(sent + b.turn(after=0.03))["a"].terminating
     assert b.state()["models"]["a"]["given_back"] == 2
     b.say(SCHEDULER, Terminating("a", False))

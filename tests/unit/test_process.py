@@ -23,7 +23,7 @@ from muxserve import deployment as deployments
 from muxserve.deployment import Deployment, Keys, Listen
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
-from muxserve.network import connect, free_port, new_keys, tcp_address
+from muxserve.net.sockets import connect, free_port, new_keys, tcp_address
 from muxserve.wire import (
     Abort,
     AnyMessage,

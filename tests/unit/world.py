@@ -688,10 +688,10 @@ class World:
             assert client.over, f"{request_id} hangs at {client.unit}, attempt {client.attempt}"
             assert sorted(client.got) == list(range(len(client.got)))
         for unit in self.units.values():
-            desk, ledger = unit.scheduler.desk, unit.scheduler.ledger
-            assert not desk.held
-            assert not desk.quarantine
-            assert not desk.quarantine._records
+            request_table, ledger = unit.scheduler.request_table, unit.scheduler.ledger
+            assert not request_table.held
+            assert not request_table.quarantine
+            assert not request_table.quarantine._records
             assert not ledger.requests
             assert not unit.scheduler.moving.moves
             assert not unit.store.keys

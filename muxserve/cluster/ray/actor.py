@@ -32,7 +32,7 @@ from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, State
 from muxserve.deployment import Deployment, Listen, save
 from muxserve.deployment.run_dir import LOCK, RunDirError, claim, default_base
-from muxserve.network import NetworkError, free_port
+from muxserve.net.sockets import NetworkError, free_port
 
 # Lines kept for a controller that asks late; far more than a unit says before it is up.
 LINES = 10_000

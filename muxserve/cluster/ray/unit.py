@@ -26,7 +26,7 @@ from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.deployment import Deployment, UnitEntry
-from muxserve.network import tcp_address
+from muxserve.net.sockets import tcp_address
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +128,8 @@ class RayUnit:
                 return state
             await asyncio.sleep(_RETRY_SECONDS)
 
-    def last_words(self, part: PartId) -> Said:
-        """See `UnitHandle.last_words`; the log lies on the unit's node."""
+    def log_tail_of(self, part: PartId) -> Said:
+        """See `UnitHandle.log_tail_of`; the log lies on the unit's node."""
         return self._said.get(part, (None, ()))
 
     # ------------------------------------------------------------ what is done

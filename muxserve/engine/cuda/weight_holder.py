@@ -34,8 +34,8 @@ from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
 from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
-from muxserve.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
-from muxserve.process import words
+from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
+from muxserve.net.process import words
 
 log = logging.getLogger(__name__)
 

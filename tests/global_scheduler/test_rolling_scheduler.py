@@ -80,7 +80,7 @@ def ask_plain(world: World, request_id: str) -> list[Placed | NotPlaced]:
 
 
 def member(world: World, unit: str) -> Any:
-    found: Any = world.core._desks["m"]
+    found: Any = world.core._model_schedulers["m"]
     return found._member(unit)
 
 
@@ -592,7 +592,7 @@ def test_a_destination_that_dies_is_replaced() -> None:
 def test_a_move_is_no_end_for_the_objectives() -> None:
     scaling = ScalingRules(minimum=1, maximum=3, hold=1000.0)
     world = drained(scaling={"m": scaling})
-    scaler: Any = world.core._desks["m"]._scaler  # type: ignore[attr-defined]
+    scaler: Any = world.core._model_schedulers["m"]._scaler  # type: ignore[attr-defined]
     tell(world, "u0", left=["a", "b"])
     moved(world, "u2", "a")
     assert len(scaler._attainment._seen) == 0
@@ -771,7 +771,7 @@ def test_who_waits_goes_on_waiting_when_a_model_begins_to_roll_or_ends() -> None
     assert world.heard(Placed, G0) == [Placed("a", "u0")]
     assert ask(world, "b", "c", tokens=50) == ["u0", ""]
     world.change(fleet({"u0": ["m"]}, generation=3))
-    assert world.heard(SchedulerHello, Unit("u0")), "the new desk has heard of no replica"
+    assert world.heard(SchedulerHello, Unit("u0")), "the new model_scheduler has heard of no replica"
     world.report("u0", load(running=2))
     assert world.heard(Placed, G0) == [Placed("c", "u0")]
     assert world.state()["models"]["m"]["waiting"] == 0
