@@ -36,7 +36,7 @@ FLEET = {
 }
 # Tokens of a prompt and its answer: two such requests fit into one replica until they end, so that one of them can move
 # all that time.
-FILLER, FILLING = 250, 700
+FILLER, FILLING = 120, 850
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,25 @@ async def generate(fleet: Fleet, tokens: int, output: int, first: int, on_first:
 
 async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
     moved_before = sum(of_model(fleet, MODEL, "moved_out").values())
+    await until(lambda: len(of_model(fleet, MODEL, "decoding")) == 4, PATIENCE, "all there")
+    # Where the fillers outran the prompt there was room without moves: that says nothing, and is tried again.
+    outrun, texts = True, []
+    for _attempt in range(4):
+        outrun, texts = await long_prompt_beside_fillers(fleet)
+        if not outrun:
+            break
+    assert not outrun, "it waited for another request's end"
+    assert sum(of_model(fleet, MODEL, "moved_out").values()) > moved_before
+    # What moved has the tokens of what did not.
+    for index, text in enumerate(texts):
+        assert "".join(await generate(fleet, FILLER, FILLING, index)) == text
+
+
+async def long_prompt_beside_fillers(fleet: Fleet) -> tuple[bool, list[str]]:
+    """One filler on each replica, then a prompt that fits beside none of them.
+
+    Returns whether a filler had ended before the prompt's first token, and the fillers' texts.
+    """
     done: list[int] = []
 
     async def filler(index: int) -> str:
@@ -87,7 +106,6 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
         done.append(index)
         return text
 
-    await until(lambda: len(of_model(fleet, MODEL, "decoding")) == 4, PATIENCE, "all there")
     fillers = []
     for index in range(4):
         # One on each replica: they go to the freest, one after the other.
@@ -95,18 +113,11 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
         await until(lambda n=index: sum(of_model(fleet, MODEL, "decoding").values()) > n, PATIENCE, "decoded")
     assert [*of_model(fleet, MODEL, "decoding").values()] == [1] * 4
     free = await asyncio.to_thread(free_tokens, fleet)
-    need = 1900
+    need = 1950
     assert all(tokens < need for tokens in free.values()), f"the long prompt has room as it is: {free}"
-
-    finished_at_first_token: list[int] = []
-    long = await generate(fleet, need, 4, 99, lambda: finished_at_first_token.append(len(done)))
-    assert finished_at_first_token == [0], "it waited for another request's end"
-    assert len(long) >= 1
-    assert sum(of_model(fleet, MODEL, "moved_out").values()) > moved_before
-    texts = await asyncio.gather(*fillers)
-    # What moved has the tokens of what did not.
-    for index, text in enumerate(texts):
-        assert "".join(await generate(fleet, FILLER, FILLING, index)) == text
+    done_at_first_token: list[int] = []
+    assert await generate(fleet, need, 4, 99, lambda: done_at_first_token.append(len(done)))
+    return done_at_first_token != [0], await asyncio.gather(*fillers)
 
 
 async def test_a_hung_engine_gets_no_work_and_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from muxserve.engine.cuda import cuda_ipc, weight_loader, weights
 from muxserve.engine.cuda import weight_wire as wire
 from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe, mapped
+from muxserve.vllm.args import loader_args
 
 FINGERPRINT = {"checkpoint": "abc", "tp_rank": "0"}
 CPU = torch.device("cpu")
@@ -171,7 +172,7 @@ def test_the_loader_is_vllm_s_and_never_goes_to_disk(monkeypatch: pytest.MonkeyP
     weights.register_loader()
     weights.register_loader()
     deployment: Any = SimpleNamespace(ranks=2, weights_socket=lambda model, rank: f"/run/{model}-{rank}.sock")
-    args = weights.loader_args(deployment, "m")
+    args = loader_args(deployment, "m")
     loader = get_model_loader(LoadConfig(**args))
     assert isinstance(loader, weight_loader.HeldWeightsLoader)
     assert loader._sockets == ["/run/m-0.sock", "/run/m-1.sock"]
