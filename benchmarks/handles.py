@@ -33,14 +33,6 @@ import msgspec
 import zmq
 from report import machine, percentiles, write_report
 
-from muxserve.deployment import (
-    Deployment,
-    FleetDeployment,
-    GatewayDeployment,
-    ModelDeployment,
-    PoolDeployment,
-    UnitEntry,
-)
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Client, Unit
 from muxserve.global_scheduler.rolling_state import apply, rebuild
@@ -49,6 +41,14 @@ from muxserve.rolling.macro_instance import MacroInstance
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
 from muxserve.rolling.scheduler import pack, unpack
+from muxserve.spec import (
+    FleetSpec,
+    GatewaySpec,
+    ModelSpec,
+    PoolSpec,
+    UnitEntry,
+    UnitSpec,
+)
 from muxserve.wire import Load, Loads, Place, Placed, RollingReport, RollingRequest, decode, encode
 
 CAPACITY = 1_000_000
@@ -84,22 +84,20 @@ class Reports:
         return report
 
 
-def deployed(units: list[str], rules: RollingRules = RULES) -> FleetDeployment:
+def deployed(units: list[str], rules: RollingRules = RULES) -> FleetSpec:
     """A fleet whose units all serve the rolling model."""
-    model = ModelDeployment(
+    model = ModelSpec(
         name="m", path="/models/m", pool="main", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=16,
         num_blocks=128, quota_pages=400, floor_pages=100, max_len=400, rate=1.0, max_num_seqs=8,
         max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
         max_concurrency=64, max_queue=64, phases="rolling",
     )  # fmt: skip
-    gateway = GatewayDeployment("127.0.0.1", 0)
+    gateway = GatewaySpec("127.0.0.1", 0)
     entries = []
     for name in units:
-        deployment = Deployment(
-            f"/nowhere/{name}", name, "rolling", 2, [PoolDeployment("main", 32768, 1001)], [model], gateway
-        )
-        entries.append(UnitEntry(deployment, deployment.unit_address, deployment.migrator_address, ["m"]))
-    return FleetDeployment("/nowhere", gateway, [model], entries, rolling={"m": rules})
+        unit_spec = UnitSpec(f"/nowhere/{name}", name, "rolling", 2, [PoolSpec("main", 32768, 1001)], [model], gateway)
+        entries.append(UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, ["m"]))
+    return FleetSpec("/nowhere", gateway, [model], entries, rolling={"m": rules})
 
 
 def in_core(requests: int, rounds: int) -> dict[str, object]:

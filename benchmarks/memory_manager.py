@@ -32,9 +32,9 @@ import numpy as np
 import psutil
 from report import machine, write_report
 
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
 from muxserve.memory import _native, server
 from muxserve.memory.client import MemoryClient
+from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, KV_HEADS, BLOCK_TOKENS = 32, 8, 16
@@ -70,9 +70,9 @@ def timed(action: Callable[[], None], count: int, pause_s: float = 0.0) -> list[
 # ------------------------------------------------------------ ours
 
 
-def deployment(run_dir: str) -> Deployment:
+def unit_spec(run_dir: str) -> UnitSpec:
     num_blocks = 4 * SHAPES["prefill"]
-    model = ModelDeployment(
+    model = ModelSpec(
         name="m",
         path="",
         pool="p",
@@ -96,14 +96,14 @@ def deployment(run_dir: str) -> Deployment:
         max_queue=64,
     )
     # The pages themselves are never touched here, so their size does not matter.
-    return Deployment(
+    return UnitSpec(
         run_dir=run_dir,
         unit="benchmark",
         policy="adbs",
         cores=2,
-        pools=[PoolDeployment("p", 64, num_blocks * PAGES_PER_BLOCK)],
+        pools=[PoolSpec("p", 64, num_blocks * PAGES_PER_BLOCK)],
         models=[model],
-        gateway=GatewayDeployment("127.0.0.1", 0),
+        gateway=GatewaySpec("127.0.0.1", 0),
     )
 
 
@@ -112,8 +112,8 @@ class RoundTrip:
 
     def __init__(self) -> None:
         self.directory = tempfile.TemporaryDirectory()
-        self.process = server.start(deployment(self.directory.name))
-        self.client = MemoryClient(deployment(self.directory.name).memory_socket, "benchmark")
+        self.process = server.start(unit_spec(self.directory.name))
+        self.client = MemoryClient(unit_spec(self.directory.name).memory_socket, "benchmark")
         self.view = self.client.map("m")
 
     def action(self, blocks: int) -> Callable[[], None]:
@@ -136,7 +136,7 @@ class RoundTrip:
 
 
 def core_from_python() -> dict[str, Callable[[], None]]:
-    manager = _native.Manager(json.dumps(server.manager_config(deployment("/"))))
+    manager = _native.Manager(json.dumps(server.manager_config(unit_spec("/"))))
     client = manager.connect("benchmark")
     none = np.empty(0, dtype=np.int32)
 

@@ -41,9 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import msgspec
 
 from benchmarks.report import machine, write_report
-from benchmarks.two_units import Pair, Seen, TwoUnits, bodies, unit_deployment
-from muxserve.deployment import Deployment
+from benchmarks.two_units import Pair, Seen, TwoUnits, bodies, spec_of_unit
 from muxserve.simulator import MigrationCosts
+from muxserve.spec import UnitSpec
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "migration.json"
@@ -67,9 +67,9 @@ def host(arguments: list[str]) -> None:
 
     real = unit_host.commands_for
 
-    def commands(deployment: Deployment, file: Path) -> Any:
-        line = [sys.executable, __file__, "--scheduler", "--deployment", str(file), "--die-with-parent"]
-        return replace(real(deployment, file), unit_scheduler=line)
+    def commands(unit_spec: UnitSpec, file: Path) -> Any:
+        line = [sys.executable, __file__, "--scheduler", "--unit-spec", str(file), "--die-with-parent"]
+        return replace(real(unit_spec, file), unit_scheduler=line)
 
     unit_host.commands_for = commands
     sys.exit(unit_host.main(arguments))
@@ -262,10 +262,10 @@ def main() -> None:
         switch = Path(root) / "stop-and-copy"
         os.environ[SWITCH] = str(switch)
 
-        def make(name: str) -> Deployment:
-            return unit_deployment(Path(root) / name, name, checkpoint, max_len=MAX_LEN, blocks=900)
+        def make(name: str) -> UnitSpec:
+            return spec_of_unit(Path(root) / name, name, checkpoint, max_len=MAX_LEN, blocks=900)
 
-        def limited(name: str) -> Deployment:
+        def limited(name: str) -> UnitSpec:
             limit = float(options.limit << 20)
             unit = make(f"{name}-limited")
             return msgspec.structs.replace(unit, unit=name, migration_bandwidth=limit)

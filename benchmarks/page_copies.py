@@ -26,14 +26,14 @@ import zmq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.report import machine, write_report
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment, GatewayDeployment, Listen, ModelDeployment, PoolDeployment
+from muxserve import spec
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.migration.chunks import SEND_BYTES
 from muxserve.migration.pages import HostPages
 from muxserve.migration.process import MACHINE
 from muxserve.net import sockets
+from muxserve.spec import GatewaySpec, Listen, ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import Message, MigratorHello, MoveAbort, MoveFailed, MoveStage, MoveStaged, Reset, decode, encode
 
 MODEL = "m"
@@ -41,13 +41,13 @@ LAYERS, HEADS, HEAD_DIM, ITEM = 28, 8, 128, 2
 RESULT = Path(__file__).parent / "results" / "page_copies.json"
 
 
-def deployment(root: Path, name: str, tokens: int, block_tokens: int, **changes: Any) -> Deployment:
+def unit_spec(root: Path, name: str, tokens: int, block_tokens: int, **changes: Any) -> UnitSpec:
     """A unit whose pool has room for `tokens` and a few more."""
     run_dir = root / name
     run_dir.mkdir()
     blocks = tokens // block_tokens + 8
     pages = (blocks - 1) * LAYERS * HEADS + 1
-    model = ModelDeployment(
+    model = ModelSpec(
         name=MODEL,
         path="",
         pool="p",
@@ -71,17 +71,15 @@ def deployment(root: Path, name: str, tokens: int, block_tokens: int, **changes:
         max_queue=8,
     )
     page_bytes = 2 * block_tokens * HEAD_DIM * ITEM
-    gateway = GatewayDeployment("127.0.0.1", 0)
-    return Deployment(
-        str(run_dir), name, "adbs", 1, [PoolDeployment("p", page_bytes, pages)], [model], gateway, **changes
-    )
+    gateway = GatewaySpec("127.0.0.1", 0)
+    return UnitSpec(str(run_dir), name, "adbs", 1, [PoolSpec("p", page_bytes, pages)], [model], gateway, **changes)
 
 
 class Unit:
     """A memory manager and, if asked for, a migrator; this process plays the unit scheduler."""
 
-    def __init__(self, of: Deployment, machine_id: str = "") -> None:
-        self.deployment = of
+    def __init__(self, of: UnitSpec, machine_id: str = "") -> None:
+        self.unit_spec = of
         self.memory = server.start(of)
         self.client = MemoryClient(of.memory_socket, "benchmark", 60.0)
         self.context = zmq.Context()
@@ -91,10 +89,10 @@ class Unit:
         self.machine_id = machine_id
 
     def start_migrator(self) -> None:
-        file = Path(self.deployment.run_dir) / "deployment.json"
-        deployments.save(self.deployment, file)
+        file = Path(self.unit_spec.run_dir) / "unit.json"
+        spec.save(self.unit_spec, file)
         environment = {**os.environ, **({MACHINE: self.machine_id} if self.machine_id else {})}
-        command = [sys.executable, "-m", "muxserve.migration.process", "--deployment", str(file), "--die-with-parent"]
+        command = [sys.executable, "-m", "muxserve.migration.process", "--unit-spec", str(file), "--die-with-parent"]
         self.migrator = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
         self.next(MigratorHello)
         self.send(Reset("1"))
@@ -126,7 +124,7 @@ class Unit:
                 stream.close()
         self.router.close(linger=0)
         self.context.term()
-        server.remove_segments(self.deployment)
+        server.remove_segments(self.unit_spec)
 
 
 def rates(size: int, repetitions: int, copy: Callable[[], object]) -> dict[str, float]:
@@ -142,7 +140,7 @@ def rates(size: int, repetitions: int, copy: Callable[[], object]) -> dict[str, 
 def in_process(tokens: int, block_tokens: int, repetitions: int) -> dict[str, Any]:
     """One thread, in this process."""
     with tempfile.TemporaryDirectory(prefix="mx") as root:
-        units = [Unit(deployment(Path(root), name, tokens, block_tokens)) for name in ("a", "b")]
+        units = [Unit(unit_spec(Path(root), name, tokens, block_tokens)) for name in ("a", "b")]
         try:
             a, b = (HostPages(unit.client.map(MODEL)) for unit in units)
             ours = units[0].fill(tokens // block_tokens)
@@ -176,17 +174,17 @@ def through_migrators(tokens: int, block_tokens: int, repetitions: int, way: str
         if way == "tcp":
             listen = Listen("127.0.0.1", sockets.free_port("127.0.0.1"), sockets.free_port("127.0.0.1"))
             changes["keys"] = sockets.new_keys()
-        a = Unit(deployment(Path(root), "a", tokens, block_tokens, **changes))
+        a = Unit(unit_spec(Path(root), "a", tokens, block_tokens, **changes))
         b = Unit(
-            deployment(Path(root), "b", tokens, block_tokens, **changes, listen=listen),
+            unit_spec(Path(root), "b", tokens, block_tokens, **changes, listen=listen),
             "" if way == "shared" else "elsewhere",
         )
         try:
             a.start_migrator()
             b.start_migrator()
-            address = f"tcp://127.0.0.1:{listen.migrator_port}" if listen else b.deployment.migrator_address
+            address = f"tcp://127.0.0.1:{listen.migrator_port}" if listen else b.unit_spec.migrator_address
             blocks = a.fill(tokens // block_tokens)
-            size = len(blocks) * LAYERS * HEADS * a.deployment.pools[0].page_bytes
+            size = len(blocks) * LAYERS * HEADS * a.unit_spec.pools[0].page_bytes
             seconds = []
             for number in range(repetitions + 1):
                 began = time.perf_counter()

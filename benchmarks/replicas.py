@@ -29,15 +29,6 @@ from pathlib import Path
 import zmq
 from report import machine, percentiles, write_report
 
-from muxserve.deployment import (
-    Deployment,
-    FleetDeployment,
-    GatewayDeployment,
-    ModelDeployment,
-    PoolDeployment,
-    UnitEntry,
-    save_fleet,
-)
 from muxserve.net import sockets
 from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, NewRequest, RoundRobin
 from muxserve.replicas.global_scheduler import GlobalScheduler
@@ -45,6 +36,15 @@ from muxserve.replicas.migration import MigrationRules, choose_request
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
+from muxserve.spec import (
+    FleetSpec,
+    GatewaySpec,
+    ModelSpec,
+    PoolSpec,
+    UnitEntry,
+    UnitSpec,
+    save_fleet,
+)
 from muxserve.wire import Load, Loads, Place, Placed, decode, encode
 
 CAPACITY = 64_000
@@ -130,25 +130,25 @@ def measure(instances: int, live: int, seed: int) -> dict[str, object]:
     return result
 
 
-def _deployed(run_dir: str, units: int) -> FleetDeployment:
-    model = ModelDeployment(
+def _deployed(run_dir: str, units: int) -> FleetSpec:
+    model = ModelSpec(
         name="m", path="/models/m", pool="main", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=16,
         num_blocks=128, quota_pages=400, floor_pages=100, max_len=400, rate=1.0, max_num_seqs=8,
         max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
         max_concurrency=64, max_queue=64,
     )  # fmt: skip
-    gateway = GatewayDeployment("127.0.0.1", 0)
+    gateway = GatewaySpec("127.0.0.1", 0)
     entries = []
     for number in range(units):
         name = f"u{number}"
-        pools = [PoolDeployment("main", 32768, 1001)]
-        deployment = Deployment(f"{run_dir}/{name}", name, "adbs", 2, pools, [model], gateway)
-        Path(deployment.run_dir).mkdir()
-        entries.append(UnitEntry(deployment, deployment.unit_address, deployment.migrator_address, ["m"]))
-    return FleetDeployment(run_dir, gateway, [model], entries, migration=MigrationRules())
+        pools = [PoolSpec("main", 32768, 1001)]
+        unit_spec = UnitSpec(f"{run_dir}/{name}", name, "adbs", 2, pools, [model], gateway)
+        Path(unit_spec.run_dir).mkdir()
+        entries.append(UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, ["m"]))
+    return FleetSpec(run_dir, gateway, [model], entries, migration=MigrationRules())
 
 
-def _report(fleet: FleetDeployment, up: Event) -> None:
+def _report(fleet: FleetSpec, up: Event) -> None:
     """The units of a live fleet, in a process of their own: each reports ten times a second, and never the same."""
     rng = random.Random(1)
     context = zmq.Context()

@@ -25,7 +25,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from muxserve.deployment import ModelDeployment
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
@@ -35,6 +34,7 @@ from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.replicas.priorities import DEFAULT_LEVELS
+from muxserve.spec import ModelSpec
 from muxserve.wire import Place, Placed, encode
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
@@ -44,7 +44,7 @@ SIZES = {"200 B": 200, "4 KiB": 4096, "64 KiB": 65536, "1 MiB": 1 << 20}
 def endpoint(models: int, keys: list[str]) -> Endpoint:
     """An endpoint of that many models, all behind `answer`."""
     deployed = [
-        ModelDeployment(
+        ModelSpec(
             name=f"model-{n}", path="", pool="main", dtype="float32", layers=1, kv_heads=1, head_dim=64,
             block_tokens=64, num_blocks=1, quota_pages=1, floor_pages=0, max_len=1024, rate=1.0, max_num_seqs=1,
             max_num_batched_tokens=1, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,

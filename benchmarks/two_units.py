@@ -22,10 +22,10 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve import spec
 from muxserve.net import sockets
 from muxserve.profiling.jobs import Bodies
+from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import (
     Cancel,
     GatewayHello,
@@ -70,15 +70,15 @@ class Seen:
         return [later - earlier for earlier, later in pairs if since <= earlier and later <= until]
 
 
-def unit_deployment(
+def spec_of_unit(
     run_dir: Path, name: str, checkpoint: Path, *, max_len: int, blocks: int, threads: int = 1, **changes: Any
-) -> Deployment:
+) -> UnitSpec:
     """A unit with one model, whose shape is read from its checkpoint."""
     shape = msgspec.json.decode((checkpoint / "config.json").read_bytes())
     layers, heads, head_dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
     block_tokens = 32
     pages = blocks * layers * heads + 1
-    model = ModelDeployment(
+    model = ModelSpec(
         name=MODEL,
         path=str(checkpoint),
         pool="main",
@@ -101,24 +101,24 @@ def unit_deployment(
         max_concurrency=64,
         max_queue=64,
     )
-    pool = PoolDeployment("main", 2 * block_tokens * head_dim * 4, pages)
-    return Deployment(str(run_dir), name, "adbs", 1, [pool], [model], GatewayDeployment("127.0.0.1", 0), **changes)
+    pool = PoolSpec("main", 2 * block_tokens * head_dim * 4, pages)
+    return UnitSpec(str(run_dir), name, "adbs", 1, [pool], [model], GatewaySpec("127.0.0.1", 0), **changes)
 
 
 class Unit:
     """One of them, in processes of its own."""
 
-    def __init__(self, deployment: Deployment, command: list[str]) -> None:
-        self.deployment = deployment
-        self.name = deployment.unit
-        run_dir = Path(deployment.run_dir)
+    def __init__(self, unit_spec: UnitSpec, command: list[str]) -> None:
+        self.unit_spec = unit_spec
+        self.name = unit_spec.unit
+        run_dir = Path(unit_spec.run_dir)
         run_dir.mkdir(parents=True, mode=0o700)
-        self.file = run_dir / "deployment.json"
-        deployments.save(deployment, self.file)
+        self.file = run_dir / "unit.json"
+        spec.save(unit_spec, self.file)
         self.log = run_dir / "host.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--deployment", str(self.file), "--migrates"], stdout=subprocess.PIPE, stderr=log
+                [*command, "--unit-spec", str(self.file), "--migrates"], stdout=subprocess.PIPE, stderr=log
             )
         self.events: list[dict[str, Any]] = []
 
@@ -145,7 +145,7 @@ class Unit:
 class Pair:
     """The processes of both. A context manager: in it they are up."""
 
-    def __init__(self, make: Callable[[str], Deployment], command: list[str] | None = None) -> None:
+    def __init__(self, make: Callable[[str], UnitSpec], command: list[str] | None = None) -> None:
         command = command or [sys.executable, "-m", "muxserve.cluster.unit_host"]
         self.units = {name: Unit(make(name), command) for name in ("a", "b")}
 
@@ -202,7 +202,7 @@ class TwoUnits:
         self._context.term()
 
     def _connect(self) -> None:
-        run_dir = next(iter(self.units.values())).deployment.run_dir
+        run_dir = next(iter(self.units.values())).unit_spec.run_dir
         address = f"ipc://{run_dir}/tokens.sock"
         self._tokens = self._context.socket(zmq.PULL)
         sockets.bind_local(self._tokens, address)
@@ -214,7 +214,7 @@ class TwoUnits:
             ):
                 link = self._context.socket(zmq.DEALER)
                 link.setsockopt(zmq.IDENTITY, f"{role}/{self.epoch}".encode())
-                sockets.connect(link, unit.deployment.unit_address)
+                sockets.connect(link, unit.unit_spec.unit_address)
                 link.send(encode(hello))
                 self._links[name, role] = link
         for link in self._links.values():
@@ -318,7 +318,7 @@ class TwoUnits:
     def _pair(self, now: float) -> None:
         """With the newest load, as the global scheduler does in every round."""
         other = self.units["b" if self._moving == "a" else "a"]
-        message = Paired(MODEL, other.name, other.deployment.migrator_address, self.loads[other.name])
+        message = Paired(MODEL, other.name, other.unit_spec.migrator_address, self.loads[other.name])
         self.send(self._moving, "scheduler", message)
         self._paired_at = now
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import zmq
 
-from muxserve.deployment.run_dir import RunDir
 from muxserve.net import sockets
 from muxserve.net.sockets import NetworkError
+from muxserve.spec.run_dir import RunDir
 from tests.support.patience import PATIENCE
 
 PATIENCE_MS = PATIENCE * 1000

@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve.deployment import Keys
 from muxserve.net import sockets
 from muxserve.net.sockets import NetworkError
+from muxserve.spec import Keys
 from tests.support.patience import PATIENCE
 
 HOST = "127.0.0.1"

@@ -17,7 +17,7 @@ from muxserve.cli.comparing import comparing
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
-from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
+from muxserve.cluster.fleet_plan import fleet_spec_of, planned_unit
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
 from muxserve.cluster.launcher import WarmParents, commands_for
 from muxserve.cluster.machine import this_machine, vllm_without_cuda
@@ -29,12 +29,12 @@ from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.server import ControlServer
-from muxserve.deployment import FleetDeployment
-from muxserve.deployment.run_dir import RunDir, RunDirError
 from muxserve.gpu.sharing import SharingError, settle
 from muxserve.net.sockets import new_keys
 from muxserve.planning.later import LaterUnits
 from muxserve.planning.serving import FleetPlanner, notes_of
+from muxserve.spec import FleetSpec
+from muxserve.spec.run_dir import RunDir, RunDirError
 
 
 class Refused(Exception):  # noqa: N818
@@ -82,7 +82,7 @@ def _run(planner: FleetPlanner, plans: Sequence[FleetPlan], run_dir: RunDir, hos
 
     path = str(run_dir.path)
     units = [planned_unit(plan, path, host, port) for plan in plans]
-    fleet = fleet_deployment(planner.fleet, units, path, host, port)
+    fleet = fleet_spec_of(planner.fleet, units, path, host, port)
     for note in [*planner.reasons, *notes_of(plans)]:
         console.print(f"- {escape(note)}")
     code = EXIT_START
@@ -91,7 +91,7 @@ def _run(planner: FleetPlanner, plans: Sequence[FleetPlan], run_dir: RunDir, hos
     finally:
         # Units remove what is theirs; this is for an end that did not come to that.
         for unit in units:
-            server.remove_segments(unit.deployment)
+            server.remove_segments(unit.unit_spec)
         if code in (EXIT_OK, EXIT_FORCED):
             run_dir.remove()
         else:
@@ -100,7 +100,7 @@ def _run(planner: FleetPlanner, plans: Sequence[FleetPlan], run_dir: RunDir, hos
     return code
 
 
-async def _serve(planner: FleetPlanner, fleet: FleetDeployment, units: Sequence[PlannedUnit], demo: bool) -> int:
+async def _serve(planner: FleetPlanner, fleet: FleetSpec, units: Sequence[PlannedUnit], demo: bool) -> int:
     unit_launcher: Callable[[WarmParents, Reaper], UnitLauncher]
     cluster = planner.fleet.cluster
     if cluster.launcher == "ray":

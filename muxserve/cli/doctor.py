@@ -23,8 +23,8 @@ from muxserve.cli.output import console, escape, print_error
 from muxserve.cluster.machine import free_shared_memory, usable_cores, usable_memory, version_of, vllm_without_cuda
 from muxserve.cluster.ray.cluster import alive, ask_nodes, join
 from muxserve.cluster.supervision import GaveUp
-from muxserve.deployment.run_dir import RunDirError, default_base
 from muxserve.gpu import mps, nvml
+from muxserve.spec.run_dir import RunDirError, default_base
 from placement.format import format_size
 
 

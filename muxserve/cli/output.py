@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from muxserve.config import FleetError
-from muxserve.deployment import Deployment, ModelDeployment
 from muxserve.gpu.budget import Budget
 from muxserve.gpu.budget import table as budget_rows
+from muxserve.spec import ModelSpec, UnitSpec
 
 # Where nobody looks at a screen, nothing is cut to the width of one.
 _WIDE = 240
@@ -49,12 +49,12 @@ def escape(text: str) -> str:
     return rich_escape(text)
 
 
-def models_table(deployment: Deployment) -> Table:
+def models_table(unit_spec: UnitSpec) -> Table:
     """The models as they are deployed."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("model", "dtype", "layers x KV heads", "pool", "block", "quota", "max_len", "threads"):
         table.add_column(name, no_wrap=True)
-    for model in deployment.models:
+    for model in unit_spec.models:
         table.add_row(
             escape(model.name),
             model.dtype,
@@ -68,7 +68,7 @@ def models_table(deployment: Deployment) -> Table:
     return table
 
 
-def quota_words(model: ModelDeployment) -> str:
+def quota_words(model: ModelSpec) -> str:
     """`6808 pages (425 blocks)`."""
     return f"{model.quota_pages} pages ({model.quota_pages // model.pages_per_block} blocks)"
 

@@ -9,19 +9,19 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cluster.deploying import deployment_of
+from muxserve.cluster.deploying import unit_spec_of
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import FleetPlan, fetch, plan_fleet
 from muxserve.config import FleetError, load_fleet
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
-from muxserve.deployment.run_dir import RunDir, RunDirError
 from muxserve.profiling.contention import disturbance
 from muxserve.profiling.family import StartError
 from muxserve.profiling.grid import Grid, parse_counts
 from muxserve.profiling.machine import measure_machine
 from muxserve.profiling.measure import DEVICE, Session
+from muxserve.spec.run_dir import RunDir, RunDirError
 
 _BUSY = 0.1
 EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_STOPPED = 0, 2, 3, 130
@@ -69,9 +69,9 @@ def _measure(
 ) -> int:
     from muxserve.memory import server
 
-    deployment = deployment_of(plan, str(run_dir.path))
+    unit_spec = unit_spec_of(plan, str(run_dir.path))
     if known is None:
-        known = Profile(about=f"steps of {', '.join(model.name for model in deployment.models)}")
+        known = Profile(about=f"steps of {', '.join(model.name for model in unit_spec.models)}")
     if DEVICE not in known.machines:
         known.machines[DEVICE] = measure_machine(plan.unit.cores)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -84,7 +84,7 @@ def _measure(
                 console.print(escape(text))
 
         session = Session(
-            deployment,
+            unit_spec,
             plan.architectures,
             threads,
             grid,
@@ -112,7 +112,7 @@ def _measure(
             print_error(str(error))
             return EXIT_START
         finally:
-            server.remove_segments(deployment)
+            server.remove_segments(unit_spec)
     _summary(session.profile, out)
     _busy(session)
     return EXIT_OK

@@ -10,19 +10,19 @@ import time
 from muxserve.cli.http import HTTPFailure, get_json, stream_chat
 from muxserve.cli.output import console, errors, escape, models_table
 from muxserve.config import Fleet
-from muxserve.deployment import FleetDeployment, GatewayDeployment
+from muxserve.spec import FleetSpec, GatewaySpec
 
 _HEALTH_SECONDS = 30.0
 
 
-async def announce(declared: Fleet, fleet: FleetDeployment, demo: bool) -> None:
+async def announce(declared: Fleet, fleet: FleetSpec, demo: bool) -> None:
     """Wait until the endpoint says it is healthy, then print everything."""
     url = endpoint(fleet.gateway)
     if not await _wait_healthy(url):
         errors.print(f"[yellow]{url}/health does not answer 200 yet[/]; `muxserve status --url {url}` says more")
     for unit in fleet.units:
         console.print(f"\n[bold]{escape(unit.name)}[/]" if len(fleet.units) > 1 else "")
-        console.print(models_table(unit.deployment))
+        console.print(models_table(unit.unit_spec))
     if demo:
         console.print()
         key = fleet.gateway.api_keys[0] if fleet.gateway.api_keys else None
@@ -34,7 +34,7 @@ async def announce(declared: Fleet, fleet: FleetDeployment, demo: bool) -> None:
     console.print(f"\n[bold]serving at {url}/v1[/]  (Ctrl-C to stop)")
 
 
-def endpoint(gateway: GatewayDeployment) -> str:
+def endpoint(gateway: GatewaySpec) -> str:
     """The URL at which a client on this machine reaches the gateways."""
     host = gateway.host
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
@@ -72,7 +72,7 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def _how_to(declared: Fleet, fleet: FleetDeployment, url: str) -> str:
+def _how_to(declared: Fleet, fleet: FleetSpec, url: str) -> str:
     """A curl line and a client snippet that work when pasted."""
     model = declared.models[0]
     question = model.demo or "Hello!"

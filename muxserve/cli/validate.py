@@ -10,13 +10,13 @@ import msgspec
 from muxserve.cli.comparing import comparing
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
 from muxserve.cluster.arrangement import policy_of
-from muxserve.cluster.deploying import deployment_of
+from muxserve.cluster.deploying import unit_spec_of
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
-from muxserve.deployment import Deployment
 from muxserve.planning.serving import FleetPlanner, notes_of
+from muxserve.spec import UnitSpec
 from placement.format import enumerate_words
 
 EXIT_OK, EXIT_BAD = 0, 2
@@ -37,10 +37,10 @@ def validate(file: Path, file_only: bool) -> int:
         return EXIT_BAD
     # Hub models have no local directory before they are deployed; their id stands for it here.
     local = planner.fleet.with_models([m.model_copy(update={"path": m.path or m.hub}) for m in planner.fleet.models])
-    alike: dict[bytes, list[Deployment]] = {}
+    alike: dict[bytes, list[UnitSpec]] = {}
     for plan in plans:
-        deployment = deployment_of(plan.with_paths(local), run_dir="")
-        alike.setdefault(msgspec.json.encode(deployment.models), []).append(deployment)
+        unit_spec = unit_spec_of(plan.with_paths(local), run_dir="")
+        alike.setdefault(msgspec.json.encode(unit_spec.models), []).append(unit_spec)
     for units in alike.values():
         if len(plans) > 1:
             console.print(f"[bold]{enumerate_words([unit.unit for unit in units])}[/]")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from muxserve.config import AUTO, Fleet, Model, Problem
 from muxserve.costs.architecture import split_layers
-from muxserve.deployment import Batching, PhasesName, PolicyName
+from muxserve.spec import Batching, PhasesName, PolicyName
 
 # With it vLLM splits the layers of every model in a process as it says, whatever stages there are.
 PARTITION = "VLLM_PP_LAYER_PARTITION"

@@ -17,7 +17,7 @@ from muxserve.cluster.steps import Planner, Steps
 from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
-from muxserve.deployment import FleetDeployment
+from muxserve.spec import FleetSpec
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Changes:
         self._life = 0
 
     @property
-    def fleet(self) -> FleetDeployment:
+    def fleet(self) -> FleetSpec:
         """See `FleetControl.fleet`."""
         return self._units.fleet
 

@@ -24,7 +24,7 @@ from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.cluster.watch import Watch
 from muxserve.control.server import ControlServer
-from muxserve.deployment import FleetDeployment, save_fleet
+from muxserve.spec import FleetSpec, save_fleet
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Controller:
 
     def __init__(
         self,
-        fleet: FleetDeployment,
+        fleet: FleetSpec,
         units: Sequence[PlannedUnit],
         launcher: FleetLauncher,
         unit_launcher: Callable[[WarmParents, Reaper], UnitLauncher],
@@ -91,7 +91,7 @@ class Controller:
         self._failure: asyncio.Future[None] | None = None
 
     @property
-    def fleet(self) -> FleetDeployment:
+    def fleet(self) -> FleetSpec:
         """As it is now."""
         return self.units.fleet
 

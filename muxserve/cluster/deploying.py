@@ -8,14 +8,14 @@ from muxserve.cluster.arrangement import batching_of, phases_of, policy_of
 from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.rules import levels_of, migration_of, watchdog_of
 from muxserve.config import Fleet, Model
-from muxserve.deployment import Deployment, GatewayDeployment, GrammarLimits, ModelDeployment, PoolDeployment
 from muxserve.replicas.migration import MigrationRules
+from muxserve.spec import GatewaySpec, GrammarLimits, ModelSpec, PoolSpec, UnitSpec
 from placement import ModelDemand, ModelPlan
 
 
-def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: int | None = None) -> Deployment:
-    """The deployment of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
-    pools = [PoolDeployment(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
+def unit_spec_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: int | None = None) -> UnitSpec:
+    """The unit's spec of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
+    pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
     models = [_model(*of) for of in zip(plan.fleet.models, plan.unit.models, plan.demands, strict=True)]
     if plan.gpu is not None:
         shares = plan.gpu.shares
@@ -23,7 +23,7 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
             msgspec.structs.replace(m, prefill_share=shares[m.name].prefill, decode_share=shares[m.name].decode)
             for m in models
         ]
-    return Deployment(
+    return UnitSpec(
         run_dir=run_dir,
         unit=plan.name,
         policy=policy_of(plan.fleet),
@@ -42,10 +42,10 @@ def deployment_of(plan: FleetPlan, run_dir: str, host: str | None = None, port: 
     )
 
 
-def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -> GatewayDeployment:
+def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -> GatewaySpec:
     """The endpoint of a fleet; `host` and `port` override the fleet file's."""
     gateway = fleet.gateway
-    return GatewayDeployment(
+    return GatewaySpec(
         host=gateway.host if host is None else host,
         port=gateway.port if port is None else port,
         api_keys=gateway.keys,
@@ -63,9 +63,9 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
     )
 
 
-def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelDeployment:
+def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelSpec:
     assert model.path is not None, "fetch() gives every model a path"
-    return ModelDeployment(
+    return ModelSpec(
         name=model.name,
         path=model.path,
         pool=plan.pool,

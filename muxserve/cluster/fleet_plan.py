@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from muxserve.cluster.deploying import deployment_of, gateway_of
+from muxserve.cluster.deploying import gateway_of, unit_spec_of
 from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.rules import levels_of, migration_of, rolling_of, scaling_of, watchdog_of
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
-from muxserve.deployment import FleetDeployment, Keys, ModelDeployment, UnitEntry
+from muxserve.spec import FleetSpec, Keys, ModelSpec, UnitEntry
 
 
 def planned_unit(
@@ -25,12 +25,12 @@ def planned_unit(
         host, port: of the endpoint, instead of the fleet file's.
         keys: the fleet's, if it is reached from other machines.
     """
-    deployment = deployment_of(plan, os.path.join(run_dir, plan.name), host, port)
-    deployment = msgspec.structs.replace(deployment, keys=keys)
-    return PlannedUnit(deployment, plan.served, plan.gpu_plan(), rolling_of(plan))
+    unit_spec = unit_spec_of(plan, os.path.join(run_dir, plan.name), host, port)
+    unit_spec = msgspec.structs.replace(unit_spec, keys=keys)
+    return PlannedUnit(unit_spec, plan.served, plan.gpu_plan(), rolling_of(plan))
 
 
-def fleet_deployment(
+def fleet_spec_of(
     fleet: Fleet,
     units: Sequence[PlannedUnit],
     run_dir: str,
@@ -38,17 +38,15 @@ def fleet_deployment(
     port: int | None = None,
     keys: Keys | None = None,
     tokens_host: str = "",
-) -> FleetDeployment:
+) -> FleetSpec:
     """The fleet as it is at the start. Arguments are those of `planned_unit`; `tokens_host` is the address under which
     engines of other machines reach the gateways."""
-    return FleetDeployment(
+    return FleetSpec(
         run_dir=run_dir,
         gateway=gateway_of(fleet, host, port),
-        models=offered((unit.deployment.models for unit in units), [model.name for model in fleet.models]),
+        models=offered((unit.unit_spec.models for unit in units), [model.name for model in fleet.models]),
         units=[
-            UnitEntry(
-                unit.deployment, unit.deployment.unit_address, unit.deployment.migrator_address, list(unit.serves)
-            )
+            UnitEntry(unit.unit_spec, unit.unit_spec.unit_address, unit.unit_spec.migrator_address, list(unit.serves))
             for unit in units
         ],
         scaling=scaling_of(fleet),
@@ -60,14 +58,14 @@ def fleet_deployment(
         tokens_host=tokens_host,
         watchdog=watchdog_of(fleet),
         # Replicas of a model are alike, so that any of them says how long prefills take.
-        rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.deployment.models},
+        rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
     )
 
 
-def offered(units: Iterable[Iterable[ModelDeployment]], order: Sequence[str]) -> list[ModelDeployment]:
+def offered(units: Iterable[Iterable[ModelSpec]], order: Sequence[str]) -> list[ModelSpec]:
     """The models as the endpoint offers them, in that order: where replicas differ, the one with the shortest length.
     Models that no unit has are left out."""
-    smallest: dict[str, ModelDeployment] = {}
+    smallest: dict[str, ModelSpec] = {}
     for models in units:
         for model in models:
             known = smallest.get(model.name)

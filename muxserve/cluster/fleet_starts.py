@@ -17,9 +17,9 @@ from muxserve.cluster.peer import until_reachable
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, while_running
-from muxserve.cluster.units import DEPLOYMENT_FILE
+from muxserve.cluster.units import UNIT_FILE
 from muxserve.cluster.warm_link import WarmLink
-from muxserve.deployment import Deployment, FleetDeployment
+from muxserve.spec import FleetSpec, UnitSpec
 
 VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
 _START_SECONDS = {"vllm": 300.0, "gateway": 300.0, "scheduler": 30.0}
@@ -44,7 +44,7 @@ class FleetCommands:
     scheduler: list[str]
 
 
-def fleet_commands_for(fleet: FleetDeployment) -> FleetCommands:
+def fleet_commands_for(fleet: FleetSpec) -> FleetCommands:
     """The real ones."""
 
     def python(module: str, *args: str) -> list[str]:
@@ -88,7 +88,7 @@ class FleetStarts:
 
     def __init__(
         self,
-        fleet: Callable[[], FleetDeployment],
+        fleet: Callable[[], FleetSpec],
         launcher: FleetLauncher,
         emit: Callable[[Event], None],
         exits: dict[int, int],
@@ -135,14 +135,14 @@ class FleetStarts:
         """See `launcher.WarmParents.until_up`."""
         await self.vllm.up.wait()
 
-    async def fork(self, deployment: Deployment, control_fd: int) -> Process:
+    async def fork(self, unit_spec: UnitSpec, control_fd: int) -> Process:
         """See `launcher.WarmParents.fork`."""
         link = await self._linked()
         birth = link.order(
-            PartId("warm_parent", unit=deployment.unit),
+            PartId("warm_parent", unit=unit_spec.unit),
             [control_fd],
-            deployment=os.path.join(deployment.run_dir, DEPLOYMENT_FILE),
-            log=str(deployment.log_dir / "warm_parent.log"),
+            unit_spec=os.path.join(unit_spec.run_dir, UNIT_FILE),
+            log=str(unit_spec.log_dir / "warm_parent.log"),
         )
         return self._process(await birth.forked)
 

@@ -14,10 +14,10 @@ from muxserve.cluster import machine
 from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.gpu_unit import GpuUnit
 from muxserve.cluster.sizing import PoolSizer
-from muxserve.deployment import Deployment, save
-from muxserve.deployment.run_dir import default_base
 from muxserve.gpu import nvml
 from muxserve.gpu.sharing import SharingError, settle
+from muxserve.spec import UnitSpec, save
+from muxserve.spec.run_dir import default_base
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -27,18 +27,18 @@ class GpuHostError(Exception):
 
 
 class Settled(NamedTuple):
-    """The deployment with its GPUs, what sizes its pools, and what the user should know."""
+    """The unit's spec with its GPUs, what sizes its pools, and what the user should know."""
 
-    deployment: Deployment
+    unit_spec: UnitSpec
     sizer: PoolSizer
     notes: list[str]
 
 
-def settle_gpus(deployment: Deployment, plan: GpuPlan, file: Path, environ: MutableMapping[str, str]) -> Settled:
+def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: MutableMapping[str, str]) -> Settled:
     """Take the GPUs that CUDA_VISIBLE_DEVICES leaves to this process for the unit, and write down which they are.
 
     Args:
-        file: where the unit's processes read the deployment.
+        file: where the unit's processes read the unit's spec.
         environ: of this process. It names the GPUs by UUID afterwards, since NVML and CUDA may number them otherwise.
 
     Raises:
@@ -59,14 +59,14 @@ def settle_gpus(deployment: Deployment, plan: GpuPlan, file: Path, environ: Muta
         )
     environ[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
     try:
-        sharing, notes = settle(gpus, plan.mps, plan.unit.sharing, Path(deployment.run_dir), default_base())
+        sharing, notes = settle(gpus, plan.mps, plan.unit.sharing, Path(unit_spec.run_dir), default_base())
     except SharingError as error:
         raise GpuHostError(str(error)) from None
     here = replace(plan.unit, gpus=gpus, sharing=sharing, elsewhere=False)
-    deployment = msgspec.structs.replace(deployment, gpu=here.deployed)
-    save(deployment, file)
-    sizer = PoolSizer(plan.on(here, machine.this_machine()), deployment, file)
-    return Settled(deployment, sizer, [*notes, _words(here)])
+    unit_spec = msgspec.structs.replace(unit_spec, gpu=here.deployed)
+    save(unit_spec, file)
+    sizer = PoolSizer(plan.on(here, machine.this_machine()), unit_spec, file)
+    return Settled(unit_spec, sizer, [*notes, _words(here)])
 
 
 def _words(unit: GpuUnit) -> str:

@@ -1,4 +1,4 @@
-"""What a unit's host has to know of its GPUs besides the deployment: by which rules their memory is divided, and what
+"""What a unit's host has to know of its GPUs besides the unit's spec: by which rules their memory is divided, and what
 they were planned to be. Goes as JSON to hosts on other machines, which find the GPUs themselves."""
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from muxserve.deployment import GpuDeployment, PhasesName, SmSharing
 from muxserve.gpu.budget import Budget, Needs, budget, check, pool_bytes
 from muxserve.gpu.nvml import Gpu
+from muxserve.spec import GpuSpec, PhasesName, SmSharing
 from placement import ModelDemand, least_pool_bytes, pool_groups
 from placement.format import format_size
 from placement.memory import MemoryRules
@@ -43,9 +43,9 @@ class GpuUnit:
         return len(self.gpus)
 
     @property
-    def deployed(self) -> GpuDeployment:
+    def deployed(self) -> GpuSpec:
         """What the processes are told. Elsewhere the unit's host adds which GPUs they are."""
-        return GpuDeployment([] if self.elsewhere else [gpu.uuid for gpu in self.gpus], self.sharing)
+        return GpuSpec([] if self.elsewhere else [gpu.uuid for gpu in self.gpus], self.sharing)
 
     def measured(self, needs: Sequence[Needs]) -> GpuUnit:
         """The same with what was measured of the models."""

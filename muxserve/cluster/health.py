@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from muxserve.cluster.events import Down, Event, PartId, Recovered, Suspected
-from muxserve.deployment import Suspect
+from muxserve.spec import Suspect
 
 # Without these a unit serves nothing; without the others it serves on.
 _WHOLE_UNIT = ("unit", "memory", "mps")

@@ -22,7 +22,7 @@ from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
 from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, Part, Supervisor
 from muxserve.cluster.watch import Watch
-from muxserve.deployment import Deployment
+from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class UnitHost:
     """One unit, from start to end, on the machine of this process, which must collect orphans into `reaper`.
 
     Args:
-        serves: the models of the deployment that have engines from the beginning. On GPUs all have them until they are
+        serves: the models of the unit that have engines from the beginning. On GPUs all have them until they are
             up, since they are measured before the pools take the rest; those that are not wanted leave then.
         emit: told what happens; a `Ready` when everything is up for the first time.
         sizer: on GPUs, what makes pools of what was measured.
@@ -120,7 +120,7 @@ class UnitHost:
 
     def __init__(
         self,
-        deployment: Deployment,
+        unit_spec: UnitSpec,
         serves: Collection[str],
         launcher: Launcher,
         emit: Callable[[Event], None],
@@ -130,16 +130,16 @@ class UnitHost:
         movable: bool = False,
     ) -> None:
         # What was there when a part started last is of its predecessors.
-        self._log_tail = LogTail(deployment.log_dir)
+        self._log_tail = LogTail(unit_spec.log_dir)
         self._tell_user = emit
         self._reaper = reaper
         self._wanted = set(serves)
-        first = serves if deployment.gpu is None else [model.name for model in deployment.models]
-        self._starts = Starts(deployment, first, launcher, self._emit, reaper.exits, sizer, self._on_model_parent)
+        first = serves if unit_spec.gpu is None else [model.name for model in unit_spec.models]
+        self._starts = Starts(unit_spec, first, launcher, self._emit, reaper.exits, sizer, self._on_model_parent)
         # What calls the memory manager falls silent with it, and is not to blame.
         self._hangs = Watch(
-            deployment.watchdog,
-            deployment.run_dir,
+            unit_spec.watchdog,
+            unit_spec.run_dir,
             lambda part: (MEMORY,) if part.kind in ("engine", "unit", "migrator") else (),
         )
         # Engines of which the unit scheduler knows that they give no sign of life.
@@ -148,7 +148,7 @@ class UnitHost:
         if migrates:
             self.parts[MIGRATOR] = self._starts.migrator()
         # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
-        self._retired = {model.name for model in deployment.models} - {part.model for part in self._starts.engines}
+        self._retired = {model.name for model in unit_spec.models} - {part.model for part in self._starts.engines}
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
         # Messages on their way, and eyes on processes that are no parts.
         self._others: set[asyncio.Task[None]] = set()
@@ -162,9 +162,9 @@ class UnitHost:
         self.ready = asyncio.Event()
 
     @property
-    def deployment(self) -> Deployment:
+    def unit_spec(self) -> UnitSpec:
         """As it is now: on GPUs the pools have their size only when the models have been measured."""
-        return self._starts.deployment
+        return self._starts.unit_spec
 
     @property
     def parts(self) -> dict[PartId, Part]:
@@ -270,11 +270,11 @@ class UnitHost:
         warm = self.parts[WARM].process
         await self._reaper.end({*self._deaths.groups, *([warm.pid] if warm else [])}, STOP_SECONDS)
         await self._starts.close()
-        if self.deployment.gpu is None:
+        if self.unit_spec.gpu is None:
             # Needs the native module. Only if the memory manager had to be killed is there something left to remove.
             from muxserve.memory import server
 
-            server.remove_segments(self.deployment)
+            server.remove_segments(self.unit_spec)
 
     async def _stop_parts(self, parts: Iterable[PartId], grace: float) -> None:
         processes = [self.parts[part].process for part in parts if part in self.parts]
@@ -298,7 +298,7 @@ class UnitHost:
     # ------------------------------------------------------------ models that come and go
 
     async def start_model(self, model: str) -> None:
-        """Start the engines of a model of the deployment that has none; returns when they are up.
+        """Start the engines of a model of the unit that has none; returns when they are up.
 
         Raises:
             GaveUp: they cannot start. Nothing of it is left then.
@@ -393,7 +393,7 @@ class UnitHost:
             self._failed.exception()  # nobody may be waiting
 
     async def _explain(self, part: Part) -> str:
-        return await log_tail.explain(self.deployment.gpu, part.id, self.log_tail_of(part.id)[1])
+        return await log_tail.explain(self.unit_spec.gpu, part.id, self.log_tail_of(part.id)[1])
 
 
 async def _never(part: Part) -> None:

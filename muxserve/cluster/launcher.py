@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from muxserve.cluster.processes import Process, spawn
-from muxserve.deployment import Deployment, load
 from muxserve.gpu.sm import client_environment
+from muxserve.spec import UnitSpec, load
 
 
 class Launcher(Protocol):
@@ -43,7 +43,7 @@ class WarmParents(Protocol):
     async def until_up(self) -> None:
         """Until one can be forked."""
 
-    async def fork(self, deployment: Deployment, control_fd: int) -> Process:
+    async def fork(self, unit_spec: UnitSpec, control_fd: int) -> Process:
         """The warm parent of a unit, leader of a process group of its own; it outlives what it was forked from.
 
         Raises:
@@ -64,16 +64,16 @@ class Commands:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def commands_for(deployment: Deployment, deployment_file: Path) -> Commands:
+def commands_for(unit_spec: UnitSpec, spec_file: Path) -> Commands:
     """The real ones."""
     from muxserve.memory import server
 
     def python(module: str, *args: str) -> list[str]:
-        return [sys.executable, "-m", module, "--deployment", str(deployment_file), *args]
+        return [sys.executable, "-m", module, "--unit-spec", str(spec_file), *args]
 
     def memory_manager(store_fd: int | None) -> list[str]:
         # The sizes of the pools may have been written since.
-        command = server.command(load(deployment_file))
+        command = server.command(load(spec_file))
         return command if store_fd is None else [*command, "--fd-store", str(store_fd)]
 
     return Commands(
@@ -82,22 +82,22 @@ def commands_for(deployment: Deployment, deployment_file: Path) -> Commands:
         migrator=python("muxserve.migration.process", "--die-with-parent"),
         warm_parent=lambda control: python("muxserve.forks.warm_parent", "--control-fd", str(control)),
         mps=python("muxserve.gpu.mps"),
-        environment=client_environment(deployment),
+        environment=client_environment(unit_spec),
     )
 
 
 class LocalLauncher:
-    """Plain processes of this machine, each with its log file in the deployment's directory for them.
+    """Plain processes of this machine, each with its log file in the unit's spec's directory for them.
 
     Args:
         warm_parents: what forks the warm parent; None: it is started as a process that imports vLLM.
     """
 
-    def __init__(self, deployment: Deployment, commands: Commands, warm_parents: WarmParents | None = None) -> None:
-        self._deployment = deployment
+    def __init__(self, unit_spec: UnitSpec, commands: Commands, warm_parents: WarmParents | None = None) -> None:
+        self._unit_spec = unit_spec
         self._commands = commands
         self._warm_parents = warm_parents
-        self._log_dir = deployment.log_dir
+        self._log_dir = unit_spec.log_dir
         self._readers: set[asyncio.Task[None]] = set()
 
     def mps(self) -> tuple[Process, Awaitable[None]]:
@@ -137,7 +137,7 @@ class LocalLauncher:
     async def warm_parent(self, control_fd: int) -> Process:
         """See `Launcher.warm_parent`."""
         if self._warm_parents is not None:
-            return await self._warm_parents.fork(self._deployment, control_fd)
+            return await self._warm_parents.fork(self._unit_spec, control_fd)
         command = self._commands.warm_parent(control_fd)
         log = self._log_dir / "warm_parent.log"
         return spawn(command, log, (control_fd,), environment=self._commands.environment)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from muxserve.cluster.events import Event, PartId, Starting
-from muxserve.deployment import GpuDeployment
 from muxserve.gpu import faults, nvml
+from muxserve.spec import GpuSpec
 
 TAIL_LINES = 15
 Said = tuple[Path | None, tuple[str, ...]]
@@ -47,7 +47,7 @@ _NVML_SECONDS = 5.0  # a lost GPU may keep the driver busy
 _ON_GPUS = ("weights", "engine", "memory", "mps")
 
 
-async def explain(gpu: GpuDeployment | None, part: PartId, tail: Sequence[str]) -> str:
+async def explain(gpu: GpuSpec | None, part: PartId, tail: Sequence[str]) -> str:
     """What the driver says of the unit's GPUs, or else what the last lines of the part's log mean; empty if neither
     tells anything, or the part uses no GPU."""
     if gpu is None or part.kind not in _ON_GPUS:

@@ -10,12 +10,12 @@ from muxserve.config import AUTO, Fleet
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel
 from muxserve.costs.roofline import Roofline
-from muxserve.deployment import WatchdogRules
 from muxserve.gpu.nvml import device_name
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
+from muxserve.spec import WatchdogRules
 
 
 def scaling_of(fleet: Fleet) -> dict[str, ScalingRules]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from muxserve.cluster.gpu_plan import GpuPlan
-from muxserve.deployment import Deployment, PoolDeployment, save
 from muxserve.gpu.budget import Budget, BudgetError, Needs
+from muxserve.spec import PoolSpec, UnitSpec, save
 from placement import PlanError, UnitPlan
 
 
@@ -18,15 +18,15 @@ class SizingError(Exception):
 
 
 class PoolSizer:
-    """Plans the pools of a deployment anew when its models have been measured, and writes that down."""
+    """Plans the pools of a unit's spec anew when its models have been measured, and writes that down."""
 
-    def __init__(self, plan: GpuPlan, deployment: Deployment, file: Path) -> None:
+    def __init__(self, plan: GpuPlan, unit_spec: UnitSpec, file: Path) -> None:
         self._plan = plan
-        self._deployment = deployment
+        self._unit_spec = unit_spec
         self._file = file
 
-    def size(self, needs: Sequence[Needs]) -> tuple[Deployment, list[Budget]]:
-        """The deployment with pools of the measured size, saved where every process will read it; and the budgets.
+    def size(self, needs: Sequence[Needs]) -> tuple[UnitSpec, list[Budget]]:
+        """The unit's spec with pools of the measured size, saved where every process will read it; and the budgets.
 
         Raises:
             SizingError: too little is left for the pools.
@@ -37,13 +37,13 @@ class PoolSizer:
             raise SizingError(str(error)) from None
         except PlanError as error:
             raise SizingError("; ".join(problem.message for problem in error.problems)) from None
-        deployment = resized(self._deployment, unit)
-        save(deployment, self._file)
-        return deployment, budgets
+        unit_spec = resized(self._unit_spec, unit)
+        save(unit_spec, self._file)
+        return unit_spec, budgets
 
 
-def resized(deployment: Deployment, unit: UnitPlan) -> Deployment:
-    """The deployment with the pools of a plan for the same models; all else stays as it was."""
+def resized(unit_spec: UnitSpec, unit: UnitPlan) -> UnitSpec:
+    """The unit's spec with the pools of a plan for the same models; all else stays as it was."""
     models = [
         msgspec.structs.replace(
             model,
@@ -54,7 +54,7 @@ def resized(deployment: Deployment, unit: UnitPlan) -> Deployment:
             floor_pages=plan.floor_pages,
             max_len=plan.max_len,
         )
-        for model, plan in zip(deployment.models, unit.models, strict=True)
+        for model, plan in zip(unit_spec.models, unit.models, strict=True)
     ]
-    pools = [PoolDeployment(pool.name, pool.page_bytes, pool.num_pages) for pool in unit.pools]
-    return msgspec.structs.replace(deployment, pools=pools, models=models)
+    pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in unit.pools]
+    return msgspec.structs.replace(unit_spec, pools=pools, models=models)

@@ -20,8 +20,8 @@ from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.cluster.supervision import GaveUp, Part, PartDied, while_running
 from muxserve.cluster.warm_link import WarmLink
-from muxserve.deployment import Deployment
 from muxserve.gpu.budget import Needs
+from muxserve.spec import UnitSpec
 from placement.format import format_size
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Starts:
     """The parts of a unit with what starts them. Made inside a running event loop, or before it.
 
     Args:
-        serves: the models that have engines from the beginning; others of the deployment may get them later.
+        serves: the models that have engines from the beginning; others of the unit may get them later.
         exits: return codes of processes that are not our children, as they are told.
         sizer: on GPUs, what makes pools of what was measured.
         on_model_parent: told model and pid of each process that loads a model to fork its engines.
@@ -57,7 +57,7 @@ class Starts:
 
     def __init__(
         self,
-        deployment: Deployment,
+        unit_spec: UnitSpec,
         serves: Collection[str],
         launcher: Launcher,
         emit: Callable[[Event], None],
@@ -65,9 +65,9 @@ class Starts:
         sizer: PoolSizer | None = None,
         on_model_parent: Callable[[str, int], None] = lambda model, pid: None,
     ) -> None:
-        if deployment.gpu is not None and sizer is None:
+        if unit_spec.gpu is not None and sizer is None:
             raise ValueError("on GPUs the pools are sized by what is measured")
-        self.deployment = deployment
+        self.unit_spec = unit_spec
         self.warm: WarmLink | None = None
         self.unit: UnitLink | None = None
         # Which warm parent a part was forked from.
@@ -81,9 +81,9 @@ class Starts:
         self._needs: dict[tuple[str, int], Needs] = {}
         self._store: FdStore | None = None
         # Model loading is mostly computing; more at once than this only makes each of them later.
-        self._at_once = asyncio.Semaphore(2 * max(2, deployment.cores))
-        models = [model.name for model in deployment.models if model.name in serves]
-        if deployment.gpu is not None and len(models) < len(deployment.models):
+        self._at_once = asyncio.Semaphore(2 * max(2, unit_spec.cores))
+        models = [model.name for model in unit_spec.models if model.name in serves]
+        if unit_spec.gpu is not None and len(models) < len(unit_spec.models):
             raise ValueError("on GPUs a unit starts with all of its models")
         self.parts: dict[PartId, Part] = {part.id: part for part in self._base()}
         for model in models:
@@ -106,7 +106,7 @@ class Starts:
 
     def _base(self) -> list[Part]:
         """What a unit has whatever it serves, in the order in which it comes up."""
-        gpu = self.deployment.gpu
+        gpu = self.unit_spec.gpu
         memory = self._part(MEMORY, self._start_memory, self._until_sized)
         return [
             *([self._part(MPS, self._start_mps)] if gpu and gpu.sm_sharing != "off" else []),
@@ -119,9 +119,9 @@ class Starts:
     def parts_of(self, model: str) -> list[Part]:
         """What serves one model: new parts, not yet among `parts`."""
         holders = [self._part(PartId("weights", model), self._start_forked, self._until_mps)]
-        engines = [PartId("engine", model, phase) for phase in self.deployment.model(model).engines]
+        engines = [PartId("engine", model, phase) for phase in self.unit_spec.model(model).engines]
         return [
-            *(holders if self.deployment.gpu else []),
+            *(holders if self.unit_spec.gpu else []),
             *(self._part(who, self._start_forked, self.sized.wait) for who in engines),
         ]
 
@@ -146,8 +146,8 @@ class Starts:
 
     def open(self) -> None:
         """Make what needs a running event loop."""
-        self.unit = UnitLink(self.deployment.unit_address)
-        if self.deployment.gpu is None:
+        self.unit = UnitLink(self.unit_spec.unit_address)
+        if self.unit_spec.gpu is None:
             self.sized.set()
         else:
             # Needs the native module, which a host without GPUs can do without.
@@ -193,18 +193,18 @@ class Starts:
         if self.sized.is_set():
             return
         assert self._sizer is not None
-        wanted = [(model.name, rank) for model in self.deployment.models for rank in range(self.deployment.ranks)]
+        wanted = [(model.name, rank) for model in self.unit_spec.models for rank in range(self.unit_spec.ranks)]
         for holder in self.holders:
             await self.parts[holder].up.wait()
         missing = [f"{model} on rank {rank}" for model, rank in wanted if (model, rank) not in self._needs]
         if missing:
             raise GaveUp(MEMORY, f"the weight holders did not say what they measured of {', '.join(missing)}")
         try:
-            self.deployment, budgets = self._sizer.size([self._needs[who] for who in wanted])
+            self.unit_spec, budgets = self._sizer.size([self._needs[who] for who in wanted])
         except SizingError as error:
             raise GaveUp(MEMORY, str(error)) from None
         left = min(budget.pool_bytes for budget in budgets)
-        size = sum(pool.page_bytes * pool.num_pages for pool in self.deployment.pools)
+        size = sum(pool.page_bytes * pool.num_pages for pool in self.unit_spec.pools)
         words = f"KV pool of {format_size(size)} on each GPU, where {format_size(left)} are left, as measured"
         self._emit(Progress(MEMORY, words))
         self.sized.set()
@@ -232,7 +232,7 @@ class Starts:
         part.began = time.monotonic()
         self._emit(Starting(part.id))
         part.process = self._launcher.migrator()
-        await while_running(part.process, until_reachable(self.deployment.migrator_address))
+        await while_running(part.process, until_reachable(self.unit_spec.migrator_address))
 
     async def _start_warm(self, part: Part) -> None:
         self._emit(Starting(part.id))

@@ -15,9 +15,9 @@ from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
-from muxserve.deployment import FleetDeployment, ModelDeployment
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
+from muxserve.spec import FleetSpec, ModelSpec
 
 # Where a request can be in a unit (`muxserve.scheduling`).
 _PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
@@ -41,7 +41,7 @@ _LOOK_SECONDS = 0.2
 class Addition:
     """A model that is new in the fleet, and the units that serve it at first. `key_levels` etc. stay as they are."""
 
-    model: ModelDeployment
+    model: ModelSpec
     units: tuple[PlannedUnit, ...]
     scaling: ScalingRules | None = None
 
@@ -54,14 +54,14 @@ class Addition:
 class Planner(Protocol):
     """Makes units that fit into what is left. Called in a thread, since it may read files and download."""
 
-    def unit(self, model: str, name: str, fleet: FleetDeployment) -> PlannedUnit:
+    def unit(self, model: str, name: str, fleet: FleetSpec) -> PlannedUnit:
         """A unit `name` with a replica of that model alone.
 
         Raises:
             ChangeError: there is no room, in words.
         """
 
-    def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetDeployment, tell: Tell) -> Addition:
+    def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetSpec, tell: Tell) -> Addition:
         """What it takes to serve the only model of `declared`, too; from `names` come names for its units.
 
         Raises:
@@ -177,7 +177,7 @@ class Steps:
             and model not in unit.serves
             and unit.name not in self._ending
             and unit.handle.ready.is_set()
-            and any(each.name == model for each in unit.planned.deployment.models)
+            and any(each.name == model for each in unit.planned.unit_spec.models)
         ]
         if idle:
             unit = idle[0]
@@ -189,7 +189,7 @@ class Steps:
         else:
             planned = await asyncio.to_thread(self.planner.unit, model, self._units.next_name(), self._units.fleet)
             offered = next(each for each in self._units.fleet.models if each.name == model)
-            longest = planned.deployment.model(model).max_len
+            longest = planned.unit_spec.model(model).max_len
             if longest < offered.max_len:
                 raise ChangeError(f"a replica more would hold {longest} tokens of a request, not {offered.max_len}")
             tell(f"starting {planned.name} with {model}")

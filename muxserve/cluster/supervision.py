@@ -1,4 +1,4 @@
-"""One part of a deployment, kept alive: start, wait, start again."""
+"""One part of a unit's spec, kept alive: start, wait, start again."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Supervisor:
         on_down: called when a part has ended, before it is started again; answers why its end does not count against
             it, in words, or nothing if it does.
         exit_status: return code of a process that was not our child, if someone has told it.
-        serving: whether the whole deployment has been up once; until then there is less patience.
+        serving: whether the whole fleet has been up once; until then there is less patience.
         explain: what more is known of why a part has ended; adds to the reason.
         watch: whether those that are up hang; who does is killed, and started again as after any death.
         hopeless: whether to give up a part whose policy would go on, after a start that failed.
@@ -137,7 +137,7 @@ class Supervisor:
         """Start `part`, and again whenever it ends; never returns.
 
         Raises:
-            GaveUp: it kept dying, or said at the first start of the deployment that it cannot start.
+            GaveUp: it kept dying, or said at the first start of the unit that it cannot start.
         """
         while True:
             part.process = None

@@ -1,10 +1,10 @@
 """One unit in a process of its own, for launchers that start units on other machines.
 
-python -m muxserve.cluster.unit_host --deployment FILE [--gpu-plan FILE] [--serves MODEL ...] [--migrates] [--commands]
+python -m muxserve.cluster.unit_host --unit-spec FILE [--gpu-plan FILE] [--serves MODEL ...] [--migrates] [--commands]
 
-The file is the unit's `deployment.json` in its directory. A unit on GPUs needs what `GpuPlan.to_json` made, too; it
+The file is the unit's `unit.json` in its directory. A unit on GPUs needs what `GpuPlan.to_json` made, too; it
 gets GPUs among those that CUDA_VISIBLE_DEVICES names, and the file then says which. What happens is written to standard
-output, one line of JSON each: the events of `cluster.events`, `{"event": "Sized", "deployment": ...}` when the sizes of
+output, one line of JSON each: the events of `cluster.events`, `{"event": "Sized", "unit_spec": ...}` when the sizes of
 the pools are known, and answers. SIGTERM ends the unit in order, a second one at once.
 
 With `--commands`, lines of JSON on standard input are carried out, each answered by `{"reply": ID}`, with `error` and
@@ -49,8 +49,8 @@ from muxserve.cluster.processes import adopt_orphans
 from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
-from muxserve.deployment import Deployment, load
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
+from muxserve.spec import UnitSpec, load
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class HostProcess:
         """Until it is stopped, or a part cannot be kept alive; returns the exit status."""
         self._host.start()
         self._spawn(self._tell_size())
-        self._spawn(Heartbeat(heartbeat_file(self._host.deployment.run_dir, HOST.file_name)).keep())
+        self._spawn(Heartbeat(heartbeat_file(self._host.unit_spec.run_dir, HOST.file_name)).keep())
         if commands:
             self._spawn(self._obey())
         ending = asyncio.create_task(self._host.wait())
@@ -112,7 +112,7 @@ class HostProcess:
 
     async def _tell_size(self) -> None:
         await self._host.sized.wait()
-        write({"event": "Sized", "deployment": msgspec.to_builtins(self._host.deployment)})
+        write({"event": "Sized", "unit_spec": msgspec.to_builtins(self._host.unit_spec)})
 
     async def _obey(self) -> None:
         reader = asyncio.StreamReader(limit=1 << 20)
@@ -145,7 +145,7 @@ class HostProcess:
     async def _do(self, command: dict[str, Any]) -> dict[str, Any]:
         match command.get("do"):
             case "start_model":
-                await self._host.start_model(self._host.deployment.model(command["model"]).name)
+                await self._host.start_model(self._host.unit_spec.model(command["model"]).name)
             case "stop_model":
                 await self._host.stop_model(command["model"])
             case "start_migrator":
@@ -170,16 +170,16 @@ def write(fields: dict[str, Any]) -> None:
 
 
 async def serve(
-    deployment: Deployment, file: Path, serves: list[str], migrates: bool, commands: bool, sizer: PoolSizer | None
+    unit_spec: UnitSpec, file: Path, serves: list[str], migrates: bool, commands: bool, sizer: PoolSizer | None
 ) -> int:
     """Run the unit in this event loop."""
     reaper = Reaper()
     adopt_orphans()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
-    deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    launcher = LocalLauncher(deployment, commands_for(deployment, file))
-    host = UnitHost(deployment, serves, launcher, say, reaper, sizer, migrates, movable=True)
+    unit_spec.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    launcher = LocalLauncher(unit_spec, commands_for(unit_spec, file))
+    host = UnitHost(unit_spec, serves, launcher, say, reaper, sizer, migrates, movable=True)
     process = HostProcess(host)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, process.stop)
@@ -210,7 +210,7 @@ def ended_with_input(commands: bool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def settled(deployment: Deployment, file: Path, plan_file: Path, commands: bool) -> Settled | None:
+def settled(unit_spec: UnitSpec, file: Path, plan_file: Path, commands: bool) -> Settled | None:
     """The unit's GPUs, or None if it cannot be served on them, which is told then.
 
     Raises:
@@ -221,7 +221,7 @@ def settled(deployment: Deployment, file: Path, plan_file: Path, commands: bool)
     try:
         # MPS is tried here, which must be ended in order, too.
         with ended_with_input(commands):
-            return settle_gpus(deployment, plan, file, os.environ)
+            return settle_gpus(unit_spec, plan, file, os.environ)
     except GpuHostError as error:
         say(Failed(HOST, f"{HOST} cannot start: {error}"))
         return None
@@ -230,7 +230,7 @@ def settled(deployment: Deployment, file: Path, plan_file: Path, commands: bool)
 def main(arguments: list[str] | None = None) -> int:
     """See above."""
     parser = argparse.ArgumentParser(description="Runs one unit.")
-    parser.add_argument("--deployment", required=True, type=Path)
+    parser.add_argument("--unit-spec", required=True, type=Path)
     parser.add_argument("--gpu-plan", type=Path, help="of a unit on GPUs: how their memory is divided, and how shared")
     parser.add_argument("--serves", nargs="*", help="the models to start; all by default")
     parser.add_argument("--migrates", action="store_true", help="start a migrator, too")
@@ -239,25 +239,25 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     sizer = None
     try:
-        deployment = load(args.deployment)
-        known = [model.name for model in deployment.models]
+        unit_spec = load(args.unit_spec)
+        known = [model.name for model in unit_spec.models]
         if unknown := sorted(set(args.serves or []) - set(known)):
             raise ValueError(f"{', '.join(unknown)}: not in this unit")
-        if deployment.gpu is not None:
+        if unit_spec.gpu is not None:
             if args.gpu_plan is None:
                 raise ValueError("a unit on GPUs needs --gpu-plan")
-            there = settled(deployment, args.deployment, args.gpu_plan, args.commands)
+            there = settled(unit_spec, args.unit_spec, args.gpu_plan, args.commands)
             if there is None:
                 return EXIT_START
-            deployment, sizer = there.deployment, there.sizer
+            unit_spec, sizer = there.unit_spec, there.sizer
             for note in there.notes:
                 say(Progress(HOST, note))
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        print(f"cannot serve {args.deployment}: {error}", file=sys.stderr)
+        print(f"cannot serve {args.unit_spec}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     with contextlib.suppress(KeyboardInterrupt):
         serves = known if args.serves is None else args.serves
-        return asyncio.run(serve(deployment, args.deployment, serves, args.migrates, args.commands, sizer))
+        return asyncio.run(serve(unit_spec, args.unit_spec, serves, args.migrates, args.commands, sizer))
     return EXIT_OK
 
 

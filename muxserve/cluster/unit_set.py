@@ -17,7 +17,7 @@ from muxserve.cluster.log_tail import Said
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit, UnitHandle, UnitLauncher, served
-from muxserve.deployment import FleetDeployment, UnitEntry, save_fleet
+from muxserve.spec import FleetSpec, UnitEntry, save_fleet
 
 # A unit that could not be kept alive: its processes have been started again several times already.
 _RESTARTS = (1.0, 5.0, 15.0, 60.0)
@@ -60,7 +60,7 @@ class UnitSet:
 
     def __init__(
         self,
-        fleet: FleetDeployment,
+        fleet: FleetSpec,
         launcher: UnitLauncher,
         emit: Callable[[Event], None],
         on_change: Callable[[], None],
@@ -75,7 +75,7 @@ class UnitSet:
         self._on_change = on_change
         self._on_failure = on_failure
         self._several = len(fleet.units) > 1
-        self._written: FleetDeployment | None = None
+        self._written: FleetSpec | None = None
         self._health = Health()
         self._named = 1 + max((_number(unit.name) for unit in fleet.units), default=-1)
 
@@ -101,7 +101,7 @@ class UnitSet:
             for unit in list(self.units.values()):
                 await unit.handle.sized.wait()
             # Pools that were measured may hold shorter sequences than those that were planned.
-            sized = (unit.handle.entry.deployment.models for unit in self.units.values())
+            sized = (unit.handle.entry.unit_spec.models for unit in self.units.values())
             self.change(models=offered(sized, [model.name for model in self.fleet.models]))
         self.publish()
 

@@ -24,19 +24,19 @@ from muxserve.cluster.log_tail import Said
 from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
-from muxserve.deployment import Deployment, UnitEntry, save
 from muxserve.rolling.rules import RollingRules
+from muxserve.spec import UnitEntry, UnitSpec, save
 
-DEPLOYMENT_FILE = "deployment.json"
+UNIT_FILE = "unit.json"
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit that fits its machine. `serves`: the models of the deployment that have engines from the beginning.
+    """A unit that fits its machine. `serves`: the models of the unit that have engines from the beginning.
     `gpu`: on GPUs, what its host plans the pools from when the models have been measured. `rolling`: the rules of its
     only model, if prefill rolls over that one's replicas."""
 
-    deployment: Deployment
+    unit_spec: UnitSpec
     serves: tuple[str, ...]
     gpu: GpuPlan | None = None
     rolling: RollingRules | None = None
@@ -44,7 +44,7 @@ class PlannedUnit:
     @property
     def name(self) -> str:
         """The unit's name."""
-        return self.deployment.unit
+        return self.unit_spec.unit
 
 
 class UnitHandle(Protocol):
@@ -124,14 +124,14 @@ class LocalUnits:
     """Units of this machine, in this process's event loop.
 
     Args:
-        commands: command lines of a unit's processes, made of its deployment and the file that has it.
+        commands: command lines of a unit's processes, made of its spec and the file that has it.
         warm_parents: what forks their warm parents; None: each imports vLLM itself.
         reaper: collects what dead parents leave behind.
     """
 
     def __init__(
         self,
-        commands: Callable[[Deployment, Path], Commands],
+        commands: Callable[[UnitSpec, Path], Commands],
         warm_parents: WarmParents | None,
         reaper: Reaper,
     ) -> None:
@@ -141,14 +141,14 @@ class LocalUnits:
 
     async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> LocalUnit:
         """See `UnitLauncher.start`."""
-        deployment = unit.deployment
+        unit_spec = unit.unit_spec
         try:
-            file = write_deployment(deployment)
+            file = write_unit_spec(unit_spec)
         except OSError as error:
-            raise GaveUp(PartId("host"), f"cannot write to {deployment.run_dir}: {error.strerror}") from None
-        launcher = LocalLauncher(deployment, self._commands(deployment, file), self._warm_parents)
-        sizer = None if unit.gpu is None else PoolSizer(unit.gpu, deployment, file)
-        host = UnitHost(deployment, unit.serves, launcher, emit, self._reaper, sizer, migrates)
+            raise GaveUp(PartId("host"), f"cannot write to {unit_spec.run_dir}: {error.strerror}") from None
+        launcher = LocalLauncher(unit_spec, self._commands(unit_spec, file), self._warm_parents)
+        sizer = None if unit.gpu is None else PoolSizer(unit.gpu, unit_spec, file)
+        host = UnitHost(unit_spec, unit.serves, launcher, emit, self._reaper, sizer, migrates)
         host.start()
         return LocalUnit(host, unit.serves)
 
@@ -161,15 +161,15 @@ class LocalUnit:
 
     def __init__(self, host: UnitHost, serves: Collection[str]) -> None:
         self._host = host
-        self._serves = [model.name for model in host.deployment.models if model.name in serves]
+        self._serves = [model.name for model in host.unit_spec.models if model.name in serves]
         self.sized = host.sized
         self.ready = host.ready
 
     @property
     def entry(self) -> UnitEntry:
         """See `UnitHandle.entry`."""
-        deployment = self._host.deployment
-        return UnitEntry(deployment, deployment.unit_address, deployment.migrator_address, list(self._serves))
+        unit_spec = self._host.unit_spec
+        return UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, list(self._serves))
 
     @property
     def parts(self) -> Collection[PartId]:
@@ -221,15 +221,15 @@ class LocalUnit:
         await self._host.stop()
 
 
-def write_deployment(deployment: Deployment) -> Path:
-    """Make the unit's directory and write the deployment where its processes read it; returns the file."""
-    for directory in (Path(deployment.run_dir), deployment.log_dir):
+def write_unit_spec(unit_spec: UnitSpec) -> Path:
+    """Make the unit's directory and write the unit's spec where its processes read it; returns the file."""
+    for directory in (Path(unit_spec.run_dir), unit_spec.log_dir):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = Path(deployment.run_dir) / DEPLOYMENT_FILE
-    save(deployment, file)
+    file = Path(unit_spec.run_dir) / UNIT_FILE
+    save(unit_spec, file)
     return file
 
 
 def served(entry: UnitEntry, models: Collection[str]) -> UnitEntry:
     """The entry with other models served."""
-    return msgspec.structs.replace(entry, serves=[m.name for m in entry.deployment.models if m.name in models])
+    return msgspec.structs.replace(entry, serves=[m.name for m in entry.unit_spec.models if m.name in models])

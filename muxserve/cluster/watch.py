@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from muxserve.cluster.events import PartId
 from muxserve.cluster.watchdog import Finding, Sign, Watchdog
-from muxserve.deployment import WatchdogRules
 from muxserve.net.heartbeat import PERIOD_SECONDS, HeartbeatReader, heartbeat_file
+from muxserve.spec import WatchdogRules
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 # A silent process that has had less of a core than this since it was looked at last does not compute.

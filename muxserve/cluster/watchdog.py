@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-from muxserve.deployment import WatchdogRules
+from muxserve.spec import WatchdogRules
 
 Name = TypeVar("Name")
 

@@ -17,10 +17,10 @@ from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean
 from muxserve.config.schema import ApiKey, Batching, Fleet, Rolling
 from muxserve.config.source import Source
 from muxserve.config.values import parse_duration
-from muxserve.deployment import WatchdogRules
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.spec import WatchdogRules
 from muxserve.vllm.args import RESERVED
 
 # What types cannot say of replicas, priorities, migration and launchers: bounds and names that go together.

@@ -28,10 +28,10 @@ from muxserve.config.values import (
     check_gpu_ids,
     switch,
 )
-from muxserve.deployment import WatchdogRules
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.spec import WatchdogRules
 
 _SCALING, _MIGRATION, _WATCHDOG = ScalingRules(), MigrationRules(), WatchdogRules()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from muxserve.config import Fleet
-from muxserve.deployment import FleetDeployment
+from muxserve.spec import FleetSpec
 
 Tell = Callable[[str], None]
 
@@ -26,7 +26,7 @@ class FleetControl(Protocol):
     """
 
     @property
-    def fleet(self) -> FleetDeployment:
+    def fleet(self) -> FleetSpec:
         """The fleet as it is now."""
 
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:

@@ -14,10 +14,10 @@ import msgspec
 import zmq
 
 from muxserve.control import messages
-from muxserve.deployment import FleetDeployment, load_fleet_deployment
-from muxserve.deployment.fleet import FILE
-from muxserve.deployment.run_dir import default_base
 from muxserve.net.sockets import connect
+from muxserve.spec import FleetSpec, load_fleet
+from muxserve.spec.fleet import FILE
+from muxserve.spec.run_dir import default_base
 from placement.format import enumerate_words
 
 _LOCK = "lock"
@@ -60,14 +60,14 @@ class RunningFleet:
             os.close(lock)
         return False
 
-    def deployment(self) -> FleetDeployment | None:
+    def unit_spec(self) -> FleetSpec | None:
         """What its file says; None if it cannot be read (any more)."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            return load_fleet_deployment(self.path / FILE)
+            return load_fleet(self.path / FILE)
         return None
 
     def __str__(self) -> str:
-        fleet = self.deployment()
+        fleet = self.unit_spec()
         if fleet is None:
             return self.name
         models = ", ".join(model.name for model in fleet.models)
@@ -115,7 +115,7 @@ class ControlClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
-        # As `FleetDeployment.control_address` has it.
+        # As `FleetSpec.control_address` has it.
         connect(self._socket, f"ipc://{fleet.path}/control.sock")
 
     def __enter__(self) -> ControlClient:

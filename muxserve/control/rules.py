@@ -9,14 +9,14 @@ from muxserve.config import Fleet, FleetError, parse_fleet
 from muxserve.config.problems import did_you_mean
 from muxserve.config.source import parse_yaml
 from muxserve.control.changes import ChangeError
-from muxserve.deployment import FleetDeployment
+from muxserve.spec import FleetSpec
 from placement.format import enumerate_words
 
 # Nobody means more; with a slip of the finger the fleet would be busy for long with starting what cannot fit.
 MOST_REPLICAS = 64
 
 
-def check_scale(fleet: FleetDeployment, replicas: Mapping[str, int]) -> None:
+def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
     """Whether models can be told to have so many replicas.
 
     Raises:
@@ -41,7 +41,7 @@ def check_scale(fleet: FleetDeployment, replicas: Mapping[str, int]) -> None:
             raise ChangeError(f"{model} can have at most {MOST_REPLICAS} replicas, not {count}")
 
 
-def check_drain(fleet: FleetDeployment, unit: str) -> None:
+def check_drain(fleet: FleetSpec, unit: str) -> None:
     """Whether a unit can be drained.
 
     Raises:
@@ -59,7 +59,7 @@ def check_drain(fleet: FleetDeployment, unit: str) -> None:
         )
 
 
-def check_remove(fleet: FleetDeployment, model: str) -> None:
+def check_remove(fleet: FleetSpec, model: str) -> None:
     """Whether a model can be taken out.
 
     Raises:
@@ -70,7 +70,7 @@ def check_remove(fleet: FleetDeployment, model: str) -> None:
         raise ChangeError(f"{model} is the fleet's only model; stop the fleet instead (Ctrl-C where it was deployed)")
 
 
-def check_add(fleet: FleetDeployment, text: str, file: str, base: str) -> Fleet:
+def check_add(fleet: FleetSpec, text: str, file: str, base: str) -> Fleet:
     """The one model of a fleet file that is to be added; paths in it are relative to `base`.
 
     Raises:
@@ -94,12 +94,12 @@ def check_add(fleet: FleetDeployment, text: str, file: str, base: str) -> Fleet:
     return declared
 
 
-def _check_model(fleet: FleetDeployment, model: str) -> None:
+def _check_model(fleet: FleetSpec, model: str) -> None:
     names = [each.name for each in fleet.models]
     if model not in names:
         raise ChangeError(f"the fleet has no model {model}{did_you_mean(model, names)}")
 
 
-def _may_sleep(fleet: FleetDeployment, model: str) -> bool:
+def _may_sleep(fleet: FleetSpec, model: str) -> bool:
     rules = fleet.scaling.get(model)
     return rules is not None and rules.minimum == 0

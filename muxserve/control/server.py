@@ -13,8 +13,8 @@ import zmq.asyncio
 
 from muxserve.control import messages, rules
 from muxserve.control.changes import ChangeError, FleetControl, Tell
-from muxserve.deployment import FleetDeployment
 from muxserve.net.sockets import bind_local
+from muxserve.spec import FleetSpec
 from placement.format import enumerate_words
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ def _checked(check: Callable[..., None], *arguments: object) -> None:
         raise _MistakeError(str(error)) from None
 
 
-def _where(fleet: FleetDeployment, model: str) -> str:
+def _where(fleet: FleetSpec, model: str) -> str:
     units = [unit.name for unit in fleet.replicas(model)]
     return f" ({enumerate_words(units)})" if units else ""
 

@@ -13,10 +13,10 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from muxserve.deployment import Deployment, ModelDeployment, load
-from muxserve.deployment.unit import EnginePhase
 from muxserve.memory.client import MemoryClient
 from muxserve.memory.view import ModelView
+from muxserve.spec import ModelSpec, UnitSpec, load
+from muxserve.spec.unit import EnginePhase
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Binding:
     (`MemoryClient.writing`).
     """
 
-    model: ModelDeployment
+    model: ModelSpec
     phase: EnginePhase
     client: MemoryClient
     view: ModelView
@@ -56,10 +56,10 @@ def current() -> Binding:
     return _binding
 
 
-def place_of(vllm_config: Any) -> tuple[Deployment, str, EnginePhase]:
-    """Deployment, model and phase of the engine that `vllm_config` was made for; the deployment is read anew."""
+def place_of(vllm_config: Any) -> tuple[UnitSpec, str, EnginePhase]:
+    """UnitSpec, model and phase of the engine that `vllm_config` was made for; the unit's spec is read anew."""
     place = vllm_config.additional_config["muxserve"]
-    return load(place["deployment"]), place["model"], place["phase"]
+    return load(place["unit_spec"]), place["model"], place["phase"]
 
 
 def bind_worker(vllm_config: Any, rank: int, anew: bool = False) -> Binding:
@@ -73,11 +73,11 @@ def bind_worker(vllm_config: Any, rank: int, anew: bool = False) -> Binding:
     """
     if _binding is not None and _binding.pid == os.getpid() and not anew:
         return _binding
-    deployment, model, phase = place_of(vllm_config)
+    unit_spec, model, phase = place_of(vllm_config)
     # What is mapped stays when the connection has ended. The blocks are the engine's, not the workers': they need none.
-    with MemoryClient(deployment.memory_socket, f"{model}/{phase}/{rank}"[-128:]) as client:
+    with MemoryClient(unit_spec.memory_socket, f"{model}/{phase}/{rank}"[-128:]) as client:
         view = client.map(model, rank)
-    bind(Binding(deployment.model(model), phase, client, view, rank))
+    bind(Binding(unit_spec.model(model), phase, client, view, rank))
     return current()
 
 

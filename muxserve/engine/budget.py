@@ -10,8 +10,8 @@ from collections.abc import Container, Iterable
 
 from vllm.v1.request import Request
 
-from muxserve.deployment import Batching
 from muxserve.scheduling.token_throttling import EngineState, FixedBudget, Throttle, TokenBudget, TokenThrottling
+from muxserve.spec import Batching
 
 
 def token_budget_of(batching: Batching, max_tokens: int) -> TokenBudget | None:

@@ -12,7 +12,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve.deployment import Deployment
 from muxserve.engine.binding import Binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.lease import HeldLease, News
@@ -27,6 +26,7 @@ from muxserve.net import sockets
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.net.inbox import ImpossibleMessageError, Inbox
 from muxserve.net.process import IdleTrim, words
+from muxserve.spec import UnitSpec
 from muxserve.wire import (
     Abort,
     Admit,
@@ -101,9 +101,9 @@ class EngineLoop:
     step.
     """
 
-    def __init__(self, deployment: Deployment, binding: Binding, core: EngineCore) -> None:
+    def __init__(self, unit_spec: UnitSpec, binding: Binding, core: EngineCore) -> None:
         assert isinstance(core.scheduler, PhaseScheduler)
-        self.deployment = deployment
+        self.unit_spec = unit_spec
         self.binding = binding
         self.core = core
         self.scheduler = core.scheduler
@@ -122,7 +122,7 @@ class EngineLoop:
         self._stalled = False
         self._stopping = False
         # Beats once per step: a step that takes far longer than any before hangs.
-        self._heartbeat = Heartbeat(heartbeat_file(deployment.run_dir, f"engine-{binding.model.name}-{binding.phase}"))
+        self._heartbeat = Heartbeat(heartbeat_file(unit_spec.run_dir, f"engine-{binding.model.name}-{binding.phase}"))
         self._hand_offs = 0
 
         context = zmq.Context()
@@ -132,9 +132,9 @@ class EngineLoop:
         self._unit.sndhwm = self._unit.rcvhwm = 0
         # A restarted unit scheduler knows no engine: greet it each time the connection is made.
         self._monitor = self._unit.get_monitor_socket(zmq.EVENT_CONNECTED)
-        sockets.connect(self._unit, deployment.unit_address)
+        sockets.connect(self._unit, unit_spec.unit_address)
         self._tokens = TokenSender(
-            context, binding.model.name, engine=0 if binding.phase == "prefill" else 1, keys=deployment.keys
+            context, binding.model.name, engine=0 if binding.phase == "prefill" else 1, keys=unit_spec.keys
         )
         self._poller = zmq.Poller()
         self._poller.register(self._unit, zmq.POLLIN)
@@ -401,18 +401,18 @@ class EngineLoop:
         log.warning("the memory manager is gone; %d requests lost, waiting for a new one", len(lost))
         self._send(EngineLost(lost, "the memory manager died"))
         self.binding.client.close()
-        connect(self.deployment, self.binding, self._heartbeat.beat)
+        connect(self.unit_spec, self.binding, self._heartbeat.beat)
         self.core.model_executor.collective_rpc("rebind_pool")
         log.info("bound to the new memory manager")
 
 
-def connect(deployment: Deployment, binding: Binding, beat: Callable[[], None]) -> None:
+def connect(unit_spec: UnitSpec, binding: Binding, beat: Callable[[], None]) -> None:
     """Connect `binding` to the memory manager, waiting for one to come up, and map its memory. `beat` is called again
     and again meanwhile."""
     while True:
         beat()
         try:
-            client = MemoryClient(deployment.memory_socket, f"{binding.model.name}/{binding.phase}")
+            client = MemoryClient(unit_spec.memory_socket, f"{binding.model.name}/{binding.phase}")
             view = client.map(binding.model.name)
         except (MemoryManagerGone, OSError):
             time.sleep(0.02)  # nothing to wait on: the socket appears when the controller has started a new manager

@@ -10,8 +10,8 @@ import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from muxserve.deployment import Keys
 from muxserve.net.sockets import NetworkError, connect
+from muxserve.spec import Keys
 from muxserve.wire import TokensHeader, encode
 
 log = logging.getLogger(__name__)

@@ -10,19 +10,19 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from muxserve.deployment import Deployment
-from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.grammars import use_grammars
 from muxserve.engine.loop import EngineLoop
 from muxserve.engine.probe import probe
 from muxserve.memory.client import MemoryClient
+from muxserve.spec import UnitSpec
+from muxserve.spec.unit import EnginePhase
 
 log = logging.getLogger(__name__)
 
 
 def run_engine(
-    deployment: Deployment,
+    unit_spec: UnitSpec,
     model: str,
     phase: EnginePhase,
     config: VllmConfig,
@@ -34,14 +34,14 @@ def run_engine(
     `executor_of` makes the executor, or has one with the model loaded: on CPU the process then shares the memory of the
     weights with the model's other engine until one of them writes, and neither does.
     """
-    deployed = deployment.model(model)
-    client = MemoryClient(deployment.memory_socket, f"{model}/{phase}")
+    deployed = unit_spec.model(model)
+    client = MemoryClient(unit_spec.memory_socket, f"{model}/{phase}")
     binding = Binding(deployed, phase, client, client.map(model))
     bind(binding)
     core = EngineCore(config, executor_of, log_stats=True)
     use_grammars(core)
     warm_up(core)
-    loop = EngineLoop(deployment, binding, core)
+    loop = EngineLoop(unit_spec, binding, core)
     on_up()
     loop.run()
     client.close()

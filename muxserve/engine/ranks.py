@@ -44,19 +44,19 @@ class RankedExecutor(MultiprocExecutor):
     """Executor of an engine with several ranks; the process must have bound itself before, and not touched CUDA."""
 
     def _init_executor(self) -> None:
-        deployment, _, _ = place_of(self.vllm_config)
-        self._memory_socket = deployment.memory_socket
+        unit_spec, _, _ = place_of(self.vllm_config)
+        self._memory_socket = unit_spec.memory_socket
         # vLLM asks for processes that start from nothing on CPU; ours have nothing yet that a fork could break.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         if get_mp_context().get_start_method() != "fork":
             raise RuntimeError("this process cannot fork its workers (CUDA in use already, or Windows' Linux)")
         multiproc_executor.WorkerWrapperBase = rank_worker.RankWorker
-        _Patience.spin_seconds = SPIN_SECONDS[deployment.device]
+        _Patience.spin_seconds = SPIN_SECONDS[unit_spec.device]
         shm_broadcast.SpinCondition = _Patience
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(deployment.ranks)]
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(unit_spec.ranks)]
         # On a GPU the host's clock says when kernels are launched, not when they run.
-        counted = deployment.stages > 1 and deployment.device == "cpu"
-        self.clocks = rank_worker.clocks = StageClocks(deployment.stages) if counted else None
+        counted = unit_spec.stages > 1 and unit_spec.device == "cpu"
+        self.clocks = rank_worker.clocks = StageClocks(unit_spec.stages) if counted else None
         self._channels = [ours for ours, _ in pairs]
         rank_worker.channels = pairs
         try:

@@ -23,13 +23,13 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from muxserve.deployment.unit import EnginePhase
 from muxserve.engine.binding import current
 from muxserve.engine.block_pool import Filled, PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps
 from muxserve.engine.grammars import NOTHING_LEFT, Grammars
 from muxserve.engine.in_sight import one_phase, one_request
 from muxserve.engine.runner import RESUMED_OUTPUT
+from muxserve.spec.unit import EnginePhase
 
 # What a step of vLLM's scheduler needs of the shared pool, found out before it is taken.
 #

@@ -5,10 +5,10 @@ from __future__ import annotations
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 
-from muxserve.deployment import ModelDeployment
+from muxserve.spec import ModelSpec
 
 
-def unsupported(specs: dict[str, KVCacheSpec], model: ModelDeployment, stages: int = 1) -> str | None:
+def unsupported(specs: dict[str, KVCacheSpec], model: ModelSpec, stages: int = 1) -> str | None:
     """Why the model with these KV cache specs (by layer name) cannot be served; None if it can. One of several stages
     may have fewer layers than the largest."""
     if not specs:
@@ -34,7 +34,7 @@ def unsupported(specs: dict[str, KVCacheSpec], model: ModelDeployment, stages: i
     return None
 
 
-def refuse_unsupported(executor: Executor, model: ModelDeployment, stages: int = 1) -> None:
+def refuse_unsupported(executor: Executor, model: ModelSpec, stages: int = 1) -> None:
     """Go on only if the loaded model can be served, on each of its ranks.
 
     Raises:

@@ -8,15 +8,15 @@ import logging
 import os
 from typing import Any
 
-from muxserve.deployment import Deployment
-from muxserve.deployment.unit import EnginePhase
 from muxserve.forks.family import Control, temporary_files_in
 from muxserve.net.process import words
+from muxserve.spec import UnitSpec
+from muxserve.spec.unit import EnginePhase
 
 log = logging.getLogger(__name__)
 
 
-def run_direct_engine(deployment: Deployment, model: str, phase: EnginePhase, control: Control) -> None:
+def run_direct_engine(unit_spec: UnitSpec, model: str, phase: EnginePhase, control: Control) -> None:
     """Bring the engine up and serve until told to stop; reports `up`, or `failed` with the reason."""
 
     def progress(detail: str) -> None:
@@ -26,19 +26,19 @@ def run_direct_engine(deployment: Deployment, model: str, phase: EnginePhase, co
         control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid())
 
     try:
-        if deployment.device == "cuda":
+        if unit_spec.device == "cuda":
             from muxserve.gpu import sm
 
             # Read by the driver when CUDA is touched for the first time.
-            sm.prepare(deployment, model, phase)
-        _run(deployment, model, phase, progress, up)
+            sm.prepare(unit_spec, model, phase)
+        _run(unit_spec, model, phase, progress, up)
     except Exception as error:
         log.exception("cannot run %s/%s", model, phase)
         control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
         raise
 
 
-def _run(deployment: Deployment, model: str, phase: EnginePhase, progress: Any, up: Any) -> None:
+def _run(unit_spec: UnitSpec, model: str, phase: EnginePhase, progress: Any, up: Any) -> None:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.executor.abstract import Executor
@@ -51,14 +51,14 @@ def _run(deployment: Deployment, model: str, phase: EnginePhase, progress: Any, 
 
     # The workers of several ranks are forked from here: no team of threads may exist.
     torch.set_num_threads(1)
-    config = config_of(engine_args(deployment, model, phase))
+    config = config_of(engine_args(unit_spec, model, phase))
 
     def executor_of(config: VllmConfig) -> Executor:
         progress("loading weights")
-        with temporary_files_in(deployment.run_dir):
-            executor = (UniProcExecutor if deployment.ranks == 1 else RankedExecutor)(config)
-        refuse_unsupported(executor, deployment.model(model), deployment.stages)
+        with temporary_files_in(unit_spec.run_dir):
+            executor = (UniProcExecutor if unit_spec.ranks == 1 else RankedExecutor)(config)
+        refuse_unsupported(executor, unit_spec.model(model), unit_spec.stages)
         progress("warming up")
         return executor
 
-    run_engine(deployment, model, phase, config, executor_of, up)
+    run_engine(unit_spec, model, phase, config, executor_of, up)

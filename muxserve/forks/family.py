@@ -34,9 +34,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from muxserve.deployment import Deployment
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat
 from muxserve.net.process import die_with, set_title
+from muxserve.spec import UnitSpec
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -204,9 +204,9 @@ def file_name(model: str) -> str:
     return model.replace("/", "_")
 
 
-def engine_log(deployment: Deployment, model: str, phase: str) -> Path:
+def engine_log(unit_spec: UnitSpec, model: str, phase: str) -> Path:
     """Where an engine and its workers write."""
-    return deployment.log_dir / f"engine-{file_name(model)}-{phase}.log"
+    return unit_spec.log_dir / f"engine-{file_name(model)}-{phase}.log"
 
 
 def adopt_orphans() -> None:

@@ -18,11 +18,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from muxserve.deployment import load_fleet_deployment
 from muxserve.forks import warm_parent
 from muxserve.forks.family import Control, ForkingParent
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.process import words
+from muxserve.spec import load_fleet
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class MachineParent:
             if command.get("op") == "fork" and command["kind"] == "gateway":
                 self._fork_gateway(int(command["index"]))
             elif command.get("op") == "fork" and command["kind"] == "warm_parent":
-                self._fork_warm_parent(command["unit"], command["deployment"], Path(command["log"]), fds[0])
+                self._fork_warm_parent(command["unit"], command["unit_spec"], Path(command["log"]), fds[0])
             else:
                 log.warning("unknown command %r", command)
         finally:
@@ -67,7 +67,7 @@ class MachineParent:
                 os.close(fd)
 
     def _fork_gateway(self, index: int) -> None:
-        fleet = load_fleet_deployment(self.fleet_file)
+        fleet = load_fleet(self.fleet_file)
 
         def child() -> None:
             from muxserve.gateway.main import run
@@ -78,7 +78,7 @@ class MachineParent:
             # Until it can read the fleet's file anew, a change of that must not end it.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             try:
-                run(load_fleet_deployment(self.fleet_file), index, self.lifeline_fd, on_up)
+                run(load_fleet(self.fleet_file), index, self.lifeline_fd, on_up)
             except Exception as error:
                 self.control.event("failed", kind="gateway", index=index, error=words(error))
                 raise
@@ -109,8 +109,8 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    fleet = load_fleet_deployment(args.fleet)
-    local = [unit.deployment for unit in fleet.units if not unit.remote]
+    fleet = load_fleet(args.fleet)
+    local = [unit.unit_spec for unit in fleet.units if not unit.remote]
     os.environ.update(warm_parent.environment())
     control = Control(socket.socket(fileno=args.control_fd))
     try:

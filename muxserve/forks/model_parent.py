@@ -14,21 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from muxserve.deployment import Deployment
 from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.process import words
+from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
 
 
-def run_model_parent(deployment: Deployment, model: str, commands: socket.socket, control: Control) -> None:
+def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, control: Control) -> None:
     """Load `model`, then fork an engine per command `{"op": "fork", "phase": ...}` until `commands` closes."""
     try:
-        loaded = _load(deployment, model, control)
+        loaded = _load(unit_spec, model, control)
     except Exception as error:
         log.exception("cannot load %s", model)
-        for phase in deployment.model(model).engines:
+        for phase in unit_spec.model(model).engines:
             control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
         raise
     config, executor, set_threads = loaded
@@ -41,15 +41,15 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
             from muxserve.vllm.args import engine_args
 
             commands.close()
-            set_threads(deployment.model(model).threads)
+            set_threads(unit_spec.model(model).threads)
             # The worker starts from it when it has warmed up.
-            own = engine_args(deployment, model, phase)
+            own = engine_args(unit_spec, model, phase)
             config.model_config.seed = own["seed"]
             config.scheduler_config.policy = own["scheduling_policy"]
             control.event("progress", kind="engine", model=model, phase=phase, detail="warming up")
             try:
                 run_engine(
-                    deployment,
+                    unit_spec,
                     model,
                     phase,
                     config,
@@ -61,21 +61,21 @@ def run_model_parent(deployment: Deployment, model: str, commands: socket.socket
                 raise
 
         name = f"engine {model}/{phase}"
-        pid = parent.fork(name, engine_log(deployment, model, phase), child)
+        pid = parent.fork(name, engine_log(unit_spec, model, phase), child)
         control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
     parent = ForkingParent(
-        Control(commands), control, handle, heartbeat=heartbeat_file(deployment.run_dir, f"model-{model}")
+        Control(commands), control, handle, heartbeat=heartbeat_file(unit_spec.run_dir, f"model-{model}")
     )
     parent.run()
 
 
-def log_file(deployment: Deployment, model: str) -> Path:
+def log_file(unit_spec: UnitSpec, model: str) -> Path:
     """Where the model parent writes."""
-    return deployment.log_dir / f"model-{file_name(model)}.log"
+    return unit_spec.log_dir / f"model-{file_name(model)}.log"
 
 
-def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, Any, Callable[[int], None]]:
+def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, Callable[[int], None]]:
     """vLLM's configuration, an executor with the weights loaded, and torch's own way to set the number of threads,
     which vLLM's worker puts out of use."""
     import torch
@@ -84,17 +84,17 @@ def _load(deployment: Deployment, model: str, control: Control) -> tuple[Any, An
     from muxserve.engine.support import refuse_unsupported
     from muxserve.vllm.args import config_of, engine_args
 
-    engines = deployment.model(model).engines
+    engines = unit_spec.model(model).engines
     for phase in engines:
         control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")
     # No OpenMP team may exist before the fork: its threads would not live on in the children.
     set_threads = torch.set_num_threads
     set_threads(1)
-    config = config_of(engine_args(deployment, model, engines[0]))
-    with temporary_files_in(deployment.run_dir):
+    config = config_of(engine_args(unit_spec, model, engines[0]))
+    with temporary_files_in(unit_spec.run_dir):
         executor = Executor.get_class(config)(config)
     _end_groups()
-    refuse_unsupported(executor, deployment.model(model))
+    refuse_unsupported(executor, unit_spec.model(model))
     return config, executor, set_threads
 
 

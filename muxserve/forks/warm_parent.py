@@ -1,7 +1,7 @@
 """A unit's process that has imported vLLM: its model parents and through them its engines are forked from it.
 
 It is forked from the machine's parent itself (`muxserve.forks.machine_parent`), or, where the unit is alone on its
-machine, started as `python -m muxserve.forks.warm_parent --deployment FILE --control-fd N`.
+machine, started as `python -m muxserve.forks.warm_parent --unit-spec FILE --control-fd N`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from muxserve.deployment import Deployment, ModelDeployment, load
-from muxserve.deployment.unit import EnginePhase
 from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda
 from muxserve.gpu.sm import client_environment
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.process import words
+from muxserve.spec import ModelSpec, UnitSpec, load
+from muxserve.spec.unit import EnginePhase
 from muxserve.vllm.args import environment
 
 log = logging.getLogger(__name__)
 
 
-def gpu_environment(deployment: Deployment) -> dict[str, str]:
+def gpu_environment(unit_spec: UnitSpec) -> dict[str, str]:
     """What must be in the environment before anything touches a GPU: which are the unit's, and its own MPS server."""
-    if deployment.gpu is None:
+    if unit_spec.gpu is None:
         return {}
     # Engines, their workers and the holders of weights number the unit's GPUs by rank.
-    return {"CUDA_VISIBLE_DEVICES": ",".join(deployment.gpu.uuids), **client_environment(deployment)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(unit_spec.gpu.uuids), **client_environment(unit_spec)}
 
 
 def preload(device: str) -> None:
@@ -59,7 +59,7 @@ def preload(device: str) -> None:
     gc.freeze()
 
 
-def register(models: Iterable[ModelDeployment]) -> None:
+def register(models: Iterable[ModelSpec]) -> None:
     """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine."""
     from muxserve.gateway import seam
 
@@ -70,17 +70,17 @@ class WarmParent:
     """Forks engines and holders of weights or, where model parents fork the engines, these, to which it passes the
     orders for engines on.
 
-    `path` is the deployment's file: what is forked here later reads it anew, since the sizes of pools on GPUs are known
+    `path` is the unit's file: what is forked here later reads it anew, since the sizes of pools on GPUs are known
     only when the weights are loaded.
     """
 
-    def __init__(self, path: str, deployment: Deployment, control: Control) -> None:
+    def __init__(self, path: str, unit_spec: UnitSpec, control: Control) -> None:
         self.path = path
-        self.deployment = deployment
+        self.unit_spec = unit_spec
         self.control = control
         self._model_parents: dict[str, tuple[int, socket.socket]] = {}
         self._parent = ForkingParent(
-            control, control, self._handle, self._on_exit, heartbeat_file(deployment.run_dir, "warm_parent")
+            control, control, self._handle, self._on_exit, heartbeat_file(unit_spec.run_dir, "warm_parent")
         )
 
     def run(self) -> None:
@@ -97,7 +97,7 @@ class WarmParent:
             log.warning("unknown command %r", command)
         elif command["kind"] == "weights":
             self._fork_holder(command["model"])
-        elif shares_by_forking(self.deployment):
+        elif shares_by_forking(self.unit_spec):
             self._order_engine(command["model"], json.dumps(command).encode())
         else:
             self._fork_engine(command["model"], command["phase"])
@@ -108,7 +108,7 @@ class WarmParent:
 
             run_direct_engine(load(self.path), model, phase, self.control)
 
-        log_file = engine_log(self.deployment, model, phase)
+        log_file = engine_log(self.unit_spec, model, phase)
         pid = self._parent.fork(f"engine {model}/{phase}", log_file, child)
         self.control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
@@ -118,7 +118,7 @@ class WarmParent:
 
             run_holder(load(self.path), model, self.control)
 
-        log_file = self.deployment.log_dir / f"weights-{file_name(model)}.log"
+        log_file = self.unit_spec.log_dir / f"weights-{file_name(model)}.log"
         pid = self._parent.fork(f"weights {model}", log_file, child)
         self.control.event("forked", kind="weights", model=model, phase="", pid=pid)
 
@@ -142,11 +142,11 @@ class WarmParent:
 
             ours.close()
             self._close_model_parents()
-            model_parent.run_model_parent(self.deployment, model, theirs, self.control)
+            model_parent.run_model_parent(self.unit_spec, model, theirs, self.control)
 
         from muxserve.forks import model_parent
 
-        pid = self._parent.fork(f"model {model}", model_parent.log_file(self.deployment, model), child)
+        pid = self._parent.fork(f"model {model}", model_parent.log_file(self.unit_spec, model), child)
         theirs.close()
         self.control.event("forked", kind="model", model=model, phase="", pid=pid)
         self._model_parents[model] = (pid, ours)
@@ -169,40 +169,40 @@ class WarmParent:
                 del self._model_parents[model]
 
 
-def shares_by_forking(deployment: Deployment) -> bool:
+def shares_by_forking(unit_spec: UnitSpec) -> bool:
     """Whether a model's engines share its weights by being forked from a process that has loaded them."""
-    return deployment.device == "cpu" and deployment.ranks == 1
+    return unit_spec.device == "cpu" and unit_spec.ranks == 1
 
 
 def run(file: str, control: Control) -> None:
-    """Serve the unit whose deployment is in `file` from a process that has done `preload`, until the controller goes
+    """Serve the unit whose spec is in `file` from a process that has done `preload`, until the controller goes
     away."""
-    deployment = load(file)
-    os.environ.update(gpu_environment(deployment))
+    unit_spec = load(file)
+    os.environ.update(gpu_environment(unit_spec))
     try:
-        register(deployment.models)
+        register(unit_spec.models)
     except Exception as error:
         control.event("failed", kind="warm_parent", error=words(error))
         raise
-    WarmParent(file, deployment, control).run()
+    WarmParent(file, unit_spec, control).run()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--deployment", required=True)
+    parser.add_argument("--unit-spec", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    deployment = load(args.deployment)
-    os.environ.update({**environment(), **gpu_environment(deployment)})
+    unit_spec = load(args.unit_spec)
+    os.environ.update({**environment(), **gpu_environment(unit_spec)})
     control = Control(socket.socket(fileno=args.control_fd))
     try:
-        preload(deployment.device)
+        preload(unit_spec.device)
     except Exception as error:
         control.event("failed", kind="warm_parent", error=words(error))
         raise
-    run(args.deployment, control)
+    run(args.unit_spec, control)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import zmq
 
-from muxserve.deployment import FleetDeployment
 from muxserve.gateway.fleet_links import FleetLinks
 from muxserve.gateway.link import SchedulerLink
 from muxserve.gateway.measure import Measures, Outcome
@@ -22,6 +21,7 @@ from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.requests import Output, RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
+from muxserve.spec import FleetSpec
 from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState, Waits
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Broker:
     """
 
     def __init__(
-        self, fleet: FleetDeployment, index: int, epoch: str, measures: Measures, waits: PredictedWaits | None = None
+        self, fleet: FleetSpec, index: int, epoch: str, measures: Measures, waits: PredictedWaits | None = None
     ) -> None:
         self.table = RequestTable(epoch)
         self.router = Router(self.table)
@@ -124,7 +124,7 @@ class Broker:
         self._tokens.start()
         self.learn(self._fleet)
 
-    def learn(self, fleet: FleetDeployment) -> None:
+    def learn(self, fleet: FleetSpec) -> None:
         """The fleet has changed: link the units that are new, and leave those that are gone.
 
         Raises:

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
-from muxserve.deployment import ModelDeployment
 from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Verdict, part_of
 from muxserve.gateway.body import ClientGoneError, Replay
 from muxserve.gateway.errors import RequestError
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.predicted_wait import PredictedWaits
+from muxserve.spec import ModelSpec
 
 
 class ConcurrencyLimiter:
@@ -30,7 +30,7 @@ class ConcurrencyLimiter:
 
     def __init__(
         self,
-        models: Iterable[ModelDeployment],
+        models: Iterable[ModelSpec],
         index: int,
         gateways: int,
         measures: Measures,
@@ -45,7 +45,7 @@ class ConcurrencyLimiter:
         self._measures = measures
         self._waiting_for_empty: list[tuple[str | None, asyncio.Future[None]]] = []
 
-    def add(self, model: ModelDeployment) -> None:
+    def add(self, model: ModelSpec) -> None:
         """Make a gate for `model`, or give the one it has these limits."""
         limits = model.max_concurrency, model.max_queue
         concurrency, queue = (part_of(limit, self._index, self._gateways) for limit in limits)

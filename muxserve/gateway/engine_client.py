@@ -15,13 +15,13 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from muxserve.deployment import ModelDeployment
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.grammars import Grammars
 from muxserve.gateway.measure import Outcome, current_http
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.priorities import Priority
 from muxserve.gateway.requests import Output, Tracked
+from muxserve.spec import ModelSpec
 
 TASKS: tuple[SupportedTask, ...] = ("generate",)
 
@@ -30,9 +30,9 @@ class UnitEngineClient(EngineCoreClient):
     """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine or that
     of both phases."""
 
-    def __init__(self, model: ModelDeployment, broker: Broker, grammars: Grammars) -> None:
+    def __init__(self, model: ModelSpec, broker: Broker, grammars: Grammars) -> None:
         self.model = model.name
-        self._deployment = model
+        self._unit_spec = model
         self._grammars = grammars
         self.broker = broker
         self.engine_ranks_managed = [0, 1] if len(model.engines) > 1 else [1]
@@ -60,7 +60,7 @@ class UnitEngineClient(EngineCoreClient):
             params, prompt = request.sampling_params, request.prompt_token_ids
             assert params is not None
             assert prompt is not None
-            await self._grammars.admit(self._deployment, params)
+            await self._grammars.admit(self._unit_spec, params)
             if not self._has(front_id):
                 return  # cancelled meanwhile
             wire_id = self.broker.table.new_id()

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import zmq
 
-from muxserve.deployment import FleetDeployment, UnitEntry
 from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.net.sockets import NetworkError
+from muxserve.spec import FleetSpec, UnitEntry
 from muxserve.wire import Message
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class FleetLinks:
         self._epoch = epoch
         self._listener = listener
 
-    def learn(self, fleet: FleetDeployment) -> NetworkError | None:
+    def learn(self, fleet: FleetSpec) -> NetworkError | None:
         """The fleet has changed: link the units that are new, and leave those that are gone. Returns why a unit of
         another machine cannot be linked, if one cannot; all others are."""
         addresses = {unit.name: unit.unit_address for unit in fleet.units}
@@ -86,7 +86,7 @@ class FleetLinks:
         if self.scheduler is not None:
             self.scheduler.close()
 
-    def _open(self, unit: UnitEntry, fleet: FleetDeployment) -> None:
+    def _open(self, unit: UnitEntry, fleet: FleetSpec) -> None:
         name, reply_to = unit.name, self._tokens.address
         if unit.remote and fleet.keys is not None:
             reply_to = self._tokens.open_tcp(fleet.tokens_host, fleet.keys)
@@ -109,7 +109,7 @@ class FleetLinks:
             raise
         self.units[name] = link
 
-    def _learn_scheduler(self, fleet: FleetDeployment) -> None:
+    def _learn_scheduler(self, fleet: FleetSpec) -> None:
         wanted = any(fleet.placed_by_scheduler(model.name) for model in fleet.models)
         if wanted and self.scheduler is None:
             self.scheduler = SchedulerLink(

@@ -11,7 +11,6 @@ import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
 
-from muxserve.deployment import FleetDeployment, ModelDeployment, load_fleet_deployment
 from muxserve.gateway import seam
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint
@@ -30,6 +29,7 @@ from muxserve.gateway.status import FleetStatus
 from muxserve.gateway.status_routes import Pages
 from muxserve.gateway.vllm_metrics import Merged
 from muxserve.net.sockets import NetworkError
+from muxserve.spec import FleetSpec, ModelSpec, load_fleet
 from muxserve.vllm.pin import VLLM_VERSION
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Gateway:
         compilers: processes that compile grammars, the spare ones included, if they were forked already.
     """
 
-    def __init__(self, fleet: FleetDeployment, index: int, compilers: Iterable[Started] = ()) -> None:
+    def __init__(self, fleet: FleetSpec, index: int, compilers: Iterable[Started] = ()) -> None:
         self.fleet = fleet
         self.index = index
         self.registry = CollectorRegistry()
@@ -63,7 +63,7 @@ class Gateway:
         self._changed = asyncio.Event()
         self._to_offer = asyncio.Event()
         # Models that vLLM refused, as they were then; they are not tried again before the fleet changes.
-        self._refused: list[ModelDeployment] = []
+        self._refused: list[ModelSpec] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def build(self) -> Endpoint:
@@ -111,7 +111,7 @@ class Gateway:
             await self._changed.wait()
             self._changed.clear()
             try:
-                fleet = load_fleet_deployment(self.fleet.file)
+                fleet = load_fleet(self.fleet.file)
             except (OSError, msgspec.MsgspecError) as error:
                 log.error("%s cannot be read, so nothing changes: %s", self.fleet.file, error)
                 continue
@@ -122,7 +122,7 @@ class Gateway:
             except Exception:  # what is served already goes on
                 log.exception("a change of the fleet could not be followed")
 
-    def _adopt(self, fleet: FleetDeployment) -> None:
+    def _adopt(self, fleet: FleetSpec) -> None:
         """Be the gateway of `fleet` from now on. Front ends that this takes are built by and by."""
         assert self._endpoint is not None
         self.fleet = fleet
@@ -155,7 +155,7 @@ class Gateway:
                     self._refused.append(model)
                     log.error("%s cannot be offered: %s", model.name, error, exc_info=not _is_refusal(error))
 
-    def _next_to_offer(self) -> ModelDeployment | None:
+    def _next_to_offer(self) -> ModelSpec | None:
         self._withdraw_outdated()
         for model in self.fleet.models:
             # One that comes back as something else can do so when it is gone, see `_has_left`.

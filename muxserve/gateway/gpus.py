@@ -11,16 +11,16 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from muxserve.deployment import Deployment
 from muxserve.gpu import nvml
 from muxserve.gpu.nvml import Machine
 from muxserve.gpu.watch import MAX_AGE_SECONDS, states
+from muxserve.spec import UnitSpec
 
 _LABELS = ["gpu", "uuid"]
 
 
 class GpuStatus(Collector):
-    """What NVML last said of the GPUs of the deployment; nothing at all without GPUs.
+    """What NVML last said of the GPUs of the unit; nothing at all without GPUs.
 
     Args:
         ask: asks NVML; in a thread, because a lost GPU may take its time.
@@ -30,12 +30,12 @@ class GpuStatus(Collector):
 
     def __init__(
         self,
-        deployment: Deployment,
+        unit_spec: UnitSpec,
         ask: Callable[[], Machine] = nvml.machine,
         clock: Callable[[], float] = time.monotonic,
         told: Callable[[], object] | None = None,
     ) -> None:
-        self._deployment = deployment
+        self._unit_spec = unit_spec
         self._ask = ask
         self._clock = clock
         self._told = told
@@ -45,7 +45,7 @@ class GpuStatus(Collector):
 
     async def refresh(self) -> None:
         """Ask again if what is known is too old."""
-        if self._deployment.gpu is None or self._told is not None:
+        if self._unit_spec.gpu is None or self._told is not None:
             return
         async with self._asking:
             if self._clock() - self._asked_at > MAX_AGE_SECONDS:
@@ -58,12 +58,12 @@ class GpuStatus(Collector):
         if isinstance(told, list) and told:
             return told
         return states(
-            self._deployment,
+            self._unit_spec,
             self._machine if self._told is None else Machine(why_none="its unit has not told of it yet"),
         )
 
     def collect(self) -> Iterator[Metric]:
-        if self._deployment.gpu is None:
+        if self._unit_spec.gpu is None:
             return
         up = GaugeMetricFamily("muxserve_gpu_up", "1 while the GPU answers and has no fault.", labels=_LABELS)
         total = GaugeMetricFamily("muxserve_gpu_memory_bytes", "Memory of the GPU.", labels=_LABELS)

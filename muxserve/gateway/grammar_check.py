@@ -15,10 +15,10 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from muxserve.deployment import ModelDeployment
 from muxserve.engine.grammars import make_backend
 from muxserve.gateway import seam
 from muxserve.gateway.grammar_messages import Compiled, Constraints
+from muxserve.spec import ModelSpec
 
 # Where in its sources the compiler found it, before what it found.
 _SOURCE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
@@ -35,7 +35,7 @@ class Checker:
         OSError: the tokenizer cannot be read.
     """
 
-    def __init__(self, model: ModelDeployment) -> None:
+    def __init__(self, model: ModelSpec) -> None:
         _, self._config = seam.configure(model)
         self._tokenizer = cached_tokenizer_from_config(model_config=self._config.model_config)
         self._backends: dict[str, StructuredOutputBackend] = {}

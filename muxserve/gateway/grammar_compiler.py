@@ -30,9 +30,9 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muxserve.deployment import ModelDeployment
 from muxserve.gateway.grammar_messages import Command, Compile, Compiled, Drop, Frames, command, frame, result
 from muxserve.net.process import die_with, set_title
+from muxserve.spec import ModelSpec
 
 if TYPE_CHECKING:
     from muxserve.gateway.grammar_check import Checker
@@ -70,7 +70,7 @@ class GrammarCompiler:
 
         self._socket = sock
         self._make = Checker
-        self._checkers: dict[str, tuple[ModelDeployment, Checker]] = {}
+        self._checkers: dict[str, tuple[ModelSpec, Checker]] = {}
         self._children: dict[int, Child] = {}
         self._frames = Frames()
         self._selector = selectors.DefaultSelector()
@@ -134,7 +134,7 @@ class GrammarCompiler:
         self._children[reader] = Child(ask.job, ask.model.name, pid, reader, deadline)
         self._selector.register(reader, selectors.EVENT_READ)
 
-    def _checker(self, model: ModelDeployment) -> Checker:
+    def _checker(self, model: ModelSpec) -> Checker:
         known = self._checkers.get(model.name)
         if known is None or known[0] != model:
             known = self._checkers[model.name] = model, self._make(model)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from muxserve.deployment import ModelDeployment
+from muxserve.spec import ModelSpec
 
 _LENGTH = struct.Struct("!I")
 
@@ -32,7 +32,7 @@ class Compile(msgspec.Struct, frozen=True, tag="compile"):
     """Compile a grammar for `model`, within so much CPU time and memory."""
 
     job: int
-    model: ModelDeployment
+    model: ModelSpec
     constraints: Constraints
     cpu_seconds: float
     memory_bytes: int

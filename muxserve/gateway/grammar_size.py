@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muxserve.deployment import GrammarLimits
+from muxserve.spec import GrammarLimits
 
 # Beyond any limit; keeps the products of absurd numbers small.
 MOST_ELEMENTS = 10**18

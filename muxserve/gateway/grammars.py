@@ -19,12 +19,12 @@ import msgspec
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from muxserve.deployment import GrammarLimits, ModelDeployment
 from muxserve.gateway import grammar_compiler
 from muxserve.gateway.grammar_compiler import CHUNK, WALL_FACTOR, WALL_SECONDS, Started
 from muxserve.gateway.grammar_messages import Compile, Compiled, Constraints, Drop, Frames, frame, result
 from muxserve.gateway.grammar_queue import GrammarQueue
 from muxserve.gateway.grammar_size import refusal
+from muxserve.spec import GrammarLimits, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Job:
 
     number: int
     key: bytes
-    model: ModelDeployment
+    model: ModelSpec
     constraints: Constraints
     answer: asyncio.Future[Compiled]
     wanted_by: int = 0
@@ -77,7 +77,7 @@ class Grammars:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def admit(self, model: ModelDeployment, params: SamplingParams) -> None:
+    async def admit(self, model: ModelSpec, params: SamplingParams) -> None:
         """Go on if the grammar of `params`, should they have one, can be compiled; its backend is set then.
 
         Raises:
@@ -131,7 +131,7 @@ class Grammars:
 
     # ------------------------------------------------------------ jobs
 
-    async def _compile(self, model: ModelDeployment, constraints: Constraints) -> Compiled:
+    async def _compile(self, model: ModelSpec, constraints: Constraints) -> Compiled:
         body = msgspec.msgpack.encode((model.path, model.engine_args, constraints))
         key = hashlib.sha256(body).digest()
         known = self._answers.get(key)

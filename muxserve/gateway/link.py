@@ -13,10 +13,10 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from muxserve.deployment import Keys
 from muxserve.gateway.reader import Reader
 from muxserve.net.inbox import Inbox
 from muxserve.net.sockets import connect
+from muxserve.spec import Keys
 from muxserve.wire import GatewayHello, Message, UnitHello, decode, encode
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.net.sockets import NetworkError
+from muxserve.spec import FleetSpec, load_fleet
 
 BAD_INPUT = 2
 
@@ -32,7 +32,7 @@ def preload() -> None:
     process.check()
 
 
-def run(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
+def run(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
     """Serve until SIGTERM and drained; read `fleet.file` again at SIGHUP.
 
     Args:
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        fleet = load_fleet_deployment(args.fleet)
+        fleet = load_fleet(args.fleet)
     except (OSError, msgspec.MsgspecError) as error:
         print(f"cannot read {args.fleet}: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -12,10 +12,10 @@ from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from muxserve.deployment import ModelDeployment
 from muxserve.gateway.priorities import Priority
 from muxserve.gateway.requests import Tracked
 from muxserve.metrics import Objectives, time_per_token
+from muxserve.spec import ModelSpec
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
@@ -64,7 +64,7 @@ class Outcome(Enum):
 class Measures:
     """Latencies, SLO attainment and counts per model, in `registry`."""
 
-    def __init__(self, models: Iterable[ModelDeployment], registry: CollectorRegistry) -> None:
+    def __init__(self, models: Iterable[ModelSpec], registry: CollectorRegistry) -> None:
         self._objectives: dict[str, Objectives] = {}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -109,7 +109,7 @@ class Measures:
         for model in models:
             self.add(model)
 
-    def add(self, model: ModelDeployment) -> None:
+    def add(self, model: ModelSpec) -> None:
         """Count for `model` as well, or to its objectives of now. What was counted for a model stays."""
         name = model.name
         objectives = Objectives.of_milliseconds(model.slo_ttft_ms, model.slo_tpot_ms)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from muxserve.deployment import FleetDeployment
+from muxserve.spec import FleetSpec
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 1.0
 _SAMPLE = re.compile(r"^([^{ ]+)({)?", re.MULTILINE)
 
 
-def bind_beside(fleet: FleetDeployment, index: int) -> socket.socket:
+def bind_beside(fleet: FleetSpec, index: int) -> socket.socket:
     """The Unix socket on which gateway `index` serves the other gateways, bound and not listening yet."""
     path = Path(_socket(fleet, index))
     path.unlink(missing_ok=True)
@@ -37,7 +37,7 @@ def bind_beside(fleet: FleetDeployment, index: int) -> socket.socket:
 class Peers:
     """Asks the other gateways for their metrics."""
 
-    def __init__(self, fleet: FleetDeployment, index: int) -> None:
+    def __init__(self, fleet: FleetSpec, index: int) -> None:
         self.index = index
         self._others = {other: _socket(fleet, other) for other in range(fleet.gateway.count) if other != index}
 
@@ -86,5 +86,5 @@ def _labelled(found: re.Match[str], index: int) -> str:
     return f'{found[1]}{{gateway="{index}"' + ("," if found[2] else "}")
 
 
-def _socket(fleet: FleetDeployment, index: int) -> str:
+def _socket(fleet: FleetSpec, index: int) -> str:
     return fleet.socket(f"http-{index}")

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from muxserve.deployment import ModelDeployment
+from muxserve.spec import ModelSpec
 
 # Where an objective is set: a request that is predicted to miss it by less is served. A prediction may be off by that
 # much, since batches and the shares of other models change, and an answer that is late is worth more than none.
@@ -240,7 +240,7 @@ class PredictedWaits:
         """Of that model; one that knows no limit if there is none yet."""
         return self._of.setdefault(model, PredictedWait(None))
 
-    def learn(self, model: ModelDeployment) -> None:
+    def learn(self, model: ModelSpec) -> None:
         """`model` is served, or its limits are these from now on."""
         wait = self[model.name]
         wait.longest, wait.patient = longest_wait(model)
@@ -250,7 +250,7 @@ class PredictedWaits:
         self._of.pop(model, None)
 
 
-def longest_wait(model: ModelDeployment) -> tuple[float | None, bool]:
+def longest_wait(model: ModelSpec) -> tuple[float | None, bool]:
     """How long a request of `model` may wait for its first token, in seconds (None: without end), and whether that
     bounds a standing queue only."""
     if model.max_wait == "none":

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from muxserve.deployment import FleetDeployment, GatewayDeployment
 from muxserve.gateway import grammar_compiler
 from muxserve.gateway.app import Endpoint
 from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.peers import bind_beside
 from muxserve.gateway.protocol import GuardedProtocol
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
+from muxserve.spec import FleetSpec, GatewaySpec
 from muxserve.vllm import gateway_internals
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ BACKLOG = 2048
 OTHER_FILES = 256
 
 
-def bind(gateway: GatewayDeployment, stall_seconds: float = STALL_SECONDS) -> socket.socket:
+def bind(gateway: GatewaySpec, stall_seconds: float = STALL_SECONDS) -> socket.socket:
     """A socket bound to the endpoint's address, not listening yet: clients are refused until all is ready.
 
     Its connections inherit how long a client may take nothing, `stall_seconds`.
@@ -102,7 +102,7 @@ KEEP_ALIVE_SECONDS = 60
 CLOSE_SECONDS = 2.0
 
 
-def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
+def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
     """See `muxserve.gateway.main.run`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what may have changed meanwhile is read as soon as that can be
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_CHOICES)
@@ -120,7 +120,7 @@ def serve(fleet: FleetDeployment, index: int, lifeline_fd: int | None, on_up: Ca
 
 
 async def _serve(
-    fleet: FleetDeployment,
+    fleet: FleetSpec,
     index: int,
     compilers: list[grammar_compiler.Started],
     listener: socket.socket,

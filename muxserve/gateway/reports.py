@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from muxserve.deployment import ModelDeployment
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.status import FleetStatus, UnitStatus
+from muxserve.spec import ModelSpec
 
 
 class Reports:
@@ -110,21 +110,21 @@ class Reports:
         }
 
     def _unit(self, unit: UnitStatus) -> dict[str, object]:
-        deployment = unit.entry.deployment
+        unit_spec = unit.entry.unit_spec
         return {
             "name": unit.name,
             "status": "up" if unit.answered else "down",
             "remote": unit.entry.remote,
             "serves": unit.entry.serves,
-            "ranks": deployment.ranks,
-            "stages": deployment.stages,
-            "models": [model.name for model in deployment.models],
+            "ranks": unit_spec.ranks,
+            "stages": unit_spec.stages,
+            "models": [model.name for model in unit_spec.models],
             "answered": unit.answered,
             "age_seconds": round(unit.age, 3) if unit.state else None,
             "requests_in_flight": self._status.broker.table.count(unit.name),
             "pools": [
                 {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages}
-                for pool in deployment.pools
+                for pool in unit_spec.pools
             ],
             "gpus": self._gpus(unit),
             "state": unit.state,
@@ -133,7 +133,7 @@ class Reports:
     def _gpus(self, unit: UnitStatus) -> list[dict[str, object]]:
         return [] if unit.gpus is None else [{"unit": unit.name, **gpu} for gpu in unit.gpus.report()]
 
-    def _model(self, model: ModelDeployment) -> dict[str, object]:
+    def _model(self, model: ModelSpec) -> dict[str, object]:
         status = self._status
         gate, waits = self._limiter.gates[model.name], self._limiter.waits[model.name]
         wait = waits.seconds(time.monotonic())

@@ -29,10 +29,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from muxserve.deployment import ModelDeployment
 from muxserve.gateway.app import Served
 from muxserve.gateway.engine_client import TASKS, UnitEngineClient
 from muxserve.gateway.vllm_metrics import stat_logger
+from muxserve.spec import ModelSpec
 from muxserve.vllm.args import frontend_args
 
 log = logging.getLogger(__name__)
@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 class ModelFrontEnd:
     """One model's stock front end: `llm` makes requests of text."""
 
-    model: ModelDeployment
+    model: ModelSpec
     client: UnitEngineClient
     llm: AsyncLLM
     args: Namespace
     registry: CollectorRegistry
 
 
-def make_llm(model: ModelDeployment, client: UnitEngineClient) -> ModelFrontEnd:
+def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
     """A stock `AsyncLLM` for `model` whose engine is `client`; one at a time, in any thread but that of the event loop.
 
     Raises:
@@ -125,7 +125,7 @@ def go_on(front_end: ModelFrontEnd) -> None:
     watch()
 
 
-def register_architectures(models: Iterable[ModelDeployment]) -> None:
+def register_architectures(models: Iterable[ModelSpec]) -> None:
     """Let vLLM look at the models' classes in this process.
 
     By itself it starts another Python process per architecture, which imports vLLM anew, the first time on a machine.
@@ -141,7 +141,7 @@ def register_architectures(models: Iterable[ModelDeployment]) -> None:
                 ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(known.load_model_cls())
 
 
-def configure(model: ModelDeployment) -> tuple[Namespace, VllmConfig]:
+def configure(model: ModelSpec) -> tuple[Namespace, VllmConfig]:
     """vLLM's configuration of the front end of `model`: server options and engine options.
 
     The model's `engine_args` may hold options of either kind, named as on vLLM's command line.

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client.registry import Collector
 
-from muxserve.deployment import ModelDeployment
 from muxserve.gateway import seam
 from muxserve.gateway.app import Served
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.grammars import Grammars
+from muxserve.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Offered:
         # Read in another thread, while models may come and go.
         return [front_end.registry for front_end in list(self._front_ends.values())]
 
-    async def build(self, models: Iterable[ModelDeployment]) -> None:
+    async def build(self, models: Iterable[ModelSpec]) -> None:
         """Offer these models, none of which `is_leaving`; in the order in which they are given. One call at a time.
 
         Raises:
@@ -72,7 +72,7 @@ class Offered:
             self.models[model.name] = served
             log.info("front end of %s is ready", model.name)
 
-    def outdated(self, models: Iterable[ModelDeployment]) -> list[str]:
+    def outdated(self, models: Iterable[ModelSpec]) -> list[str]:
         """The models that are offered and not among `models`, or no longer as they are there."""
         wanted = {model.name: _front_end_part(model) for model in models}
         return [name for name in self.models if wanted.get(name) != _front_end_part(self._front_ends[name].model)]
@@ -97,6 +97,6 @@ class Offered:
             self._left()
 
 
-def _front_end_part(model: ModelDeployment) -> tuple[object, ...]:
+def _front_end_part(model: ModelSpec) -> tuple[object, ...]:
     """What a front end depends on; the rest is about engines, of which replicas may have different ones."""
     return model.path, model.dtype, model.engine_args, model.engines

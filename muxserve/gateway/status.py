@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from muxserve.deployment import EnginePhase, FleetDeployment, UnitEntry
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.gpus import GpuStatus
+from muxserve.spec import EnginePhase, FleetSpec, UnitEntry
 
 # A scrape and a dashboard that ask at the same time share one answer.
 MAX_AGE_SECONDS = 0.2
@@ -38,7 +38,7 @@ class UnitStatus:
         self.answered = False
         # NVML knows of this machine's GPUs only.
         told = (lambda: self.state.get("gpus") if self.answered else None) if entry.remote else None
-        self.gpus = None if entry.deployment.gpu is None else GpuStatus(entry.deployment, told=told)
+        self.gpus = None if entry.unit_spec.gpu is None else GpuStatus(entry.unit_spec, told=told)
         self._broker = broker
         self._clock = clock
         self._heard_at = -1e9
@@ -87,7 +87,7 @@ class UnitStatus:
         Raises:
             KeyError: no such model in this unit.
         """
-        return self.entry.deployment.model(model).engines
+        return self.entry.unit_spec.model(model).engines
 
     def engine_up(self, model: str, phase: str) -> bool:
         """Whether that engine serves now, and gives signs of life."""
@@ -105,7 +105,7 @@ class UnitStatus:
 class FleetStatus:
     """All units of the fleet."""
 
-    def __init__(self, fleet: FleetDeployment, broker: Broker) -> None:
+    def __init__(self, fleet: FleetSpec, broker: Broker) -> None:
         self.fleet = fleet
         self.broker = broker
         self.units: dict[str, UnitStatus] = {}
@@ -113,13 +113,13 @@ class FleetStatus:
         self._were_up: set[tuple[str, str]] = set()
         self.learn(fleet)
 
-    def learn(self, fleet: FleetDeployment) -> None:
+    def learn(self, fleet: FleetSpec) -> None:
         """The fleet has changed."""
         self.fleet = fleet
         units: dict[str, UnitStatus] = {}
         for entry in fleet.units:
             status = self.units.get(entry.name)
-            if status is None or status.entry.deployment != entry.deployment:
+            if status is None or status.entry.unit_spec != entry.unit_spec:
                 status = UnitStatus(entry, self.broker)
             status.entry = entry
             units[entry.name] = status

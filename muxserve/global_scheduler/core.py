@@ -10,12 +10,12 @@ import logging
 import math
 from dataclasses import dataclass, field
 
-from muxserve.deployment import FleetDeployment, UnitEntry
 from muxserve.global_scheduler.model_scheduler import ModelScheduler
 from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Client, Outbox, Peer, Unit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.net.sockets import tcp_address
+from muxserve.spec import FleetSpec, UnitEntry
 from muxserve.wire import (
     ControllerHello,
     DrainReplicas,
@@ -64,7 +64,7 @@ class SchedulerCore:
         ValueError: the fleet's rules contradict each other.
     """
 
-    def __init__(self, fleet: FleetDeployment, epoch: str, now: float) -> None:
+    def __init__(self, fleet: FleetSpec, epoch: str, now: float) -> None:
         self.epoch = epoch
         self.fleet = fleet
         self._out = Outbox()
@@ -135,7 +135,7 @@ class SchedulerCore:
             for model_scheduler in self._model_schedulers.values():
                 model_scheduler.forget(peer.identity)
 
-    def change(self, fleet: FleetDeployment, now: float) -> None:
+    def change(self, fleet: FleetSpec, now: float) -> None:
         """The controller has written another fleet file: units and models have come, gone or changed.
 
         Raises:
@@ -193,7 +193,7 @@ class SchedulerCore:
             if unit in self._units and self._units[unit].up:
                 self._out.to_unit(unit, SchedulerHello(self.epoch))
 
-    def _rules(self, fleet: FleetDeployment) -> dict[str, Rules]:
+    def _rules(self, fleet: FleetSpec) -> dict[str, Rules]:
         """By what each model of the fleet is scheduled.
 
         Raises:
@@ -336,5 +336,5 @@ class SchedulerCore:
         if not here.remote:
             return there.migrator_address
         # Unix sockets of this machine are no good over there.
-        listen = there.deployment.listen
+        listen = there.unit_spec.listen
         return "" if listen is None else tcp_address(listen.host, listen.migrator_port)

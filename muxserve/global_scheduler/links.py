@@ -13,8 +13,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve.deployment import Keys, UnitEntry
 from muxserve.net import sockets
+from muxserve.spec import Keys, UnitEntry
 from muxserve.wire import Message, SchedulerHello, encode
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from muxserve.deployment import FleetDeployment, load_fleet_deployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.links import UnitSockets
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
@@ -27,6 +26,7 @@ from muxserve.net import sockets
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.inbox import Inbox
 from muxserve.net.process import Signals, die_with_parent, log_to_stderr
+from muxserve.spec import FleetSpec, load_fleet
 from muxserve.wire import decode, encode
 
 log = logging.getLogger("muxserve.global_scheduler")
@@ -46,7 +46,7 @@ class Server:
         PriorityError: the fleet's priority levels contradict each other.
     """
 
-    def __init__(self, path: str, fleet: FleetDeployment, signals: Signals) -> None:
+    def __init__(self, path: str, fleet: FleetSpec, signals: Signals) -> None:
         self._path = path
         self._signals = signals
         self._inbox = Inbox(log, decode)
@@ -111,7 +111,7 @@ class Server:
 
     def _read_again(self) -> None:
         try:
-            fleet = load_fleet_deployment(self._path)
+            fleet = load_fleet(self._path)
             self._core.change(fleet, time.monotonic())
         except (OSError, ValueError) as error:
             log.error("%s: %s; going on with what was in it before", self._path, error)
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     # From the first moment on: SIGHUP would end a process that does not expect it.
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     try:
-        fleet = load_fleet_deployment(options.fleet)
+        fleet = load_fleet(options.fleet)
     except (OSError, msgspec.DecodeError) as error:
         print(f"{options.fleet}: not a fleet: {error}", file=sys.stderr)
         return 2

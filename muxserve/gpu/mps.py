@@ -4,7 +4,7 @@ NVIDIA, "Multi-Process Service" (docs.nvidia.com/deploy/mps): the control daemon
 clients find both through CUDA_MPS_PIPE_DIRECTORY. The daemon runs in the foreground here, below a small process of ours
 that ends both when the controller is gone:
 
-    python -m muxserve.gpu.mps --deployment FILE
+    python -m muxserve.gpu.mps --unit-spec FILE
 
 prints `READY <pid of the server>` when clients can come, and ends when daemon or server have ended.
 """
@@ -233,13 +233,13 @@ def _die_with_parent() -> None:
 
 def main() -> int:
     """Run an MPS server until told to stop or until it ends."""
-    from muxserve.deployment import load
+    from muxserve.spec import load
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--deployment", required=True)
-    deployment = load(parser.parse_args().deployment)
-    if deployment.gpu is None:
-        parser.error("the deployment has no GPUs")
+    parser.add_argument("--unit-spec", required=True)
+    unit_spec = load(parser.parse_args().unit_spec)
+    if unit_spec.gpu is None:
+        parser.error("the unit has no GPUs")
     control = binary()
     if control is None:
         print(f"{CONTROL} is not installed", file=sys.stderr)
@@ -251,7 +251,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: None)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
-        server = MpsServer(deployment.mps_dir, deployment.gpu.uuids, control)
+        server = MpsServer(unit_spec.mps_dir, unit_spec.gpu.uuids, control)
         try:
             server.start()
             print(f"READY {server.server_pid}", flush=True)

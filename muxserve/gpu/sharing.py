@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from muxserve.deployment import SmSharing
 from muxserve.gpu import mps
 from muxserve.gpu.nvml import Gpu
+from muxserve.spec import SmSharing
 
 MpsWish = Literal["auto", "on", "off"]
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from muxserve.deployment import Deployment
+from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
 
@@ -35,29 +35,29 @@ def percentage(share: float) -> int:
     return min(100, max(1, round(share * 100)))
 
 
-def share_of(deployment: Deployment, model: str, phase: str) -> float:
+def share_of(unit_spec: UnitSpec, model: str, phase: str) -> float:
     """The share of SMs of a model's engine; all of them if it has both phases.
 
     Raises:
         KeyError: no such model.
     """
-    of = deployment.model(model)
+    of = unit_spec.model(model)
     if phase not in SHARING:
         return 1.0
     return of.prefill_share if phase == "prefill" else of.decode_share
 
 
-def client_environment(deployment: Deployment) -> dict[str, str]:
-    """What every process of the deployment needs to find the unit's own MPS server; nothing without one.
+def client_environment(unit_spec: UnitSpec) -> dict[str, str]:
+    """What every process of the unit needs to find the unit's own MPS server; nothing without one.
 
     Green contexts need it, too: without it kernels of different processes take turns, whatever their SMs.
     """
-    if deployment.gpu is None or deployment.gpu.sm_sharing == "off":
+    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing == "off":
         return {}
-    return {PIPE: str(deployment.mps_dir / "pipe"), LOG: str(deployment.mps_dir / "log")}
+    return {PIPE: str(unit_spec.mps_dir / "pipe"), LOG: str(unit_spec.mps_dir / "log")}
 
 
-def prepare(deployment: Deployment, model: str, phase: str, environ: MutableMapping[str, str] | None = None) -> None:
+def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping[str, str] | None = None) -> None:
     """Set this process's share in its environment. Before anything in it touches CUDA.
 
     `phase` other than prefill and decode (both, a weight holder) gets no limit. Without MPS a percentage that came from
@@ -67,15 +67,15 @@ def prepare(deployment: Deployment, model: str, phase: str, environ: MutableMapp
         KeyError: no such model.
     """
     environ = os.environ if environ is None else environ
-    if deployment.gpu is None:
+    if unit_spec.gpu is None:
         return
     environ.pop(PERCENTAGE, None)
-    environ.update(client_environment(deployment))
-    if deployment.gpu.sm_sharing == "mps" and phase in SHARING:
-        environ[PERCENTAGE] = str(percentage(share_of(deployment, model, phase)))
+    environ.update(client_environment(unit_spec))
+    if unit_spec.gpu.sm_sharing == "mps" and phase in SHARING:
+        environ[PERCENTAGE] = str(percentage(share_of(unit_spec, model, phase)))
 
 
-def enter(deployment: Deployment, model: str, phase: str, rank: int = 0) -> int | None:
+def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> int | None:
     """With `sm_sharing: green_contexts`, make a green context with this engine's SMs current in this thread.
 
     To be called in the thread that launches kernels, before anything makes a stream there: streams belong to the
@@ -83,12 +83,12 @@ def enter(deployment: Deployment, model: str, phase: str, rank: int = 0) -> int 
     among the visible GPUs. The context lives as long as the process.
 
     Returns:
-        SMs of the context; None if the deployment shares in another way.
+        SMs of the context; None if the unit's spec shares in another way.
 
     Raises:
         muxserve.gpu.green.GreenContextError: the driver has no green contexts, or refuses this one; with what to do.
     """
-    if deployment.gpu is None or deployment.gpu.sm_sharing != "green_contexts" or phase not in SHARING:
+    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing != "green_contexts" or phase not in SHARING:
         return None
     from muxserve.gpu import green
 
@@ -96,7 +96,7 @@ def enter(deployment: Deployment, model: str, phase: str, rank: int = 0) -> int 
     device = green.device_of(driver, rank)
     division = green.divide(driver, device)
     parts = len(division.parts)
-    where = sm_range(deployment, model, phase, parts)
+    where = sm_range(unit_spec, model, phase, parts)
     green.make_current(driver, device, division, where)
     sms = where.count * division.size
     log.info("%s/%s computes on %d of %d SMs, parts %d to %d of %d", model, phase, sms, division.total, where.first,
@@ -104,10 +104,10 @@ def enter(deployment: Deployment, model: str, phase: str, rank: int = 0) -> int 
     return sms
 
 
-def sm_range(deployment: Deployment, model: str, phase: str, parts: int) -> SmRange:
+def sm_range(unit_spec: UnitSpec, model: str, phase: str, parts: int) -> SmRange:
     """Which of a GPU's equal parts an engine gets.
 
-    Green contexts of different processes do not know of each other, so places are worked out from the deployment: one
+    Green contexts of different processes do not know of each other, so places are worked out from the unit's spec: one
     prefill job runs at a time and they all have the first parts; decode engines, which run side by side, are laid one
     before the other from the end on, beginning again at the end when the place beside the largest prefill is used up.
 
@@ -115,10 +115,10 @@ def sm_range(deployment: Deployment, model: str, phase: str, parts: int) -> SmRa
         KeyError: no such model.
     """
     if phase == "prefill":
-        return SmRange(0, parts_of(share_of(deployment, model, phase), parts))
-    floor = max(parts_of(each.prefill_share, parts) for each in deployment.models)
+        return SmRange(0, parts_of(share_of(unit_spec, model, phase), parts))
+    floor = max(parts_of(each.prefill_share, parts) for each in unit_spec.models)
     end = parts
-    for each in deployment.models:
+    for each in unit_spec.models:
         count = parts_of(each.decode_share, parts)
         if end - count < floor:
             end = parts

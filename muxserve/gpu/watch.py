@@ -6,21 +6,21 @@ import threading
 import time
 from collections.abc import Callable
 
-from muxserve.deployment import Deployment
 from muxserve.gpu import nvml
 from muxserve.gpu.nvml import Machine
+from muxserve.spec import UnitSpec
 
 # The driver averages utilisation over up to a second; asking more often tells nothing new.
 MAX_AGE_SECONDS = 1.0
 
 
-def states(deployment: Deployment, machine: Machine) -> list[dict[str, object]]:
+def states(unit_spec: UnitSpec, machine: Machine) -> list[dict[str, object]]:
     """The unit's GPUs by rank, ready for JSON: bytes of memory, in use by anyone, of it KV pages; the part of the last
     second in which a kernel ran; in words what is wrong. `host` is the machine, if it is another one."""
-    pool_bytes = sum(pool.page_bytes * pool.num_pages for pool in deployment.pools)
-    host = deployment.listen.host if deployment.listen is not None else None
+    pool_bytes = sum(pool.page_bytes * pool.num_pages for pool in unit_spec.pools)
+    host = unit_spec.listen.host if unit_spec.listen is not None else None
     told: list[dict[str, object]] = []
-    for rank, uuid in enumerate(deployment.gpu.uuids if deployment.gpu else []):
+    for rank, uuid in enumerate(unit_spec.gpu.uuids if unit_spec.gpu else []):
         gpu = machine.by_uuid(uuid)
         told.append(
             {
@@ -50,11 +50,11 @@ class GpuWatch:
 
     def __init__(
         self,
-        deployment: Deployment,
+        unit_spec: UnitSpec,
         ask: Callable[[], Machine] = nvml.machine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._deployment = deployment
+        self._unit_spec = unit_spec
         self._ask = ask
         self._clock = clock
         self._machine: Machine | None = None
@@ -67,7 +67,7 @@ class GpuWatch:
             self._asked_at = self._clock()
             self._asking = threading.Thread(target=self._refresh, name="nvml", daemon=True)
             self._asking.start()
-        return [] if self._machine is None else states(self._deployment, self._machine)
+        return [] if self._machine is None else states(self._unit_spec, self._machine)
 
     def _refresh(self) -> None:
         self._machine = self._ask()

@@ -1,4 +1,4 @@
-"""Starts the memory manager of a deployment."""
+"""Starts the memory manager of a unit's spec."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from muxserve.deployment import Deployment
 from muxserve.memory import _native
 from muxserve.net.heartbeat import heartbeat_file
+from muxserve.spec import UnitSpec
 
 _SHARED_MEMORY = Path("/dev/shm")
 BINARY = "muxserve-memory-manager"
 
 
-def prefix(deployment: Deployment) -> str:
-    """What the names of the deployment's shared memory segments start with: the same after every restart."""
-    place = hashlib.sha256(os.path.abspath(deployment.run_dir).encode()).hexdigest()[:12]
-    unit = re.sub(r"[^A-Za-z0-9_-]", "-", deployment.unit)[:64]
+def prefix(unit_spec: UnitSpec) -> str:
+    """What the names of the unit's shared memory segments start with: the same after every restart."""
+    place = hashlib.sha256(os.path.abspath(unit_spec.run_dir).encode()).hexdigest()[:12]
+    unit = re.sub(r"[^A-Za-z0-9_-]", "-", unit_spec.unit)[:64]
     return f"muxserve-{place}-{unit}"
 
 
-def manager_config(deployment: Deployment) -> dict[str, Any]:
+def manager_config(unit_spec: UnitSpec) -> dict[str, Any]:
     """What the memory manager reads as its configuration file."""
     return {
-        "prefix": prefix(deployment),
-        "ranks": deployment.ranks,
-        **_device(deployment),
+        "prefix": prefix(unit_spec),
+        "ranks": unit_spec.ranks,
+        **_device(unit_spec),
         "pools": [
-            {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages} for pool in deployment.pools
+            {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages} for pool in unit_spec.pools
         ],
         "models": [
             {
@@ -46,13 +46,13 @@ def manager_config(deployment: Deployment) -> dict[str, Any]:
                 "num_blocks": model.num_blocks,
                 "quota_pages": model.quota_pages,
             }
-            for model in deployment.models
+            for model in unit_spec.models
         ],
     }
 
 
-def _device(deployment: Deployment) -> dict[str, Any]:
-    gpu = deployment.gpu
+def _device(unit_spec: UnitSpec) -> dict[str, Any]:
+    gpu = unit_spec.gpu
     return {} if gpu is None else {"device": "cuda", "devices": gpu.uuids, "ipc": gpu.ipc}
 
 
@@ -68,13 +68,13 @@ def binary() -> Path:
     return path
 
 
-def command(deployment: Deployment, *, die_with_parent: bool = True, options: Sequence[str] = ()) -> list[str]:
+def command(unit_spec: UnitSpec, *, die_with_parent: bool = True, options: Sequence[str] = ()) -> list[str]:
     """Write the configuration file and return the command line that starts the manager; `options` are its limits, such
     as "--stall-s", "5"."""
-    config = Path(deployment.run_dir) / "memory.json"
-    config.write_text(json.dumps(manager_config(deployment), indent=2))
-    beats = heartbeat_file(deployment.run_dir, "memory")
-    line = [str(binary()), "--socket", deployment.memory_socket, "--config", str(config)]
+    config = Path(unit_spec.run_dir) / "memory.json"
+    config.write_text(json.dumps(manager_config(unit_spec), indent=2))
+    beats = heartbeat_file(unit_spec.run_dir, "memory")
+    line = [str(binary()), "--socket", unit_spec.memory_socket, "--config", str(config)]
     line += ["--heartbeat", str(beats), *options]
     return [*line, "--die-with-parent"] if die_with_parent else line
 
@@ -103,14 +103,14 @@ def wait_ready(process: subprocess.Popen[bytes], timeout_s: float) -> int:
 
 
 def start(
-    deployment: Deployment,
+    unit_spec: UnitSpec,
     *,
     die_with_parent: bool = True,
     options: Sequence[str] = (),
     timeout_s: float = 40.0,
     stderr: int | IO[Any] | None = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Start the manager of `deployment` and wait until it listens. Stop it with SIGTERM.
+    """Start the manager of `unit_spec` and wait until it listens. Stop it with SIGTERM.
 
     Args:
         die_with_parent: it stops when the thread that called this ends.
@@ -122,7 +122,7 @@ def start(
         TimeoutError: it was not ready in time. It waits up to 30 s for engines that still write into the pool.
     """
     process = subprocess.Popen(
-        command(deployment, die_with_parent=die_with_parent, options=options), stdout=subprocess.PIPE, stderr=stderr
+        command(unit_spec, die_with_parent=die_with_parent, options=options), stdout=subprocess.PIPE, stderr=stderr
     )
     try:
         wait_ready(process, timeout_s)
@@ -136,7 +136,7 @@ def start(
     return process
 
 
-def remove_segments(deployment: Deployment) -> None:
-    """Remove the shared memory that a killed manager has left. Only when no manager of the deployment runs."""
-    for path in _SHARED_MEMORY.glob(f"{prefix(deployment)}.*"):
+def remove_segments(unit_spec: UnitSpec) -> None:
+    """Remove the shared memory that a killed manager has left. Only when no manager of the unit runs."""
+    for path in _SHARED_MEMORY.glob(f"{prefix(unit_spec)}.*"):
         path.unlink(missing_ok=True)

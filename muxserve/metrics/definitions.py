@@ -30,7 +30,7 @@ class Objectives:
 
     @classmethod
     def of_milliseconds(cls, ttft_ms: float | None, tpot_ms: float | None) -> Objectives:
-        """As fleet files and deployments give them."""
+        """As fleet files and specs give them."""
         return cls(None if ttft_ms is None else ttft_ms / 1e3, None if tpot_ms is None else tpot_ms / 1e3)
 
     @property

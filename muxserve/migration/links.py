@@ -12,10 +12,10 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve.deployment import Deployment, Keys
 from muxserve.migration.tasks import Buffer
 from muxserve.net import sockets
 from muxserve.net.inbox import Inbox
+from muxserve.spec import Keys, UnitSpec
 from muxserve.wire import AnyMessage, Message, MigratorHello, encode
 
 log = logging.getLogger(__name__)
@@ -177,10 +177,10 @@ class PeerLinks:
 
 
 class Doorway:
-    """The ROUTER that other migrators send to: over a Unix socket, and over TCP if the deployment says so."""
+    """The ROUTER that other migrators send to: over a Unix socket, and over TCP if the unit's spec says so."""
 
     def __init__(
-        self, context: zmq.Context[Any], poller: zmq.Poller, inbox: Inbox[AnyMessage], deployment: Deployment
+        self, context: zmq.Context[Any], poller: zmq.Poller, inbox: Inbox[AnyMessage], unit_spec: UnitSpec
     ) -> None:
         """Bind it.
 
@@ -195,9 +195,9 @@ class Doorway:
         # One that is gone is found out when it is answered.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        sockets.bind_local(self.socket, deployment.migrator_address)
-        if deployment.listen is not None and deployment.keys is not None:
-            sockets.bind_tcp(self.socket, deployment.listen.host, deployment.listen.migrator_port, deployment.keys)
+        sockets.bind_local(self.socket, unit_spec.migrator_address)
+        if unit_spec.listen is not None and unit_spec.keys is not None:
+            sockets.bind_tcp(self.socket, unit_spec.listen.host, unit_spec.listen.migrator_port, unit_spec.keys)
         poller.register(self.socket, zmq.POLLIN)
 
     def messages(self) -> Iterator[tuple[bytes, AnyMessage, Buffer | None]]:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
 from muxserve.migration.pages import MakePages, Pages, of_all_ranks
+from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +23,10 @@ class Home:
     """Implements `incoming.Store`. Blocks are reserved and released by the thread of the loop; pages are read and
     written by the worker, which asks for them by the life that granted them."""
 
-    def __init__(self, deployment: Deployment, make_pages: MakePages) -> None:
+    def __init__(self, unit_spec: UnitSpec, make_pages: MakePages) -> None:
         self.life = 0
-        self.socket = deployment.memory_socket
-        self._deployment = deployment
+        self.socket = unit_spec.memory_socket
+        self._unit_spec = unit_spec
         self._make_pages = make_pages
         self._client: MemoryClient | None = None
         self._said = ""
@@ -41,10 +41,10 @@ class Home:
         try:
             client = MemoryClient(self.socket, CLIENT_NAME, TIMEOUT_SECONDS)
             pages = {
-                model.name: of_all_ranks(client, model.name, self._deployment.ranks, self._make_pages)
-                for model in self._deployment.models
+                model.name: of_all_ranks(client, model.name, self._unit_spec.ranks, self._make_pages)
+                for model in self._unit_spec.models
             }
-            self._counters = client.map(self._deployment.models[0].name).counters
+            self._counters = client.map(self._unit_spec.models[0].name).counters
         except OSError as error:
             log.debug("no memory manager yet: %s", error)
             return False

@@ -11,7 +11,6 @@ from typing import Any
 
 import zmq
 
-from muxserve.deployment import Deployment
 from muxserve.migration.bandwidth import TokenBucket
 from muxserve.migration.copy_executor import Hands, Worker
 from muxserve.migration.incoming import Incoming
@@ -25,6 +24,7 @@ from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.inbox import Inbox
 from muxserve.net.process import Signals
 from muxserve.net.sockets import machine_id
+from muxserve.spec import UnitSpec
 from muxserve.wire import Message, MigratorHello, MoveAbort, MoveCommit, MoveStage, Reset, TakenOver, decode
 
 log = logging.getLogger(__name__)
@@ -46,30 +46,30 @@ class Migrator:
         NetworkError, zmq.ZMQError: an address cannot be listened on.
     """
 
-    def __init__(self, deployment: Deployment, make_pages: MakePages, machine: str = "") -> None:
+    def __init__(self, unit_spec: UnitSpec, make_pages: MakePages, machine: str = "") -> None:
         epoch = secrets.token_hex(8)
-        name = f"{deployment.unit}/{epoch}"
+        name = f"{unit_spec.unit}/{epoch}"
         machine = machine or machine_id()
-        shapes = shapes_of(deployment)
-        self._home = Home(deployment, make_pages)
-        self._neighbours = Neighbours(f"migrator of {deployment.unit}"[:128], deployment.ranks, make_pages)
+        shapes = shapes_of(unit_spec)
+        self._home = Home(unit_spec, make_pages)
+        self._neighbours = Neighbours(f"migrator of {unit_spec.unit}"[:128], unit_spec.ranks, make_pages)
         actions = _Actions(self)
-        bandwidth = TokenBucket(deployment.migration_bandwidth)
-        self._outgoing = Outgoing(deployment.unit, epoch, machine, shapes, deployment.ranks, bandwidth, actions)
-        self._incoming = Incoming(shapes, deployment.ranks, machine, self._home, actions)
+        bandwidth = TokenBucket(unit_spec.migration_bandwidth)
+        self._outgoing = Outgoing(unit_spec.unit, epoch, machine, shapes, unit_spec.ranks, bandwidth, actions)
+        self._incoming = Incoming(shapes, unit_spec.ranks, machine, self._home, actions)
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 65535)
         self._poller = zmq.Poller()
         self._inbox = Inbox(log, decode)
-        self.door = Doorway(self._context, self._poller, self._inbox, deployment)
+        self.door = Doorway(self._context, self._poller, self._inbox, unit_spec)
         hello = MigratorHello(epoch, os.getpid())
-        self.unit = UnitLink(self._context, self._poller, self._inbox, deployment.unit_address, hello)
-        self.peers = PeerLinks(self._context, self._poller, self._inbox, name, deployment.keys)
+        self.unit = UnitLink(self._context, self._poller, self._inbox, unit_spec.unit_address, hello)
+        self.peers = PeerLinks(self._context, self._poller, self._inbox, name, unit_spec.keys)
         self.worker = Worker(Hands(self._home, self._neighbours).do, NICE)
         self._poller.register(self.worker.done_fd, zmq.POLLIN)
         self._memory_at = self._tidy_at = -math.inf
         self._bound = False
-        self._heartbeat = Heartbeat(heartbeat_file(deployment.run_dir, "migrator"))
+        self._heartbeat = Heartbeat(heartbeat_file(unit_spec.run_dir, "migrator"))
         log.info("migrator %s, machine %s", name, machine)
 
     def run(self, signals: Signals) -> None:

@@ -9,31 +9,31 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from muxserve.deployment import Deployment
 from muxserve.memory import _native
 from muxserve.memory.client import MemoryClient
 from muxserve.memory.view import ModelView
 from muxserve.migration.tasks import Buffer
+from muxserve.spec import UnitSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`layout` is equal where KV can be exchanged (`Deployment.layout`); `block_bytes` are those of one rank."""
+    """`layout` is equal where KV can be exchanged (`UnitSpec.layout`); `block_bytes` are those of one rank."""
 
     layout: str
     block_bytes: int
     block_tokens: int
 
 
-def shapes_of(deployment: Deployment) -> dict[str, ModelShape]:
+def shapes_of(unit_spec: UnitSpec) -> dict[str, ModelShape]:
     """Of each model of the unit."""
     return {
         model.name: ModelShape(
-            deployment.layout(model.name),
-            model.pages_per_block * deployment.pool(model.pool).page_bytes,
+            unit_spec.layout(model.name),
+            model.pages_per_block * unit_spec.pool(model.pool).page_bytes,
             model.block_tokens,
         )
-        for model in deployment.models
+        for model in unit_spec.models
     }
 
 

@@ -30,7 +30,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from muxserve.deployment.network import Keys
+from muxserve.spec.network import Keys
 
 AnySocket = zmq.Socket[Any]
 

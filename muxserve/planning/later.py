@@ -13,8 +13,8 @@ from muxserve.cluster.steps import Addition
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, FleetError
 from muxserve.control.changes import ChangeError, Tell
-from muxserve.deployment import FleetDeployment, UnitEntry
 from muxserve.planning.serving import FleetPlanner, NoRoomError
+from muxserve.spec import FleetSpec, UnitEntry
 
 
 class LaterUnits:
@@ -23,7 +23,7 @@ class LaterUnits:
     def __init__(self, planner: FleetPlanner) -> None:
         self._planner = planner
 
-    def unit(self, model: str, name: str, fleet: FleetDeployment) -> PlannedUnit:
+    def unit(self, model: str, name: str, fleet: FleetSpec) -> PlannedUnit:
         """See `Planner.unit`."""
         gateway = fleet.gateway
         try:
@@ -32,7 +32,7 @@ class LaterUnits:
             raise ChangeError(str(error)) from None
         return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys)
 
-    def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetDeployment, tell: Tell) -> Addition:
+    def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetSpec, tell: Tell) -> Addition:
         """See `Planner.addition`."""
         told = len(self._planner.reasons)
         try:
@@ -51,17 +51,17 @@ class LaterUnits:
         except BaseException:
             self._planner.forget(model.name)
             raise
-        return Addition(units[0].deployment.models[0], tuple(units), scaling_of(declared).get(model.name))
+        return Addition(units[0].unit_spec.models[0], tuple(units), scaling_of(declared).get(model.name))
 
     def forget(self, model: str) -> None:
         """See `Planner.forget`."""
         self._planner.forget(model)
 
 
-def _with(fleet: FleetDeployment, units: list[PlannedUnit]) -> FleetDeployment:
+def _with(fleet: FleetSpec, units: list[PlannedUnit]) -> FleetSpec:
     """The fleet with units that are about to be started."""
     entries = [
-        UnitEntry(unit.deployment, unit.deployment.unit_address, unit.deployment.migrator_address, list(unit.serves))
+        UnitEntry(unit.unit_spec, unit.unit_spec.unit_address, unit.unit_spec.migrator_address, list(unit.serves))
         for unit in units
     ]
     return msgspec.structs.replace(fleet, units=[*fleet.units, *entries])

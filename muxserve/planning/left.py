@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from muxserve.cluster.checkpoints import CheckpointError, Hub, architecture_of
 from muxserve.config import Fleet
-from muxserve.deployment import Deployment
+from muxserve.spec import UnitSpec
 from placement import Machine
 
 
-def left_of(machine: Machine, fleet: Fleet, units: Sequence[Deployment], hub: Hub) -> Machine:
+def left_of(machine: Machine, fleet: Fleet, units: Sequence[UnitSpec], hub: Hub) -> Machine:
     """The machine without what the weights and pools of `units` take; `fleet` declares their models."""
     pools = sum(pool.num_pages * pool.page_bytes * unit.ranks for unit in units for pool in unit.pools)
     weights = sum(_weights(fleet, unit, hub) for unit in units)
@@ -23,7 +23,7 @@ def left_of(machine: Machine, fleet: Fleet, units: Sequence[Deployment], hub: Hu
     )
 
 
-def _weights(fleet: Fleet, unit: Deployment, hub: Hub) -> int:
+def _weights(fleet: Fleet, unit: UnitSpec, hub: Hub) -> int:
     total = 0
     for model in unit.models:
         try:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from muxserve.cluster.arrangement import alone
 from muxserve.cluster.plan import FleetPlan
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
-from muxserve.deployment import ModelDeployment
 from muxserve.gpu.nvml import Gpu
 from muxserve.planning.cpu import CPU
+from muxserve.spec import ModelSpec
 from placement import Machine
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words, format_size
@@ -60,7 +60,7 @@ def parts_of(fleet: Fleet) -> Iterator[Part]:
         yield Part(fleet.with_models(parts), serves)
 
 
-def like(model: Model, offered: ModelDeployment | None) -> Model:
+def like(model: Model, offered: ModelSpec | None) -> Model:
     """A replica more of a model that is offered."""
     if offered is None:
         return model

@@ -16,7 +16,6 @@ from muxserve.cluster.checkpoints import Hub, HuggingFaceHub
 from muxserve.cluster.gpu_unit import GpuUnit
 from muxserve.cluster.plan import FleetPlan, demands_of, plan_fleet
 from muxserve.config import Fleet, FleetError
-from muxserve.deployment import Deployment, FleetDeployment
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.arranging import arranged_by_simulation
@@ -37,6 +36,7 @@ from muxserve.planning.parts import (
     wrong,
 )
 from muxserve.planning.planfile import load_plan
+from muxserve.spec import FleetSpec, UnitSpec
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words
@@ -241,7 +241,7 @@ class FleetPlanner:
 
     # ------------------------------------------------------------ later
 
-    def unit(self, name: str, models: Sequence[str], running: FleetDeployment) -> FleetPlan:
+    def unit(self, name: str, models: Sequence[str], running: FleetSpec) -> FleetPlan:
         """A unit more, beside those that run; asks for nothing that takes long.
 
         Its replicas are as those of the models that the fleet offers: the same blocks and lengths.
@@ -249,7 +249,7 @@ class FleetPlanner:
         Raises:
             NoRoomError: it does not fit.
         """
-        units = [entry.deployment for entry in running.units]
+        units = [entry.unit_spec for entry in running.units]
         offered = {model.name: model for unit in units for model in unit.models}
         offered |= {model.name: model for model in running.models}
         fleet = self.fleet.with_models([like(self.fleet.model(each), offered.get(each)) for each in models])
@@ -270,7 +270,7 @@ class FleetPlanner:
             ) from None
         return replace(plan, name=name)
 
-    def _free_gpus(self, fleet: Fleet, units: Sequence[Deployment]) -> GpuUnit:
+    def _free_gpus(self, fleet: Fleet, units: Sequence[UnitSpec]) -> GpuUnit:
         if self._on_ray:
             # Which ones are free, Ray knows; they are all alike.
             free = list(self._chosen[sum(unit.ranks for unit in units) :])

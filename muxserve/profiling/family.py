@@ -1,4 +1,4 @@
-"""Starts a memory manager and the engines of a deployment, without unit scheduler and gateway, and stops them."""
+"""Starts a memory manager and the engines of a unit's spec, without unit scheduler and gateway, and stops them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from muxserve.cluster.launcher import LocalLauncher, commands_for
 from muxserve.cluster.processes import Process, adopt_orphans, exit_words, has_children, kill_group, reap_group
 from muxserve.cluster.supervision import PartDied, PartFailed, while_running
 from muxserve.cluster.warm_link import WarmLink
-from muxserve.deployment import Deployment, save
+from muxserve.spec import UnitSpec, save
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 5.0
@@ -32,8 +32,8 @@ class Family:
         told: called with what they say while they start.
     """
 
-    def __init__(self, deployment: Deployment, told: Callable[[str], None]) -> None:
-        self.deployment = deployment
+    def __init__(self, unit_spec: UnitSpec, told: Callable[[str], None]) -> None:
+        self.unit_spec = unit_spec
         self._told = told
         self._memory: Process | None = None
         self._warm: Process | None = None
@@ -104,10 +104,10 @@ class Family:
         self._warm = self._memory = self._link = None
 
     async def _start(self) -> None:
-        file = Path(self.deployment.run_dir) / "deployment.json"
-        save(self.deployment, file)
+        file = Path(self.unit_spec.run_dir) / "unit.json"
+        save(self.unit_spec, file)
         # Kept, because it copies the memory manager's output to its log as long as it lives.
-        self._launcher = launcher = LocalLauncher(self.deployment, commands_for(self.deployment, file))
+        self._launcher = launcher = LocalLauncher(self.unit_spec, commands_for(self.unit_spec, file))
         self._memory, ready = launcher.memory_manager()
         try:
             await while_running(self._memory, ready)
@@ -125,7 +125,7 @@ class Family:
         except (PartDied, PartFailed) as death:
             raise self._failure(PartId("warm_parent"), str(death)) from None
         births = {}
-        for model in self.deployment.models:
+        for model in self.unit_spec.models:
             for phase in ("prefill", "decode"):
                 part = PartId("engine", model.name, phase)
                 births[part] = self._link.order(part)
@@ -143,10 +143,10 @@ class Family:
     def _failure(self, part: PartId, reason: str) -> StartError:
         for name in part.log_names:
             with contextlib.suppress(OSError):
-                lines = (self.deployment.log_dir / name).read_text(errors="replace").splitlines()
+                lines = (self.unit_spec.log_dir / name).read_text(errors="replace").splitlines()
                 if lines:
                     tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
-                    return StartError(f"{part}: {reason}\nlast lines of {self.deployment.log_dir / name}:\n{tail}")
+                    return StartError(f"{part}: {reason}\nlast lines of {self.unit_spec.log_dir / name}:\n{tail}")
         return StartError(f"{part}: {reason}")
 
 

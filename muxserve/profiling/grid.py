@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from muxserve.deployment import ModelDeployment
+from muxserve.spec import ModelSpec
 
 # Decode steps measured per cell at most; a sequence grows by as many tokens meanwhile.
 DECODE_STEPS = 48
@@ -54,7 +54,7 @@ class ModelGrid:
         return len(self.prefill) + later + sum(len(batches) for _, batches in self.decode)
 
 
-def grid_for(grid: Grid, model: ModelDeployment, pages: int) -> ModelGrid:
+def grid_for(grid: Grid, model: ModelSpec, pages: int) -> ModelGrid:
     """The cells of `grid` that `model` can run with `pages` pages."""
     prefill = tuple(
         (sequences, tokens)
@@ -82,7 +82,7 @@ def grid_for(grid: Grid, model: ModelDeployment, pages: int) -> ModelGrid:
     return ModelGrid(prefill, Chunked(chunk, chunks) if chunks > 1 else None, tuple(decode))
 
 
-def fits(model: ModelDeployment, pages: int, sequences: int, tokens: int) -> bool:
+def fits(model: ModelSpec, pages: int, sequences: int, tokens: int) -> bool:
     """Whether so many sequences of so many tokens have room in so many pages, with a tenth to spare."""
     blocks = sequences * -(-tokens // model.block_tokens)
     return blocks * model.pages_per_block <= pages * 0.9 and blocks < model.num_blocks

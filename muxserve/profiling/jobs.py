@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from muxserve.deployment import ModelDeployment
 from muxserve.engine.synthetic import Made, Wanted, frame
 from muxserve.memory.client import MemoryClient
 from muxserve.memory.errors import MemoryManagerError
 from muxserve.profiling.contention import Sample
 from muxserve.profiling.family import StartError
 from muxserve.profiling.player import Player
+from muxserve.spec import ModelSpec
 from muxserve.wire import HandOver
 
 _AHEAD, _AHEAD_TOKENS = 64, 32768
@@ -112,9 +112,7 @@ class Timing:
 class Bench:
     """One model's engines and what it takes to use them."""
 
-    def __init__(
-        self, player: Player, memory: MemoryClient, bodies: Bodies, model: ModelDeployment, vocab: int
-    ) -> None:
+    def __init__(self, player: Player, memory: MemoryClient, bodies: Bodies, model: ModelSpec, vocab: int) -> None:
         self.model = model
         self.prefill_line = player.lines[model.name, "prefill"]
         self.decode_line = player.lines[model.name, "decode"]

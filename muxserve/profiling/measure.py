@@ -27,13 +27,13 @@ from muxserve.costs.profile import (
     ProfiledModel,
     save_profile,
 )
-from muxserve.deployment import Deployment, ModelDeployment
 from muxserve.memory.client import MemoryClient
 from muxserve.profiling.contention import Sample, step_seconds
 from muxserve.profiling.family import Family
 from muxserve.profiling.grid import DECODE_STEPS, Grid, ModelGrid, grid_for, pairs_of
 from muxserve.profiling.jobs import Bench, Bodies, Timing
 from muxserve.profiling.player import Player
+from muxserve.spec import ModelSpec, UnitSpec
 
 DEVICE = "CPU"
 # A cell is measured until it has been measured often or for long enough.
@@ -49,7 +49,7 @@ class Session:
     `samples` are all steps measured so far.
 
     Args:
-        deployment: of the whole fleet; threads and quotas are set for each measurement.
+        unit_spec: of the whole fleet; threads and quotas are set for each measurement.
         architectures: of its models, in their order.
         threads: numbers of threads per engine to measure with.
         profile: what is known already; cells that are in it are not measured again.
@@ -57,7 +57,7 @@ class Session:
         told: called with what happens in words; `advanced` with the number of cells just done.
     """
 
-    deployment: Deployment
+    unit_spec: UnitSpec
     architectures: Sequence[ModelArchitecture]
     threads: Sequence[int]
     grid: Grid
@@ -73,22 +73,22 @@ class Session:
     # ------------------------------------------------------------ what is to be done
 
     @property
-    def models(self) -> list[tuple[ModelDeployment, ModelArchitecture]]:
+    def models(self) -> list[tuple[ModelSpec, ModelArchitecture]]:
         """The models whose steps can differ: one of each shape and dtype."""
         seen = set()
         found = []
-        for model, architecture in zip(self.deployment.models, self.architectures, strict=True):
+        for model, architecture in zip(self.unit_spec.models, self.architectures, strict=True):
             key = (ProfiledModel.of(architecture), model.dtype)
             if key not in seen:
                 seen.add(key)
                 found.append((model, architecture))
         return found
 
-    def grid_of(self, model: ModelDeployment) -> ModelGrid:
+    def grid_of(self, model: ModelSpec) -> ModelGrid:
         """Its cells, when it has nearly all pages."""
         return grid_for(self.grid, model, self._quotas([model.name])[model.name])
 
-    def engine(self, model: ModelDeployment, architecture: ModelArchitecture, threads: int) -> EngineProfile:
+    def engine(self, model: ModelSpec, architecture: ModelArchitecture, threads: int) -> EngineProfile:
         """The part of the profile that its cells go to."""
         where = EngineShape(DEVICE, 1, self.share(threads), model.dtype)
         shape = ProfiledModel.of(architecture)
@@ -100,7 +100,7 @@ class Session:
 
     def share(self, threads: int) -> float:
         """Of the cores."""
-        return round(min(1.0, threads / self.deployment.cores), 4)
+        return round(min(1.0, threads / self.unit_spec.cores), 4)
 
     def pair_jobs(self, threads: int) -> list[tuple[tuple[int, Job], tuple[int, Job]]]:
         """Jobs to run beside each other, each with the number of its model, without those that are measured.
@@ -108,7 +108,7 @@ class Session:
         Only where both have cores of their own: engines never run beside each other otherwise, since shares are granted
         up to the whole machine, and what waiting threads of two teams do to each other on one core tells nothing.
         """
-        if not self.with_pairs or 2 * threads > self.deployment.cores:
+        if not self.with_pairs or 2 * threads > self.unit_spec.cores:
             return []
         models = self.models
         done = {frozenset(pair.jobs) for pair in self.profile.pairs}
@@ -157,17 +157,17 @@ class Session:
         share = self.share(threads)
         models = [
             msgspec.structs.replace(m, threads=threads, prefill_share=share, decode_share=share)
-            for m in self.deployment.models
+            for m in self.unit_spec.models
             if any(m.name == wanted.name for wanted, _ in self.models)
         ]
-        deployment = msgspec.structs.replace(self.deployment, models=models)
+        unit_spec = msgspec.structs.replace(self.unit_spec, models=models)
         self.told(f"starting {2 * len(models)} engines with {threads} thread{'s' if threads > 1 else ''} each")
-        async with Bodies() as bodies, Player(deployment) as player, Family(deployment, self.told) as family:
+        async with Bodies() as bodies, Player(unit_spec) as player, Family(unit_spec, self.told) as family:
             await player.greeted()
-            memory = MemoryClient(deployment.memory_socket, "profile")
+            memory = MemoryClient(unit_spec.memory_socket, "profile")
             try:
                 benches = [
-                    Bench(player, memory, bodies, deployment.model(model.name), architecture.vocab)
+                    Bench(player, memory, bodies, unit_spec.model(model.name), architecture.vocab)
                     for model, architecture in self.models
                 ]
                 await _unless(family.died(), self._measure(threads, benches, memory))
@@ -276,7 +276,7 @@ class Session:
         self.save()
         self.advanced(cells)
 
-    def _job(self, model: ModelDeployment, phase: str, threads: int) -> Job:
+    def _job(self, model: ModelSpec, phase: str, threads: int) -> Job:
         grid = self.grid
         place: tuple[int, ...]
         if phase == "prefill":
@@ -298,8 +298,8 @@ class Session:
     def _quotas(self, names: Sequence[str]) -> dict[str, int]:
         """Nearly all pages for the models that are measured, and what is left for the others."""
         quotas = {}
-        for pool in self.deployment.pools:
-            inside = [m for m in self.deployment.models if m.pool == pool.name]
+        for pool in self.unit_spec.pools:
+            inside = [m for m in self.unit_spec.models if m.pool == pool.name]
             wanted = [m for m in inside if m.name in names]
             others = [m for m in inside if m.name not in names and any(m.name == w.name for w, _ in self.models)]
             quotas.update({m.name: m.pages_per_block for m in others})

@@ -13,11 +13,11 @@ import zmq
 import zmq.asyncio
 
 from muxserve import wire
-from muxserve.deployment import Deployment
 from muxserve.net.inbox import Inbox
 from muxserve.net.sockets import bind_local
 from muxserve.profiling.contention import Waiting
 from muxserve.profiling.family import StartError
+from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +89,13 @@ class Line:
 class Player:
     """An async context manager, to be entered before the engines start: it is where they connect to."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
+    def __init__(self, unit_spec: UnitSpec) -> None:
+        self.unit_spec = unit_spec
         # Where the engines push tokens.
-        self._reply_to = f"ipc://{deployment.socket('gateway')}"
+        self._reply_to = f"ipc://{unit_spec.socket('gateway')}"
         self.lines = {
             (model.name, phase): Line(self, model.name, phase)
-            for model in deployment.models
+            for model in unit_spec.models
             for phase in ("prefill", "decode")
         }
         self._inbox = Inbox(log, wire.decode)
@@ -109,7 +109,7 @@ class Player:
         for socket in (self._engines, self._tokens):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
-        bind_local(self._engines, self.deployment.unit_address)
+        bind_local(self._engines, self.unit_spec.unit_address)
         bind_local(self._tokens, self._reply_to)
         self._readers = [asyncio.create_task(self._listen()), asyncio.create_task(self._take_tokens())]
         return self

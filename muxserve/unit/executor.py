@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from muxserve.deployment import Deployment, EnginePhase, ModelDeployment
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quarantine import Turn
 from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.scheduling.types import Grant, ModelProfile, Phase, PoolProfile
+from muxserve.spec import EnginePhase, ModelSpec, UnitSpec
 from muxserve.unit.arrivals import Arrivals
 from muxserve.unit.degraded import DegradedModels
 from muxserve.unit.engines import Engines
@@ -66,7 +66,7 @@ from muxserve.wire import (
 log = logging.getLogger(__name__)
 
 
-def model_profile(model: ModelDeployment, stages: int = 1) -> ModelProfile:
+def model_profile(model: ModelSpec, stages: int = 1) -> ModelProfile:
     """The profile of a model that is deployed on so many stages."""
     return ModelProfile(
         name=model.name,
@@ -87,7 +87,7 @@ def model_profile(model: ModelDeployment, stages: int = 1) -> ModelProfile:
     )
 
 
-def _waiting_tokens(model: ModelDeployment, stages: int) -> int:
+def _waiting_tokens(model: ModelSpec, stages: int) -> int:
     """Prompt tokens that may be in an engine before they are computed."""
     given = model.batching
     throttle = None
@@ -96,15 +96,15 @@ def _waiting_tokens(model: ModelDeployment, stages: int) -> int:
     return prompt_tokens_ahead(stages, model.max_num_batched_tokens, throttle)
 
 
-def unit_ledger(deployment: Deployment) -> UnitLedger:
-    """An empty ledger of the deployment's unit.
+def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
+    """An empty ledger of the unit's unit.
 
     Raises:
-        ValueError: the deployment contradicts itself.
+        ValueError: the unit's spec contradicts itself.
     """
     # The null page of a pool is never handed out.
-    pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in deployment.pools]
-    return UnitLedger([model_profile(model, deployment.stages) for model in deployment.models], pools)
+    pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in unit_spec.pools]
+    return UnitLedger([model_profile(model, unit_spec.stages) for model in unit_spec.models], pools)
 
 
 class UnitExecutor:
@@ -117,32 +117,32 @@ class UnitExecutor:
         gpus: tells the state of the unit's GPUs, for those who cannot ask for it themselves.
 
     Raises:
-        ValueError: the deployment contradicts itself, or the policy is not made for it.
+        ValueError: the unit's spec contradicts itself, or the policy is not made for it.
     """
 
     def __init__(
         self,
-        deployment: Deployment,
+        unit_spec: UnitSpec,
         policy: Policy,
         memory: Memory,
         epoch: str,
         now: float,
         gpus: Callable[[], list[dict[str, object]]] | None = None,
     ) -> None:
-        self.deployment = deployment
+        self.unit_spec = unit_spec
         self.policy = policy
         self.memory = memory
         self.epoch = epoch
-        self.ledger = unit_ledger(deployment)
+        self.ledger = unit_ledger(unit_spec)
         policy.check(self.ledger)
         self.ledger.memory_up = False
         self._gpus = gpus
         self._started = now
         self._lease_id = int(now * 1_000_000)
         self._out = Outbox()
-        self.request_table = UnitRequestTable(deployment, self.ledger, policy, memory, self._out, epoch)
+        self.request_table = UnitRequestTable(unit_spec, self.ledger, policy, memory, self._out, epoch)
         self.replicas = Replicas(
-            deployment,
+            unit_spec,
             self.ledger,
             policy,
             self.request_table,
@@ -151,7 +151,7 @@ class UnitExecutor:
             lambda name: self.moving.moving_out(name),
         )
         self.moving = Departures(
-            deployment,
+            unit_spec,
             self.ledger,
             self.request_table,
             memory,
@@ -253,7 +253,7 @@ class UnitExecutor:
             self.memory.read(self.ledger)
         gpus = {} if self._gpus is None else {"gpus": self._gpus()}
         return gpus | unit_state(
-            self.deployment,
+            self.unit_spec,
             self.ledger,
             self.policy,
             self.epoch,

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ def _connect(socket: str) -> Any:
 class MemoryLink:
     """`Memory` over a `MemoryClient`; counts are read from shared memory, without asking anybody."""
 
-    def __init__(self, deployment: Deployment, connect: Callable[[str], Any] = _connect) -> None:
+    def __init__(self, unit_spec: UnitSpec, connect: Callable[[str], Any] = _connect) -> None:
         self.connected = False
-        self._socket = deployment.memory_socket
-        self._models = [(model.name, model.pool) for model in deployment.models]
+        self._socket = unit_spec.memory_socket
+        self._models = [(model.name, model.pool) for model in unit_spec.models]
         self._connect = connect
         self._client: Any = None
         self._counters: list[tuple[str, str, Any]] = []

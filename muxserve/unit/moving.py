@@ -21,11 +21,11 @@ from collections.abc import Callable, KeysView
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from muxserve.deployment import Deployment
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, Place
+from muxserve.spec import UnitSpec
 from muxserve.unit.memory import Memory
 from muxserve.unit.outbox import Outbox
 from muxserve.unit.pairs import Pair, Pairs
@@ -187,7 +187,7 @@ class Departures:
 
     def __init__(
         self,
-        deployment: Deployment,
+        unit_spec: UnitSpec,
         ledger: UnitLedger,
         request_table: UnitRequestTable,
         memory: Memory,
@@ -195,12 +195,12 @@ class Departures:
         epoch: str,
         load_of: Callable[[ModelState], Load],
     ) -> None:
-        self.deployment = deployment
+        self.unit_spec = unit_spec
         self.ledger = ledger
         self.request_table = request_table
         self.memory = memory
         self.out = out
-        self.pairs = Pairs(deployment, ledger, deployment.priority_levels(), load_of, SPARE_BLOCKS)
+        self.pairs = Pairs(unit_spec, ledger, unit_spec.priority_levels(), load_of, SPARE_BLOCKS)
         self.moves = Moves()
         self.downtimes: dict[str, Downtime] = {}
         self.migrator_up = False
@@ -291,7 +291,7 @@ class Departures:
 
     def _begin(self, live: LiveRequest, pair: Pair, usage: int, now: float) -> None:
         self._count += 1
-        name = f"{self.deployment.unit}:{self._epoch}:{self._count}"
+        name = f"{self.unit_spec.unit}:{self._epoch}:{self._count}"
         move = Move(name, live, live.lease_id, pair.destination, pair.address, usage)
         self.moves.add(move)
         log.debug("%s: %s of %s moves to %s", name, live.request_id, live.model.name, pair.destination)
@@ -318,8 +318,8 @@ class Departures:
             needed += SPARE_BLOCKS
         reserve = max(0, needed - move.held)
         move.held += reserve
-        copied = len(blocks) * model.pages_per_block * self._page_bytes(model) * self.deployment.ranks
-        limit = self.deployment.migration_bandwidth
+        copied = len(blocks) * model.pages_per_block * self._page_bytes(model) * self.unit_spec.ranks
+        limit = self.unit_spec.migration_bandwidth
         slowest = min(limit, SLOWEST_COPY) if limit > 0.0 else SLOWEST_COPY
         # Moves of other models may be before it.
         patience = LAST_SECONDS if step is Step.LAST else SILENCE_SECONDS
@@ -443,4 +443,4 @@ class Departures:
         self.out.send(f"{model.name}/{model.decode.phase}".encode(), message)
 
     def _page_bytes(self, model: ModelState) -> int:
-        return self.deployment.pool(model.pool.profile.name).page_bytes
+        return self.unit_spec.pool(model.pool.profile.name).page_bytes

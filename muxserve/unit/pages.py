@@ -88,7 +88,7 @@ class Pages:
             if memory.connect():
                 ledger.memory_up = True
                 # A manager that was started again has forgotten how far quotas had moved. One that this unit scheduler
-                # meets first has them from an earlier one, or from the deployment.
+                # meets first has them from an earlier one, or from the unit's spec.
                 if self._quotas is not None:
                     memory.set_quotas(self._quotas)
             else:

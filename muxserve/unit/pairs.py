@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
-from muxserve.deployment import Deployment
 from muxserve.replicas.migration import choose_request
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.views import InstanceLoad
 from muxserve.replicas.virtual_usage import freeness, score
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import LiveRequest, ModelState
+from muxserve.spec import UnitSpec
 from muxserve.unit.loads import instance_of, view_of
 from muxserve.wire import Load, Paired
 
@@ -64,14 +64,14 @@ class Pairs:
 
     def __init__(
         self,
-        deployment: Deployment,
+        unit_spec: UnitSpec,
         ledger: UnitLedger,
         levels: Levels,
         load_of: Callable[[ModelState], Load],
         growth: int,
     ) -> None:
-        self._unit = deployment.unit
-        self._rules = deployment.migration
+        self._unit = unit_spec.unit
+        self._rules = unit_spec.migration
         self._ledger = ledger
         self._levels = levels
         self._load_of = load_of

@@ -6,11 +6,11 @@ import logging
 import math
 from collections.abc import Callable
 
-from muxserve.deployment import Deployment
 from muxserve.replicas.priorities import Levels
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
+from muxserve.spec import UnitSpec
 from muxserve.unit.loads import load_of, worth_telling
 from muxserve.unit.outbox import Outbox
 from muxserve.unit.request_table import UnitRequestTable
@@ -33,7 +33,7 @@ class Replicas:
 
     def __init__(
         self,
-        deployment: Deployment,
+        unit_spec: UnitSpec,
         ledger: UnitLedger,
         policy: Policy,
         request_table: UnitRequestTable,
@@ -41,18 +41,18 @@ class Replicas:
         epoch: str,
         moving_out: Callable[[str], int],
     ) -> None:
-        self.levels: Levels = deployment.priority_levels()
+        self.levels: Levels = unit_spec.priority_levels()
         self.terminating: set[str] = set()
         self.moving_in: dict[str, int] = {}
-        self._unit = deployment.unit
-        self._layouts = {model.name: deployment.layout(model.name) for model in deployment.models}
+        self._unit = unit_spec.unit
+        self._layouts = {model.name: unit_spec.layout(model.name) for model in unit_spec.models}
         self._ledger = ledger
         self._policy = policy
         self._request_table = request_table
         self._out = out
         self._epoch = epoch
         self._moving_out = moving_out
-        self._rolling = RollingReports(deployment, ledger, out, epoch)
+        self._rolling = RollingReports(unit_spec, ledger, out, epoch)
         self._scheduler: bytes | None = None
         self._told: list[Load] = []
         self._told_at = -math.inf

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from muxserve.deployment import Deployment
 from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE
+from muxserve.spec import UnitSpec
 from muxserve.unit.engines import Engines
 from muxserve.unit.moving import Departures, Downtime
 
 
 def unit_state(
-    deployment: Deployment,
+    unit_spec: UnitSpec,
     ledger: UnitLedger,
     policy: Policy,
     epoch: str,
@@ -31,11 +31,11 @@ def unit_state(
     """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool."""
     pids, idle, reconciliation = engines.pids, engines.bubbles, engines.reconciliation
     return {
-        "unit": deployment.unit,
+        "unit": unit_spec.unit,
         "policy": policy.name,
         "epoch": epoch,
         "uptime_seconds": round(uptime, 3),
-        "cores": deployment.cores,
+        "cores": unit_spec.cores,
         "budget_used": ledger.share_used / WHOLE,
         "memory_connected": ledger.memory_up,
         "gateways": gateways,

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 
-from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quarantine import Quarantine, is_culprit, is_known
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Place, QueuedRequest
+from muxserve.spec import UnitSpec
 from muxserve.unit.memory import Memory
 from muxserve.unit.outbox import Outbox, shown
 from muxserve.wire import (
@@ -69,12 +69,12 @@ class UnitRequestTable:
     """Every live request of the ledger, with what only its gateway and its engines understand."""
 
     def __init__(
-        self, deployment: Deployment, ledger: UnitLedger, policy: Policy, memory: Memory, out: Outbox, epoch: str
+        self, unit_spec: UnitSpec, ledger: UnitLedger, policy: Policy, memory: Memory, out: Outbox, epoch: str
     ) -> None:
         self.held: dict[str, RequestEntry] = {}
         self.gateways: dict[bytes, Gateway] = {}
         self.quarantine = Quarantine()
-        self._deployment = deployment
+        self._unit_spec = unit_spec
         self._ledger = ledger
         self._policy = policy
         self._memory = memory
@@ -83,7 +83,7 @@ class UnitRequestTable:
 
     def greeted(self, peer: bytes, hello: GatewayHello, now: float) -> None:
         """A gateway is there."""
-        if hello.reply_to.startswith("tcp://") and self._deployment.keys is None:
+        if hello.reply_to.startswith("tcp://") and self._unit_spec.keys is None:
             log.error("gateway %s is on another machine, and this unit has no keys to reach it: ignored", hello.epoch)
             return
         for address, known in list(self.gateways.items()):

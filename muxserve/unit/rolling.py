@@ -10,10 +10,10 @@ import logging
 import math
 from dataclasses import dataclass
 
-from muxserve.deployment import Deployment
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import Event, LiveRequest, ModelState, Note
 from muxserve.scheduling.types import Phase, Place
+from muxserve.spec import UnitSpec
 from muxserve.unit.outbox import Outbox
 from muxserve.wire import RollingReport, RollingRequest
 
@@ -40,14 +40,14 @@ class _Told:
 class RollingReports:
     """The unit's reports on its rolling replicas; there are none in most units."""
 
-    def __init__(self, deployment: Deployment, ledger: UnitLedger, out: Outbox, epoch: str) -> None:
-        self._unit = deployment.unit
+    def __init__(self, unit_spec: UnitSpec, ledger: UnitLedger, out: Outbox, epoch: str) -> None:
+        self._unit = unit_spec.unit
         self._ledger = ledger
         self._out = out
         self._epoch = epoch
         self._scheduler: bytes | None = None
         self._due = math.inf
-        names = {model.name for model in deployment.models if model.phases == "rolling"}
+        names = {model.name for model in unit_spec.models if model.phases == "rolling"}
         self._replicas = [(model, _Told()) for model in ledger.models if model.name in names]
         for model, _ in self._replicas:
             model.journal = []

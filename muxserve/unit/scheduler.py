@@ -1,4 +1,4 @@
-"""The unit scheduler process: `python -m muxserve.unit.scheduler --deployment PATH`.
+"""The unit scheduler process: `python -m muxserve.unit.scheduler --unit-spec PATH`.
 
 A ZeroMQ ROUTER and a loop around `UnitExecutor`: it takes in every message that is there, decides once, and sends. An
 arrival to an idle unit is granted in the same turn.
@@ -17,14 +17,14 @@ import time
 import msgspec
 import zmq
 
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment
+from muxserve import spec
 from muxserve.gpu.watch import GpuWatch
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.inbox import Inbox
 from muxserve.net.process import Signals, die_with_parent, log_to_stderr
 from muxserve.net.sockets import NetworkError, bind_local, bind_tcp, tcp_address
 from muxserve.scheduling.policies import make_policy
+from muxserve.spec import UnitSpec
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import Memory, MemoryLink
 from muxserve.unit.outbox import shown
@@ -36,13 +36,13 @@ log = logging.getLogger("muxserve.unit")
 BATCH = 64
 
 
-def serve(deployment: Deployment, memory: Memory) -> None:
+def serve(unit_spec: UnitSpec, memory: Memory) -> None:
     """Run the unit scheduler until SIGTERM.
 
     Raises:
         zmq.ZMQError: the unit's address cannot be bound.
         NetworkError: it is to be reached from other machines, and cannot be.
-        ValueError: the deployment contradicts itself.
+        ValueError: the unit's spec contradicts itself.
     """
     signals = Signals()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -54,18 +54,18 @@ def serve(deployment: Deployment, memory: Memory) -> None:
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     epoch = secrets.token_hex(8)
     # The gateways of this machine ask for its GPUs themselves.
-    gpus = GpuWatch(deployment).states if deployment.gpu is not None and deployment.listen is not None else None
-    executor = UnitExecutor(deployment, make_policy(deployment.policy), memory, epoch, time.monotonic(), gpus)
-    bind_local(router, deployment.unit_address)
-    if deployment.listen is not None and deployment.keys is not None:
-        port = bind_tcp(router, deployment.listen.host, deployment.listen.unit_port, deployment.keys)
-        log.info("other machines reach it at %s", tcp_address(deployment.listen.host, port))
+    gpus = GpuWatch(unit_spec).states if unit_spec.gpu is not None and unit_spec.listen is not None else None
+    executor = UnitExecutor(unit_spec, make_policy(unit_spec.policy), memory, epoch, time.monotonic(), gpus)
+    bind_local(router, unit_spec.unit_address)
+    if unit_spec.listen is not None and unit_spec.keys is not None:
+        port = bind_tcp(router, unit_spec.listen.host, unit_spec.listen.unit_port, unit_spec.keys)
+        log.info("other machines reach it at %s", tcp_address(unit_spec.listen.host, port))
     inbox = Inbox(log, decode)
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)
     poller.register(signals.fileno(), zmq.POLLIN)
-    heartbeat = Heartbeat(heartbeat_file(deployment.run_dir, "unit"))
-    log.info("unit %s, policy %s, epoch %s", deployment.unit, deployment.policy, epoch)
+    heartbeat = Heartbeat(heartbeat_file(unit_spec.run_dir, "unit"))
+    log.info("unit %s, policy %s, epoch %s", unit_spec.unit, unit_spec.policy, epoch)
     # What exists now stays; looking at it again and again would only lengthen the pauses.
     gc.collect()
     gc.freeze()
@@ -107,7 +107,7 @@ def _take_in(router: zmq.Socket[bytes], inbox: Inbox[AnyMessage], executor: Unit
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 stopped, 2 bad input, 3 could not start."""
     parser = argparse.ArgumentParser(prog="python -m muxserve.unit.scheduler", description="The unit scheduler.")
-    parser.add_argument("--deployment", required=True, help="deployment.json, written by the controller")
+    parser.add_argument("--unit-spec", required=True, help="unit.json, written by the controller")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the process that started this ends")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     options = parser.parse_args(arguments)
@@ -115,20 +115,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     log_to_stderr(options.log_level)
     try:
-        deployment = deployments.load(options.deployment)
+        unit_spec = spec.load(options.unit_spec)
     except (OSError, msgspec.DecodeError) as error:
-        print(f"{options.deployment}: not a deployment: {error}", file=sys.stderr)
+        print(f"{options.unit_spec}: not a unit's spec: {error}", file=sys.stderr)
         return 2
     try:
-        serve(deployment, MemoryLink(deployment))
+        serve(unit_spec, MemoryLink(unit_spec))
     except ValueError as error:
-        print(f"{options.deployment}: {error}", file=sys.stderr)
+        print(f"{options.unit_spec}: {error}", file=sys.stderr)
         return 2
     except zmq.ZMQError as error:
-        print(f"cannot listen on {deployment.unit_address}: {error}", file=sys.stderr)
+        print(f"cannot listen on {unit_spec.unit_address}: {error}", file=sys.stderr)
         return 3
     except NetworkError as error:
-        print(f"unit {deployment.unit} cannot be reached: {error}", file=sys.stderr)
+        print(f"unit {unit_spec.unit} cannot be reached: {error}", file=sys.stderr)
         return 3
     return 0
 

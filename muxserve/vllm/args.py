@@ -6,8 +6,8 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from muxserve.deployment import Deployment, ModelDeployment
-from muxserve.deployment.unit import EnginePhase
+from muxserve.spec import ModelSpec, UnitSpec
+from muxserve.spec.unit import EnginePhase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,7 +72,7 @@ RESERVED = frozenset(
 )
 
 
-def frontend_args(model: ModelDeployment) -> dict[str, Any]:
+def frontend_args(model: ModelSpec) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs` for the gateway's front end of `model`."""
     return {
         "enforce_eager": True,
@@ -94,9 +94,9 @@ def frontend_args(model: ModelDeployment) -> dict[str, Any]:
     }
 
 
-def engine_args(deployment: Deployment, model: str, phase: EnginePhase) -> dict[str, Any]:
+def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str, Any]:
     """Keyword arguments of `EngineArgs` for the engine of `model` and `phase`."""
-    deployed = deployment.model(model)
+    deployed = unit_spec.model(model)
     common = frontend_args(deployed)
     return {
         **common,
@@ -105,10 +105,10 @@ def engine_args(deployment: Deployment, model: str, phase: EnginePhase) -> dict[
         "kv_cache_memory_bytes": 64 << 20,
         # Room for a whole prompt is checked by the unit scheduler before it admits the request.
         "scheduler_reserve_full_isl": False,
-        "tensor_parallel_size": deployment.ranks // deployment.stages,
-        "pipeline_parallel_size": deployment.stages,
-        "distributed_executor_backend": "uni" if deployment.ranks == 1 else "mp",
-        "worker_cls": WORKERS[deployment.device],
+        "tensor_parallel_size": unit_spec.ranks // unit_spec.stages,
+        "pipeline_parallel_size": unit_spec.stages,
+        "distributed_executor_backend": "uni" if unit_spec.ranks == 1 else "mp",
+        "worker_cls": WORKERS[unit_spec.device],
         "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",
         # When no page is left, requests of the lowest execution level give theirs back, of equals the latest. What
         # waits to be prefilled is in the unit scheduler's order already; the scheduler of an engine of both phases
@@ -119,16 +119,16 @@ def engine_args(deployment: Deployment, model: str, phase: EnginePhase) -> dict[
         "seed": common["seed"] + (1 if phase == "decode" else 0),
         "additional_config": {
             "muxserve": {
-                "deployment": os.path.join(deployment.run_dir, "deployment.json"),
+                "unit_spec": os.path.join(unit_spec.run_dir, "unit.json"),
                 "model": model,
                 "phase": phase,
             }
         },
-        **(_cuda_args(deployment, deployed) if deployment.device == "cuda" else {}),
+        **(_cuda_args(unit_spec, deployed) if unit_spec.device == "cuda" else {}),
     }
 
 
-def _cuda_args(deployment: Deployment, model: ModelDeployment) -> dict[str, Any]:
+def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
 
     own = model.engine_args
     return {
@@ -138,7 +138,7 @@ def _cuda_args(deployment: Deployment, model: ModelDeployment) -> dict[str, Any]
         "attention_backend": "CUSTOM",
         # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
         "gpu_memory_utilization": 0.01,
-        **loader_args(deployment, model.name),
+        **loader_args(unit_spec, model.name),
     }
 
 
@@ -156,7 +156,7 @@ def config_of(options: dict[str, Any]) -> VllmConfig:
 
 
 class Place(Mapping[str, Any]):
-    """`vllm_config.additional_config` of an engine: `{"muxserve": {"deployment": path, "model": .., "phase": ..}}`.
+    """`vllm_config.additional_config` of an engine: `{"muxserve": {"unit_spec": path, "model": .., "phase": ..}}`.
 
     Not a dict, because vLLM would hash a dict into the name of the directory where it keeps compiled code, and each
     start of each phase would compile the same model anew.
@@ -179,12 +179,12 @@ class Place(Mapping[str, Any]):
         return ""
 
 
-def loader_args(deployment: Deployment, model: str) -> dict[str, Any]:
+def loader_args(unit_spec: UnitSpec, model: str) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` with which an engine maps the weights that the model's holder has."""
     return {
         "load_format": LOAD_FORMAT,
         "model_loader_extra_config": {
-            "sockets": [deployment.weights_socket(model, rank) for rank in range(deployment.ranks)]
+            "sockets": [unit_spec.weights_socket(model, rank) for rank in range(unit_spec.ranks)]
         },
     }
 

@@ -89,7 +89,7 @@ def test_it_shows_everything_serves_and_drains(fleet_file: Path, runtime: Path) 
         assert answer.status == 200
     (run_dir,) = deploy.run_dirs()
     assert run_dir.stat().st_mode & 0o777 == 0o700
-    for file in ("fleet.json", "u0/deployment.json"):
+    for file in ("fleet.json", "u0/unit.json"):
         assert (run_dir / file).stat().st_mode & 0o777 == 0o600
     deploy.process.send_signal(signal.SIGINT)
     code, text = deploy.end()

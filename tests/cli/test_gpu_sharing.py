@@ -11,8 +11,8 @@ import pytest
 from muxserve.cli import deploy
 from muxserve.cli.deploy import Refused
 from muxserve.cli.output import errors
-from muxserve.deployment.run_dir import RunDir
 from muxserve.gpu import mps
+from muxserve.spec.run_dir import RunDir
 from tests.cluster.test_gpu_plan import gpus, plan
 
 

@@ -21,35 +21,35 @@ from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.steps import Planner
 from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
-from muxserve.deployment import (
-    Deployment,
-    FleetDeployment,
-    GatewayDeployment,
-    GpuDeployment,
-    ModelDeployment,
-    PhasesName,
-    PoolDeployment,
-    UnitEntry,
-    load_fleet_deployment,
-)
-from muxserve.deployment.run_dir import RunDir
 from muxserve.gpu.budget import Budget, BudgetError, Needs
+from muxserve.spec import (
+    FleetSpec,
+    GatewaySpec,
+    GpuSpec,
+    ModelSpec,
+    PhasesName,
+    PoolSpec,
+    UnitEntry,
+    UnitSpec,
+    load_fleet,
+)
+from muxserve.spec.run_dir import RunDir
 from placement import ModelPlan, PoolPlan, UnitPlan
 from tests.cluster import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def fake_deployment(
+def fake_unit_spec(
     run_dir: Path,
     drain_seconds: float = 5.0,
     unit: str = "u0",
     names: Sequence[str] = ("one", "two"),
     phases: PhasesName = "multiplexed",
-) -> Deployment:
+) -> UnitSpec:
     """A unit's, in its directory below the fleet's."""
     models = [
-        ModelDeployment(
+        ModelSpec(
             name=name, path="", pool="pool0", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=64,
             num_blocks=10, quota_pages=20, floor_pages=4, max_len=64, rate=1.0, max_num_seqs=8,
             max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
@@ -57,27 +57,27 @@ def fake_deployment(
         )
         for name in names
     ]  # fmt: skip
-    return Deployment(
+    return UnitSpec(
         run_dir=str(run_dir / unit),
         unit=unit,
         policy="adbs" if phases == "multiplexed" else phases,
         cores=2,
-        pools=[PoolDeployment("pool0", 65536, 41)],
+        pools=[PoolSpec("pool0", 65536, 41)],
         models=models,
-        gateway=GatewayDeployment("127.0.0.1", 0, drain_seconds=drain_seconds),
+        gateway=GatewaySpec("127.0.0.1", 0, drain_seconds=drain_seconds),
     )
 
 
-def gpu_deployment(run_dir: Path) -> Deployment:
+def gpu_unit_spec(run_dir: Path) -> UnitSpec:
     """Two models over two GPUs under MPS."""
-    return msgspec.structs.replace(fake_deployment(run_dir), ranks=2, gpu=GpuDeployment(["GPU-a", "GPU-b"]))
+    return msgspec.structs.replace(fake_unit_spec(run_dir), ranks=2, gpu=GpuSpec(["GPU-a", "GPU-b"]))
 
 
 class FakePlan:
     """A `GpuPlan` that takes what was measured, and makes pools of 1000 pages of it; or says that there is no room."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self.deployment = deployment
+    def __init__(self, unit_spec: UnitSpec) -> None:
+        self.unit_spec = unit_spec
         self.asked: list[list[Needs]] = []
         self.refuse = False
 
@@ -89,7 +89,7 @@ class FakePlan:
         models = tuple(
             ModelPlan(m.name, m.pool, m.dtype, m.block_tokens, m.num_blocks, m.quota_pages, m.floor_pages,
                       m.max_len // 2, m.threads, m.prefill_share)
-            for m in self.deployment.models
+            for m in self.unit_spec.models
         )  # fmt: skip
         pools = (PoolPlan("pool0", "float32", 65536, 1000, tuple(m.name for m in models)),)
         return UnitPlan(2, pools, models, ()), [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
@@ -101,7 +101,7 @@ def fake(*args: object) -> list[str]:
     return [sys.executable, *(["-I", "-S"] if alone else []), str(fakes.SELF), *map(str, args)]
 
 
-def fake_commands(deployment: Deployment, file: Path) -> Commands:
+def fake_commands(unit_spec: UnitSpec, file: Path) -> Commands:
     return Commands(
         memory_manager=lambda store: fake("memory", file),
         unit_scheduler=fake("unit", file),
@@ -112,21 +112,21 @@ def fake_commands(deployment: Deployment, file: Path) -> Commands:
     )
 
 
-def fake_fleet_commands(fleet: FleetDeployment) -> FleetCommands:
+def fake_fleet_commands(fleet: FleetSpec) -> FleetCommands:
     return FleetCommands(
         vllm=lambda control, lifeline: fake("vllm", fleet.file, control, lifeline),
         scheduler=fake("scheduler", fleet.file),
     )
 
 
-def fake_fleet(deployments: Sequence[Deployment], run_dir: Path, **more: Any) -> FleetDeployment:
+def fake_fleet(unit_specs: Sequence[UnitSpec], run_dir: Path, **more: Any) -> FleetSpec:
     """The fleet of those units."""
-    models = {model.name: model for deployment in deployments for model in deployment.models}
+    models = {model.name: model for unit_spec in unit_specs for model in unit_spec.models}
     entries = [
         UnitEntry(each, each.unit_address, each.migrator_address, [model.name for model in each.models])
-        for each in deployments
+        for each in unit_specs
     ]
-    return FleetDeployment(str(run_dir), deployments[0].gateway, list(models.values()), entries, **more)
+    return FleetSpec(str(run_dir), unit_specs[0].gateway, list(models.values()), entries, **more)
 
 
 class Fleet:
@@ -135,22 +135,22 @@ class Fleet:
     def __init__(
         self,
         run_dir: RunDir,
-        deployments: Sequence[Deployment],
+        unit_specs: Sequence[UnitSpec],
         planner: Planner | None = None,
         gateways: int = 1,
         **more: Any,
     ) -> None:
         self.run_dir = run_dir
-        self.deployment = deployments[0]
-        self.plan = FakePlan(self.deployment)
+        self.unit_spec = unit_specs[0]
+        self.plan = FakePlan(self.unit_spec)
         self.events: list[Event] = []
         self.changed = asyncio.Event()
-        fleet = fake_fleet(deployments, run_dir.path, **more)
+        fleet = fake_fleet(unit_specs, run_dir.path, **more)
         fleet = msgspec.structs.replace(fleet, gateway=msgspec.structs.replace(fleet.gateway, count=gateways))
         gpu = cast(GpuPlan, self.plan)
         self.planned = [
             PlannedUnit(each, tuple(model.name for model in each.models), gpu if each.gpu else None)
-            for each in deployments
+            for each in unit_specs
         ]
         launcher = LocalFleetLauncher(fake_fleet_commands(fleet), fleet.log_dir)
         self.controller = Controller(
@@ -177,7 +177,7 @@ class Fleet:
     @property
     def serves(self) -> dict[str, list[str]]:
         """What the fleet's file says."""
-        return {unit.name: unit.serves for unit in load_fleet_deployment(self.controller.fleet.file).units}
+        return {unit.name: unit.serves for unit in load_fleet(self.controller.fleet.file).units}
 
     def logs(self, unit: str = "u0") -> Path:
         return self.run_dir.path / unit / "logs"
@@ -265,11 +265,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture
 async def fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
-    async for each in running(Fleet(run_dir, [fake_deployment(run_dir.path)])):
+    async for each in running(Fleet(run_dir, [fake_unit_spec(run_dir.path)])):
         yield each
 
 
 @pytest.fixture
 async def gpu_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
-    async for each in running(Fleet(run_dir, [gpu_deployment(run_dir.path)])):
+    async for each in running(Fleet(run_dir, [gpu_unit_spec(run_dir.path)])):
         yield each

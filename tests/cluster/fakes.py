@@ -107,9 +107,9 @@ def unit(file: str, journal: Journal) -> None:
     from muxserve import wire
     from muxserve.net import sockets
 
-    deployment = read(file)
-    name = deployment["unit"]
-    address = Path(deployment["run_dir"]) / "unit.sock"
+    unit_spec = read(file)
+    name = unit_spec["unit"]
+    address = Path(unit_spec["run_dir"]) / "unit.sock"
     address.unlink(missing_ok=True)
     sock = zmq.Context().socket(zmq.ROUTER)
     sockets.bind_local(sock, f"ipc://{address}")
@@ -127,7 +127,7 @@ def unit(file: str, journal: Journal) -> None:
                 continue
             busy = told(Path(file).parent, "busy")
             count = int(busy.read_text()) if busy else 0
-            models = {model["name"]: {"decoding": count} for model in deployment["models"]}
+            models = {model["name"]: {"decoding": count} for model in unit_spec["models"]}
             state = {"pid": os.getpid(), "models": models}
             sock.send_multipart([identity, wire.encode(wire.UnitState(state=state))])
         else:
@@ -142,10 +142,10 @@ def unit(file: str, journal: Journal) -> None:
 def scheduler(file: str, journal: Journal) -> None:
     import zmq
 
-    from muxserve import deployment, wire
+    from muxserve import spec, wire
     from muxserve.net import sockets
 
-    fleet = deployment.load_fleet_deployment(file)
+    fleet = spec.load_fleet(file)
     journal.write("scheduler starts")
     signal.signal(signal.SIGHUP, lambda *_: journal.write(f"scheduler {seen(file)}"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
@@ -176,9 +176,9 @@ def scheduler(file: str, journal: Journal) -> None:
 
 def seen(file: str) -> str:
     """What the fleet's file says."""
-    from muxserve import deployment
+    from muxserve import spec
 
-    fleet = deployment.load_fleet_deployment(file)
+    fleet = spec.load_fleet(file)
     units = " ".join(f"{unit.name}={','.join(unit.serves)}" for unit in fleet.units)
     return f"sees {','.join(model.name for model in fleet.models)} in {units}"
 
@@ -257,7 +257,7 @@ class Vllm(Parent):
             log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            Warm(order["deployment"], self.journal, fds[0]).run()
+            Warm(order["unit_spec"], self.journal, fds[0]).run()
             os._exit(0)
         name = f"gateway-{order['index']}"
         if told(self.run_dir, f"fail-{name}"):
@@ -326,9 +326,9 @@ def serve_pages(file: str) -> None:
     """`/health` and one streamed answer, in a thread of this process."""
     import http.server
 
-    from muxserve import deployment
+    from muxserve import spec
 
-    gateway = deployment.load_fleet_deployment(file).gateway
+    gateway = spec.load_fleet(file).gateway
 
     class Pages(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -269,10 +269,10 @@ HOST = """
 import asyncio, sys
 from pathlib import Path
 from muxserve.cluster.events import Ready, Up
-from muxserve.deployment.run_dir import RunDir
-from tests.cluster.conftest import Fleet, fake_deployment
+from muxserve.spec.run_dir import RunDir
+from tests.cluster.conftest import Fleet, fake_unit_spec
 run_dir = RunDir(Path(sys.argv[1]))
-fleet = Fleet(run_dir, [fake_deployment(run_dir.path)])
+fleet = Fleet(run_dir, [fake_unit_spec(run_dir.path)])
 def emit(event):
     if isinstance(event, (Ready, Up)):
         print(getattr(event, "pid", "ready"), flush=True)

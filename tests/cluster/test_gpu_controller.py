@@ -9,7 +9,7 @@ import pytest
 
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
-from muxserve.deployment import load, load_fleet_deployment
+from muxserve.spec import load, load_fleet
 from tests.cluster.conftest import Fleet, alive
 from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, VLLM, WARM, index
 
@@ -37,10 +37,10 @@ async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> N
     assert [(needs.model, needs.rank) for needs in asked] == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
     assert {(needs.weights_bytes, needs.measured) for needs in asked} == {(100, True)}
     (entry,) = gpu_fleet.controller.fleet.units
-    assert entry.deployment.pools[0].num_pages == 1000
-    assert gpu_fleet.controller.fleet.models == entry.deployment.models
-    assert load(gpu_fleet.run_dir.path / "u0" / "deployment.json") == entry.deployment
-    assert load_fleet_deployment(gpu_fleet.controller.fleet.file) == gpu_fleet.controller.fleet
+    assert entry.unit_spec.pools[0].num_pages == 1000
+    assert gpu_fleet.controller.fleet.models == entry.unit_spec.models
+    assert load(gpu_fleet.run_dir.path / "u0" / "unit.json") == entry.unit_spec
+    assert load_fleet(gpu_fleet.controller.fleet.file) == gpu_fleet.controller.fleet
     assert "memory has 1000 pages" in gpu_fleet.journal()
 
     gpu_fleet.controller.stop()

@@ -12,10 +12,10 @@ from muxserve.cluster import machine
 from muxserve.cluster.fleet_plan import planned_unit
 from muxserve.cluster.gpu_host import GpuHostError, Settled, settle_gpus
 from muxserve.cluster.gpu_plan import GpuPlan
-from muxserve.cluster.units import PlannedUnit, write_deployment
-from muxserve.deployment import GpuDeployment, load
-from muxserve.deployment.run_dir import default_base
+from muxserve.cluster.units import PlannedUnit, write_unit_spec
 from muxserve.gpu import mps
+from muxserve.spec import GpuSpec, load
+from muxserve.spec.run_dir import default_base
 from tests.cluster.test_gpu_plan import plan
 from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml
 
@@ -53,9 +53,9 @@ class There:
         return self.unit.gpu
 
     def settle(self, plan: GpuPlan | None = None) -> Settled:
-        file = write_deployment(self.unit.deployment)
-        done = settle_gpus(self.unit.deployment, plan or self.plan, file, self.environ)
-        assert load(file) == done.deployment
+        file = write_unit_spec(self.unit.unit_spec)
+        done = settle_gpus(self.unit.unit_spec, plan or self.plan, file, self.environ)
+        assert load(file) == done.unit_spec
         return done
 
     def refused(self) -> str:
@@ -70,9 +70,9 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> There:
 
 
 def test_the_gpus_that_it_may_see_are_the_units(there: There) -> None:
-    assert there.unit.deployment.gpu == GpuDeployment([])
+    assert there.unit.unit_spec.gpu == GpuSpec([])
     done = there.settle()
-    assert done.deployment.gpu == GpuDeployment(["GPU-node-2", "GPU-node-3"], "mps")
+    assert done.unit_spec.gpu == GpuSpec(["GPU-node-2", "GPU-node-3"], "mps")
     assert there.tried == [["GPU-node-2", "GPU-node-3"]]
     assert there.ours == default_base()
     assert there.environ["CUDA_VISIBLE_DEVICES"] == "GPU-node-2,GPU-node-3"
@@ -90,14 +90,14 @@ def test_pools_are_sized_by_what_is_free_there(there: There) -> None:
     assert [budget.gpu for budget in budgets] == ["GPU 2 (NVIDIA H200)", "GPU 3 (NVIDIA H200)"]
     size, less = (sum(p.page_bytes * p.num_pages for p in each.pools) for each in (free, full))
     assert size - less == pytest.approx((0.92 * 140 - (140 - 60)) * GIB, rel=0.01)
-    assert full.gpu == GpuDeployment(["GPU-node-2", "GPU-node-3"])
+    assert full.gpu == GpuSpec(["GPU-node-2", "GPU-node-3"])
 
 
 def test_without_mps_the_unit_takes_turns(there: There) -> None:
     there.why_not, there.foreign = "not installed", "another MPS server runs here (pid 3)"
     done = there.settle()
-    assert done.deployment.gpu is not None
-    assert done.deployment.gpu.sm_sharing == "off"
+    assert done.unit_spec.gpu is not None
+    assert done.unit_spec.gpu.sm_sharing == "off"
     assert [note.partition(":")[0] for note in done.notes[:2]] == ["note", "without MPS"]
     assert done.notes[2].endswith("engines take turns on the GPU (no MPS)")
 

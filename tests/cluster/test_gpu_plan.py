@@ -1,4 +1,4 @@
-"""From a fleet file and the GPUs of a machine to a deployment, before and after measuring."""
+"""From a fleet file and the GPUs of a machine to a unit's spec, before and after measuring."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster.deploying import deployment_of
+from muxserve.cluster.deploying import unit_spec_of
 from muxserve.cluster.gpu_plan import GpuPlan, from_json
 from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.config import FleetError, parse_fleet
-from muxserve.deployment import load
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.serving import FleetPlanner
+from muxserve.spec import load
 from placement import Machine
 from placement.unit import MAX_BLOCKS
 from tests.cluster.test_plan import CONFIG
@@ -42,7 +42,7 @@ def plan(directory: Path, cluster: str, models: str = MODELS, found: GpuMachine 
 
 
 def test_one_unit_over_the_chosen_gpus(tmp_path: Path) -> None:
-    made = deployment_of(plan(tmp_path, "{gpus: 2, gpu_memory: 0.5}"), "/run/x")
+    made = unit_spec_of(plan(tmp_path, "{gpus: 2, gpu_memory: 0.5}"), "/run/x")
     assert made.device == "cuda"
     assert made.ranks == 2
     assert made.gpu is not None
@@ -63,9 +63,9 @@ def test_gpu_ids_are_enough(tmp_path: Path) -> None:
 
 def test_shares_of_the_file_go_before_the_planners(tmp_path: Path) -> None:
     models = MODELS.replace("max_len: 512}", "max_len: 512, sm: {prefill: 0.7, decode: 0.15}}", 1)
-    deployed = deployment_of(plan(tmp_path, "{gpus: 1}", models), "/run/x")
+    deployed = unit_spec_of(plan(tmp_path, "{gpus: 1}", models), "/run/x")
     assert (deployed.models[0].prefill_share, deployed.models[0].decode_share) == (0.7, 0.15)
-    planned = deployment_of(plan(tmp_path, "{gpus: 1}"), "/run/x").models[1]
+    planned = unit_spec_of(plan(tmp_path, "{gpus: 1}"), "/run/x").models[1]
     assert (deployed.models[1].prefill_share, deployed.models[1].decode_share) == (
         planned.prefill_share, planned.decode_share,
     )  # fmt: skip
@@ -137,8 +137,8 @@ class TestSizing:
     def test_measured_memory_makes_the_pools(self, tmp_path: Path) -> None:
         planned = plan(tmp_path, "{gpus: 2}")
         assert planned.gpu is not None
-        file = tmp_path / "deployment.json"
-        before = deployment_of(planned, str(tmp_path), "0.0.0.0", 1234)
+        file = tmp_path / "unit.json"
+        before = unit_spec_of(planned, str(tmp_path), "0.0.0.0", 1234)
         measured = [replace(each, weights_bytes=10 * GIB, measured=True) for each in planned.gpu.needs]
         after, budgets = PoolSizer(gpu_plan(planned), before, file).size(measured)
         assert load(file) == after
@@ -155,8 +155,8 @@ class TestSizing:
         planned = plan(tmp_path, "{gpus: 1}")
         assert planned.gpu is not None
         measured = [replace(each, weights_bytes=80 * GIB, measured=True) for each in planned.gpu.needs]
-        deployment = deployment_of(planned, str(tmp_path))
-        sizer = PoolSizer(gpu_plan(planned), deployment, tmp_path / "deployment.json")
+        unit_spec = unit_spec_of(planned, str(tmp_path))
+        sizer = PoolSizer(gpu_plan(planned), unit_spec, tmp_path / "unit.json")
         with pytest.raises(SizingError, match=r"weights take 160 GiB .*\(measured\); nothing is left for the KV pool"):
             sizer.size(measured)
 
@@ -186,8 +186,8 @@ def test_page_tables_must_fit_into_shared_memory(tmp_path: Path) -> None:
 
 
 def test_ranks_on_a_cpu(tmp_path: Path) -> None:
-    single = deployment_of(plan(tmp_path, "{cores: 8}"), "/run/x")
-    double = deployment_of(plan(tmp_path, "{cores: 8, ranks: 2}"), "/run/x")
+    single = unit_spec_of(plan(tmp_path, "{cores: 8}"), "/run/x")
+    double = unit_spec_of(plan(tmp_path, "{cores: 8, ranks: 2}"), "/run/x")
     assert (single.ranks, double.ranks, double.device) == (1, 2, "cpu")
     assert [m.kv_heads for m in single.models] == [2, 2]
     assert [m.kv_heads for m in double.models] == [1, 1]

@@ -42,10 +42,10 @@ def child_of(process: subprocess.Popen[bytes]) -> int:
 
 def test_what_was_started_for_the_unit_is_ended(tmp_path: Path, start: Start) -> None:
     unit = tmp_path / "0123-u0"
-    engine = start("--deployment", unit / "deployment.json")
+    engine = start("--unit-spec", unit / "unit.json")
     memory = start("--socket", unit / "memory.sock")
     server = start(**{PIPE: str(unit / "mps" / "pipe")})
-    ending = start("--deployment", unit / "deployment.json", sleeps="0.2")
+    ending = start("--unit-spec", unit / "unit.json", sleeps="0.2")
     of_server = child_of(server)  # has its environment
     ended = end_orphans(unit, grace=2.0)
     assert {engine.pid, memory.pid, server.pid, of_server} <= {*ended}
@@ -58,7 +58,7 @@ def test_what_was_started_for_the_unit_is_ended(tmp_path: Path, start: Start) ->
 def test_others_are_left_alone(tmp_path: Path, start: Start) -> None:
     unit = tmp_path / "0123-u0"
     others = [
-        start("--deployment", tmp_path / "0123-u01" / "deployment.json"),
+        start("--unit-spec", tmp_path / "0123-u01" / "unit.json"),
         start("-f", unit / "logs" / "engine.log"),  # somebody reads it
         start(**{PIPE: str(tmp_path / "0123-u1" / "mps" / "pipe")}),
     ]

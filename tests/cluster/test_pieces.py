@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from muxserve.cluster import machine
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import RestartPolicy
-from muxserve.deployment.run_dir import RunDir, RunDirError, default_base
+from muxserve.spec.run_dir import RunDir, RunDirError, default_base
 
 
 def test_the_first_restart_is_quick_and_the_last_death_is_final() -> None:

@@ -1,4 +1,4 @@
-"""From a fleet file to a deployment."""
+"""From a fleet file to a unit's spec."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from muxserve.cluster.checkpoints import CheckpointError
-from muxserve.cluster.deploying import deployment_of
+from muxserve.cluster.deploying import unit_spec_of
 from muxserve.cluster.plan import fetch, plan_fleet
 from muxserve.config import Fleet, FleetError, parse_fleet
-from muxserve.deployment import load, save
+from muxserve.spec import load, save
 from placement import Machine
 
 MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
@@ -53,7 +53,7 @@ def fleet(text: str) -> Fleet:
     return parse_fleet(text, "fleet.yaml", Path("/"), {})
 
 
-def test_everything_of_the_file_reaches_the_deployment(tmp_path: Path) -> None:
+def test_everything_of_the_file_reaches_the_spec(tmp_path: Path) -> None:
     hub = FakeHub(tmp_path)
     text = """\
 policy: round_robin
@@ -82,28 +82,28 @@ models:
     local = fetch(parsed, told.append, hub)
     assert told == ["fetching org/a", "fetching org/b"]
     assert "snapshot org/a v1" in hub.asked
-    deployment = deployment_of(plan.with_fleet(local), str(tmp_path), port=9001)
-    assert deployment.policy == "round_robin"
-    assert deployment.cores == 4
-    gateway = deployment.gateway
+    unit_spec = unit_spec_of(plan.with_fleet(local), str(tmp_path), port=9001)
+    assert unit_spec.policy == "round_robin"
+    assert unit_spec.cores == 4
+    gateway = unit_spec.gateway
     assert (gateway.host, gateway.port, gateway.api_keys) == ("0.0.0.0", 9001, ["k"])
     assert (gateway.max_body_bytes, gateway.drain_seconds) == (1 << 20, 7.0)
-    a, b = deployment.models
+    a, b = unit_spec.models
     assert a.path == str(tmp_path / "org-a")
     assert (a.layers, a.kv_heads, a.head_dim, a.dtype, b.dtype) == (2, 2, 128, "float32", "bfloat16")
     assert (a.rate, a.slo_ttft_ms, a.slo_tpot_ms, a.max_len, b.max_len) == (3.0, 100.0, 10.0, 256, 512)
     assert (a.max_num_seqs, a.max_num_batched_tokens, a.prefix_caching) == (8, 128, False)
     assert (a.threads, a.prefill_share, a.decode_share) == (2, 0.5, 0.5)
     assert (a.max_concurrency, a.max_queue, a.engine_args) == (5, 6, {"trust_remote_code": False})
-    assert {pool.name for pool in deployment.pools} == {a.pool, b.pool}
+    assert {pool.name for pool in unit_spec.pools} == {a.pool, b.pool}
     assert a.pool != b.pool  # another dtype
-    for model in deployment.models:
-        pool = deployment.pool(model.pool)
+    for model in unit_spec.models:
+        pool = unit_spec.pool(model.pool)
         assert model.floor_pages <= model.quota_pages <= pool.num_pages - 1
         item = 4 if model.dtype == "float32" else 2
         assert pool.page_bytes == 2 * model.block_tokens * model.head_dim * item
-    save(deployment, tmp_path / "deployment.json")
-    assert load(tmp_path / "deployment.json") == deployment
+    save(unit_spec, tmp_path / "unit.json")
+    assert load(tmp_path / "unit.json") == unit_spec
 
 
 def test_what_the_hub_does_not_have_is_told_with_its_line(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.steps import Addition
 from muxserve.cluster.units import PlannedUnit
 from muxserve.control.changes import ChangeError
-from muxserve.deployment import FleetDeployment, PhasesName
-from muxserve.deployment.run_dir import RunDir
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
-from tests.cluster.conftest import Fleet, alive, fake_deployment, running
+from muxserve.spec import FleetSpec, PhasesName
+from muxserve.spec.run_dir import RunDir
+from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
 
 VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
 GATEWAYS = [PartId("gateway"), PartId("gateway", index=1)]
@@ -42,17 +42,17 @@ class FakePlanner:
         self.forgotten: list[str] = []
         self.phases: PhasesName = "multiplexed"
 
-    def unit(self, model: str, name: str, fleet: FleetDeployment) -> PlannedUnit:
+    def unit(self, model: str, name: str, fleet: FleetSpec) -> PlannedUnit:
         if not self.room:
             raise self.full
         self.room -= 1
-        deployment = fake_deployment(self.run_dir.path, unit=name, names=[model], phases=self.phases)
-        return PlannedUnit(deployment, (model,))
+        unit_spec = fake_unit_spec(self.run_dir.path, unit=name, names=[model], phases=self.phases)
+        return PlannedUnit(unit_spec, (model,))
 
-    def addition(self, declared: Any, names: Callable[[], str], fleet: FleetDeployment, tell: Any) -> Addition:
+    def addition(self, declared: Any, names: Callable[[], str], fleet: FleetSpec, tell: Any) -> Addition:
         (model,) = declared.models
         planned = self.unit(model.name, names(), fleet)
-        return Addition(planned.deployment.models[0], (planned,), ScalingRules(1, 3))
+        return Addition(planned.unit_spec.models[0], (planned,), ScalingRules(1, 3))
 
     def forget(self, model: str) -> None:
         self.forgotten.append(model)
@@ -66,14 +66,14 @@ def planner(run_dir: RunDir) -> FakePlanner:
 @pytest.fixture
 async def pair(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     """Model `one` in two units, `two` in the first alone; two gateways; no request of `two` is ever moved."""
-    units = [fake_deployment(run_dir.path), fake_deployment(run_dir.path, unit="u1", names=["one"])]
+    units = [fake_unit_spec(run_dir.path), fake_unit_spec(run_dir.path, unit="u1", names=["one"])]
     async for each in running(Fleet(run_dir, units, planner, gateways=2, migration=MigrationRules())):
         yield each
 
 
 @pytest.fixture
 async def single(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
-    units = [fake_deployment(run_dir.path)]
+    units = [fake_unit_spec(run_dir.path)]
     async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
         yield each
 
@@ -82,7 +82,7 @@ async def single(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
 async def turns(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     """A model of which each unit has one engine, for both phases."""
     planner.phases = "rolling"
-    units = [fake_deployment(run_dir.path, unit=name, names=["one"], phases="rolling") for name in ("u0", "u1")]
+    units = [fake_unit_spec(run_dir.path, unit=name, names=["one"], phases="rolling") for name in ("u0", "u1")]
     async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
         yield each
 

@@ -30,9 +30,9 @@ from muxserve.cluster.events import (
     to_line,
 )
 from muxserve.cluster.unit_host import HostProcess
-from muxserve.cluster.units import write_deployment
-from muxserve.deployment.run_dir import RunDir
-from tests.cluster.conftest import ROOT, alive, fake_deployment, gpu_deployment
+from muxserve.cluster.units import write_unit_spec
+from muxserve.spec.run_dir import RunDir
+from tests.cluster.conftest import ROOT, alive, fake_unit_spec, gpu_unit_spec
 from tests.support.patience import PATIENCE
 
 PROGRAM = """
@@ -62,7 +62,7 @@ class Host:
         if "reply" in fields:
             return fields
         if fields["event"] == "Sized":
-            self.sized.append(fields["deployment"])
+            self.sized.append(fields["unit_spec"])
         else:
             self.events.append(from_line(line))
         return None
@@ -105,8 +105,8 @@ async def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 async def start(run_dir: RunDir, *arguments: str, on_gpus: bool = False) -> Host:
-    file = write_deployment(gpu_deployment(run_dir.path) if on_gpus else fake_deployment(run_dir.path))
-    command = [sys.executable, "-c", PROGRAM, "--deployment", str(file), *arguments]
+    file = write_unit_spec(gpu_unit_spec(run_dir.path) if on_gpus else fake_unit_spec(run_dir.path))
+    command = [sys.executable, "-c", PROGRAM, "--unit-spec", str(file), *arguments]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT)
     return Host(process, run_dir.path)

@@ -12,10 +12,10 @@ from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import UnitSet
 from muxserve.cluster.units import PlannedUnit
-from muxserve.deployment import UnitEntry, load_fleet_deployment
-from muxserve.deployment.run_dir import RunDir
 from muxserve.replicas.migration import MigrationRules
-from tests.cluster.conftest import fake_deployment, fake_fleet
+from muxserve.spec import UnitEntry, load_fleet
+from muxserve.spec.run_dir import RunDir
+from tests.cluster.conftest import fake_fleet, fake_unit_spec
 
 HOST = PartId("host")
 
@@ -32,7 +32,7 @@ class Handle:
 
     @property
     def entry(self) -> UnitEntry:
-        return UnitEntry(self.planned.deployment, self.address, "", list(self.planned.serves))
+        return UnitEntry(self.planned.unit_spec, self.address, "", list(self.planned.serves))
 
     async def wait(self) -> None:
         await asyncio.shield(self.failed)
@@ -68,13 +68,13 @@ class Launcher:
 
 class World:
     def __init__(self, run_dir: RunDir, count: int) -> None:
-        deployments = [fake_deployment(run_dir.path, unit=f"u{k}") for k in range(count)]
-        self.planned = [PlannedUnit(each, ("one", "two")) for each in deployments]
+        unit_specs = [fake_unit_spec(run_dir.path, unit=f"u{k}") for k in range(count)]
+        self.planned = [PlannedUnit(each, ("one", "two")) for each in unit_specs]
         self.launcher = Launcher()
         self.events: list[Event] = []
         self.failures: list[BaseException] = []
         self.writes = 0
-        fleet = fake_fleet(deployments, run_dir.path, migration=MigrationRules())
+        fleet = fake_fleet(unit_specs, run_dir.path, migration=MigrationRules())
         self.units = UnitSet(fleet, self.launcher, self.events.append, self.written, self.failures.append)  # type: ignore[arg-type]
 
     def written(self) -> None:
@@ -90,7 +90,7 @@ class World:
 
     @property
     def addresses(self) -> dict[str, str]:
-        return {unit.name: unit.unit_address for unit in load_fleet_deployment(self.units.fleet.file).units}
+        return {unit.name: unit.unit_address for unit in load_fleet(self.units.fleet.file).units}
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -112,7 +112,7 @@ async def test_the_file_is_written_when_something_is_different(pair: World) -> N
     pair.units.units["u1"].serves.discard("one")
     pair.units.publish()
     assert pair.writes == 2
-    read = load_fleet_deployment(pair.units.fleet.file)
+    read = load_fleet(pair.units.fleet.file)
     assert read == pair.units.fleet
     assert [unit.serves for unit in read.units] == [["one", "two"], ["two"]]
     assert read.generation == 2
@@ -174,8 +174,8 @@ async def test_an_only_unit_has_no_name_and_no_migrator(run_dir: RunDir) -> None
     assert not handle.migrates
     assert world.units.next_name() == "u1"
     # Until there is another one.
-    deployment = msgspec.structs.replace(world.planned[0].deployment, unit="u1")
-    await world.units.start(PlannedUnit(deployment, ("one",)), announced=False)
+    unit_spec = msgspec.structs.replace(world.planned[0].unit_spec, unit="u1")
+    await world.units.start(PlannedUnit(unit_spec, ("one",)), announced=False)
     assert handle.migrates
     assert world.launcher.started[1].migrates
     handle.emit(Ready(1.0))

@@ -20,10 +20,10 @@ from muxserve.cluster.events import Down, PartId, Recovered, Suspected
 from muxserve.cluster.health import Health
 from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, Sign, State, Watchdog
-from muxserve.deployment import Suspect, WatchdogRules, load_fleet_deployment
-from muxserve.deployment.run_dir import RunDir
 from muxserve.net.heartbeat import Heartbeat, HeartbeatReader, heartbeat_file
-from tests.cluster.conftest import Fleet, alive, fake_deployment, running
+from muxserve.spec import Suspect, WatchdogRules, load_fleet
+from muxserve.spec.run_dir import RunDir
+from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
 from tests.support.patience import eventually
 
 PERIOD = 0.25
@@ -275,8 +275,8 @@ ENGINE = PartId("engine", "one", "decode")
 
 @pytest.fixture
 async def watched(run_dir: RunDir) -> AsyncIterator[Fleet]:
-    deployment = msgspec.structs.replace(fake_deployment(run_dir.path), watchdog=QUICK)
-    fleet = Fleet(run_dir, [deployment], watchdog=QUICK)
+    unit_spec = msgspec.structs.replace(fake_unit_spec(run_dir.path), watchdog=QUICK)
+    fleet = Fleet(run_dir, [unit_spec], watchdog=QUICK)
     fleet.tell("beat")
     async for each in running(fleet):
         yield each
@@ -284,8 +284,8 @@ async def watched(run_dir: RunDir) -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 async def unwatched(run_dir: RunDir) -> AsyncIterator[Fleet]:
-    deployment = msgspec.structs.replace(fake_deployment(run_dir.path), watchdog=None)
-    async for each in running(Fleet(run_dir, [deployment], watchdog=None)):
+    unit_spec = msgspec.structs.replace(fake_unit_spec(run_dir.path), watchdog=None)
+    async for each in running(Fleet(run_dir, [unit_spec], watchdog=None)):
         yield each
 
 
@@ -299,11 +299,11 @@ async def test_a_pause_costs_work_and_no_life(watched: Fleet) -> None:
     path = fleet.controller.fleet.file
     os.kill(fleet.pid(ENGINE), signal.SIGSTOP)
     await fleet.until(lambda: bool(said(fleet, Suspected, ENGINE)))
-    assert load_fleet_deployment(path).is_suspect("u0", "one")
-    assert not load_fleet_deployment(path).is_suspect("u0", "two")
+    assert load_fleet(path).is_suspect("u0", "one")
+    assert not load_fleet(path).is_suspect("u0", "two")
     os.kill(fleet.pid(ENGINE), signal.SIGCONT)
     await fleet.until(lambda: bool(said(fleet, Recovered, ENGINE)))
-    assert not load_fleet_deployment(path).suspects
+    assert not load_fleet(path).suspects
     await fleet.until(lambda: fleet.journal().count("u0 got EngineSuspect one") == 2)
     assert not any(isinstance(event, Down) for event in fleet.events)
 
@@ -321,7 +321,7 @@ async def test_a_stopped_process_is_reported_killed_and_started_again(watched: F
         (down, *_) = [event for event in said(fleet, Down, victim) if event.hung]
         assert "no sign of life" in down.reason
         await fleet.until(lambda: alive(fleet.pid(victim)) and fleet.host.up("one"))  # noqa: B023
-    told = load_fleet_deployment(fleet.controller.fleet.file)
+    told = load_fleet(fleet.controller.fleet.file)
     assert not told.suspects
     assert told.hangs == {"engine": 1, "unit": 1, "warm_parent": 1, "vllm": 1}
 
@@ -335,7 +335,7 @@ async def test_what_is_not_served_any_more_is_not_suspected_any_more(watched: Fl
     await fleet.until(lambda: bool(said(fleet, Recovered, ENGINE)))
     os.kill(fleet.pid(ENGINE), signal.SIGCONT)
     await stopped
-    assert not load_fleet_deployment(fleet.controller.fleet.file).suspects
+    assert not load_fleet(fleet.controller.fleet.file).suspects
 
 
 async def test_nobody_is_watched_where_that_is_switched_off(unwatched: Fleet) -> None:

@@ -13,7 +13,7 @@ from muxserve.cluster.arrangement import batching_of
 from muxserve.config import AUTO, Fleet, FleetError, parse_fleet
 from muxserve.config.loader import fleet_schema
 from muxserve.config.source import parse_yaml
-from muxserve.deployment import Batching
+from muxserve.spec import Batching
 
 HEAD = "models:\n  - name: one\n    architecture: llama-7b\n"
 SLO = "    slo: {ttft_ms: 1000, tpot_ms: 100}\n"

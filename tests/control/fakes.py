@@ -13,14 +13,14 @@ import msgspec
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.control.server import ControlServer
-from muxserve.deployment import Deployment, FleetDeployment, GatewayDeployment, ModelDeployment, UnitEntry, save_fleet
-from muxserve.deployment.run_dir import RunDir
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, UnitEntry, UnitSpec, save_fleet
+from muxserve.spec.run_dir import RunDir
 from tests.support.patience import PATIENCE
 
 
-def model(name: str) -> ModelDeployment:
-    return ModelDeployment(
+def model(name: str) -> ModelSpec:
+    return ModelSpec(
         name=name,
         path=f"/models/{name}",
         pool="pool0",
@@ -47,20 +47,20 @@ def model(name: str) -> ModelDeployment:
 
 def fleet_of(
     run_dir: str, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 8123
-) -> FleetDeployment:
-    gateway = GatewayDeployment("127.0.0.1", port)
+) -> FleetSpec:
+    gateway = GatewaySpec("127.0.0.1", port)
     names = list(dict.fromkeys(name for served in units.values() for name in served))
     entries = []
     for unit, served in units.items():
-        deployment = Deployment(f"{run_dir}/{unit}", unit, "adbs", 2, [], [model(name) for name in served], gateway)
-        entries.append(UnitEntry(deployment, deployment.unit_address, deployment.migrator_address, list(served)))
-    return FleetDeployment(run_dir, gateway, [model(name) for name in names], entries, scaling or {})
+        unit_spec = UnitSpec(f"{run_dir}/{unit}", unit, "adbs", 2, [], [model(name) for name in served], gateway)
+        entries.append(UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, list(served)))
+    return FleetSpec(run_dir, gateway, [model(name) for name in names], entries, scaling or {})
 
 
 class FakeControl:
-    """Does what it is told to a `FleetDeployment`, and writes down what it was told."""
+    """Does what it is told to a `FleetSpec`, and writes down what it was told."""
 
-    def __init__(self, fleet: FleetDeployment) -> None:
+    def __init__(self, fleet: FleetSpec) -> None:
         self.fleet = fleet
         self.calls: list[tuple[object, ...]] = []
         # What goes wrong, by call.

@@ -1,4 +1,4 @@
-"""The warm parent of a deployment on GPUs with everything that needs a GPU (or vLLM) left out: holders and engines tell
+"""The warm parent of a unit on GPUs with everything that needs a GPU (or vLLM) left out: holders and engines tell
 what they found and wait. Arguments as those of `muxserve.forks.warm_parent`."""
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from muxserve.deployment import Deployment
 from muxserve.forks import direct, warm_parent
+from muxserve.spec import UnitSpec
 
 SEEN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 
 
-def surroundings(deployment: Deployment) -> dict[str, Any]:
+def surroundings(unit_spec: UnitSpec) -> dict[str, Any]:
     environment = {name: os.environ[name] for name in SEEN if name in os.environ}
-    return {"environment": environment, "pages": deployment.pools[0].num_pages}
+    return {"environment": environment, "pages": unit_spec.pools[0].num_pages}
 
 
-def run_holder(deployment: Deployment, model: str, control: Any) -> None:
-    control.event("up", kind="weights", model=model, phase="", pid=os.getpid(), **surroundings(deployment))
+def run_holder(unit_spec: UnitSpec, model: str, control: Any) -> None:
+    control.event("up", kind="weights", model=model, phase="", pid=os.getpid(), **surroundings(unit_spec))
     signal.pause()
 
 
-def run_engine(deployment: Deployment, model: str, phase: str, progress: Any, up: Any) -> None:
-    if deployment.pools[0].num_pages == 13:
+def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: Any) -> None:
+    if unit_spec.pools[0].num_pages == 13:
         raise ValueError("no such luck")
-    progress(str(surroundings(deployment)))
+    progress(str(surroundings(unit_spec)))
     up()
     signal.pause()
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import zmq
 
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve import spec
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.net import sockets
+from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import (
     Abort,
     Admit,
@@ -50,7 +50,7 @@ START_SECONDS = 3 * PATIENCE
 MISSING = -1
 
 
-def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> ModelDeployment:
+def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> ModelSpec:
     """A model as a fleet would deploy it, straight from its config.json; everything can be changed."""
     config = json.loads((path / "config.json").read_text())
     heads = config["num_attention_heads"]
@@ -78,19 +78,19 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         "max_concurrency": 64,
         "max_queue": 64,
     }
-    return ModelDeployment(**{**values, **changes})
+    return ModelSpec(**{**values, **changes})
 
 
-def reply_to_of(deployment: Deployment) -> str:
+def reply_to_of(unit_spec: UnitSpec) -> str:
     """Where the test takes tokens from engines."""
-    return f"ipc://{deployment.socket('gateway')}"
+    return f"ipc://{unit_spec.socket('gateway')}"
 
 
 class Engines:
     """The test's side of a family of engines: unit scheduler and gateway in one."""
 
-    def __init__(self, deployment: Deployment, control: socket.socket, manager: subprocess.Popen[bytes]) -> None:
-        self.deployment = deployment
+    def __init__(self, unit_spec: UnitSpec, control: socket.socket, manager: subprocess.Popen[bytes]) -> None:
+        self.unit_spec = unit_spec
         self.control = control
         self.manager = manager
         self.pids: dict[tuple[str, str], int] = {}
@@ -107,9 +107,9 @@ class Engines:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        sockets.bind_local(self._router, deployment.unit_address)
+        sockets.bind_local(self._router, unit_spec.unit_address)
         self._pull = self._context.socket(zmq.PULL)
-        sockets.bind_local(self._pull, reply_to_of(deployment))
+        sockets.bind_local(self._pull, reply_to_of(unit_spec))
         from vllm.v1.engine import EngineCoreOutputs
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -152,7 +152,7 @@ class Engines:
             incarnation=self._incarnation,
             attempt=fields.pop("attempt", 1),
             gateway_epoch="test",
-            reply_to=reply_to_of(self.deployment),
+            reply_to=reply_to_of(self.unit_spec),
             body=body,
             **fields,
         )
@@ -308,7 +308,7 @@ class Engines:
         self.send(engine, Abort(request_ids))
 
     def memory(self) -> MemoryClient:
-        return MemoryClient(self.deployment.memory_socket, "test")
+        return MemoryClient(self.unit_spec.memory_socket, "test")
 
     def forget_prefixes(self, model: str) -> None:
         """No prefix of `model` is cached any more."""
@@ -321,7 +321,7 @@ class Engines:
         with self.memory() as client:
             client.reset_cache(client.map(model))
             usual = next(m["quota_pages"] for m in client.stats()["models"] if m["name"] == model)
-            client.set_quotas({model: blocks * self.deployment.model(model).pages_per_block})
+            client.set_quotas({model: blocks * self.unit_spec.model(model).pages_per_block})
             try:
                 yield
             finally:
@@ -373,30 +373,30 @@ class Engines:
 
 
 @contextmanager
-def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1, stages: int = 1) -> Iterator[Engines]:
+def engines(models: list[ModelSpec], pages: int = 8000, ranks: int = 1, stages: int = 1) -> Iterator[Engines]:
     """Memory manager, warm parent and the engines of each model; `models` are those of one of the `ranks`."""
     first = models[0]
     page_bytes = 2 * first.block_tokens * first.head_dim * 4
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
-        deployment = Deployment(
+        unit_spec = UnitSpec(
             run_dir=run_dir,
             unit="test",
             policy="adbs",
             cores=2,
-            pools=[PoolDeployment("main", page_bytes, pages)],
+            pools=[PoolSpec("main", page_bytes, pages)],
             models=models,
-            gateway=GatewayDeployment("127.0.0.1", 0),
+            gateway=GatewaySpec("127.0.0.1", 0),
             ranks=ranks,
             stages=stages,
         )
-        deployment.log_dir.mkdir()
-        path = Path(run_dir) / "deployment.json"
-        deployments.save(deployment, path)
-        manager = server.start(deployment)
+        unit_spec.log_dir.mkdir()
+        path = Path(run_dir) / "unit.json"
+        spec.save(unit_spec, path)
+        manager = server.start(unit_spec)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent = nursery().fork(deployment.unit, path, deployment.log_dir / "warm-parent.log", theirs)
+        parent = nursery().fork(unit_spec.unit, path, unit_spec.log_dir / "warm-parent.log", theirs)
         theirs.close()
-        family = Engines(deployment, ours, manager)
+        family = Engines(unit_spec, ours, manager)
         try:
             family.control.settimeout(START_SECONDS)
             wanted: set[tuple[str, str]] = {(model.name, phase) for model in models for phase in model.engines}
@@ -405,7 +405,7 @@ def engines(models: list[ModelDeployment], pages: int = 8000, ranks: int = 1, st
             family.until(lambda: len(family.hellos) >= count)
             yield family
         except BaseException:
-            for file in sorted(deployment.log_dir.iterdir()):
+            for file in sorted(unit_spec.log_dir.iterdir()):
                 print(f"--- {file.name}\n{file.read_text()[-3000:]}", file=sys.stderr)
             raise
         finally:

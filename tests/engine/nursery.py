@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from muxserve.deployment import FleetDeployment, GatewayDeployment, save_fleet
+from muxserve.spec import FleetSpec, GatewaySpec, save_fleet
 from tests.support.patience import PATIENCE
 
 START_SECONDS = 3 * PATIENCE
@@ -29,7 +29,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="mux-nursery-"))
-        fleet = FleetDeployment(str(self._directory), GatewayDeployment("127.0.0.1", 0), [], [])
+        fleet = FleetSpec(str(self._directory), GatewaySpec("127.0.0.1", 0), [], [])
         save_fleet(fleet)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_SECONDS)
@@ -48,9 +48,9 @@ class Nursery:
         os.close(lifeline)
         self._until("ready")
 
-    def fork(self, unit: str, deployment: Path, log: Path, control: socket.socket) -> psutil.Process:
+    def fork(self, unit: str, unit_spec: Path, log: Path, control: socket.socket) -> psutil.Process:
         """A warm parent of that deployment, with `control` as its end of a socket."""
-        order = {"op": "fork", "kind": "warm_parent", "unit": unit, "deployment": str(deployment), "log": str(log)}
+        order = {"op": "fork", "kind": "warm_parent", "unit": unit, "unit_spec": str(unit_spec), "log": str(log)}
         socket.send_fds(self._control, [json.dumps(order).encode()], [control.fileno()])
         return psutil.Process(self._until("forked")["pid"])
 

@@ -399,7 +399,7 @@ def test_it_binds_to_a_new_memory_manager(family: Engines, answers: dict[str, An
     family.until(lambda: len(family.tokens["struck-greedy"]) > 3)
     os.kill(family.manager.pid, signal.SIGKILL)
     family.manager.wait()
-    family.manager = server.start(family.deployment)
+    family.manager = server.start(family.unit_spec)
     family.until(lambda: bool(family.lost()))
     (lost,) = family.lost()
     assert isinstance(lost, EngineLost)

@@ -154,7 +154,7 @@ def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engin
     view = client.map(MHA)
     quota = next(m["quota_pages"] for m in client.stats()["models"] if m["name"] == MHA)
     cases = ["greedy", "seed", "logprobs", "min-tokens", "json", "penalties", "chunked", "seed-top-p"]
-    per_block = family.deployment.model(MHA).pages_per_block
+    per_block = family.unit_spec.model(MHA).pages_per_block
     client.reset_cache(view)
     try:
         client.set_quotas({MHA: 12 * per_block})
@@ -235,7 +235,7 @@ def test_engines_bind_to_a_new_memory_manager(family: Engines, stock: dict[str, 
     family.until(lambda: len(family.tokens["struck"]) > 3)
     os.kill(family.manager.pid, signal.SIGKILL)
     family.manager.wait()
-    family.manager = server.start(family.deployment)
+    family.manager = server.start(family.unit_spec)
     family.until(lambda: any("struck" in message.request_ids for message in family.lost()))
     # Every engine notices, also the idle ones.
     family.until(lambda: len(family.lost()) >= 2 * len(MODELS))

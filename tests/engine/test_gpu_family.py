@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment, GatewayDeployment, GpuDeployment, PoolDeployment
+from muxserve import spec
 from muxserve.forks import family
 from muxserve.forks.warm_parent import shares_by_forking
+from muxserve.spec import GatewaySpec, GpuSpec, PoolSpec, UnitSpec
 from tests.engine.harness import deployed_model
 from tests.support.patience import PATIENCE
 
@@ -29,31 +29,31 @@ UUIDS = ["GPU-0a", "GPU-0b"]
 
 
 @pytest.fixture
-def of(tmp_path: Path) -> Deployment:
+def of(tmp_path: Path) -> UnitSpec:
     path = ROOT / "configs/models/arithmetic"
-    deployment = Deployment(
+    unit_spec = UnitSpec(
         run_dir=str(tmp_path),
         unit="test",
         policy="adbs",
         cores=2,
-        pools=[PoolDeployment("main", 16384, 7)],
+        pools=[PoolSpec("main", 16384, 7)],
         models=[deployed_model("one", path, ranks=2, prefill_share=0.62, decode_share=0.38)],
-        gateway=GatewayDeployment("127.0.0.1", 0),
+        gateway=GatewaySpec("127.0.0.1", 0),
         ranks=2,
-        gpu=GpuDeployment(UUIDS),
+        gpu=GpuSpec(UUIDS),
     )
-    deployment.log_dir.mkdir()
-    deployments.save(deployment, tmp_path / "deployment.json")
-    return deployment
+    unit_spec.log_dir.mkdir()
+    spec.save(unit_spec, tmp_path / "unit.json")
+    return unit_spec
 
 
 @pytest.fixture
-def control(of: Deployment) -> Iterator[socket.socket]:
+def control(of: UnitSpec) -> Iterator[socket.socket]:
     HEARD.clear()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(30)
-    file = str(Path(of.run_dir) / "deployment.json")
-    command = [sys.executable, "-m", "tests.engine.gpu_family", "--deployment", file, "--control-fd"]
+    file = str(Path(of.run_dir) / "unit.json")
+    command = [sys.executable, "-m", "tests.engine.gpu_family", "--unit-spec", file, "--control-fd"]
     # A percentage from outside would be that of somebody else's MPS server.
     env = {**os.environ, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "3"}
     with subprocess.Popen([*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=ROOT, env=env) as process:
@@ -86,7 +86,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def test_holders_and_engines_are_children_of_the_warm_parent(control: socket.socket, of: Deployment) -> None:
+def test_holders_and_engines_are_children_of_the_warm_parent(control: socket.socket, of: UnitSpec) -> None:
     holder = fork(control, "weights")
     assert (holder["kind"], holder["model"]) == ("weights", "one")
     found = told(control, "up")
@@ -96,8 +96,8 @@ def test_holders_and_engines_are_children_of_the_warm_parent(control: socket.soc
     assert found["pages"] == 7
 
     # What the holders measured decides how large the pool is.
-    pools = [PoolDeployment("main", 16384, 4242)]
-    deployments.save(msgspec.structs.replace(of, pools=pools), Path(of.run_dir) / "deployment.json")
+    pools = [PoolSpec("main", 16384, 4242)]
+    spec.save(msgspec.structs.replace(of, pools=pools), Path(of.run_dir) / "unit.json")
     for phase, percentage in (("prefill", "62"), ("decode", "38")):
         engine = fork(control, "engine", phase=phase)
         assert (engine["kind"], engine["phase"]) == ("engine", phase)
@@ -118,9 +118,9 @@ def test_holders_and_engines_are_children_of_the_warm_parent(control: socket.soc
     assert parent_of(engine["pid"]) != 1  # a holder's death is the controller's business
 
 
-def test_an_engine_that_cannot_start_says_why(control: socket.socket, of: Deployment) -> None:
-    pools = [PoolDeployment("main", 16384, 13)]
-    deployments.save(msgspec.structs.replace(of, pools=pools), Path(of.run_dir) / "deployment.json")
+def test_an_engine_that_cannot_start_says_why(control: socket.socket, of: UnitSpec) -> None:
+    pools = [PoolSpec("main", 16384, 13)]
+    spec.save(msgspec.structs.replace(of, pools=pools), Path(of.run_dir) / "unit.json")
     engine = fork(control, "engine", phase="decode")
     assert told(control, "failed")["error"] == "ValueError: no such luck"
     assert told(control, "exited") == {"event": "exited", "pid": engine["pid"], "status": 1}
@@ -136,10 +136,8 @@ def test_a_process_that_has_touched_cuda_does_not_fork(monkeypatch: pytest.Monke
             parent.fork("x", tmp_path / "log", lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "gpu", "shares"), [(1, None, True), (2, None, False), (1, GpuDeployment(["G"]), False)]
-)
+@pytest.mark.parametrize(("ranks", "gpu", "shares"), [(1, None, True), (2, None, False), (1, GpuSpec(["G"]), False)])
 def test_only_engines_on_cpu_with_one_rank_share_weights_by_forking(
-    of: Deployment, ranks: int, gpu: GpuDeployment | None, shares: bool
+    of: UnitSpec, ranks: int, gpu: GpuSpec | None, shares: bool
 ) -> None:
     assert shares_by_forking(msgspec.structs.replace(of, ranks=ranks, gpu=gpu)) is shares

@@ -34,7 +34,7 @@ MOVED = [case for case in CASES if case not in ("one-token", "prompt-logprobs")]
 @pytest.fixture(scope="module")
 def family() -> Iterator[Engines]:
     with engines([deployed_model(MODEL, PATH, max_num_batched_tokens=256)]) as running:
-        assert running.deployment.model(MODEL).block_tokens == BLOCK
+        assert running.unit_spec.model(MODEL).block_tokens == BLOCK
         yield running
 
 
@@ -244,7 +244,7 @@ def test_low_execution_priority_is_preempted_first(family: Engines) -> None:
         with family.memory() as client:
             client.reset_cache(client.map(MODEL))
             (model,) = client.stats()["models"]
-            client.set_quotas({MODEL: 7 * family.deployment.model(MODEL).pages_per_block})
+            client.set_quotas({MODEL: 7 * family.unit_spec.model(MODEL).pages_per_block})
             try:
                 before = len(family.returned())
                 decoding(family, bodies, steps=1)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from muxserve.deployment import Deployment, GatewayDeployment, PoolDeployment
 from muxserve.engine import binding, rank_worker
 from muxserve.engine.binding import Binding
 from muxserve.engine.rank_worker import RankWorker
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
+from muxserve.spec import GatewaySpec, PoolSpec, UnitSpec
 from tests.engine.harness import deployed_model
 from tests.support.patience import PATIENCE
 
@@ -47,21 +47,21 @@ class Ended(BaseException):
 
 
 @pytest.fixture
-def of(tmp_path: Path) -> Deployment:
-    return Deployment(
+def of(tmp_path: Path) -> UnitSpec:
+    return UnitSpec(
         run_dir=str(tmp_path),
         unit="test",
         policy="adbs",
         cores=1,
-        pools=[PoolDeployment("main", 16384, 64)],
+        pools=[PoolSpec("main", 16384, 64)],
         models=[deployed_model("one", ROOT / "configs/models/arithmetic", ranks=2, num_blocks=8, quota_pages=63)],
-        gateway=GatewayDeployment("127.0.0.1", 0),
+        gateway=GatewaySpec("127.0.0.1", 0),
         ranks=2,
     )
 
 
 @pytest.fixture
-def manager(of: Deployment) -> Iterator[subprocess.Popen[bytes]]:
+def manager(of: UnitSpec) -> Iterator[subprocess.Popen[bytes]]:
     process = server.start(of)
     yield process
     process.terminate()
@@ -69,7 +69,7 @@ def manager(of: Deployment) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def worker(of: Deployment, manager: object, monkeypatch: pytest.MonkeyPatch) -> RankWorker:
+def worker(of: UnitSpec, manager: object, monkeypatch: pytest.MonkeyPatch) -> RankWorker:
     def end(status: int) -> None:
         raise Ended(status)
 
@@ -84,7 +84,7 @@ def worker(of: Deployment, manager: object, monkeypatch: pytest.MonkeyPatch) -> 
     return made
 
 
-def guarded(of: Deployment) -> bool:
+def guarded(of: UnitSpec) -> bool:
     """Whether somebody is writing, so that a new memory manager would wait."""
     with open(f"/dev/shm/{server.prefix(of)}.guard") as file:
         try:
@@ -94,7 +94,7 @@ def guarded(of: Deployment) -> bool:
     return False
 
 
-def test_a_step_is_guarded_until_its_tokens_are_there(worker: RankWorker, of: Deployment) -> None:
+def test_a_step_is_guarded_until_its_tokens_are_there(worker: RankWorker, of: UnitSpec) -> None:
     for _ in range(2):
         assert not guarded(of)
         assert worker.execute_model(None) is None
@@ -103,14 +103,14 @@ def test_a_step_is_guarded_until_its_tokens_are_there(worker: RankWorker, of: De
         assert not guarded(of)
 
 
-def test_a_step_without_sampling_is_guarded_until_it_returns(worker: RankWorker, of: Deployment) -> None:
+def test_a_step_without_sampling_is_guarded_until_it_returns(worker: RankWorker, of: UnitSpec) -> None:
     worker.worker.output = "nothing to do"
     assert worker.execute_model(None) == "nothing to do"
     assert not guarded(of)
 
 
 def test_nothing_is_written_when_the_memory_manager_is_another_one(
-    worker: RankWorker, of: Deployment, manager: subprocess.Popen[bytes]
+    worker: RankWorker, of: UnitSpec, manager: subprocess.Popen[bytes]
 ) -> None:
     os.kill(manager.pid, signal.SIGKILL)
     manager.wait()

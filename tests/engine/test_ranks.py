@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from muxserve import deployment as deployments
+from muxserve import spec
 from muxserve.memory import server
 from tests.engine.cases import CASES, sampling
 from tests.engine.checks import bodies, check, nothing_owned, owned, workers
@@ -163,7 +163,7 @@ def test_workers_hold_the_engines_connection_and_bind_to_a_new_memory_manager(
     os.kill(family.manager.pid, signal.SIGKILL)
     family.manager.wait()
     lost = len(family.lost())
-    family.manager = server.start(family.deployment)
+    family.manager = server.start(family.unit_spec)
     family.until(lambda: len(family.lost()) >= lost + 2)
     family.serve(MODEL, bodies(family, stock, "anew", TRIED))
     check(family, stock, "anew", TRIED)
@@ -192,14 +192,12 @@ def test_what_ranks_share_has_no_name_that_a_kill_would_leave_behind(family: Eng
 
 
 def test_a_worker_that_cannot_start_says_why(family: Engines) -> None:
-    file = Path(family.deployment.run_dir) / "deployment.json"
+    file = Path(family.unit_spec.run_dir) / "unit.json"
     right = file.read_bytes()
     family.kill(MODEL, "prefill")
     family.expect_exit(family.pids[MODEL, "prefill"])
-    (model,) = family.deployment.models
-    deployments.save(
-        msgspec.structs.replace(family.deployment, models=[msgspec.structs.replace(model, path="/none")]), file
-    )
+    (model,) = family.unit_spec.models
+    spec.save(msgspec.structs.replace(family.unit_spec, models=[msgspec.structs.replace(model, path="/none")]), file)
     family.fork(MODEL, "prefill")
     with pytest.raises(RuntimeError, match="/none"):
         family.expect_up({(MODEL, "prefill")})

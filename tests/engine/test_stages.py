@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muxserve.deployment import Batching
 from muxserve.memory import server
+from muxserve.spec import Batching
 from muxserve.wire import Detach, Detached
 from tests.engine.checks import bodies, check, nothing_owned, reports, workers
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
@@ -201,7 +201,7 @@ def test_a_new_memory_manager_is_bound_to_with_micro_batches_in_flight(
     family.until(lambda: all(len(family.tokens[f"struck-{model}-0"]) > 3 for model in requests))
     os.kill(family.manager.pid, signal.SIGKILL)
     family.manager.wait()
-    family.manager = server.start(family.deployment)
+    family.manager = server.start(family.unit_spec)
     family.until(lambda: len(family.lost()) >= 2)
     assert {name for lost in family.lost() for name in lost.request_ids} >= {
         name for each in requests.values() for name in each if not family.finished(name)

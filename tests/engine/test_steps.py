@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from muxserve.deployment import Batching
 from muxserve.engine.block_pool import PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.stage_clock import StageClocks
 from muxserve.scheduling.token_throttling import FixedBudget, TokenThrottling
+from muxserve.spec import Batching
 
 
 @dataclass

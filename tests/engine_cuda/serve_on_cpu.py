@@ -87,25 +87,25 @@ def ours(prompts: list[list[int]], held_at: str | None = None) -> dict[str, Any]
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
-    from muxserve.deployment import Deployment, GatewayDeployment, PoolDeployment, save
     from muxserve.engine.binding import Binding, bind
     from muxserve.memory import server
     from muxserve.memory.client import MemoryClient
+    from muxserve.spec import GatewaySpec, PoolSpec, UnitSpec, save
     from muxserve.vllm.args import config_of, engine_args
     from tests.engine.harness import deployed_model
 
     model = deployed_model("m", MODEL, max_num_batched_tokens=64)
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
-        pools = [PoolDeployment("main", 2 * model.block_tokens * model.head_dim * 4, 2500)]
-        gateway = GatewayDeployment("127.0.0.1", 0)
-        deployment = Deployment(run_dir, "test", "adbs", 1, pools, [model], gateway)
-        save(deployment, Path(run_dir) / "deployment.json")
-        manager = server.start(deployment)
+        pools = [PoolSpec("main", 2 * model.block_tokens * model.head_dim * 4, 2500)]
+        gateway = GatewaySpec("127.0.0.1", 0)
+        unit_spec = UnitSpec(run_dir, "test", "adbs", 1, pools, [model], gateway)
+        save(unit_spec, Path(run_dir) / "unit.json")
+        manager = server.start(unit_spec)
         try:
-            client = MemoryClient(deployment.memory_socket, "m/test")
+            client = MemoryClient(unit_spec.memory_socket, "m/test")
             place = Binding(model, "decode", client, client.map("m"))
             bind(place)
-            options = engine_args(deployment, "m", "decode") | (map_held_weights(held_at) if held_at else {})
+            options = engine_args(unit_spec, "m", "decode") | (map_held_weights(held_at) if held_at else {})
             config = config_of({**options, "worker_cls": "tests.engine_cuda.cpu_stand_in.StandInWorker"})
             core = EngineCore(config, Executor.get_class(config), log_stats=False)
             first = run(core, place, prompts)
@@ -118,8 +118,8 @@ def ours(prompts: list[list[int]], held_at: str | None = None) -> dict[str, Any]
             manager.wait()
             core.scheduler.forget_all()
             client.close()
-            manager = server.start(deployment)
-            place.client = MemoryClient(deployment.memory_socket, "m/test")
+            manager = server.start(unit_spec)
+            place.client = MemoryClient(unit_spec.memory_socket, "m/test")
             place.view = place.client.map("m")
             core.model_executor.collective_rpc("rebind_pool")
             known = int((table.table >= 0).any(dim=-1).any(dim=-1).sum())
@@ -133,7 +133,7 @@ def ours(prompts: list[list[int]], held_at: str | None = None) -> dict[str, Any]
         finally:
             manager.kill()
             manager.wait()
-            server.remove_segments(deployment)
+            server.remove_segments(unit_spec)
 
 
 def run(core: Any, place: Any, prompts: list[list[int]]) -> list[list[int]]:

@@ -146,7 +146,7 @@ def test_engines_ask_again_and_again(tmp_path: Path, shared: SharedAllocations) 
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, shared: SharedAllocations) -> None:
     path = tmp_path / "weights.sock"
     server = held_at(path, shared)
-    with pytest.raises(RuntimeError, match=r"checkpoint: held 'abc', wanted 'xyz'.*restart the deployment"):
+    with pytest.raises(RuntimeError, match=r"checkpoint: held 'abc', wanted 'xyz'.*restart the fleet"):
         weight_loader.fetch(str(path), {**FINGERPRINT, "checkpoint": "xyz"}, 5)
     server.close()
 
@@ -171,8 +171,8 @@ def test_the_loader_is_vllm_s_and_never_goes_to_disk(monkeypatch: pytest.MonkeyP
 
     weights.register_loader()
     weights.register_loader()
-    deployment: Any = SimpleNamespace(ranks=2, weights_socket=lambda model, rank: f"/run/{model}-{rank}.sock")
-    args = loader_args(deployment, "m")
+    unit_spec: Any = SimpleNamespace(ranks=2, weights_socket=lambda model, rank: f"/run/{model}-{rank}.sock")
+    args = loader_args(unit_spec, "m")
     loader = get_model_loader(LoadConfig(**args))
     assert isinstance(loader, weight_loader.HeldWeightsLoader)
     assert loader._sockets == ["/run/m-0.sock", "/run/m-1.sock"]

@@ -15,11 +15,11 @@ pytest.importorskip("vllm")
 
 import vllm.v1.executor.abstract as abstract
 
-from muxserve.deployment import Deployment, GatewayDeployment, GpuDeployment, PoolDeployment
 from muxserve.engine import support
 from muxserve.engine.cuda import weight_holder, weights, worker
 from muxserve.engine.cuda.weight_holder import HolderWorker
 from muxserve.engine.cuda.worker import PooledGPUWorker
+from muxserve.spec import GatewaySpec, GpuSpec, PoolSpec, UnitSpec
 from muxserve.vllm import args
 from tests.engine.harness import deployed_model
 
@@ -27,24 +27,24 @@ MODEL = Path(__file__).parents[2] / "configs/models/arithmetic"
 UUIDS = ["GPU-aaaa", "GPU-bbbb"]
 
 
-def deployment(tmp_path: Path, **engine_args: Any) -> Deployment:
+def unit_spec(tmp_path: Path, **engine_args: Any) -> UnitSpec:
     model = deployed_model("m", MODEL, dtype="bfloat16", engine_args=engine_args)
-    return Deployment(
+    return UnitSpec(
         run_dir=str(tmp_path),
         unit="test",
         policy="adbs",
         cores=2,
-        pools=[PoolDeployment("main", 2 * model.block_tokens * model.head_dim * 2, 1000)],
+        pools=[PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 1000)],
         models=[model],
-        gateway=GatewayDeployment("127.0.0.1", 0),
+        gateway=GatewaySpec("127.0.0.1", 0),
         ranks=2,
-        gpu=GpuDeployment(UUIDS),
+        gpu=GpuSpec(UUIDS),
     )
 
 
 def a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, uuid: str) -> Any:
     """A worker of `rank` that finds itself on the GPU `uuid`."""
-    place = (deployment(tmp_path), "m", "decode")
+    place = (unit_spec(tmp_path), "m", "decode")
     monkeypatch.setattr(worker.binding, "place_of", lambda _: place)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuid))
     made: Any = PooledGPUWorker.__new__(PooledGPUWorker)
@@ -148,7 +148,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_holder_measures_before_anyone_maps_and_then_says_that_it_is_up(tmp_path: Path, executor: Any) -> None:
     events = Events()
     with pytest.raises(Ended):
-        weights.run_holder(deployment(tmp_path), "m", events)
+        weights.run_holder(unit_spec(tmp_path), "m", events)
     assert executor.calls == ["load", "chosen layout", "measure", "hand_out", "watch"]
     told = [e for e in events.seen if e["event"] != "progress"]
     assert [(e["event"], e.get("rank")) for e in told] == [("measured", 0), ("measured", 1), ("up", None)]
@@ -173,7 +173,7 @@ def test_holders_measure_one_after_another(tmp_path: Path, executor: Any, monkey
 
     monkeypatch.setattr(executor.cls, "collective_rpc", measure)
     with pytest.raises(Ended):
-        weights.run_holder(deployment(tmp_path), "m", Events())
+        weights.run_holder(unit_spec(tmp_path), "m", Events())
 
 
 def test_a_holder_says_why_it_cannot(tmp_path: Path, executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_holder_says_why_it_cannot(tmp_path: Path, executor: Any, monkeypatch:
     monkeypatch.setattr(support, "refuse_unsupported", refuse)
     events = Events()
     with pytest.raises(ValueError, match="sliding windows"):
-        weights.run_holder(deployment(tmp_path), "m", events)
+        weights.run_holder(unit_spec(tmp_path), "m", events)
     assert events.seen[-1] == {
         "event": "failed",
         "kind": "weights",
@@ -194,7 +194,7 @@ def test_a_holder_says_why_it_cannot(tmp_path: Path, executor: Any, monkeypatch:
 
 
 def test_a_holder_loads_as_its_model_says_and_engines_map(tmp_path: Path) -> None:
-    plain, dummy = deployment(tmp_path), deployment(tmp_path, load_format="dummy")
+    plain, dummy = unit_spec(tmp_path), unit_spec(tmp_path, load_format="dummy")
     assert weight_holder.holder_args(plain, "m")["load_format"] == "auto"
     held = weight_holder.holder_args(dummy, "m")
     assert held["load_format"] == "dummy"

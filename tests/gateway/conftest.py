@@ -8,9 +8,9 @@ import httpx
 import openai
 import pytest
 
-from muxserve.deployment import GrammarLimits
-from tests.gateway.deployments import deployment, model
+from muxserve.spec import GrammarLimits
 from tests.gateway.rig import Rig, Running
+from tests.gateway.unit_specs import model, unit_spec
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -35,7 +35,7 @@ def gateway(rig: Rig) -> Running:
     directory = rig.directory / "main"
     directory.mkdir()
     running = rig.start(
-        deployment(
+        unit_spec(
             directory,
             [
                 model("alpha", llama),
@@ -63,7 +63,7 @@ def guarded(rig: Rig, gateway: Running) -> Running:
     directory = rig.directory / "guarded"
     directory.mkdir()
     running = rig.start(
-        deployment(
+        unit_spec(
             directory,
             [model("alpha", tiny_checkpoint(), max_concurrency=1, max_queue=1)],
             unit="guarded",

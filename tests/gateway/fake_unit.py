@@ -34,7 +34,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from muxserve import deployment as deployments
+from muxserve import spec
 from muxserve.net import sockets
 from muxserve.wire import (
     Cancel,
@@ -79,7 +79,7 @@ class FakeUnit:
         self, path: str, context: zmq.Context[Any], control: socket.socket, units: dict[str, FakeUnit]
     ) -> None:
         self.units = units
-        self.deployment = deployments.load(path)
+        self.unit_spec = spec.load(path)
         self.context = context
         self.control = control
         self.generation = 0
@@ -102,7 +102,7 @@ class FakeUnit:
         router = self.context.socket(zmq.ROUTER)
         router.linger = 0
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        sockets.bind_local(router, self.deployment.unit_address)
+        sockets.bind_local(router, self.unit_spec.unit_address)
         return router
 
     def stop(self) -> None:
@@ -119,7 +119,7 @@ class FakeUnit:
         self.router = self.bind()
 
     def tell(self, event: str, **fields: Any) -> None:
-        self.control.send(json.dumps({"event": event, "unit": self.deployment.unit, **fields}).encode())
+        self.control.send(json.dumps({"event": event, "unit": self.unit_spec.unit, **fields}).encode())
 
     def answer(self, gateway: bytes, message: Message) -> None:
         self.router.send_multipart([gateway, encode(message)])
@@ -252,7 +252,7 @@ class FakeUnit:
         """Send, or queue if they are to be sent in another order, these next tokens."""
         script, offset = play.script, play.at
         first = play.sent == 0
-        both = self.deployment.model(play.submit.model).engines == ("both",)
+        both = self.unit_spec.model(play.submit.model).engines == ("both",)
         engine = 0 if first and not both else 1
         play.sent += 1
         play.at += len(tokens)
@@ -342,8 +342,8 @@ def run(control: socket.socket) -> None:
             command = json.loads(data)
             match command["op"]:
                 case "serve":
-                    unit = FakeUnit(command["deployment"], context, control, units)
-                    units[unit.deployment.unit] = unit
+                    unit = FakeUnit(command["unit_spec"], context, control, units)
+                    units[unit.unit_spec.unit] = unit
                     unit.tell("serving")
                 case "state":
                     units[command["unit"]].state = command["state"]

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment, FleetDeployment, ModelDeployment
+from muxserve import spec
+from muxserve.spec import FleetSpec, ModelSpec, UnitSpec
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,23 +116,23 @@ class Rig:
         """Wait until gateways can be forked."""
         return self.spawner.wait("ready", seconds=START_SECONDS)
 
-    def serve(self, deployment: Deployment) -> None:
+    def serve(self, unit_spec: UnitSpec) -> None:
         """Start a unit unless there is one of that name."""
-        path = self.directory / f"{deployment.unit}.json"
-        deployments.save(deployment, path)
-        if not any(e["event"] == "serving" and e["unit"] == deployment.unit for e in self.unit.since(0)):
-            self.unit.send("serve", deployment=str(path))
-            self.unit.wait("serving", when=lambda e: e["unit"] == deployment.unit)
+        path = self.directory / f"{unit_spec.unit}.json"
+        spec.save(unit_spec, path)
+        if not any(e["event"] == "serving" and e["unit"] == unit_spec.unit for e in self.unit.since(0)):
+            self.unit.send("serve", unit_spec=str(path))
+            self.unit.wait("serving", when=lambda e: e["unit"] == unit_spec.unit)
 
-    def start(self, deployment: Deployment, **environment: str) -> Running:
+    def start(self, unit_spec: UnitSpec, **environment: str) -> Running:
         """Start a gateway and, unless it has one, its unit."""
-        return self.start_fleet(deployments.fleet_of(deployment, deployment.gateway), **environment)
+        return self.start_fleet(spec.fleet_of(unit_spec, unit_spec.gateway), **environment)
 
-    def start_fleet(self, fleet: FleetDeployment, index: int = 0, **environment: str) -> Running:
+    def start_fleet(self, fleet: FleetSpec, index: int = 0, **environment: str) -> Running:
         """Start a gateway and the units that there are not yet."""
         for unit in fleet.units:
-            self.serve(unit.deployment)
-        deployments.save_fleet(fleet)
+            self.serve(unit.unit_spec)
+        spec.save_fleet(fleet)
         mark = self.spawner.mark()
         log = f"gateway-{Path(fleet.run_dir).name}-{index}.log"
         self.spawner.send("fork", fleet=str(fleet.file), index=index, log=log, environment=environment)
@@ -154,10 +154,10 @@ class Rig:
 class Running:
     """A running gateway."""
 
-    def __init__(self, rig: Rig, fleet: FleetDeployment, pid: int, log_file: Path) -> None:
+    def __init__(self, rig: Rig, fleet: FleetSpec, pid: int, log_file: Path) -> None:
         self.rig = rig
         self.fleet = fleet
-        self.deployment = fleet.units[0].deployment
+        self.unit_spec = fleet.units[0].unit_spec
         self.pid = pid
         self.log_file = log_file
         self.url = f"http://127.0.0.1:{fleet.gateway.port}"
@@ -167,11 +167,11 @@ class Running:
         """What it wrote so far."""
         return self.log_file.read_text()
 
-    def change(self, fleet: FleetDeployment) -> None:
+    def change(self, fleet: FleetSpec) -> None:
         """Let it know that the fleet is another; units that there are not yet are started."""
         for unit in fleet.units:
-            self.rig.serve(unit.deployment)
-        deployments.save_fleet(fleet)
+            self.rig.serve(unit.unit_spec)
+        spec.save_fleet(fleet)
         self.fleet = fleet
         self.signal()
 
@@ -185,22 +185,22 @@ class Running:
 
     def wait(self, event: str, mark: int = 0, when: Callable[[Event], bool] = lambda _: True) -> Event:
         """An event of this gateway's unit."""
-        return self.rig.unit.wait(event, mark, lambda e: e["unit"] == self.deployment.unit and when(e))
+        return self.rig.unit.wait(event, mark, lambda e: e["unit"] == self.unit_spec.unit and when(e))
 
     def events(self, mark: int, event: str) -> list[Event]:
         """Events so far of this gateway's unit, all that it has told by now."""
         before = self.mark()
         self.tell_unit("sync")
         self.wait("synced", before)
-        return [e for e in self.rig.unit.since(mark, event) if e["unit"] == self.deployment.unit]
+        return [e for e in self.rig.unit.since(mark, event) if e["unit"] == self.unit_spec.unit]
 
     def tell_unit(self, op: str, **fields: Any) -> None:
         """Command the fake unit."""
-        self.rig.unit.send(op, unit=self.deployment.unit, **fields)
+        self.rig.unit.send(op, unit=self.unit_spec.unit, **fields)
 
     def engines(self, **up: bool) -> None:
         """Set which models' engines the unit reports as up; all others are."""
-        state = unit_state(self.deployment, up)
+        state = unit_state(self.unit_spec, up)
         mark = self.mark()
         self.tell_unit("state", state=state)
         self.wait("state_set", mark)
@@ -220,7 +220,7 @@ class Running:
         return status
 
 
-def unit_state(deployment: Deployment, up: dict[str, bool]) -> dict[str, Any]:
+def unit_state(unit_spec: UnitSpec, up: dict[str, bool]) -> dict[str, Any]:
     """A unit's state in the shape that the unit scheduler gives it."""
     phase = {
         "jobs": 7,
@@ -231,7 +231,7 @@ def unit_state(deployment: Deployment, up: dict[str, bool]) -> dict[str, Any]:
         "share": 0.5,
     }
     return {
-        "policy": deployment.policy,
+        "policy": unit_spec.policy,
         "epoch": "unit",
         "models": {
             model.name: {
@@ -248,17 +248,17 @@ def unit_state(deployment: Deployment, up: dict[str, bool]) -> dict[str, Any]:
                 "phases": dict.fromkeys(model.engines, phase),
                 **({"phase_switches": 5, "phase_switch_seconds": 0.75, "bubbles": [0.25, 1.5]} if both(model) else {}),
             }
-            for model in deployment.models
+            for model in unit_spec.models
         },
-        "pools": {pool.name: {"total_pages": pool.num_pages, "free_pages": 100} for pool in deployment.pools},
+        "pools": {pool.name: {"total_pages": pool.num_pages, "free_pages": 100} for pool in unit_spec.pools},
         "engines": {
             f"{model.name}/{name}": {"up": up.get(model.name, True), "pid": 1}
-            for model in deployment.models
+            for model in unit_spec.models
             for name in model.engines
         },
     }
 
 
-def both(model: ModelDeployment) -> bool:
+def both(model: ModelSpec) -> bool:
     """Whether one engine does both phases."""
     return model.engines == ("both",)

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from muxserve import deployment as deployments
+from muxserve import spec
 from muxserve.gateway import main as gateway
 from muxserve.vllm.args import environment
 
@@ -84,13 +84,13 @@ def main() -> None:
                     os.close(lifelines[command["pid"]])
                     lifelines[command["pid"]] = os.open(os.devnull, os.O_RDONLY)
                     continue
-                fleet = deployments.load_fleet_deployment(command["fleet"])
+                fleet = spec.load_fleet(command["fleet"])
                 index = command["index"]
                 lifeline, held = os.pipe()
                 os.set_inheritable(lifeline, True)
 
                 def child(
-                    fleet: deployments.FleetDeployment = fleet,
+                    fleet: spec.FleetSpec = fleet,
                     index: int = index,
                     lifeline: int = lifeline,
                     held: int = held,

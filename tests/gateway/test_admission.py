@@ -14,7 +14,7 @@ from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.measure import HttpRequest, Measures
 from muxserve.gateway.priorities import Priority
-from tests.gateway.deployments import model
+from tests.gateway.unit_specs import model
 from tests.support.patience import PATIENCE
 
 

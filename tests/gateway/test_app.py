@@ -19,7 +19,7 @@ from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
-from tests.gateway.deployments import model
+from tests.gateway.unit_specs import model
 
 BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
 

@@ -14,14 +14,14 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from muxserve.deployment import FleetDeployment, GatewayDeployment, UnitEntry
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.requests import Output, Tracked
 from muxserve.net.sockets import NetworkError, bind_local, bind_tcp, connect, new_keys, tcp_address
+from muxserve.spec import FleetSpec, GatewaySpec, UnitEntry
 from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, UnitHello, decode, encode
-from tests.gateway.deployments import deployment, model
+from tests.gateway.unit_specs import model, unit_spec
 from tests.gateway.world import Out
 from tests.support.patience import PATIENCE
 
@@ -86,21 +86,21 @@ async def receive(router: zmq.asyncio.Socket) -> tuple[bytes, Message]:
 
 def entry(directory: Path, name: str, address: str = "") -> UnitEntry:
     (directory / name).mkdir(exist_ok=True)
-    one = deployment(directory / name, [model("m")], unit=name)
+    one = unit_spec(directory / name, [model("m")], unit=name)
     return UnitEntry(one, address or one.unit_address, "", ["m"], remote=bool(address))
 
 
-def fleet(directory: Path, *units: UnitEntry, **changes: Any) -> FleetDeployment:
-    return FleetDeployment(
+def fleet(directory: Path, *units: UnitEntry, **changes: Any) -> FleetSpec:
+    return FleetSpec(
         run_dir=str(directory),
-        gateway=GatewayDeployment(HOST, 1),
+        gateway=GatewaySpec(HOST, 1),
         models=[model("m")],
         units=list(units),
         **{"keys": KEYS, "tokens_host": HOST, **changes},
     )
 
 
-def broker_of(fleet: FleetDeployment) -> Broker:
+def broker_of(fleet: FleetSpec) -> Broker:
     broker = Broker(fleet, 0, "me", Measures(fleet.models, CollectorRegistry()))
     broker.attach("m", Front())
     return broker

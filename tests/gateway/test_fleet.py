@@ -14,31 +14,31 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from muxserve.deployment import Deployment, FleetDeployment, GatewayDeployment, ModelDeployment, UnitEntry
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
-from tests.gateway.deployments import deployment, model
+from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, UnitEntry, UnitSpec
 from tests.gateway.fake_scheduler import FakeScheduler, at, nowhere
 from tests.gateway.playing import play
 from tests.gateway.rig import Event, Rig, Running, unit_state
+from tests.gateway.unit_specs import model, unit_spec
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
-def unit(directory: Path, name: str, models: list[ModelDeployment]) -> UnitEntry:
+def unit(directory: Path, name: str, models: list[ModelSpec]) -> UnitEntry:
     """A unit in a directory of its own."""
     (directory / name).mkdir(exist_ok=True)
-    one = deployment(directory / name, models, unit=name)
+    one = unit_spec(directory / name, models, unit=name)
     return UnitEntry(one, one.unit_address, one.migrator_address, [model.name for model in models])
 
 
-def fleet_in(directory: Path, units: tuple[str, str] = ("x0", "x1"), count: int = 1) -> FleetDeployment:
+def fleet_in(directory: Path, units: tuple[str, str] = ("x0", "x1"), count: int = 1) -> FleetSpec:
     """Model alpha in two units, and beta, of which there may be no replica."""
     alpha, beta = model("alpha", tiny_checkpoint()), model("beta", tiny_checkpoint())
-    return FleetDeployment(
+    return FleetSpec(
         run_dir=str(directory),
-        gateway=GatewayDeployment("127.0.0.1", free_port(), ["plain", "vip", "batch"], count=count),
+        gateway=GatewaySpec("127.0.0.1", free_port(), ["plain", "vip", "batch"], count=count),
         models=[alpha, beta],
         units=[unit(directory, name, [alpha]) for name in units],
         scaling={"beta": ScalingRules(minimum=0, maximum=1)},
@@ -53,7 +53,7 @@ def fleet(rig: Rig, gateway: Running) -> Running:
     directory.mkdir()
     running = rig.start_fleet(fleet_in(directory))
     for entry in running.fleet.units:
-        report(rig, entry.deployment)
+        report(rig, entry.unit_spec)
     return running
 
 
@@ -65,7 +65,7 @@ def http(fleet: Running) -> Iterator[httpx.Client]:
         yield client
 
 
-def report(rig: Rig, one: Deployment) -> None:
+def report(rig: Rig, one: UnitSpec) -> None:
     """Let a fake unit say that its engines are up."""
     mark = rig.unit.mark()
     rig.unit.send("state", unit=one.unit, state=unit_state(one, {}))
@@ -439,8 +439,8 @@ def test_a_model_with_one_engine_of_both_phases(rig: Rig, fleet: Running, http: 
     before = fleet.fleet
     delta = model("delta", tiny_checkpoint(), phases="pipelined")
     added = unit(Path(before.run_dir), "x5", [delta])
-    piped = msgspec.structs.replace(added.deployment, policy="pipelined", ranks=2, stages=2)
-    added = msgspec.structs.replace(added, deployment=piped)
+    piped = msgspec.structs.replace(added.unit_spec, policy="pipelined", ranks=2, stages=2)
+    added = msgspec.structs.replace(added, unit_spec=piped)
     fleet.change(
         msgspec.structs.replace(before, models=[*before.models, delta], units=[*before.units, added], generation=30)
     )
@@ -448,7 +448,7 @@ def test_a_model_with_one_engine_of_both_phases(rig: Rig, fleet: Running, http: 
         pass
     assert http.get("/health").json()["models"]["delta"]["engines"] == {"both": "down"}
     assert http.get("/health").json()["models"]["alpha"]["engines"] == {"prefill": "up", "decode": "up"}
-    report(rig, added.deployment)
+    report(rig, added.unit_spec)
     while sample(http, 'muxserve_replicas{model_name="delta"}') != 1:
         pass
     assert said(complete(http, "one engine", model="delta")) == "one engine"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.deployment import GrammarLimits
 from muxserve.gateway.grammar_size import KINDS, MOST_ELEMENTS, measure, refusal
+from muxserve.spec import GrammarLimits
 
 LIMITS = GrammarLimits()
 DEEP: dict[str, Any] = {}

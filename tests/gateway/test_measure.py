@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.measure import HttpRequest, Measures, Outcome
 from muxserve.gateway.requests import Tracked
-from tests.gateway.deployments import model
+from tests.gateway.unit_specs import model
 
 
 def ended(first: float | None, last: float | None, tokens: int) -> Tracked:

@@ -17,7 +17,7 @@ from muxserve.gateway.predicted_wait import (
     PredictedWaits,
     longest_wait,
 )
-from tests.gateway.deployments import model
+from tests.gateway.unit_specs import model
 
 LONGEST = 1.0
 

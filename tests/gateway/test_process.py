@@ -14,23 +14,23 @@ from pathlib import Path
 import httpx
 import pytest
 
-from muxserve.deployment import Deployment, GatewayDeployment
 from muxserve.gateway.main import main
 from muxserve.gateway.process import bind, raise_file_limit
-from tests.gateway.deployments import deployment, model
+from muxserve.spec import GatewaySpec, UnitSpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
+from tests.gateway.unit_specs import model, unit_spec
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
-def hasty(rig: Rig, gateway: Running) -> Deployment:
+def hasty(rig: Rig, gateway: Running) -> UnitSpec:
     """A deployment that gives requests a moment to finish. Its gateways begin after `gateway`."""
     directory = rig.directory / "hasty"
     directory.mkdir()
-    return deployment(
+    return unit_spec(
         directory,
         [model("alpha", tiny_checkpoint(), max_concurrency=1)],
         unit="hasty",
@@ -39,7 +39,7 @@ def hasty(rig: Rig, gateway: Running) -> Deployment:
     )
 
 
-def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: Deployment) -> None:
+def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: UnitSpec) -> None:
     running = rig.start(hasty)
     mark = running.mark()
     with ThreadPoolExecutor(2) as pool:
@@ -58,7 +58,7 @@ def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: Deployment) 
     assert running.wait("cancel", mark)["ids"] == [request_id]
 
 
-def test_a_gateway_follows_one_that_was_killed_and_ends_with_its_controller(rig: Rig, hasty: Deployment) -> None:
+def test_a_gateway_follows_one_that_was_killed_and_ends_with_its_controller(rig: Rig, hasty: UnitSpec) -> None:
     killed = rig.start(hasty)
     mark = killed.mark()
     with ThreadPoolExecutor(1) as pool:
@@ -95,13 +95,13 @@ def test_an_address_that_cannot_be_had() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
-            bind(GatewayDeployment("127.0.0.1", port))
+            bind(GatewaySpec("127.0.0.1", port))
     with pytest.raises(OSError, match=r"cannot listen on no\.such\.host\.invalid:80"):
-        bind(GatewayDeployment("no.such.host.invalid", 80))
+        bind(GatewaySpec("no.such.host.invalid", 80))
 
 
 def test_a_client_that_takes_nothing_is_cut_off() -> None:
-    with bind(GatewayDeployment("127.0.0.1", 0), stall_seconds=0.3) as bound, socket.socket() as client:
+    with bind(GatewaySpec("127.0.0.1", 0), stall_seconds=0.3) as bound, socket.socket() as client:
         bound.listen()
         client.connect(bound.getsockname())
         connection, _ = bound.accept()
@@ -113,7 +113,7 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
 
 
 def test_a_client_that_vanishes_is_asked_for() -> None:
-    with bind(GatewayDeployment("127.0.0.1", 0)) as bound, socket.socket() as client:
+    with bind(GatewaySpec("127.0.0.1", 0)) as bound, socket.socket() as client:
         bound.listen()
         client.connect(bound.getsockname())
         connection, _ = bound.accept()
@@ -133,5 +133,5 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
 
 
 def test_nobody_is_served_before_all_is_ready() -> None:
-    with bind(GatewayDeployment("127.0.0.1", 0)) as bound, socket.socket() as client:
+    with bind(GatewaySpec("127.0.0.1", 0)) as bound, socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", bound.getsockname()[1])) != 0

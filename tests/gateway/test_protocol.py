@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from muxserve.deployment import GatewayDeployment
 from muxserve.gateway import body, protocol
 from muxserve.gateway.admission import Keys
 from muxserve.gateway.app import Endpoint, Served
@@ -24,7 +23,8 @@ from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.process import BACKLOG, OTHER_FILES, Server, bind, loop_factory, room
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
-from tests.gateway.deployments import model
+from muxserve.spec import GatewaySpec
+from tests.gateway.unit_specs import model
 from tests.support.patience import PATIENCE
 
 ASK = b'{"model": "m"}'
@@ -48,7 +48,7 @@ class Serving:
             frozenset(),
             2 << 20,
         )
-        self.listener = bind(GatewayDeployment("127.0.0.1", 0, count=2))
+        self.listener = bind(GatewaySpec("127.0.0.1", 0, count=2))
         self.port = int(self.listener.getsockname()[1])
         up = threading.Event()
         self.server = Server(self.endpoint, up.set, room(files))

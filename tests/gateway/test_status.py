@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from muxserve.deployment import UnitEntry
 from muxserve.gateway import status
 from muxserve.gateway.status import UnitStatus
-from tests.gateway.deployments import deployment, model
+from muxserve.spec import UnitEntry
+from tests.gateway.unit_specs import model, unit_spec
 from tests.support.patience import PATIENCE
 
 
@@ -28,7 +28,7 @@ class Asked:
 
 
 def status_of(asked: Asked, clock: list[float]) -> UnitStatus:
-    one = deployment("/nowhere", [model("m"), model("r", phases="rolling")], unit="u")
+    one = unit_spec("/nowhere", [model("m"), model("r", phases="rolling")], unit="u")
     return UnitStatus(UnitEntry(one, "ipc:///nowhere", "", ["m", "r"]), asked, lambda: clock[0])
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from muxserve.deployment import FleetDeployment
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.replicas.migration import MigrationRules
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
+from muxserve.spec import FleetSpec
 from muxserve.wire import (
     ControllerHello,
     DrainReplicas,
@@ -122,7 +122,7 @@ class RollingWorld:
 
     # ------------------------------------------------------------ the core
 
-    def fleet(self) -> FleetDeployment:
+    def fleet(self) -> FleetSpec:
         serves = {name: [MODEL] if name in self.serving else [] for name in self.units}
         rules = {MODEL: RULES}
         return fleet(serves, models=[MODEL], rolling=rules, migration=MigrationRules(), generation=self.generation)

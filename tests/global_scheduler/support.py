@@ -7,18 +7,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from muxserve.deployment import (
-    Deployment,
-    FleetDeployment,
-    GatewayDeployment,
-    Keys,
-    Listen,
-    ModelDeployment,
-    PoolDeployment,
-    UnitEntry,
-)
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Client, Peer, Unit
+from muxserve.spec import (
+    FleetSpec,
+    GatewaySpec,
+    Keys,
+    Listen,
+    ModelSpec,
+    PoolSpec,
+    UnitEntry,
+    UnitSpec,
+)
 from muxserve.wire import ControllerHello, Load, Loads, Message, Place, decode, encode
 
 M = TypeVar("M", bound=Message)
@@ -27,8 +27,8 @@ CAPACITY = 10_000
 G0, G1, CONTROLLER = Client(b"gateway/g0"), Client(b"gateway/g1"), Client(b"controller")
 
 
-def model(name: str) -> ModelDeployment:
-    return ModelDeployment(
+def model(name: str) -> ModelSpec:
+    return ModelSpec(
         name=name, path=f"/models/{name}", pool="main", dtype="float32", layers=2, kv_heads=2, head_dim=64,
         block_tokens=16, num_blocks=128, quota_pages=400, floor_pages=100, max_len=400, rate=1.0, max_num_seqs=8,
         max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
@@ -38,20 +38,20 @@ def model(name: str) -> ModelDeployment:
 
 def entry(name: str, serves: Iterable[str], run_dir: str = "/nowhere", host: str = "") -> UnitEntry:
     """A unit; with `host` one of another machine."""
-    deployment = Deployment(
+    unit_spec = UnitSpec(
         run_dir=f"{run_dir}/{name}",
         unit=name,
         policy="adbs",
         cores=2,
-        pools=[PoolDeployment("main", 32768, 1001)],
+        pools=[PoolSpec("main", 32768, 1001)],
         models=[model(each) for each in serves],
-        gateway=GatewayDeployment("127.0.0.1", 0),
+        gateway=GatewaySpec("127.0.0.1", 0),
         listen=Listen(host, 7001, 7002) if host else None,
     )
-    unit, migrator = deployment.unit_address, deployment.migrator_address
+    unit, migrator = unit_spec.unit_address, unit_spec.migrator_address
     if host:
         unit, migrator = f"tcp://{host}:7001", f"tcp://{host}:7002"
-    return UnitEntry(deployment, unit, migrator, list(serves), remote=bool(host))
+    return UnitEntry(unit_spec, unit, migrator, list(serves), remote=bool(host))
 
 
 def fleet(
@@ -60,13 +60,13 @@ def fleet(
     hosts: Mapping[str, str] | None = None,
     keys: Keys | None = None,
     **changes: Any,
-) -> FleetDeployment:
+) -> FleetSpec:
     """Units with the models that they serve."""
     entries = [entry(name, serves, run_dir, (hosts or {}).get(name, "")) for name, serves in units.items()]
     models = sorted({each for unit in entries for each in unit.serves} | set(changes.pop("models", ())))
-    return FleetDeployment(
+    return FleetSpec(
         run_dir=run_dir,
-        gateway=GatewayDeployment("127.0.0.1", 0),
+        gateway=GatewaySpec("127.0.0.1", 0),
         models=[model(each) for each in models],
         units=entries,
         keys=keys,
@@ -86,7 +86,7 @@ def place(request_id: str, name: str = "m", demand: int = 100, arrival: float = 
 class World:
     """A core, the time, and what it has sent."""
 
-    def __init__(self, deployed: FleetDeployment, now: float = 100.0) -> None:
+    def __init__(self, deployed: FleetSpec, now: float = 100.0) -> None:
         self.now = now
         self.core = SchedulerCore(deployed, "s1", now)
         self.sent: list[tuple[Peer, Message]] = []
@@ -106,8 +106,8 @@ class World:
     def controller(self) -> None:
         self.say(CONTROLLER, ControllerHello())
 
-    def change(self, deployed: FleetDeployment) -> None:
-        self.core.change(msgspec.json.decode(msgspec.json.encode(deployed), type=FleetDeployment), self.now)
+    def change(self, deployed: FleetSpec) -> None:
+        self.core.change(msgspec.json.decode(msgspec.json.encode(deployed), type=FleetSpec), self.now)
         self.turn()
 
     def wait(self, seconds: float) -> None:

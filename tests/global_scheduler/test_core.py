@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from muxserve.deployment import Suspect
 from muxserve.global_scheduler.outbox import Unit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level, PriorityError
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.spec import Suspect
 from muxserve.wire import (
     DrainReplicas,
     Loads,

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import zmq
 
-from muxserve.deployment import FleetDeployment, load_fleet_deployment, save_fleet
 from muxserve.net import sockets
 from muxserve.replicas.migration import MigrationRules
 from muxserve.rolling.rules import RollingRules
+from muxserve.spec import FleetSpec, load_fleet, save_fleet
 from muxserve.wire import (
     ControllerHello,
     DrainReplicas,
@@ -79,19 +79,17 @@ class Client:
 class FakeUnit:
     """A unit scheduler's ROUTER."""
 
-    def __init__(self, context: zmq.Context[Any], deployed: FleetDeployment, name: str) -> None:
+    def __init__(self, context: zmq.Context[Any], deployed: FleetSpec, name: str) -> None:
         self.name = name
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
         entry = deployed.unit(name)
         if entry.remote:
-            assert entry.deployment.listen is not None
+            assert entry.unit_spec.listen is not None
             assert deployed.keys is not None
-            sockets.bind_tcp(
-                self.socket, entry.deployment.listen.host, entry.deployment.listen.unit_port, deployed.keys
-            )
+            sockets.bind_tcp(self.socket, entry.unit_spec.listen.host, entry.unit_spec.listen.unit_port, deployed.keys)
         else:
-            Path(entry.deployment.run_dir).mkdir(exist_ok=True)
+            Path(entry.unit_spec.run_dir).mkdir(exist_ok=True)
             sockets.bind_local(self.socket, entry.unit_address)
         self.scheduler = b""
         self.last: list[bytes] | None = None
@@ -132,10 +130,10 @@ class Running:
         self.log = run_dir / "scheduler.log"
         self.context: zmq.Context[Any] = zmq.Context()
         self.process: subprocess.Popen[bytes] | None = None
-        self.fleet: FleetDeployment | None = None
+        self.fleet: FleetSpec | None = None
         self.units: list[FakeUnit] = []
 
-    def write(self, units: dict[str, list[str]], **changes: Any) -> FleetDeployment:
+    def write(self, units: dict[str, list[str]], **changes: Any) -> FleetSpec:
         self.fleet = fleet(units, run_dir=str(self.run_dir), **changes)
         save_fleet(self.fleet)
         return self.fleet
@@ -335,7 +333,7 @@ def test_the_fleet_file_is_read_again(running: Running) -> None:
 def test_units_of_other_machines_are_reached_with_keys(running: Running) -> None:
     deployed = running.write({"u0": ["m"]}, hosts={"u0": "127.0.0.1"}, keys=sockets.new_keys())
     deployed.file.write_text(deployed.file.read_text().replace("7001", str(sockets.free_port("127.0.0.1"))))
-    running.fleet = load_fleet_deployment(deployed.file)
+    running.fleet = load_fleet(deployed.file)
     u0 = running.unit("u0")
     running.start()
     gateway = running.client("gateway/a")

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from muxserve.deployment import Deployment, GpuDeployment, save
 from muxserve.memory import server
-from tests.memory.support import deployment
+from muxserve.spec import GpuSpec, UnitSpec, save
+from tests.memory.support import unit_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,13 +43,13 @@ def environment(request: pytest.FixtureRequest, gpu: str, tmp_path: Path) -> Ite
 
 
 @pytest.fixture(params=["vmm", "legacy"])
-def of(request: pytest.FixtureRequest, gpu: str, tmp_path: Path) -> Deployment:
-    made = msgspec.structs.replace(deployment(tmp_path), gpu=GpuDeployment([gpu], ipc=request.param))
-    save(made, tmp_path / "deployment.json")
+def of(request: pytest.FixtureRequest, gpu: str, tmp_path: Path) -> UnitSpec:
+    made = msgspec.structs.replace(unit_spec(tmp_path), gpu=GpuSpec([gpu], ipc=request.param))
+    save(made, tmp_path / "unit.json")
     return made
 
 
-def in_process(of: Deployment, environment: dict[str, str], code: str) -> Any:
+def in_process(of: UnitSpec, environment: dict[str, str], code: str) -> Any:
     """Run `code` in a process that has mapped the pool of the first model as the tensor `pool`; what it prints."""
     program = (
         "import json, sys, torch\n"
@@ -67,7 +67,7 @@ def in_process(of: Deployment, environment: dict[str, str], code: str) -> Any:
     return json.loads(done.stdout or "null")
 
 
-def test_processes_share_pages(of: Deployment, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_pages(of: UnitSpec, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     manager = server.start(of)

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from muxserve.deployment import GpuDeployment, save
 from muxserve.gpu import mps
 from muxserve.gpu.mps import MpsError, MpsServer
-from tests.cluster.conftest import ROOT, alive, fake_deployment
+from muxserve.spec import GpuSpec, save
+from tests.cluster.conftest import ROOT, alive, fake_unit_spec
 
 GPUS = ["GPU-a", "GPU-b"]
 
@@ -166,9 +166,9 @@ class TestProcess:
     """`python -m muxserve.gpu.mps`, as the controller starts it."""
 
     def start(self, place: Path, code: str | None = None) -> subprocess.Popen[str]:
-        deployment = msgspec.structs.replace(fake_deployment(place), gpu=GpuDeployment(GPUS))
-        save(deployment, place / "deployment.json")
-        command = [sys.executable, "-m", "muxserve.gpu.mps", "--deployment", str(place / "deployment.json")]
+        unit_spec = msgspec.structs.replace(fake_unit_spec(place), gpu=GpuSpec(GPUS))
+        save(unit_spec, place / "unit.json")
+        command = [sys.executable, "-m", "muxserve.gpu.mps", "--unit-spec", str(place / "unit.json")]
         if code is not None:
             command = [sys.executable, "-c", code, *command]
         pipe = subprocess.PIPE

@@ -11,13 +11,13 @@ from prometheus_client.registry import CollectorRegistry
 
 from muxserve.cli import doctor, status
 from muxserve.cli.output import console
-from muxserve.deployment import GpuDeployment, Listen
 from muxserve.gateway.gpus import GpuStatus
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.watch import MAX_AGE_SECONDS, GpuWatch
 from muxserve.scheduling.policies import make_policy
+from muxserve.spec import GpuSpec, Listen
 from muxserve.unit.executor import UnitExecutor
-from tests.cluster.conftest import fake_deployment
+from tests.cluster.conftest import fake_unit_spec
 from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml
 from tests.support.patience import PATIENCE
 from tests.unit.support import Bench, model
@@ -32,8 +32,8 @@ class Watched:
     def __init__(self) -> None:
         self.gpus = [FakeGpu(uuid=uuid, used=(i + 1) * GIB) for i, uuid in enumerate(UUIDS)]
         self.now, self.asked = 0.0, 0
-        deployment = msgspec.structs.replace(fake_deployment(Path("/run/x")), gpu=GpuDeployment([UUIDS[2], UUIDS[0]]))
-        self.status = GpuStatus(deployment, self.ask, lambda: self.now)
+        unit_spec = msgspec.structs.replace(fake_unit_spec(Path("/run/x")), gpu=GpuSpec([UUIDS[2], UUIDS[0]]))
+        self.status = GpuStatus(unit_spec, self.ask, lambda: self.now)
 
     def ask(self) -> nvml.Machine:
         self.asked += 1
@@ -96,7 +96,7 @@ async def test_without_gpus_nobody_is_asked() -> None:
         asked.append(1)
         return nvml.Machine()
 
-    nothing = GpuStatus(fake_deployment(Path("/run/x")), ask)
+    nothing = GpuStatus(fake_unit_spec(Path("/run/x")), ask)
     await nothing.refresh()
     assert (asked, nothing.report(), list(nothing.collect())) == ([], [], [])
 
@@ -106,14 +106,12 @@ class Elsewhere:
 
     def __init__(self) -> None:
         listen = Listen("10.0.0.7", 1, 2)
-        deployment = msgspec.structs.replace(
-            fake_deployment(Path("/run/x")), gpu=GpuDeployment([UUIDS[1]]), listen=listen
-        )
+        unit_spec = msgspec.structs.replace(fake_unit_spec(Path("/run/x")), gpu=GpuSpec([UUIDS[1]]), listen=listen)
         self.now, self.asked, self.gate = 0.0, threading.Semaphore(0), threading.Semaphore(0)
         self.gpu = FakeGpu(uuid=UUIDS[1])
-        self.watch = GpuWatch(deployment, self.ask, lambda: self.now)
+        self.watch = GpuWatch(unit_spec, self.ask, lambda: self.now)
         self.said: object = None
-        self.status = GpuStatus(deployment, self.never, told=lambda: self.said)
+        self.status = GpuStatus(unit_spec, self.never, told=lambda: self.said)
 
     def ask(self) -> nvml.Machine:
         self.asked.release()
@@ -147,7 +145,7 @@ def test_a_unit_does_not_wait_for_the_driver() -> None:
 
 def test_a_unit_scheduler_says_how_its_gpus_are_when_it_is_asked_how_it_stands() -> None:
     there, bench = Elsewhere(), Bench(model("m"))
-    executor = UnitExecutor(bench.deployment, make_policy("adbs"), bench.memory, "unit-1", 0.0, there.watch.states)
+    executor = UnitExecutor(bench.unit_spec, make_policy("adbs"), bench.memory, "unit-1", 0.0, there.watch.states)
     assert executor.state(0.0)["gpus"] == []
     there.answer()
     assert executor.state(1.0)["gpus"] == there.watch.states()

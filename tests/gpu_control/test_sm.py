@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.deployment import Deployment, GpuDeployment, SmSharing
 from muxserve.gpu import green
 from muxserve.gpu.green import Driver, GreenContextError
 from muxserve.gpu.sm import SmRange, client_environment, enter, parts_of, percentage, prepare, share_of, sm_range
-from tests.cluster.conftest import fake_deployment
+from muxserve.spec import GpuSpec, SmSharing, UnitSpec
+from tests.cluster.conftest import fake_unit_spec
 from tests.gpu_control.fake_driver import FakeDriver
 
 PERCENTAGE, PIPE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PIPE_DIRECTORY"
 
 
-def deployment(sharing: SmSharing = "mps", shares: list[tuple[float, float]] | None = None) -> Deployment:
-    base = fake_deployment(Path("/run/x"))
+def unit_spec(sharing: SmSharing = "mps", shares: list[tuple[float, float]] | None = None) -> UnitSpec:
+    base = fake_unit_spec(Path("/run/x"))
     models = [
         msgspec.structs.replace(model, prefill_share=prefill, decode_share=decode)
         for model, (prefill, decode) in zip(base.models, shares or [(0.6, 0.25), (0.5, 0.004)], strict=True)
     ]
-    return msgspec.structs.replace(base, models=models, gpu=GpuDeployment(["GPU-a"], sharing))
+    return msgspec.structs.replace(base, models=models, gpu=GpuSpec(["GPU-a"], sharing))
 
 
 class TestEnvironment:
@@ -35,43 +35,43 @@ class TestEnvironment:
     )
     def test_a_percentage_per_engine(self, model: str, phase: str, expected: str) -> None:
         environ: dict[str, str] = {}
-        prepare(deployment(), model, phase, environ)
+        prepare(unit_spec(), model, phase, environ)
         assert environ[PERCENTAGE] == expected
-        assert environ[PIPE] == f"{deployment().run_dir}/mps/pipe"
+        assert environ[PIPE] == f"{unit_spec().run_dir}/mps/pipe"
 
     def test_a_weight_holder_has_no_limit(self) -> None:
         environ = {PERCENTAGE: "3"}
-        prepare(deployment(), "one", "weights", environ)
+        prepare(unit_spec(), "one", "weights", environ)
         assert PERCENTAGE not in environ
         assert PIPE in environ
 
     @pytest.mark.parametrize("sharing", ["mps", "green_contexts"])
     def test_an_engine_of_both_phases_has_all_sms(self, sharing: SmSharing) -> None:
         environ = {PERCENTAGE: "3"}
-        prepare(deployment(sharing), "one", "both", environ)
-        assert environ == client_environment(deployment(sharing))
-        assert share_of(deployment(sharing), "one", "both") == 1.0
-        assert enter(deployment(sharing), "one", "both") is None
+        prepare(unit_spec(sharing), "one", "both", environ)
+        assert environ == client_environment(unit_spec(sharing))
+        assert share_of(unit_spec(sharing), "one", "both") == 1.0
+        assert enter(unit_spec(sharing), "one", "both") is None
 
     def test_green_contexts_are_clients_without_a_percentage(self) -> None:
         environ = {PERCENTAGE: "3"}
-        prepare(deployment("green_contexts"), "one", "decode", environ)
-        assert environ == client_environment(deployment())
+        prepare(unit_spec("green_contexts"), "one", "decode", environ)
+        assert environ == client_environment(unit_spec())
 
     def test_without_mps_a_percentage_from_outside_is_removed(self) -> None:
         environ = {PERCENTAGE: "3", "HOME": "/"}
-        prepare(deployment("off"), "one", "decode", environ)
+        prepare(unit_spec("off"), "one", "decode", environ)
         assert environ == {"HOME": "/"}
 
     def test_nothing_changes_on_a_cpu(self) -> None:
         environ = {PERCENTAGE: "3"}
-        prepare(fake_deployment(Path("/run/x")), "one", "decode", environ)
+        prepare(fake_unit_spec(Path("/run/x")), "one", "decode", environ)
         assert environ == {PERCENTAGE: "3"}
-        assert enter(fake_deployment(Path("/run/x")), "one", "decode") is None
+        assert enter(fake_unit_spec(Path("/run/x")), "one", "decode") is None
 
     def test_no_such_model(self) -> None:
         with pytest.raises(KeyError):
-            prepare(deployment(), "three", "decode", {})
+            prepare(unit_spec(), "three", "decode", {})
 
     @given(st.floats(1e-6, 1.0))
     def test_percentages_are_what_mps_takes(self, share: float) -> None:
@@ -80,25 +80,25 @@ class TestEnvironment:
 
 class TestRanges:
     def test_prefill_from_the_front_decode_from_the_end(self) -> None:
-        of = deployment("green_contexts", [(0.5, 0.25), (0.5, 0.25)])
+        of = unit_spec("green_contexts", [(0.5, 0.25), (0.5, 0.25)])
         assert sm_range(of, "one", "prefill", 16) == sm_range(of, "two", "prefill", 16) == SmRange(0, 8)
         assert sm_range(of, "one", "decode", 16) == SmRange(12, 4)
         assert sm_range(of, "two", "decode", 16) == SmRange(8, 4)
 
     def test_what_finds_no_place_beside_the_prefill_begins_again_at_the_end(self) -> None:
-        of = deployment("green_contexts", [(0.5, 0.4), (0.5, 0.25)])
+        of = unit_spec("green_contexts", [(0.5, 0.4), (0.5, 0.25)])
         assert sm_range(of, "one", "decode", 16) == SmRange(10, 6)
         assert sm_range(of, "two", "decode", 16) == SmRange(12, 4)
 
     def test_all_of_the_gpu(self) -> None:
-        of = deployment("green_contexts", [(1.0, 1.0), (1.0, 1.0)])
+        of = unit_spec("green_contexts", [(1.0, 1.0), (1.0, 1.0)])
         assert {sm_range(of, m, p, 16) for m in ("one", "two") for p in ("prefill", "decode")} == {SmRange(0, 16)}
 
     @given(st.lists(st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)), min_size=2, max_size=2), st.integers(2, 20))
     def test_every_range_lies_on_the_gpu_and_decode_beside_prefill_where_it_fits(
         self, shares: list[tuple[float, float]], parts: int
     ) -> None:
-        of = deployment("green_contexts", shares)
+        of = unit_spec("green_contexts", shares)
         most = max(parts_of(prefill, parts) for prefill, _ in shares)
         for model in of.models:
             for phase in ("prefill", "decode"):
@@ -114,7 +114,7 @@ class TestRanges:
 class TestGreenContexts:
     def enter(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, phase: str = "decode") -> int | None:
         monkeypatch.setattr(Driver, "load", classmethod(lambda cls: cls(fake)))
-        return enter(deployment("green_contexts", [(0.5, 0.25), (0.5, 0.25)]), "two", phase)
+        return enter(unit_spec("green_contexts", [(0.5, 0.25), (0.5, 0.25)]), "two", phase)
 
     def test_the_context_has_the_parts_of_its_place_and_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fake = FakeDriver()

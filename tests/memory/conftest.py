@@ -8,22 +8,22 @@ from typing import Protocol
 
 import pytest
 
-from muxserve.deployment import Deployment
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
-from tests.memory.support import deployment
+from muxserve.spec import UnitSpec
+from tests.memory.support import unit_spec
 
 
 class Start(Protocol):
-    def __call__(self, of: Deployment, options: Sequence[str] = ()) -> subprocess.Popen[bytes]: ...
+    def __call__(self, of: UnitSpec, options: Sequence[str] = ()) -> subprocess.Popen[bytes]: ...
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts managers and stops them at the end of the test."""
-    running: list[tuple[Deployment, subprocess.Popen[bytes]]] = []
+    running: list[tuple[UnitSpec, subprocess.Popen[bytes]]] = []
 
-    def run(of: Deployment, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    def run(of: UnitSpec, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         process = server.start(of, options=options)
         running.append((of, process))
         return process
@@ -40,18 +40,18 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Deployment:
-    return deployment(tmp_path)
+def small(tmp_path: Path) -> UnitSpec:
+    return unit_spec(tmp_path)
 
 
 @pytest.fixture
-def manager(start: Start, small: Deployment, request: pytest.FixtureRequest) -> subprocess.Popen[bytes]:
+def manager(start: Start, small: UnitSpec, request: pytest.FixtureRequest) -> subprocess.Popen[bytes]:
     """With the limits that a test may give by indirect parametrization."""
     return start(small, getattr(request, "param", ()))
 
 
 @pytest.fixture
-def connect(manager: subprocess.Popen[bytes], small: Deployment) -> Iterator[Callable[[str], MemoryClient]]:
+def connect(manager: subprocess.Popen[bytes], small: UnitSpec) -> Iterator[Callable[[str], MemoryClient]]:
     """Makes clients of the manager."""
     clients: list[MemoryClient] = []
 

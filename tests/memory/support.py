@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
 from muxserve.memory.client import MemoryClient
+from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 
 # Model "a": 2 layers x 3 heads = 6 pages a block; model "b": 1 x 2. 100 pages and the null page.
 PAGES = 101
 PAGE_BYTES = 64
 
 
-def model(name: str, layers: int, kv_heads: int, num_blocks: int, quota_pages: int, pool: str = "p") -> ModelDeployment:
-    return ModelDeployment(
+def model(name: str, layers: int, kv_heads: int, num_blocks: int, quota_pages: int, pool: str = "p") -> ModelSpec:
+    return ModelSpec(
         name=name,
         path="",
         pool=pool,
@@ -41,15 +41,15 @@ def model(name: str, layers: int, kv_heads: int, num_blocks: int, quota_pages: i
     )
 
 
-def deployment(run_dir: Path, pages: int = PAGES, models: list[ModelDeployment] | None = None) -> Deployment:
-    return Deployment(
+def unit_spec(run_dir: Path, pages: int = PAGES, models: list[ModelSpec] | None = None) -> UnitSpec:
+    return UnitSpec(
         run_dir=str(run_dir),
         unit="test",
         policy="adbs",
         cores=1,
-        pools=[PoolDeployment("p", PAGE_BYTES, pages)],
+        pools=[PoolSpec("p", PAGE_BYTES, pages)],
         models=models if models is not None else [model("a", 2, 3, 20, 60), model("b", 1, 2, 40, 40)],
-        gateway=GatewayDeployment("127.0.0.1", 0),
+        gateway=GatewaySpec("127.0.0.1", 0),
     )
 
 

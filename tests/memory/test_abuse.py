@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, _native
 from muxserve.memory.client import MemoryClient
+from muxserve.spec import UnitSpec
 from tests.memory.raw import (
     BAD_MAGIC,
     BAD_VERSION,
@@ -76,7 +76,7 @@ class Abuse:
 
 
 @pytest.fixture
-def abuse(manager: subprocess.Popen[bytes], small: Deployment) -> Iterator[Abuse]:
+def abuse(manager: subprocess.Popen[bytes], small: UnitSpec) -> Iterator[Abuse]:
     it = Abuse(manager, small.memory_socket)
     yield it
     it.end()

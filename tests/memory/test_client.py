@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
+from muxserve.spec import UnitSpec
 from tests.memory.support import PAGE_BYTES, PAGES, assert_balanced, block_hash, ids, stats_of
 from tests.support.patience import eventually
 
@@ -307,7 +307,7 @@ def test_a_closed_client_says_so(connect: Connect) -> None:
         client.step("a", reserve=1)
 
 
-def test_no_manager_no_client(small: Deployment) -> None:
+def test_no_manager_no_client(small: UnitSpec) -> None:
     with pytest.raises(MemoryManagerGone, match="no memory manager answers"):
         MemoryClient(small.memory_socket, "early")
     with pytest.raises(ConnectionError):

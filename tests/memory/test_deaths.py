@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone, server
 from muxserve.memory.client import MemoryClient
 from muxserve.memory.view import ModelView
-from tests.memory.support import PAGES, assert_balanced, block_hash, deployment, ids, model, stats_of
+from muxserve.spec import UnitSpec
+from tests.memory.support import PAGES, assert_balanced, block_hash, ids, model, stats_of, unit_spec
 from tests.support.patience import eventually
 
-Start = Callable[[Deployment], subprocess.Popen[bytes]]
+Start = Callable[[UnitSpec], subprocess.Popen[bytes]]
 Connect = Callable[..., MemoryClient]
 CHILDREN = 8
 KILLS = 80
@@ -110,7 +110,7 @@ def busy_client(socket_path: str, seed: int, told: Connection) -> None:
 
 
 def test_eight_clients_killed_at_random_leak_nothing(start: Start, tmp_path: Path) -> None:
-    of = deployment(tmp_path, 301, [model("a", 2, 3, 60, 180), model("b", 1, 2, 120, 120)])
+    of = unit_spec(tmp_path, 301, [model("a", 2, 3, 60, 180), model("b", 1, 2, 120, 120)])
     process = start(of)
     watcher = MemoryClient(of.memory_socket, "watcher", timeout_s=60)
     fork = multiprocessing.get_context("fork")
@@ -165,7 +165,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def test_mappings_stay_good_when_the_manager_is_killed_and_started_again(start: Start, small: Deployment) -> None:
+def test_mappings_stay_good_when_the_manager_is_killed_and_started_again(start: Start, small: UnitSpec) -> None:
     first = start(small)
     client = MemoryClient(small.memory_socket, "engine", timeout_s=60)
     view = client.map("a")
@@ -192,7 +192,7 @@ def test_mappings_stay_good_when_the_manager_is_killed_and_started_again(start: 
         again.step(view, release=ids(19))
 
 
-def test_nothing_may_be_written_for_a_dead_manager(start: Start, small: Deployment) -> None:
+def test_nothing_may_be_written_for_a_dead_manager(start: Start, small: UnitSpec) -> None:
     first = start(small)
     client = MemoryClient(small.memory_socket, "engine", timeout_s=60)
     view = client.map("a")
@@ -208,7 +208,7 @@ def test_nothing_may_be_written_for_a_dead_manager(start: Start, small: Deployme
         view.pool[1] = 3
 
 
-def test_a_new_manager_waits_for_clients_that_write(start: Start, small: Deployment) -> None:
+def test_a_new_manager_waits_for_clients_that_write(start: Start, small: UnitSpec) -> None:
     first = start(small)
     client = MemoryClient(small.memory_socket, "engine", timeout_s=60)
     with client.writing():
@@ -227,7 +227,7 @@ def test_a_new_manager_waits_for_clients_that_write(start: Start, small: Deploym
         patient.stdout.close()
 
 
-def test_a_stopped_manager_leaves_nothing_behind(start: Start, small: Deployment) -> None:
+def test_a_stopped_manager_leaves_nothing_behind(start: Start, small: UnitSpec) -> None:
     process = start(small)
     client = MemoryClient(small.memory_socket, "engine", timeout_s=60)
     view = client.map("a")
@@ -242,7 +242,7 @@ def test_a_stopped_manager_leaves_nothing_behind(start: Start, small: Deployment
     view.pool[1] = 1  # the mapping itself stays
 
 
-def test_segments_of_a_killed_manager_can_be_removed(start: Start, small: Deployment) -> None:
+def test_segments_of_a_killed_manager_can_be_removed(start: Start, small: UnitSpec) -> None:
     kill(start(small))
     assert list(Path("/dev/shm").glob(f"{server.prefix(small)}.*"))
     server.remove_segments(small)

@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from muxserve.deployment import Deployment, GpuDeployment
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.memory.errors import DeviceMemoryError, MemoryManagerGone
 from muxserve.memory.fd_store import FdStore
 from muxserve.memory.view import ModelView
-from tests.memory.support import deployment
+from muxserve.spec import GpuSpec, UnitSpec
+from tests.memory.support import unit_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [f"GPU-00010203-0405-0607-0809-0a0b0c0d0e{i:02x}" for i in range(2)]
@@ -41,8 +41,8 @@ def environment(monkeypatch: pytest.MonkeyPatch, fake_driver: Path) -> None:
 
 
 @pytest.fixture
-def of(tmp_path: Path) -> Deployment:
-    return msgspec.structs.replace(deployment(tmp_path), gpu=GpuDeployment(GPUS[:1]))
+def of(tmp_path: Path) -> UnitSpec:
+    return msgspec.structs.replace(unit_spec(tmp_path), gpu=GpuSpec(GPUS[:1]))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def memory_of(view: ModelView) -> memoryview:
     return memoryview((ctypes.c_char * view.device_pool.bytes).from_address(view.device_pool.address)).cast("B")
 
 
-def map_in_another_process(of: Deployment, code: str) -> str:
+def map_in_another_process(of: UnitSpec, code: str) -> str:
     """Run `code` in a new process in which `memory` is the mapped pool of the first model."""
     program = (
         "import sys, ctypes\n"
@@ -77,7 +77,7 @@ def map_in_another_process(of: Deployment, code: str) -> str:
 
 
 @pytest.mark.parametrize("ipc", ["vmm", "legacy"])
-def test_processes_share_a_pool(of: Deployment, managers: list[subprocess.Popen[bytes]], ipc: str) -> None:
+def test_processes_share_a_pool(of: UnitSpec, managers: list[subprocess.Popen[bytes]], ipc: str) -> None:
     assert of.gpu is not None
     of = msgspec.structs.replace(of, gpu=msgspec.structs.replace(of.gpu, ipc=ipc))
     managers.append(server.start(of))
@@ -99,7 +99,7 @@ def test_processes_share_a_pool(of: Deployment, managers: list[subprocess.Popen[
 
 
 def test_each_rank_has_its_gpu(tmp_path: Path, managers: list[subprocess.Popen[bytes]]) -> None:
-    of = msgspec.structs.replace(deployment(tmp_path), ranks=2, gpu=GpuDeployment(GPUS))
+    of = msgspec.structs.replace(unit_spec(tmp_path), ranks=2, gpu=GpuSpec(GPUS))
     managers.append(server.start(of))
     with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:
         first, second = (client.map(of.models[0].name, rank) for rank in range(2))
@@ -113,7 +113,7 @@ def test_each_rank_has_its_gpu(tmp_path: Path, managers: list[subprocess.Popen[b
             assert other.device_pool is first.device_pool
 
 
-def test_a_mapping_outlives_the_manager(of: Deployment, managers: list[subprocess.Popen[bytes]]) -> None:
+def test_a_mapping_outlives_the_manager(of: UnitSpec, managers: list[subprocess.Popen[bytes]]) -> None:
     managers.append(server.start(of))
     client = MemoryClient(of.memory_socket, "c", timeout_s=60)
     view = client.map(of.models[0].name)
@@ -126,7 +126,7 @@ def test_a_mapping_outlives_the_manager(of: Deployment, managers: list[subproces
     client.close()
 
 
-def test_a_restarted_manager_serves_the_same_memory(of: Deployment, managers: list[subprocess.Popen[bytes]]) -> None:
+def test_a_restarted_manager_serves_the_same_memory(of: UnitSpec, managers: list[subprocess.Popen[bytes]]) -> None:
     def start(store: FdStore) -> None:
         fd = store.open_child()
         command = [*server.command(of, die_with_parent=False), "--fd-store", str(fd)]
@@ -163,7 +163,7 @@ def test_a_restarted_manager_serves_the_same_memory(of: Deployment, managers: li
 
 
 def test_without_a_keeper_the_next_manager_allocates_anew(
-    of: Deployment, managers: list[subprocess.Popen[bytes]]
+    of: UnitSpec, managers: list[subprocess.Popen[bytes]]
 ) -> None:
     managers.append(server.start(of))
     client = MemoryClient(of.memory_socket, "c", timeout_s=60)
@@ -179,7 +179,7 @@ def test_without_a_keeper_the_next_manager_allocates_anew(
         assert after.handle != before.handle
 
 
-def test_a_killed_client_leaves_nothing_behind(of: Deployment, managers: list[subprocess.Popen[bytes]]) -> None:
+def test_a_killed_client_leaves_nothing_behind(of: UnitSpec, managers: list[subprocess.Popen[bytes]]) -> None:
     managers.append(server.start(of))
     with pytest.raises(subprocess.CalledProcessError):
         map_in_another_process(of, "client.step(view, reserve=3)\nimport os\nos.kill(os.getpid(), 9)")
@@ -197,7 +197,7 @@ def test_a_killed_client_leaves_nothing_behind(of: Deployment, managers: list[su
     ],
 )
 def test_a_manager_that_cannot_start_says_why(
-    of: Deployment, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+    of: UnitSpec, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
 ) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(RuntimeError, match=words):
@@ -205,7 +205,7 @@ def test_a_manager_that_cannot_start_says_why(
 
 
 def test_a_client_that_cannot_map_says_why(
-    of: Deployment, managers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+    of: UnitSpec, managers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     managers.append(server.start(of))
     with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:

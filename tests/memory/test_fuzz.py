@@ -13,8 +13,8 @@ import struct
 import time
 from collections.abc import Iterator
 
-from muxserve.deployment import Deployment
 from muxserve.memory.client import MemoryClient
+from muxserve.spec import UnitSpec
 from tests.memory.conftest import Start
 from tests.memory.raw import HAND_OFF, HEADER, HELLO, MAGIC, STATISTICS, STEP, VERSION, text
 from tests.memory.support import assert_balanced
@@ -101,7 +101,7 @@ class BadClient:
         return self.frame(operation, payload, announced)
 
 
-def play(start: Start, of: Deployment, seed: int) -> None:
+def play(start: Start, of: UnitSpec, seed: int) -> None:
     process = start(of, OPTIONS)
     pick = random.Random(seed)
     bystander = MemoryClient(of.memory_socket, "bystander", timeout_s=60)
@@ -133,7 +133,7 @@ def play(start: Start, of: Deployment, seed: int) -> None:
     assert process.wait(60) == 0
 
 
-def test_bad_clients_harm_nobody(start: Start, small: Deployment) -> None:
+def test_bad_clients_harm_nobody(start: Start, small: UnitSpec) -> None:
     for seed in seeds():
         try:
             play(start, small, seed)

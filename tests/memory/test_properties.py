@@ -26,11 +26,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, _native, server
 from muxserve.memory.client import MemoryClient
+from muxserve.spec import UnitSpec
 from tests.memory.reference import Model, Reference, Refusal
-from tests.memory.support import block_hash, deployment, ids, model, stats_of
+from tests.memory.support import block_hash, ids, model, stats_of, unit_spec
 from tests.support.patience import eventually
 
 CLIENTS = 3
@@ -40,8 +40,8 @@ PAGES = 41
 QUOTAS = [(30, 11), (41, 0), (0, 41), (20, 21), (12, 6), (41, 1)]
 
 
-def small_pool(run_dir: Path) -> Deployment:
-    return deployment(run_dir, PAGES, [model("a", 2, 3, 20, 30), model("b", 1, 2, 40, 11)])
+def small_pool(run_dir: Path) -> UnitSpec:
+    return unit_spec(run_dir, PAGES, [model("a", 2, 3, 20, 30), model("b", 1, 2, 40, 11)])
 
 
 class Backend(Protocol):

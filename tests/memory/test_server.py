@@ -14,13 +14,13 @@ import msgspec
 import psutil
 import pytest
 
-from muxserve.deployment import Deployment, PoolDeployment, save
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
-from tests.memory.support import deployment, model
+from muxserve.spec import PoolSpec, UnitSpec, save
+from tests.memory.support import model, unit_spec
 from tests.support.patience import eventually
 
-Start = Callable[[Deployment], subprocess.Popen[bytes]]
+Start = Callable[[UnitSpec], subprocess.Popen[bytes]]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -76,13 +76,13 @@ def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
 
 
 def test_quotas_over_the_pool_are_refused(tmp_path: Path) -> None:
-    of = deployment(tmp_path, 100, [model("a", 2, 3, 20, 60), model("b", 1, 2, 40, 41)])
+    of = unit_spec(tmp_path, 100, [model("a", 2, 3, 20, 60), model("b", 1, 2, 40, 41)])
     with pytest.raises(RuntimeError, match=r"status 2: .*sum to 101 pages, more than the pool's 100"):
         server.start(of)
 
 
 def test_a_pool_larger_than_shared_memory_is_refused(tmp_path: Path) -> None:
-    huge = msgspec.structs.replace(deployment(tmp_path, models=[]), pools=[PoolDeployment("p", 1 << 30, 1 << 16)])
+    huge = msgspec.structs.replace(unit_spec(tmp_path, models=[]), pools=[PoolSpec("p", 1 << 30, 1 << 16)])
     with pytest.raises(RuntimeError, match=r"status 3: .*make the pools smaller"):
         server.start(huge)
     assert not list(Path("/dev/shm").glob(f"{server.prefix(huge)}.pool.*"))
@@ -91,8 +91,8 @@ def test_a_pool_larger_than_shared_memory_is_refused(tmp_path: Path) -> None:
 
 def test_models_of_several_pools(start: Start, tmp_path: Path) -> None:
     of = msgspec.structs.replace(
-        deployment(tmp_path),
-        pools=[PoolDeployment("p", 64, 50), PoolDeployment("q", 4096, 30)],
+        unit_spec(tmp_path),
+        pools=[PoolSpec("p", 64, 50), PoolSpec("q", 4096, 30)],
         models=[model("in p", 2, 3, 20, 49, "p"), model("in q", 1, 2, 40, 29, "q")],
     )
     start(of)
@@ -105,14 +105,14 @@ def test_models_of_several_pools(start: Start, tmp_path: Path) -> None:
 
 
 def test_names_of_any_language(start: Start, tmp_path: Path) -> None:
-    of = deployment(tmp_path, models=[model('org/modèle "β" 模型', 1, 1, 4, 4)])
+    of = unit_spec(tmp_path, models=[model('org/modèle "β" 模型', 1, 1, 4, 4)])
     start(of)
     with MemoryClient(of.memory_socket, "kunde ✓", timeout_s=60) as client:
         assert len(client.step('org/modèle "β" 模型', reserve=1).reserved) == 1
         assert client.stats()["clients"][0]["name"] == "kunde ✓"
 
 
-def test_only_one_manager_at_a_socket_and_a_prefix(start: Start, small: Deployment, tmp_path: Path) -> None:
+def test_only_one_manager_at_a_socket_and_a_prefix(start: Start, small: UnitSpec, tmp_path: Path) -> None:
     start(small)
     with pytest.raises(RuntimeError, match=r"status 3: .*another memory manager is running"):
         server.start(small)
@@ -129,7 +129,7 @@ def test_only_one_manager_at_a_socket_and_a_prefix(start: Start, small: Deployme
         assert len(client.step("a", reserve=1).reserved) == 1
 
 
-def test_a_stale_socket_is_replaced(start: Start, small: Deployment) -> None:
+def test_a_stale_socket_is_replaced(start: Start, small: UnitSpec) -> None:
     process = start(small)
     process.kill()
     process.wait()
@@ -138,19 +138,19 @@ def test_a_stale_socket_is_replaced(start: Start, small: Deployment) -> None:
     MemoryClient(small.memory_socket, "c", timeout_s=60).close()
 
 
-def test_only_this_user_may_connect(start: Start, small: Deployment) -> None:
+def test_only_this_user_may_connect(start: Start, small: UnitSpec) -> None:
     start(small)
     assert os.stat(small.memory_socket).st_mode & 0o777 == 0o600
     for segment in Path("/dev/shm").glob(f"{server.prefix(small)}.*"):
         assert segment.stat().st_mode & 0o777 == 0o600
 
 
-def test_it_dies_with_its_parent(small: Deployment, tmp_path: Path) -> None:
-    plan = tmp_path / "deployment.json"
+def test_it_dies_with_its_parent(small: UnitSpec, tmp_path: Path) -> None:
+    plan = tmp_path / "unit.json"
     save(small, plan)
     code = (
         "import os, signal, sys\n"
-        "from muxserve.deployment import load\n"
+        "from muxserve.spec import load\n"
         "from muxserve.memory import server\n"
         "print(server.start(load(sys.argv[1])).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -170,7 +170,7 @@ def test_it_dies_with_its_parent(small: Deployment, tmp_path: Path) -> None:
 
 
 def test_the_pool_takes_memory_only_where_it_is_written(start: Start, tmp_path: Path) -> None:
-    of = deployment(tmp_path, 1_000_000)  # 64 MB
+    of = unit_spec(tmp_path, 1_000_000)  # 64 MB
     start(of)
     segment = Path(f"/dev/shm/{server.prefix(of)}.pool.0")
     assert segment.stat().st_size == 64_000_000
@@ -182,7 +182,7 @@ def test_the_pool_takes_memory_only_where_it_is_written(start: Start, tmp_path: 
 
 
 def test_every_rank_has_memory_of_its_own_and_one_page_table(start: Start, tmp_path: Path) -> None:
-    of = msgspec.structs.replace(deployment(tmp_path), ranks=2)
+    of = msgspec.structs.replace(unit_spec(tmp_path), ranks=2)
     start(of)
     name = of.models[0].name
     with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:

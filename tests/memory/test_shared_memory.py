@@ -14,7 +14,7 @@ import pytest
 
 from muxserve.memory import MemoryManagerError, server
 from muxserve.memory.client import MemoryClient
-from tests.memory.support import assert_balanced, deployment, model
+from tests.memory.support import assert_balanced, model, unit_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = 20_001  # of 64 bytes: a pool of 1.25 MiB
@@ -31,7 +31,7 @@ def in_small_shared_memory(scenario: str, mebibytes: int, run_dir: Path) -> None
 
 
 def too_small(run_dir: Path) -> None:
-    of = deployment(run_dir, PAGES, [model("a", 1, 1, PAGES, 1000)])
+    of = unit_spec(run_dir, PAGES, [model("a", 1, 1, PAGES, 1000)])
     with pytest.raises(
         RuntimeError, match=r"status 3: .*MiB of shared memory, /dev/shm has 1 MiB left: make the pools"
     ):
@@ -46,7 +46,7 @@ def fill(path: Path) -> None:
 
 
 def full_later(run_dir: Path) -> None:
-    of = deployment(run_dir, PAGES, [model("a", 1, 1, PAGES, 20_000)])
+    of = unit_spec(run_dir, PAGES, [model("a", 1, 1, PAGES, 20_000)])
     process = server.start(of)
     with MemoryClient(of.memory_socket, "client", timeout_s=60) as client:
         with pytest.raises(OSError, match="No space left"):

@@ -8,7 +8,7 @@ import msgspec
 import psutil
 
 from benchmarks.two_units import MODEL, Pair, TwoUnits
-from muxserve import deployment as deployments
+from muxserve import spec
 from muxserve.memory.client import MemoryClient
 from tests.support.patience import PATIENCE, eventually
 
@@ -40,10 +40,10 @@ def process(pair: Pair | TwoUnits, unit: str, part: str) -> psutil.Process:
 def limit(pair: Pair, bandwidth: float) -> None:
     """Have both copy so many bytes per second at most; 0: as many as they can."""
     for name, unit in pair.units.items():
-        known = deployments.load(unit.file)
+        known = spec.load(unit.file)
         if known.migration_bandwidth == bandwidth:
             continue
-        deployments.save(msgspec.structs.replace(known, migration_bandwidth=bandwidth), unit.file)
+        spec.save(msgspec.structs.replace(known, migration_bandwidth=bandwidth), unit.file)
         # Whoever is started next reads it.
         before = process(pair, name, "migrator")
         before.kill()
@@ -56,7 +56,7 @@ def used(units: TwoUnits) -> int:
     """Pages in use in both."""
     pages = 0
     for unit in units.units.values():
-        with MemoryClient(unit.deployment.memory_socket, "test") as client:
+        with MemoryClient(unit.unit_spec.memory_socket, "test") as client:
             pages += int(client.map(MODEL).counters.used_pages)
     return pages
 

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import zmq
 
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment, Keys, Listen
+from muxserve import spec
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.migration.process import MACHINE
 from muxserve.net import sockets
+from muxserve.spec import Keys, Listen, UnitSpec
 from muxserve.wire import (
     Message,
     MigratorHello,
@@ -31,7 +31,7 @@ from muxserve.wire import (
     decode,
     encode,
 )
-from tests.memory.support import deployment, model
+from tests.memory.support import model, unit_spec
 from tests.support.patience import PATIENCE, eventually
 
 M = TypeVar("M", bound=Message)
@@ -61,8 +61,8 @@ class Unit:
         run_dir = root / name
         run_dir.mkdir(parents=True)
         pages = (blocks - 1) * LAYERS * HEADS + 1
-        plain = deployment(run_dir, pages, [model(MODEL, LAYERS, HEADS, blocks, pages)])
-        self.deployment: Deployment = msgspec.structs.replace(
+        plain = unit_spec(run_dir, pages, [model(MODEL, LAYERS, HEADS, blocks, pages)])
+        self.unit_spec: UnitSpec = msgspec.structs.replace(
             plain,
             unit=name,
             ranks=ranks,
@@ -72,8 +72,8 @@ class Unit:
             keys=keys,
             migration_bandwidth=bandwidth,
         )
-        self.file = run_dir / "deployment.json"
-        deployments.save(self.deployment, self.file)
+        self.file = run_dir / "unit.json"
+        spec.save(self.unit_spec, self.file)
         self._machine = machine
         self._context = context
         self.memory: subprocess.Popen[bytes] | None = None
@@ -81,14 +81,14 @@ class Unit:
         self.log = run_dir / "migrator.log"
         self.heard: list[Message] = []
         self.start_memory()
-        self.engine = MemoryClient(self.deployment.memory_socket, "engine", 10.0)
+        self.engine = MemoryClient(self.unit_spec.memory_socket, "engine", 10.0)
         self.start_scheduler("1")
         self.start_migrator()
 
     # ------------------------------------------------------------ processes
 
     def start_memory(self) -> None:
-        self.memory = server.start(self.deployment)
+        self.memory = server.start(self.unit_spec)
 
     def restart(self, what: str) -> None:
         """Kill one of the processes and start it again, as the controller would."""
@@ -101,7 +101,7 @@ class Unit:
             self.close_memory_streams()
             self.start_memory()
             self.engine.close()
-            self.engine = MemoryClient(self.deployment.memory_socket, "engine", 10.0)
+            self.engine = MemoryClient(self.unit_spec.memory_socket, "engine", 10.0)
         else:
             self.start_migrator()
 
@@ -111,7 +111,7 @@ class Unit:
             environment[MACHINE] = self._machine
         with self.log.open("ab") as log:
             self.migrator = subprocess.Popen(
-                [sys.executable, "-m", "muxserve.migration.process", "--deployment", str(self.file)],
+                [sys.executable, "-m", "muxserve.migration.process", "--unit-spec", str(self.file)],
                 stderr=log,
                 env=environment,
             )
@@ -122,7 +122,7 @@ class Unit:
         self.router.linger = 0
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        sockets.bind_local(self.router, self.deployment.unit_address)
+        sockets.bind_local(self.router, self.unit_spec.unit_address)
 
     def stop_scheduler(self) -> None:
         self.router.close(linger=0)
@@ -140,7 +140,7 @@ class Unit:
                 process.wait(20)
         self.engine.close()
         self.close_memory_streams()
-        server.remove_segments(self.deployment)
+        server.remove_segments(self.unit_spec)
 
     def close_memory_streams(self) -> None:
         assert self.memory is not None
@@ -164,7 +164,7 @@ class Unit:
             left = end - time.monotonic()
             there = left > 0 and self.router.poll(left * 1000)
             assert there, (
-                f"no {kinds} from the migrator of {self.deployment.unit}; heard {self.heard}; {self.log.read_text()}"
+                f"no {kinds} from the migrator of {self.unit_spec.unit}; heard {self.heard}; {self.log.read_text()}"
             )
             _, frame = self.router.recv_multipart()
             message = decode(frame)
@@ -205,7 +205,7 @@ class Unit:
         blocks = self.engine.step(MODEL, reserve=count).reserved
         assert blocks.size == count
         noise = np.random.default_rng(seed)
-        for rank in range(self.deployment.ranks):
+        for rank in range(self.unit_spec.ranks):
             view = self.engine.map(MODEL, rank)
             pages = view.page_table[blocks].reshape(-1)
             view.pool[pages] = noise.integers(0, 256, (pages.size, view.pool.shape[1]), dtype=np.uint8)
@@ -214,7 +214,7 @@ class Unit:
     def content(self, blocks: list[int]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """By rank: uint8[blocks, pages of a block, page_bytes]."""
         ids = np.array(blocks, dtype=np.int64)
-        views = [self.engine.map(MODEL, rank) for rank in range(self.deployment.ranks)]
+        views = [self.engine.map(MODEL, rank) for rank in range(self.unit_spec.ranks)]
         return [view.pool[view.page_table[ids].reshape(len(blocks), -1)].copy() for view in views]
 
 
@@ -238,7 +238,7 @@ def moving(tokens: int, **changes: Any) -> Moving:
 
 
 def stage(move: str, target: Unit | str, since: int, blocks: list[int], reserve: int = 0) -> MoveStage:
-    address = target if isinstance(target, str) else target.deployment.migrator_address
+    address = target if isinstance(target, str) else target.unit_spec.migrator_address
     return MoveStage(move, MODEL, address, since, blocks, reserve)
 
 

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment
+from muxserve import spec
 from muxserve.migration.process import main
 from muxserve.net import sockets
-from tests.memory.support import deployment
+from muxserve.spec import UnitSpec
+from tests.memory.support import unit_spec
 
 
 def test_it_loads_neither_torch_nor_vllm() -> None:
@@ -26,33 +26,33 @@ def test_it_loads_neither_torch_nor_vllm() -> None:
 
 
 @pytest.fixture
-def small() -> Iterator[Deployment]:
+def small() -> Iterator[UnitSpec]:
     with tempfile.TemporaryDirectory(prefix="mx") as run_dir:
-        yield deployment(Path(run_dir))
+        yield unit_spec(Path(run_dir))
 
 
 def test_a_file_that_is_no_deployment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing, wrong = tmp_path / "missing.json", tmp_path / "wrong.json"
     wrong.write_text("{}")
     for path in (missing, wrong):
-        assert main(["--deployment", str(path)]) == 2
-        assert f"{path}: not a deployment" in capsys.readouterr().err
+        assert main(["--unit-spec", str(path)]) == 2
+        assert f"{path}: not a unit's spec" in capsys.readouterr().err
 
 
-def test_an_address_that_cannot_be_listened_on(small: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_cannot_be_listened_on(small: UnitSpec, capsys: pytest.CaptureFixture[str]) -> None:
     elsewhere = msgspec.structs.replace(small, run_dir=f"{small.run_dir}/missing")
-    file = Path(small.run_dir) / "deployment.json"
-    deployments.save(elsewhere, file)
-    assert main(["--deployment", str(file)]) == 3
+    file = Path(small.run_dir) / "unit.json"
+    spec.save(elsewhere, file)
+    assert main(["--unit-spec", str(file)]) == 3
     assert f"cannot listen on {elsewhere.migrator_address}" in capsys.readouterr().err
 
 
-def test_it_ends_in_order(small: Deployment) -> None:
+def test_it_ends_in_order(small: UnitSpec) -> None:
     """Without memory manager and without unit scheduler: it waits for both, and SIGTERM ends it."""
-    file = Path(small.run_dir) / "deployment.json"
-    deployments.save(small, file)
+    file = Path(small.run_dir) / "unit.json"
+    spec.save(small, file)
     process = subprocess.Popen(
-        [sys.executable, "-m", "muxserve.migration.process", "--deployment", str(file)], stderr=subprocess.PIPE
+        [sys.executable, "-m", "muxserve.migration.process", "--unit-spec", str(file)], stderr=subprocess.PIPE
     )
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0

@@ -8,15 +8,15 @@ import subprocess
 import numpy as np
 import pytest
 
-from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.view import ModelView
 from muxserve.migration.local_pool import Home
 from muxserve.migration.pages import HostPages, Pages
+from muxserve.spec import UnitSpec
 from tests.memory.conftest import Start, manager, small, start  # noqa: F401 (fixtures)
 
 
-def test_it_waits_for_a_manager(start: Start, small: Deployment) -> None:  # noqa: F811
+def test_it_waits_for_a_manager(start: Start, small: UnitSpec) -> None:  # noqa: F811
     home = Home(small, HostPages)
     assert not home.connect()
     assert not home.look()
@@ -31,7 +31,7 @@ def test_it_waits_for_a_manager(start: Start, small: Deployment) -> None:  # noq
     home.close()
 
 
-def test_blocks_and_pages(manager: subprocess.Popen[bytes], small: Deployment) -> None:  # noqa: F811
+def test_blocks_and_pages(manager: subprocess.Popen[bytes], small: UnitSpec) -> None:  # noqa: F811
     home = Home(small, HostPages)
     assert home.connect()
     blocks = home.reserve("a", 3)
@@ -52,7 +52,7 @@ def test_blocks_and_pages(manager: subprocess.Popen[bytes], small: Deployment) -
     home.close()
 
 
-def test_a_manager_that_dies(manager: subprocess.Popen[bytes], start: Start, small: Deployment) -> None:  # noqa: F811
+def test_a_manager_that_dies(manager: subprocess.Popen[bytes], start: Start, small: UnitSpec) -> None:  # noqa: F811
     home = Home(small, HostPages)
     assert home.connect()
     life = home.life
@@ -72,7 +72,7 @@ def test_a_manager_that_dies(manager: subprocess.Popen[bytes], start: Start, sma
 
 def test_pools_that_cannot_be_used_are_told_once(
     manager: subprocess.Popen[bytes],  # noqa: F811
-    small: Deployment,  # noqa: F811
+    small: UnitSpec,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def lost(view: ModelView) -> Pages:

@@ -100,7 +100,7 @@ class Gateway(TwoUnits):
 
     @property
     def tokens_address(self) -> str:
-        return f"ipc://{next(iter(self.units.values())).deployment.run_dir}/tokens.sock"
+        return f"ipc://{next(iter(self.units.values())).unit_spec.run_dir}/tokens.sock"
 
     def _take(self, unit: str, role: str, frames: list[bytes], now: float) -> None:
         message = decode(frames[0])

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from muxserve.deployment import Deployment
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
 from muxserve.migration import remote_pools as module
 from muxserve.migration.pages import HostPages
 from muxserve.migration.remote_pools import Neighbours
 from muxserve.migration.tasks import Join
+from muxserve.spec import UnitSpec
 from tests.memory.conftest import Start, connect, manager, small, start  # noqa: F401 (fixtures)
 
 Connect = Callable[[str], MemoryClient]
@@ -34,16 +34,16 @@ def shared(client: MemoryClient, key: str, count: int = 2) -> Join:
     return Join("move", "a", "", client.generation, key, tuple(blocks))
 
 
-def at(join: Join, deployment: Deployment, **changes: object) -> Join:
+def at(join: Join, unit_spec: UnitSpec, **changes: object) -> Join:
     fields = {name: getattr(join, name) for name in join.__slots__}
-    return Join(**{**fields, "memory_socket": deployment.memory_socket, **changes})  # type: ignore[arg-type]
+    return Join(**{**fields, "memory_socket": unit_spec.memory_socket, **changes})  # type: ignore[arg-type]
 
 
 def free(client: MemoryClient) -> int:
     return int(client.stats()["pools"][0]["free_pages"])
 
 
-def test_both_hold_the_blocks(connect: Connect, small: Deployment, others: Neighbours) -> None:  # noqa: F811
+def test_both_hold_the_blocks(connect: Connect, small: UnitSpec, others: Neighbours) -> None:  # noqa: F811
     migrator, other = connect("migrator"), connect("other")
     before = free(other)
     assert others.join(at(shared(migrator, "k1"), small))
@@ -59,11 +59,11 @@ def test_both_hold_the_blocks(connect: Connect, small: Deployment, others: Neigh
     others.leave("move")  # twice does no harm
 
 
-def test_nobody_reaches_it(others: Neighbours, small: Deployment) -> None:  # noqa: F811
+def test_nobody_reaches_it(others: Neighbours, small: UnitSpec) -> None:  # noqa: F811
     assert not others.join(Join("move", "a", small.memory_socket, 1, "k", (1,)))
 
 
-def test_what_is_not_there_any_more(connect: Connect, small: Deployment, others: Neighbours) -> None:  # noqa: F811
+def test_what_is_not_there_any_more(connect: Connect, small: UnitSpec, others: Neighbours) -> None:  # noqa: F811
     migrator = connect("migrator")
     join = at(shared(migrator, "k"), small)
     with pytest.raises(MemoryManagerGone, match="started anew"):
@@ -81,7 +81,7 @@ def test_a_manager_that_started_anew(
     manager: subprocess.Popen[bytes],  # noqa: F811
     connect: Connect,  # noqa: F811
     start: Start,  # noqa: F811
-    small: Deployment,  # noqa: F811
+    small: UnitSpec,  # noqa: F811
     others: Neighbours,
 ) -> None:
     assert others.join(at(shared(connect("migrator"), "k"), small))
@@ -103,7 +103,7 @@ def test_a_manager_that_started_anew(
 def test_memory_is_let_go_of(
     manager: subprocess.Popen[bytes],  # noqa: F811
     connect: Connect,  # noqa: F811
-    small: Deployment,  # noqa: F811
+    small: UnitSpec,  # noqa: F811
     others: Neighbours,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

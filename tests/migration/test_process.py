@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import zmq
 
-from muxserve.deployment import Listen
 from muxserve.net import sockets
+from muxserve.spec import Listen
 from muxserve.wire import (
     MoveAbort,
     MoveCommit,
@@ -57,8 +57,8 @@ def move_all(a: Unit, b: Unit, count: int, address: str = "", move: str = "a:1:1
     b.until_moving_in({MODEL: 1})
     a.send(stage(move, address or b, first, blocks[first:]))
     staged = a.next(MoveStaged)
-    page_bytes = a.deployment.pools[0].page_bytes
-    assert (staged.until, staged.bytes) == (count, (count - first) * PAGES * page_bytes * a.deployment.ranks)
+    page_bytes = a.unit_spec.pools[0].page_bytes
+    assert (staged.until, staged.bytes) == (count, (count - first) * PAGES * page_bytes * a.unit_spec.ranks)
     request = moving(count * TOKENS - 3)
     a.send(MoveCommit(move, request))
     take_over = b.next(TakeOver)
@@ -179,7 +179,7 @@ def test_an_aborted_move_leaves_nothing(units: MakeUnits) -> None:
         b.until_moving_in({})
         b.eventually_free(free)
         a.engine.close()
-        a.engine = type(a.engine)(a.deployment.memory_socket, "engine", 10.0)
+        a.engine = type(a.engine)(a.unit_spec.memory_socket, "engine", 10.0)
     # Nobody was told, since nobody else wanted to know.
     move_all(a, b, 4, move="a:1:2")
     assert not [message for message in a.heard if isinstance(message, MoveFailed)]
@@ -210,7 +210,7 @@ def test_other_layouts_and_other_models_are_refused(units: MakeUnits) -> None:
 
 def test_nobody_is_there(units: MakeUnits) -> None:
     a, b = units()
-    a.send(stage("a:1:1", f"ipc://{b.deployment.run_dir}/nobody.sock", 0, a.fill(2), reserve=2))
+    a.send(stage("a:1:1", f"ipc://{b.unit_spec.run_dir}/nobody.sock", 0, a.fill(2), reserve=2))
     assert "no migrator listens" in a.next(MoveFailed, seconds=2.0).reason
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
+from muxserve.cluster.fleet_plan import fleet_spec_of, planned_unit
 from muxserve.cluster.plan import FleetPlan, plan_fleet
 from muxserve.cluster.rules import prefill_seconds
 from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
@@ -20,7 +20,6 @@ from muxserve.control.changes import ChangeError
 from muxserve.costs.architecture import read_architecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
-from muxserve.deployment import Deployment, FleetDeployment
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.architectures import BUILT_IN
@@ -28,6 +27,7 @@ from muxserve.planning.later import LaterUnits
 from muxserve.planning.parts import possible_units, units_at_start
 from muxserve.planning.planfile import load_plan, save_plan
 from muxserve.planning.serving import FleetPlanner, NoRoomError, notes_of
+from muxserve.spec import FleetSpec, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.cluster import Arrangement, Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
@@ -61,12 +61,12 @@ def plan(declared: Fleet, file: Path | None = None, gpus: GpuMachine = NONE) -> 
     return FleetPlanner(declared, MACHINE, lambda: gpus).at_start(file)
 
 
-def deployed(declared: Fleet, plans: list[FleetPlan]) -> FleetDeployment:
-    return fleet_deployment(declared, [planned_unit(each, "/run") for each in plans], "/run")
+def deployed(declared: Fleet, plans: list[FleetPlan]) -> FleetSpec:
+    return fleet_spec_of(declared, [planned_unit(each, "/run") for each in plans], "/run")
 
 
-def unit_of(plans: list[FleetPlan], number: int = 0) -> Deployment:
-    return planned_unit(plans[number], "/run").deployment
+def unit_of(plans: list[FleetPlan], number: int = 0) -> UnitSpec:
+    return planned_unit(plans[number], "/run").unit_spec
 
 
 def refused(declared: Fleet, *arguments: object) -> str:
@@ -81,7 +81,7 @@ class TestUnits:
         assert (units_at_start(declared), possible_units(declared)) == (6, 6)
         plans = plan(declared)
         told = deployed(declared, plans)
-        assert [(unit.name, unit.serves, unit.deployment.policy) for unit in told.units] == [
+        assert [(unit.name, unit.serves, unit.unit_spec.policy) for unit in told.units] == [
             ("u0", ["atlas"], "adbs"),
             ("u1", ["atlas"], "adbs"),
             ("u2", ["arithmetic"], "rolling"),
@@ -89,7 +89,7 @@ class TestUnits:
             ("u4", ["arithmetic"], "rolling"),
             ("u5", ["frontdesk"], "pipelined"),
         ]
-        assert [unit.deployment.models[0].engines for unit in told.units[1:3]] == [("prefill", "decode"), ("both",)]
+        assert [unit.unit_spec.models[0].engines for unit in told.units[1:3]] == [("prefill", "decode"), ("both",)]
         assert [plan.fleet.models[0].rate for plan in plans] == [3.0, 3.0, 2.0, 2.0, 2.0, 6.0]
         assert [model.name for model in told.models] == ["arithmetic", "atlas", "frontdesk"]
 
@@ -147,8 +147,8 @@ def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: st
     assert len(plans) == units_at_start(declared) <= possible_units(declared)
     for model in declared.models:
         assert len(told.replicas(model.name)) == model.replicas.at_start
-        units = [u.deployment for u in told.units if model.name in [m.name for m in u.deployment.models]]
-        more = planned_unit(planner.unit("late", [model.name], told), "/run").deployment
+        units = [u.unit_spec for u in told.units if model.name in [m.name for m in u.unit_spec.models]]
+        more = planned_unit(planner.unit("late", [model.name], told), "/run").unit_spec
         assert len({unit.layout(model.name) for unit in (*units, more)}) == 1
         assert {unit.model(model.name).phases for unit in (*units, more)} == {model.phases}
         assert (model.name in told.rolling) == (model.phases == "rolling")
@@ -252,10 +252,10 @@ class TestGpus:
         plans = plan(declared, gpus=H200)
         told = deployed(declared, plans)
         assert possible_units(declared) == 4
-        uuids = [tuple(unit.deployment.gpu.uuids) for unit in told.units if unit.deployment.gpu]
+        uuids = [tuple(unit.unit_spec.gpu.uuids) for unit in told.units if unit.unit_spec.gpu]
         assert len({uuid for each in uuids for uuid in each}) == 6
         assert [len(each) for each in uuids] == [2, 2, 2]
-        rolling = told.units[1].deployment
+        rolling = told.units[1].unit_spec
         assert (rolling.policy, rolling.ranks, rolling.stages) == ("rolling", 2, 1)
         assert (rolling.models[0].prefill_share, rolling.models[0].decode_share) == (1.0, 1.0)
         assert rolling.models[0].kv_heads == 2
@@ -296,7 +296,7 @@ class TestGpus:
         more = planner.unit("u1", ["arithmetic"], told)
         assert more.gpu is not None
         assert len(more.gpu.gpus) == 2
-        assert {gpu.uuid for gpu in more.gpu.gpus}.isdisjoint(told.units[0].deployment.gpu.uuids)  # type: ignore[union-attr]
+        assert {gpu.uuid for gpu in more.gpu.gpus}.isdisjoint(told.units[0].unit_spec.gpu.uuids)  # type: ignore[union-attr]
         full = deployed(declared, [*planner.at_start(), more])
         with pytest.raises(NoRoomError, match="0 are free"):
             planner.unit("u2", ["arithmetic"], full)
@@ -325,11 +325,11 @@ class TestPlanFiles:
         planner = FleetPlanner(declared, MACHINE, lambda: NONE)
         plans = planner.at_start(file)
         told = deployed(planner.fleet, plans)
-        assert [unit.deployment.policy for unit in told.units] == ["rolling"] * 3
+        assert [unit.unit_spec.policy for unit in told.units] == ["rolling"] * 3
         assert told.rolling.keys() == {"arithmetic"}
         assert {each.unit.models[0].threads for each in plans} == {2}
-        more = planned_unit(planner.unit("u3", ["arithmetic"], told), "/run").deployment
-        assert (more.policy, more.layout("arithmetic")) == ("rolling", told.units[0].deployment.layout("arithmetic"))
+        more = planned_unit(planner.unit("u3", ["arithmetic"], told), "/run").unit_spec
+        assert (more.policy, more.layout("arithmetic")) == ("rolling", told.units[0].unit_spec.layout("arithmetic"))
 
     def test_are_read_as_they_were_written(self, tmp_path: Path) -> None:
         file = saved(
@@ -408,21 +408,21 @@ class TestAuto:
         planner = FleetPlanner(fleet("phases: auto", "phases: pipelined"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
         assert (self.asked, self.gpus) == (["arithmetic"], [])
-        assert [(u.deployment.policy, u.deployment.stages) for u in told.units] == [
+        assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [
             ("adbs", 1),
             ("pipelined", 4),
             ("pipelined", 2),
         ]
         assert planner.reasons == ["arithmetic is pipelined: it is best"]
         assert planner.fleet.model("arithmetic").stages == 4
-        more = planned_unit(planner.unit("late", ["arithmetic"], told), "/run").deployment
+        more = planned_unit(planner.unit("late", ["arithmetic"], told), "/run").unit_spec
         assert more.stages == 4
 
     def test_what_cannot_be_compared_is_multiplexed(self) -> None:
         unknown = GpuMachine((Gpu(0, "GPU-0", "NVIDIA Quux 9000", 80 << 30, 0, capability=(9, 0)),))
         declared = only("phases: auto", head="cluster: {gpus: 1}")
         planner = FleetPlanner(declared, MACHINE, lambda: unknown)
-        assert planned_unit(planner.at_start()[0], "/run").deployment.policy == "adbs"
+        assert planned_unit(planner.at_start()[0], "/run").unit_spec.policy == "adbs"
         assert planner.reasons == ["arithmetic is multiplexed: nothing is known of the speed of a NVIDIA Quux 9000"]
 
     def test_nothing_is_compared_where_a_plan_says_it(self, tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ class TestAuto:
         planner = FleetPlanner(only("phases: multiplexed"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
         addition = LaterUnits(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
-        assert [unit.deployment.policy for unit in addition.units] == ["rolling", "rolling"]
+        assert [unit.unit_spec.policy for unit in addition.units] == ["rolling", "rolling"]
         assert addition.rolling is not None
         assert planner.fleet.model("atlas").phases == "rolling"
 
@@ -467,5 +467,5 @@ def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypa
 def test_the_examples_can_be_deployed(name: str, policy: str, units: int) -> None:
     declared = load_fleet(ROOT / f"configs/{name}.yaml")
     told = deployed(declared, plan(declared))
-    assert [unit.deployment.policy for unit in told.units] == [policy] * units
-    assert math.prod(unit.deployment.stages for unit in told.units) == (2 if name == "pipeline" else 1)
+    assert [unit.unit_spec.policy for unit in told.units] == [policy] * units
+    assert math.prod(unit.unit_spec.stages for unit in told.units) == (2 if name == "pipeline" else 1)

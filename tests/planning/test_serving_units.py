@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.cluster.fleet_plan import fleet_deployment, planned_unit
+from muxserve.cluster.fleet_plan import fleet_spec_of, planned_unit
 from muxserve.cluster.plan import FleetPlan
 from muxserve.config import Fleet, FleetError, Replicas, parse_fleet
 from muxserve.costs.roofline import Roofline
-from muxserve.deployment import FleetDeployment, GpuDeployment
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.fleets import demands_of
@@ -21,6 +20,7 @@ from muxserve.planning.parts import possible_units, units_at_start
 from muxserve.planning.planfile import save_plan
 from muxserve.planning.serving import FleetPlanner, NoRoomError, notes_of
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.spec import FleetSpec, GpuSpec
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.memory import MemoryRules
@@ -48,8 +48,8 @@ def plan(
     return FleetPlanner(declared, machine, lambda: gpus).at_start(file)
 
 
-def deployed(declared: Fleet, plans: list[FleetPlan]) -> FleetDeployment:
-    return fleet_deployment(declared, [planned_unit(each, "/run") for each in plans], "/run")
+def deployed(declared: Fleet, plans: list[FleetPlan]) -> FleetSpec:
+    return fleet_spec_of(declared, [planned_unit(each, "/run") for each in plans], "/run")
 
 
 def names(plans: list[FleetPlan]) -> dict[str, list[str]]:
@@ -82,8 +82,8 @@ def test_replicas_can_exchange_what_they_hold() -> None:
     alone = plan(fleet().with_models([fleet().model("arithmetic")]))
     assert alone[0].unit.models[0].block_tokens == 32
     units = deployed(fleet("3"), plan(fleet("3"))).units
-    assert [unit.deployment.model("arithmetic").block_tokens for unit in units] == [64, 64, 64]
-    assert len({unit.deployment.layout("arithmetic") for unit in units}) == 1
+    assert [unit.unit_spec.model("arithmetic").block_tokens for unit in units] == [64, 64, 64]
+    assert len({unit.unit_spec.layout("arithmetic") for unit in units}) == 1
 
 
 BOUNDS = st.one_of(
@@ -106,8 +106,8 @@ def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: st
     assert [model.name for model in told.models] == [model.name for model in declared.models]
     for model in declared.models:
         assert len(told.replicas(model.name)) == model.replicas.at_start
-        units = [u.deployment for u in told.units if model.name in [m.name for m in u.deployment.models]]
-        more = planned_unit(planner.unit("late", [model.name], told), "/run").deployment
+        units = [u.unit_spec for u in told.units if model.name in [m.name for m in u.unit_spec.models]]
+        more = planned_unit(planner.unit("late", [model.name], told), "/run").unit_spec
         assert len({unit.layout(model.name) for unit in (*units, more)}) == 1
         offered = next(each for each in told.models if each.name == model.name)
         assert offered.max_len == min(unit.model(model.name).max_len for unit in (*units, more))
@@ -122,7 +122,7 @@ priorities: {gold: {rank: 5, target_load: 500}, normal: {rank: 0}}
 migration: {bandwidth: 1MiB, source_below: 10, destination_above: 20, in_flight: 3}"""
     declared = fleet("2", "{max: 3, hold: 1m, idle: 2m, wake: 3m}", head=head)
     plans = plan(declared)
-    told = fleet_deployment(declared, [planned_unit(each, "/run", port=9001) for each in plans], "/run", port=9001)
+    told = fleet_spec_of(declared, [planned_unit(each, "/run", port=9001) for each in plans], "/run", port=9001)
     assert (told.gateway.port, told.gateway.count, told.gateway.api_keys) == (9001, 2, ["a", "b"])
     assert told.key_levels == {"a": "gold"}
     assert told.scaling == {"atlas": ScalingRules(1, 3, hold=60.0, idle_seconds=120.0, wake_limit=180.0)}
@@ -132,19 +132,19 @@ migration: {bandwidth: 1MiB, source_below: 10, destination_above: 20, in_flight:
         ("gold", 5, 500),
         ("normal", 0, None),
     ]
-    assert [(unit.name, unit.serves, unit.deployment.run_dir) for unit in told.units] == [
+    assert [(unit.name, unit.serves, unit.unit_spec.run_dir) for unit in told.units] == [
         ("u0", ["arithmetic", "atlas", "frontdesk"], "/run/u0"),
         ("u1", ["arithmetic"], "/run/u1"),
     ]
     for unit in told.units:
-        assert (unit.deployment.migration, unit.deployment.migration_bandwidth) == (told.migration, float(1 << 20))
-        assert (unit.deployment.levels, unit.deployment.default_level) == (told.levels, "normal")
-        assert unit.deployment.gateway.port == 9001
+        assert (unit.unit_spec.migration, unit.unit_spec.migration_bandwidth) == (told.migration, float(1 << 20))
+        assert (unit.unit_spec.levels, unit.unit_spec.default_level) == (told.levels, "normal")
+        assert unit.unit_spec.gateway.port == 9001
     # u1 has room for longer sequences; what is offered fits everywhere.
-    lengths = [unit.deployment.model("arithmetic").max_len for unit in told.units]
+    lengths = [unit.unit_spec.model("arithmetic").max_len for unit in told.units]
     assert next(model for model in told.models if model.name == "arithmetic").max_len == min(lengths)
     assert [model.name for model in told.models] == ["arithmetic", "atlas", "frontdesk"]
-    assert msgspec.json.decode(msgspec.json.encode(told), type=FleetDeployment) == told
+    assert msgspec.json.decode(msgspec.json.encode(told), type=FleetSpec) == told
 
 
 def test_migration_can_be_switched_off() -> None:
@@ -179,9 +179,9 @@ def test_a_unit_more_is_like_those_that_run() -> None:
     told = deployed(declared, planner.at_start())
     more = planner.unit("u2", ["arithmetic"], told)
     assert (more.name, more.served, more.unit.pool_bytes) == ("u2", ("arithmetic",), 64 << 20)
-    late = planned_unit(more, "/run").deployment
+    late = planned_unit(more, "/run").unit_spec
     assert late.run_dir == "/run/u2"
-    assert late.layout("arithmetic") == told.units[0].deployment.layout("arithmetic")
+    assert late.layout("arithmetic") == told.units[0].unit_spec.layout("arithmetic")
     assert late.model("arithmetic").max_len == told.models[0].max_len
 
 
@@ -205,8 +205,8 @@ def test_a_model_that_is_added_has_a_unit_of_its_own_kind() -> None:
     assert first.unit.models[0].block_tokens == 32
     entry = deployed(planner.fleet, [first]).units[0]
     both = msgspec.structs.replace(told, units=[*told.units, entry])
-    second = planned_unit(planner.unit("u3", ["atlas"], both), "/run").deployment
-    assert second.layout("atlas") == entry.deployment.layout("atlas")
+    second = planned_unit(planner.unit("u3", ["atlas"], both), "/run").unit_spec
+    assert second.layout("atlas") == entry.unit_spec.layout("atlas")
     planner.forget("atlas")
     assert "atlas" not in [model.name for model in planner.fleet.models]
 
@@ -230,7 +230,7 @@ def test_units_as_a_plan_has_them(tmp_path: Path) -> None:
     assert [each.unit.pool_bytes >> 20 for each in plans] == [64, 65]
     assert {model.rate for each in plans for model in each.fleet.models} == {2.0}
     assert {model.threads for each in plans for model in each.unit.models} == {2}
-    assert len({unit.deployment.layout("arithmetic") for unit in deployed(fleet(), plans).units}) == 1
+    assert len({unit.unit_spec.layout("arithmetic") for unit in deployed(fleet(), plans).units}) == 1
 
 
 def test_a_plan_and_a_file_that_contradict_each_other(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_ray_chooses_the_gpus() -> None:
     declared = fleet("1", head="cluster: {gpus: 2, launcher: ray, sm_sharing: green_contexts}")
     (made,) = plan(declared, None, MACHINE, H200)
     assert made.gpu is not None
-    assert (made.gpu.elsewhere, made.gpu.deployed) == (True, GpuDeployment([], "green_contexts"))
+    assert (made.gpu.elsewhere, made.gpu.deployed) == (True, GpuSpec([], "green_contexts"))
     assert "2 GPUs (NVIDIA H200, 140.4 GiB) of whichever machine has them free" in made.notes[0]
     assert "if MPS works there" in made.notes[0]
     off = fleet("1", head="cluster: {gpus: 1, launcher: ray, mps: off}")
@@ -358,8 +358,8 @@ def test_later_units_on_ray_are_counted() -> None:
     plans = planner.at_start()
     running = deployed(declared, plans)
     # Ray gave it one that nobody had thought of.
-    unit = msgspec.structs.replace(running.units[0].deployment, gpu=GpuDeployment(["GPU-of-a-node"], "off"))
-    running = msgspec.structs.replace(running, units=[msgspec.structs.replace(running.units[0], deployment=unit)])
+    unit = msgspec.structs.replace(running.units[0].unit_spec, gpu=GpuSpec(["GPU-of-a-node"], "off"))
+    running = msgspec.structs.replace(running, units=[msgspec.structs.replace(running.units[0], unit_spec=unit)])
     name = declared.models[0].name
     more = planner.unit("u1", [name], running)
     assert more.gpu is not None

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from muxserve.deployment import ModelDeployment
 from muxserve.profiling.contention import Sample, Waiting, disturbance, step_seconds
 from muxserve.profiling.grid import DECODE_STEPS, Grid, fits, grid_for, pairs_of, parse_counts
+from muxserve.spec import ModelSpec
 
 
-def model(**changes: Any) -> ModelDeployment:
+def model(**changes: Any) -> ModelSpec:
     values: dict[str, Any] = {
         "name": "m",
         "path": "m",
@@ -37,7 +37,7 @@ def model(**changes: Any) -> ModelDeployment:
         "max_concurrency": 1,
         "max_queue": 1,
     }
-    return ModelDeployment(**{**values, **changes})
+    return ModelSpec(**{**values, **changes})
 
 
 def test_the_default_grid_runs_within_every_limit_of_the_model() -> None:

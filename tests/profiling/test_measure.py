@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muxserve.cluster.deploying import deployment_of
+from muxserve.cluster.deploying import unit_spec_of
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import plan_fleet
 from muxserve.config import load_fleet
@@ -18,10 +18,10 @@ from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
-from muxserve.deployment.run_dir import RunDir
 from muxserve.memory import server
 from muxserve.profiling.grid import Grid
 from muxserve.profiling.measure import Session
+from muxserve.spec.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Grid(tokens=(16, 128), sequences=(1, 2), chunk=64, batches=(1, 4), contexts=(64,))
@@ -47,7 +47,7 @@ class Run:
         self.stop_after: int | None = None
         self.task: asyncio.Task[None] | None = None
         self.session = Session(
-            deployment_of(plan, str(run_dir.path)),
+            unit_spec_of(plan, str(run_dir.path)),
             plan.architectures,
             [1],
             SMALL,
@@ -85,10 +85,10 @@ def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir) -
     assert total == 4 + 1 + 2 + 1
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(first.run())
-    assert not list(Path("/dev/shm").glob(f"{server.prefix(first.session.deployment)}.*"))
+    assert not list(Path("/dev/shm").glob(f"{server.prefix(first.session.unit_spec)}.*"))
     kept = load_profile(tmp_path / "profile.json")
     (engine,) = kept.engines
-    assert (engine.model, engine.share) == ("first", round(1 / first.session.deployment.cores, 4))
+    assert (engine.model, engine.share) == ("first", round(1 / first.session.unit_spec.cores, 4))
     assert len(engine.prefill) + len(engine.decode) == 5
 
     second = Run(tmp_path, run_dir, kept)

@@ -1,4 +1,4 @@
-"""Speaks as a unit's host does, and has no processes: python -m tests.ray.fake_host --deployment FILE ..."""
+"""Speaks as a unit's host does, and has no processes: python -m tests.ray.fake_host --unit-spec FILE ..."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import threading
 from pathlib import Path
 
 from muxserve.cluster.events import Failed, PartId, Ready, Stopping, Up, to_line
-from muxserve.deployment import load
+from muxserve.spec import load
 
 UNIT = PartId("unit")
 
 
 def main() -> int:
-    path = Path(sys.argv[sys.argv.index("--deployment") + 1])
-    deployment = load(path)
+    path = Path(sys.argv[sys.argv.index("--unit-spec") + 1])
+    unit_spec = load(path)
     lock = threading.Lock()
 
     def write(line: str) -> None:
@@ -29,7 +29,7 @@ def main() -> int:
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, end)
-    write(json.dumps({"event": "Sized", "deployment": json.loads(path.read_text())}))
+    write(json.dumps({"event": "Sized", "unit_spec": json.loads(path.read_text())}))
     write(to_line(Up(UNIT, 1, 0.1)))
     write(to_line(Ready(0.1)))
     print("started", sys.argv[1:], file=sys.stderr, flush=True)
@@ -39,7 +39,7 @@ def main() -> int:
         match command["do"]:
             case "state":
                 nice = os.getpriority(os.PRIO_PROCESS, 0)
-                reply["state"] = {"unit": deployment.unit, "arguments": sys.argv[1:], "nice": nice, "pid": os.getpid()}
+                reply["state"] = {"unit": unit_spec.unit, "arguments": sys.argv[1:], "nice": nice, "pid": os.getpid()}
             case "start_model" if command["model"] == "broken":
                 reply |= {"error": "no room", "part": {"kind": "engine", "model": "broken", "phase": "decode"}}
             case "tell":

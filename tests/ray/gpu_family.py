@@ -10,8 +10,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from muxserve.deployment import Deployment
 from muxserve.forks import direct, warm_parent
+from muxserve.spec import UnitSpec
 
 SEEN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 WEIGHTS = 1 << 30
@@ -22,17 +22,17 @@ def found() -> str:
     return json.dumps({name: os.environ.get(name) for name in SEEN})
 
 
-def run_holder(deployment: Deployment, model: str, control: Any) -> None:
+def run_holder(unit_spec: UnitSpec, model: str, control: Any) -> None:
     who = {"kind": "weights", "model": model, "phase": ""}
     control.event("progress", detail=found(), **who)
-    for rank in range(deployment.ranks):
+    for rank in range(unit_spec.ranks):
         figures = {"activation_bytes": 64 * MIB, "context_bytes": 300 * MIB, "graph_bytes": 32 * MIB}
         control.event("measured", kind="weights", model=model, rank=rank, weights_bytes=WEIGHTS, **figures)
     control.event("up", pid=os.getpid(), **who)
     signal.pause()
 
 
-def run_engine(deployment: Deployment, model: str, phase: str, progress: Any, up: Any) -> None:
+def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: Any) -> None:
     progress(found())
     up()
     signal.pause()

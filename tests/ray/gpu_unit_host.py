@@ -8,14 +8,14 @@ from pathlib import Path
 
 from muxserve.cluster import machine, unit_host
 from muxserve.cluster.launcher import Commands
-from muxserve.deployment import Deployment
 from muxserve.gpu.sm import client_environment
+from muxserve.spec import UnitSpec
 from tests.cluster.conftest import fake
 
 
-def commands(deployment: Deployment, file: Path) -> Commands:
+def commands(unit_spec: UnitSpec, file: Path) -> Commands:
     def python(module: str, *more: str) -> list[str]:
-        return [sys.executable, "-m", module, "--deployment", str(file), *more]
+        return [sys.executable, "-m", module, "--unit-spec", str(file), *more]
 
     return Commands(
         memory_manager=lambda store: fake("memory", file),
@@ -23,7 +23,7 @@ def commands(deployment: Deployment, file: Path) -> Commands:
         migrator=fake("migrator", file),
         warm_parent=lambda control: python("tests.ray.gpu_family", "--control-fd", str(control)),
         mps=python("muxserve.gpu.mps"),
-        environment=client_environment(deployment),
+        environment=client_environment(unit_spec),
     )
 
 

@@ -26,10 +26,10 @@ from muxserve.cluster.ray.unit import RayUnit
 from muxserve.cluster.ray.units import RayUnits
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, parse_fleet
-from muxserve.deployment import UnitEntry
 from muxserve.gpu import mps
 from muxserve.net import sockets
 from muxserve.planning.serving import FleetPlanner
+from muxserve.spec import UnitEntry
 from placement import Machine
 from tests.gpu_control.fake_nvml import GIB
 from tests.ray.cluster import Nodes, nodes
@@ -112,8 +112,8 @@ def pid_of(events: list[Event], part: PartId) -> int:
 
 
 def where(entry: UnitEntry) -> str:
-    assert entry.deployment.listen is not None
-    return entry.deployment.listen.host
+    assert entry.unit_spec.listen is not None
+    return entry.unit_spec.listen.host
 
 
 def lives(pid: int) -> bool:
@@ -144,14 +144,14 @@ class Story:
 
     def check(self, handle: RayUnit, mark: int = 0) -> Node:
         """Its processes are on GPUs of its node, under an MPS server of its own; returns the node."""
-        deployment = handle.entry.deployment
-        node, gpu = self.at[where(handle.entry)], deployment.gpu
+        unit_spec = handle.entry.unit_spec
+        node, gpu = self.at[where(handle.entry)], unit_spec.gpu
         assert gpu is not None
         assert gpu.sm_sharing == "mps"
         assert sorted(gpu.uuids) == node.uuids
         assert node.daemons()[-1] == ",".join(gpu.uuids), node.journal()
-        found = environments(self.events[deployment.unit][mark:])
-        pipe = str(deployment.mps_dir / "pipe")
+        found = environments(self.events[unit_spec.unit][mark:])
+        pipe = str(unit_spec.mps_dir / "pipe")
         share = {f"weights of {MODEL}": None, f"engine {MODEL}/prefill": "70", f"engine {MODEL}/decode": "30"}
         assert found == {
             part: {
@@ -162,7 +162,7 @@ class Story:
             for part, percentage in share.items()
         }, found
         # What was measured there decides, and not what was planned here.
-        (pool,) = deployment.pools
+        (pool,) = unit_spec.pools
         size = pool.num_pages * pool.page_bytes
         assert 0 < 0.92 * node.memory - WEIGHTS - size < 4 * GIB, size
         return node
@@ -218,7 +218,7 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     print("a killed unit is back with an MPS server of its own, and the old one is gone")
 
     # ---------------------------------------------------------------- a node whose MPS does not work
-    run_dir, daemons = Path(u1.entry.deployment.run_dir), other.pids("pid")
+    run_dir, daemons = Path(u1.entry.unit_spec.run_dir), other.pids("pid")
     await u1.stop()
     assert not run_dir.exists()
     assert not any(lives(pid) for pid in [*daemons, *other.pids("server")])
@@ -227,7 +227,7 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     other.tell("broken")
     mark = len(told.events["u1"])
     u1 = await told.start(second)
-    gpu = u1.entry.deployment.gpu
+    gpu = u1.entry.unit_spec.gpu
     assert gpu is not None
     assert (sorted(gpu.uuids), gpu.sm_sharing) == (other.uuids, "off")
     notes = [e.detail for e in told.events["u1"][mark:] if isinstance(e, Progress) and e.part.kind == "host"]

@@ -30,9 +30,9 @@ HEAD, ONE, OTHER = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 
 
 def planned(name: str, checkpoint: str, cores: int = 1) -> PlannedUnit:
-    deployment = entry(name, ["m", "broken", "fatal"], run_dir="/nowhere/0123456789").deployment
-    models = [msgspec.structs.replace(model, path=checkpoint) for model in deployment.models]
-    return PlannedUnit(msgspec.structs.replace(deployment, models=models, cores=cores), ("m",))
+    unit_spec = entry(name, ["m", "broken", "fatal"], run_dir="/nowhere/0123456789").unit_spec
+    models = [msgspec.structs.replace(model, path=checkpoint) for model in unit_spec.models]
+    return PlannedUnit(msgspec.structs.replace(unit_spec, models=models, cores=cores), ("m",))
 
 
 def is_back(events: list[Event]) -> bool:
@@ -76,7 +76,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     first, second = (handles[name].entry for name in ("u0", "u1"))
     assert first.remote
     assert first.serves == ["m"]
-    hosts = [unit.deployment.listen.host for unit in (first, second) if unit.deployment.listen is not None]
+    hosts = [unit.unit_spec.listen.host for unit in (first, second) if unit.unit_spec.listen is not None]
     assert sorted(hosts) == [ONE, OTHER], "each unit has a node of its own"
     print("two units on two nodes")
 
@@ -115,8 +115,8 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     kill(hosts[0])
     await until(lambda: is_back(events["u0"][mark:]), "u0 is on the other node")
     moved = u0.entry
-    assert moved.deployment.listen is not None
-    assert moved.deployment.listen.host == hosts[1]
+    assert moved.unit_spec.listen is not None
+    assert moved.unit_spec.listen.host == hosts[1]
     assert moved.unit_address != first.unit_address
     assert (await u0.state())["unit"] == "u0"
     assert handles["u1"].entry == second
@@ -135,7 +135,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
 
     # ---------------------------------------------------------------- ends
     await u0.stop()
-    run_dir = Path(second.deployment.run_dir)
+    run_dir = Path(second.unit_spec.run_dir)
     assert run_dir.exists()
     await handles["u1"].stop()
     assert not run_dir.exists()

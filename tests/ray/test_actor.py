@@ -18,9 +18,9 @@ import pytest
 
 from muxserve.cluster.ray.actor import UnitActor
 from muxserve.cluster.ray.units import wished
-from muxserve.deployment import Deployment, WatchdogRules
 from muxserve.net import sockets
 from muxserve.net.heartbeat import HeartbeatReader, heartbeat_file
+from muxserve.spec import UnitSpec, WatchdogRules
 from tests.global_scheduler.support import entry
 from tests.support.patience import PATIENCE
 
@@ -31,9 +31,9 @@ FAKE = [sys.executable, "-m", "tests.ray.fake_host"]
 def unit(tmp_path: Path, name: str = "u3") -> bytes:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir(exist_ok=True)
-    deployment = entry(name, ["m"], run_dir="/nowhere/0123456789").deployment
-    models = [msgspec.structs.replace(model, path=str(checkpoint)) for model in deployment.models]
-    return msgspec.json.encode(msgspec.structs.replace(deployment, models=models, keys=sockets.new_keys()))
+    unit_spec = entry(name, ["m"], run_dir="/nowhere/0123456789").unit_spec
+    models = [msgspec.structs.replace(model, path=str(checkpoint)) for model in unit_spec.models]
+    return msgspec.json.encode(msgspec.structs.replace(unit_spec, models=models, keys=sockets.new_keys()))
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def made(base: Path) -> Iterator[list[UnitActor]]:
         actor.stop(1.0)
 
 
-def deployed(actor: UnitActor) -> Deployment:
+def deployed(actor: UnitActor) -> UnitSpec:
     place = actor.place()
     assert place["problem"] == ""
-    return msgspec.json.decode(place["deployment"], type=Deployment)
+    return msgspec.json.decode(place["unit_spec"], type=UnitSpec)
 
 
 def hear(actor: UnitActor, wanted: str | int, after: int = 0) -> dict[str, Any]:
@@ -199,7 +199,7 @@ BEATING = """
 import sys, time
 from pathlib import Path
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
-heart = Heartbeat(heartbeat_file(Path(sys.argv[sys.argv.index("--deployment") + 1]).parent, "host"))
+heart = Heartbeat(heartbeat_file(Path(sys.argv[sys.argv.index("--unit-spec") + 1]).parent, "host"))
 while True:
     heart.beat()
     time.sleep(0.02)
@@ -207,7 +207,7 @@ while True:
 
 
 def test_a_host_that_hangs_is_killed(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
-    wanted = msgspec.json.decode(unit(tmp_path), type=Deployment)
+    wanted = msgspec.json.decode(unit(tmp_path), type=UnitSpec)
     quick = msgspec.structs.replace(wanted, watchdog=WatchdogRules(suspect=0.5, hung=1.0))
     actor = UnitActor(msgspec.json.encode(quick), [], host=HOST, command=[sys.executable, "-c", BEATING])
     made.append(actor)

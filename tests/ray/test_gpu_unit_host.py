@@ -15,7 +15,7 @@ import pytest
 
 from muxserve.cluster.events import Failed, PartId, from_line
 from muxserve.cluster.fleet_plan import planned_unit
-from muxserve.cluster.units import write_deployment
+from muxserve.cluster.units import write_unit_spec
 from tests.cluster.conftest import ROOT, alive
 from tests.cluster.test_gpu_plan import plan
 from tests.ray.gpus import Node
@@ -41,9 +41,9 @@ def host(node: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subpr
 def start(node: Node, run_dir: Path, **gpu_plan: object) -> subprocess.Popen[str]:
     unit = planned_unit(plan(run_dir, "{gpus: 2, launcher: ray}"), str(run_dir))
     assert unit.gpu is not None
-    file, planned = write_deployment(unit.deployment), run_dir / "gpu_plan.json"
+    file, planned = write_unit_spec(unit.unit_spec), run_dir / "gpu_plan.json"
     planned.write_bytes(replace(unit.gpu, **gpu_plan).to_json())  # type: ignore[arg-type]
-    command = [sys.executable, "-m", "tests.ray.gpu_unit_host", "--deployment", str(file), "--gpu-plan", str(planned)]
+    command = [sys.executable, "-m", "tests.ray.gpu_unit_host", "--unit-spec", str(file), "--gpu-plan", str(planned)]
     environment = {
         **os.environ,
         "FAKE_GPUS": json.dumps(node.gpus),

@@ -16,12 +16,12 @@ from muxserve.cluster.ray.calls import Questions
 from muxserve.cluster.ray.unit import RayUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
-from muxserve.deployment import Deployment, GpuDeployment, Listen
+from muxserve.spec import GpuSpec, Listen, UnitSpec
 from tests.global_scheduler.support import entry
 from tests.support.patience import PATIENCE
 
 DEPLOYMENT = msgspec.structs.replace(
-    entry("u0", ["m", "n"], run_dir="/nowhere/0123456789").deployment, listen=Listen("127.0.0.1", 1, 2)
+    entry("u0", ["m", "n"], run_dir="/nowhere/0123456789").unit_spec, listen=Listen("127.0.0.1", 1, 2)
 )
 
 
@@ -55,8 +55,8 @@ class Actor:
         self.life += 1
         self._lines.put_nowait("")
 
-    def sized(self, deployment: Deployment = DEPLOYMENT) -> None:
-        said = {"event": "Sized", "deployment": msgspec.to_builtins(deployment)}
+    def sized(self, unit_spec: UnitSpec = DEPLOYMENT) -> None:
+        said = {"event": "Sized", "unit_spec": msgspec.to_builtins(unit_spec)}
         self._lines.put_nowait(json.dumps(said))
 
     async def _place(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Actor:
             "life": str(self.life),
             "node": "here",
             "host": "127.0.0.1",
-            "deployment": msgspec.json.encode(DEPLOYMENT).decode(),
+            "unit_spec": msgspec.json.encode(DEPLOYMENT).decode(),
             "problem": "",
             "note": "",
         }
@@ -91,7 +91,7 @@ class Played:
             "life": "0",
             "node": "here",
             "host": "127.0.0.1",
-            "deployment": msgspec.json.encode(DEPLOYMENT).decode(),
+            "unit_spec": msgspec.json.encode(DEPLOYMENT).decode(),
         }
         unit = PlannedUnit(DEPLOYMENT, serves)
         self.unit = RayUnit(RAY, unit, False, self.actor, None, place, self.events.append, 60.0)
@@ -160,19 +160,19 @@ async def test_a_unit_on_gpus_is_where_it_was_until_its_next_life_has_gpus_and_p
     played = Played(("m",))
     assert not played.unit.sized.is_set()
     pools = [msgspec.structs.replace(pool, num_pages=7) for pool in DEPLOYMENT.pools]
-    first = msgspec.structs.replace(DEPLOYMENT, gpu=GpuDeployment(["GPU-a"]), pools=pools)
+    first = msgspec.structs.replace(DEPLOYMENT, gpu=GpuSpec(["GPU-a"]), pools=pools)
     played.actor.sized(first)
     await played.until(played.unit.sized.is_set)
-    assert played.unit.entry.deployment == first
+    assert played.unit.entry.unit_spec == first
     assert {str(part) for part in played.unit.parts} >= {"MPS server", "weights of m"}
     played.actor.restart()
     await played.until(lambda: played.unit._life == "1")
-    assert played.unit.entry.deployment == first
+    assert played.unit.entry.unit_spec == first
     assert Up(PartId("host"), 0, 0.0) not in played.events
-    then = msgspec.structs.replace(first, gpu=GpuDeployment(["GPU-b"], "off"), listen=Listen("127.0.0.9", 1, 2))
+    then = msgspec.structs.replace(first, gpu=GpuSpec(["GPU-b"], "off"), listen=Listen("127.0.0.9", 1, 2))
     played.actor.sized(then)
     await played.until(lambda: Up(PartId("host"), 0, 0.0) in played.events)
-    assert played.unit.entry.deployment == then
+    assert played.unit.entry.unit_spec == then
     assert PartId("mps") not in played.unit.parts
     played.end()
 
@@ -196,4 +196,4 @@ async def test_a_life_that_cannot_hold_what_was_offered_is_none() -> None:
     played.actor.sized(msgspec.structs.replace(DEPLOYMENT, models=models))
     with pytest.raises(GaveUp, match=rf"on 127.0.0.1 hold {longest - 1} tokens of m, which was offered with {longest}"):
         await asyncio.wait_for(played.unit.wait(), 10)
-    assert played.unit.entry.deployment == DEPLOYMENT
+    assert played.unit.entry.unit_spec == DEPLOYMENT

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
+from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import Admit, EngineHello, GatewayHello, HandOver, Lease, Message, StepReport, Submit, decode, encode
 
@@ -20,7 +20,7 @@ GATEWAY = b"gateway/g1"
 REPLY_TO = "ipc:///nowhere/gateway.sock"
 
 
-def model(name: str, **changes: Any) -> ModelDeployment:
+def model(name: str, **changes: Any) -> ModelSpec:
     values: dict[str, Any] = {
         "name": name,
         "path": "/models/" + name,
@@ -44,20 +44,20 @@ def model(name: str, **changes: Any) -> ModelDeployment:
         "max_concurrency": 64,
         "max_queue": 64,
     }
-    return ModelDeployment(**{**values, **changes})
+    return ModelSpec(**{**values, **changes})
 
 
-def deployment(
-    *models: ModelDeployment, policy: str = "adbs", run_dir: str = "/nowhere", unit: str = "unit", **more: Any
-) -> Deployment:
-    return Deployment(
+def unit_spec(
+    *models: ModelSpec, policy: str = "adbs", run_dir: str = "/nowhere", unit: str = "unit", **more: Any
+) -> UnitSpec:
+    return UnitSpec(
         run_dir=run_dir,
         unit=unit,
         policy=policy,  # type: ignore[arg-type]
         cores=2,
-        pools=[PoolDeployment("main", 2 * 16 * 64 * 4, 1001)],
+        pools=[PoolSpec("main", 2 * 16 * 64 * 4, 1001)],
         models=list(models) or [model("a"), model("b")],
-        gateway=GatewayDeployment("127.0.0.1", 0),
+        gateway=GatewaySpec("127.0.0.1", 0),
         **more,
     )
 
@@ -110,16 +110,16 @@ class FakeMemory:
 class Bench:
     """An executor, a clock that the test moves, and the peers' side of the messages."""
 
-    def __init__(self, *models: ModelDeployment, policy: str = "adbs", up: bool = True, **more: Any) -> None:
+    def __init__(self, *models: ModelSpec, policy: str = "adbs", up: bool = True, **more: Any) -> None:
         self.now = 1000.0
         self.memory = FakeMemory()
-        self.deployment = deployment(*models, policy=policy, **more)
-        self.memory.quotas = {m.name: m.quota_pages for m in self.deployment.models}
-        self.unit = UnitExecutor(self.deployment, make_policy(policy), self.memory, "unit-1", self.now)
+        self.unit_spec = unit_spec(*models, policy=policy, **more)
+        self.memory.quotas = {m.name: m.quota_pages for m in self.unit_spec.models}
+        self.unit = UnitExecutor(self.unit_spec, make_policy(policy), self.memory, "unit-1", self.now)
         self.sent: Sent = []
         if up:
             self.say(GATEWAY, GatewayHello("g1", REPLY_TO))
-            for each in self.deployment.models:
+            for each in self.unit_spec.models:
                 for phase in each.engines:
                     self.say(f"{each.name}/{phase}".encode(), EngineHello(each.name, phase, 100))
             self.sent.clear()

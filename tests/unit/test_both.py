@@ -39,7 +39,7 @@ from muxserve.wire import (
     TakenOver,
     TakeOver,
 )
-from tests.unit.support import GATEWAY, Bench, Sent, deployment, model, to
+from tests.unit.support import GATEWAY, Bench, Sent, model, to, unit_spec
 
 ENGINE = b"a/both"
 SCHEDULER = b"scheduler/s1"
@@ -202,11 +202,11 @@ def test_two_models_do_not_share_such_a_unit() -> None:
 
 
 def test_what_an_engine_is_to_have_waiting_follows_the_budget() -> None:
-    from muxserve.deployment import Batching
+    from muxserve.spec import Batching
     from muxserve.unit.executor import unit_ledger
 
     def waiting(**changes: Any) -> int:
-        made = deployment(model("a", phases="pipelined", **changes), policy="pipelined", stages=3)
+        made = unit_spec(model("a", phases="pipelined", **changes), policy="pipelined", stages=3)
         return unit_ledger(made).models[0].profile.waiting_tokens
 
     assert waiting() == 4 * 64, "three micro-batches under way and one more"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from muxserve.deployment import ModelDeployment
 from muxserve.replicas.migration import MigrationRules
+from muxserve.spec import ModelSpec
 from muxserve.wire import (
     Abort,
     Blocks,
@@ -60,7 +60,7 @@ def paired(load: Load = ELSEWHERE) -> Paired:
     return Paired("a", "u1", "ipc:///u1/migrator.sock", load)
 
 
-def bench(*requests: str, migrator: bool = True, models: Sequence[ModelDeployment] = (), **more: Any) -> Bench:
+def bench(*requests: str, migrator: bool = True, models: Sequence[ModelSpec] = (), **more: Any) -> Bench:
     """Requests decode, and a migrator is there."""
     made = Bench(*models, migration=RULES, **more)
     for request_id in requests:

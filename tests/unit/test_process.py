@@ -19,11 +19,11 @@ import msgspec
 import pytest
 import zmq
 
-from muxserve import deployment as deployments
-from muxserve.deployment import Deployment, Keys, Listen
+from muxserve import spec
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.net.sockets import connect, free_port, new_keys, tcp_address
+from muxserve.spec import Keys, Listen, UnitSpec
 from muxserve.wire import (
     Abort,
     AnyMessage,
@@ -55,7 +55,7 @@ from muxserve.wire import (
 )
 from tests.support.patience import PATIENCE, until_ended
 from tests.unit.support import REPLY_TO, model
-from tests.unit.support import deployment as small_deployment
+from tests.unit.support import unit_spec as small_deployment
 
 M = TypeVar("M", bound=Message)
 
@@ -94,7 +94,7 @@ class Peer:
 class FakeEngine(Peer):
     """An engine that holds real blocks: prefill reserves them and hands them off, decode adopts them."""
 
-    def __init__(self, context: zmq.Context[Any], deployed: Deployment, name: str, phase: str) -> None:
+    def __init__(self, context: zmq.Context[Any], deployed: UnitSpec, name: str, phase: str) -> None:
         super().__init__(context, deployed.unit_address, f"{name}/{phase}")
         self.model, self.phase = name, phase
         self.memory = MemoryClient(deployed.memory_socket, self.identity)
@@ -132,23 +132,23 @@ class Unit:
     def __init__(
         self, run_dir: Path, policy: str = "adbs", network: dict[str, Any] | None = None, **changes: Any
     ) -> None:
-        self.deployment = small_deployment(
+        self.unit_spec = small_deployment(
             model("a", **changes), model("b", **changes), policy=policy, run_dir=str(run_dir), **(network or {})
         )
-        self.path = run_dir / "deployment.json"
-        deployments.save(self.deployment, self.path)
+        self.path = run_dir / "unit.json"
+        spec.save(self.unit_spec, self.path)
         self.context: zmq.Context[Any] = zmq.Context()
         self.peers: list[Peer] = []
-        self.manager = server.start(self.deployment)
+        self.manager = server.start(self.unit_spec)
         self.start()
 
     def start(self) -> None:
-        self.log = open(Path(self.deployment.run_dir) / "unit.log", "ab")  # noqa: SIM115 - lives as long as the process
-        command = [sys.executable, "-m", "muxserve.unit.scheduler", "--deployment", str(self.path), "--die-with-parent"]
+        self.log = open(Path(self.unit_spec.run_dir) / "unit.log", "ab")  # noqa: SIM115 - lives as long as the process
+        command = [sys.executable, "-m", "muxserve.unit.scheduler", "--unit-spec", str(self.path), "--die-with-parent"]
         self.process = subprocess.Popen(command, stderr=self.log)
 
     def words(self) -> str:
-        return (Path(self.deployment.run_dir) / "unit.log").read_text()
+        return (Path(self.unit_spec.run_dir) / "unit.log").read_text()
 
     def kill(self) -> None:
         self.process.kill()
@@ -158,10 +158,10 @@ class Unit:
     def restart_memory(self) -> None:
         self.manager.kill()
         self.manager.wait()
-        self.manager = server.start(self.deployment)
+        self.manager = server.start(self.unit_spec)
 
     def peer(self, identity: str) -> Peer:
-        made = Peer(self.context, self.deployment.unit_address, identity)
+        made = Peer(self.context, self.unit_spec.unit_address, identity)
         self.peers.append(made)
         return made
 
@@ -172,7 +172,7 @@ class Unit:
         return made
 
     def engine(self, name: str, phase: str) -> FakeEngine:
-        made = FakeEngine(self.context, self.deployment, name, phase)
+        made = FakeEngine(self.context, self.unit_spec, name, phase)
         self.peers.append(made)
         made.greet()
         return made
@@ -312,7 +312,7 @@ def test_kill_of_the_memory_manager(unit: Unit) -> None:
     assert state["models"]["b"]["queued"] == 1
     # The same models, the same sockets, a new memory manager: it goes on.
     prefill.memory.close()
-    prefill.memory = MemoryClient(unit.deployment.memory_socket, prefill.identity)
+    prefill.memory = MemoryClient(unit.unit_spec.memory_socket, prefill.identity)
     decode_ = unit.engine("a", "decode")
     gateway.say(submit("handed", attempt=1))
     prefill.prefill(prefill.hear(Lease))
@@ -341,7 +341,7 @@ def test_garbage_is_ignored(unit: Unit) -> None:
     stranger.socket.send_multipart([b"too", b"many", b"frames"])
     nobody = unit.context.socket(zmq.DEALER)  # with an identity that ZeroMQ makes up, which is no text
     nobody.linger = 0
-    connect(nobody, unit.deployment.unit_address)
+    connect(nobody, unit.unit_spec.unit_address)
     nobody.send(encode(EngineHello("a", "prefill", 1)))
     nobody.send(encode(StateRequest()))
     assert nobody.poll(PATIENCE * 1000)
@@ -372,7 +372,7 @@ def test_a_stranger_without_the_secret_changes_nothing(unit: Unit) -> None:
         for message in messages:
             with suppress(zmq.Again):
                 stranger.send(encode(message), zmq.NOBLOCK)
-        stranger.connect(unit.deployment.unit_address)
+        stranger.connect(unit.unit_spec.unit_address)
         for message in messages:
             with suppress(zmq.Again):
                 stranger.send(encode(message), zmq.NOBLOCK)
@@ -466,12 +466,12 @@ def test_sigterm_ends_it_cleanly(unit: Unit) -> None:
 
 def test_it_dies_with_its_parent() -> None:
     with tempfile.TemporaryDirectory(prefix="mux-unit-") as run_dir:
-        path = Path(run_dir) / "deployment.json"
-        deployments.save(small_deployment(run_dir=run_dir), path)
+        path = Path(run_dir) / "unit.json"
+        spec.save(small_deployment(run_dir=run_dir), path)
         # The parent waits until the unit scheduler listens, says its pid, and goes.
         code = (
             "import subprocess, sys, time, pathlib\n"
-            "p = subprocess.Popen([sys.executable, '-m', 'muxserve.unit.scheduler', '--deployment', sys.argv[1],"
+            "p = subprocess.Popen([sys.executable, '-m', 'muxserve.unit.scheduler', '--unit-spec', sys.argv[1],"
             " '--die-with-parent'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
             "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
             "print(p.pid)\n"
@@ -510,9 +510,9 @@ def keys_of(stranger: Keys, fleet: Keys) -> Keys:
 def test_an_address_that_is_not_this_machines_is_said_in_a_sentence() -> None:
     with tempfile.TemporaryDirectory(prefix="mux-unit-") as run_dir:
         made = small_deployment(run_dir=run_dir, keys=new_keys(), listen=Listen("192.0.2.1", 1, 1))
-        path = Path(run_dir) / "deployment.json"
-        deployments.save(made, path)
-        command = [sys.executable, "-m", "muxserve.unit.scheduler", "--deployment", str(path)]
+        path = Path(run_dir) / "unit.json"
+        spec.save(made, path)
+        command = [sys.executable, "-m", "muxserve.unit.scheduler", "--unit-spec", str(path)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 3
     assert "no address of this machine" in ended.stderr
@@ -520,13 +520,13 @@ def test_an_address_that_is_not_this_machines_is_said_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "No such file"), ("{", "not a deployment"), ('{"run_dir": 3}', "not a deployment")]
+    ("content", "words"), [(None, "No such file"), ("{", "not a unit's spec"), ('{"run_dir": 3}', "not a unit's spec")]
 )
 def test_bad_deployments_are_refused_without_a_traceback(tmp_path: Path, content: str | None, words: str) -> None:
-    path = tmp_path / "deployment.json"
+    path = tmp_path / "unit.json"
     if content is not None:
         path.write_text(content)
-    command = [sys.executable, "-m", "muxserve.unit.scheduler", "--deployment", str(path)]
+    command = [sys.executable, "-m", "muxserve.unit.scheduler", "--unit-spec", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 2
     assert words in ended.stderr

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from muxserve.deployment import Deployment
 from muxserve.replicas.migration import MigrationRules
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.quarantine import is_suspect
 from muxserve.scheduling.types import Place
+from muxserve.spec import UnitSpec
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import (
     Abort,
@@ -64,7 +64,7 @@ from muxserve.wire import (
     decode,
     encode,
 )
-from tests.unit.support import deployment, model
+from tests.unit.support import model, unit_spec
 
 # Whatever runs is to move as soon as a pair is there.
 RULES = MigrationRules(source_below=5000, destination_above=5000, in_flight=3)
@@ -405,7 +405,7 @@ class Unit:
         self.world, self.name = world, name
         only = model("a", quota_pages=1000, phases=world.phases)
         self.policy = "adbs" if world.phases == "multiplexed" else world.phases
-        self.deployment: Deployment = deployment(only, policy=self.policy, unit=name, migration=RULES)
+        self.unit_spec: UnitSpec = unit_spec(only, policy=self.policy, unit=name, migration=RULES)
         self.life = 0
         self.known: dict[str, bool] = {}
         self.known_of = ""
@@ -418,7 +418,7 @@ class Unit:
         self.life += 1
         self.store.connected = False
         self.scheduler = UnitExecutor(
-            self.deployment, make_policy(self.policy), self.store, f"{self.life:016x}", self.world.now + self.life
+            self.unit_spec, make_policy(self.policy), self.store, f"{self.life:016x}", self.world.now + self.life
         )
 
     def address(self, peer: bytes) -> tuple[str, str, str]:

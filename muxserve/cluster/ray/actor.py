@@ -30,9 +30,9 @@ from muxserve.cluster.events import Down, PartId, to_line
 from muxserve.cluster.ray.orphans import end_orphans
 from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, State
-from muxserve.deployment import Deployment, Listen, save
-from muxserve.deployment.run_dir import LOCK, RunDirError, claim, default_base
 from muxserve.net.sockets import NetworkError, free_port
+from muxserve.spec import Listen, UnitSpec, save
+from muxserve.spec.run_dir import LOCK, RunDirError, claim, default_base
 
 # Lines kept for a controller that asks late; far more than a unit says before it is up.
 LINES = 10_000
@@ -45,8 +45,8 @@ class UnitActor:
     """Runs one unit's host on this node. Methods are called by Ray, several at once, from its threads.
 
     Args:
-        deployment: the unit's deployment as JSON; `run_dir` and `listen` are put in here.
-        arguments: of the host's command line, besides the deployment's file.
+        unit_spec: the unit's spec as JSON; `run_dir` and `listen` are put in here.
+        arguments: of the host's command line, besides the unit's file.
         host: this node's address, under which the others reach it; by default the one that Ray uses.
         command: what starts the host, if not `python -m muxserve.cluster.unit_host`.
         gpu_plan: what the host has to know of a unit on GPUs, as JSON.
@@ -56,7 +56,7 @@ class UnitActor:
 
     def __init__(
         self,
-        deployment: bytes,
+        unit_spec: bytes,
         arguments: list[str],
         host: str = "",
         command: list[str] | None = None,
@@ -73,7 +73,7 @@ class UnitActor:
         self._note = ""
         # Tells this life of the actor from the one before a restart.
         self._life = f"{os.getpid()}-{time.time_ns()}"
-        wanted = msgspec.json.decode(deployment, type=Deployment)
+        wanted = msgspec.json.decode(unit_spec, type=UnitSpec)
         try:
             if not host:
                 host, self._node, gpus = _node()
@@ -81,27 +81,27 @@ class UnitActor:
             # The last part of the controller's directory is the fleet's; short, since paths of sockets are.
             run_dir = default_base() / f"{Path(wanted.run_dir).parent.name[:8]}-{wanted.unit}"
             lock = _take(run_dir, STOP_SECONDS)
-            self._deployment = _placed(wanted, run_dir, host)
+            self._unit_spec = _placed(wanted, run_dir, host)
             if gpu_plan:
                 arguments = [*arguments, "--gpu-plan", str(_written(gpu_plan, run_dir / _GPU_PLAN_FILE))]
             program = command or [sys.executable, "-m", "muxserve.cluster.unit_host"]
             self._start(program, arguments, lock, _environment(gpus if gpu_plan else ""))
         except (OSError, ValueError, RunDirError, NetworkError) as error:
             # Ray would make a traceback of it, and the controller tells its user in words.
-            self._deployment = wanted
+            self._unit_spec = wanted
             self._problem = str(error)
 
     # ------------------------------------------------------------ called by the controller
 
     def place(self) -> dict[str, Any]:
-        """Where the unit is: this life of the actor, Ray's name of the node, its address, the deployment as it is here;
-        a problem in words if there is no unit, and a note if it is not as it should be."""
-        listen = self._deployment.listen
+        """Where the unit is: this life of the actor, Ray's name of the node, its address, its spec as it is
+        here; a problem in words if there is no unit, and a note if it is not as it should be."""
+        listen = self._unit_spec.listen
         return {
             "life": self._life,
             "node": self._node,
             "host": listen.host if listen is not None else "",
-            "deployment": msgspec.json.encode(self._deployment).decode(),
+            "unit_spec": msgspec.json.encode(self._unit_spec).decode(),
             "problem": self._problem,
             "note": self._note,
         }
@@ -134,18 +134,18 @@ class UnitActor:
                 self._process.kill()
                 self._process.wait()
         if not self._problem:
-            shutil.rmtree(self._deployment.run_dir, ignore_errors=True)
+            shutil.rmtree(self._unit_spec.run_dir, ignore_errors=True)
 
     # ------------------------------------------------------------ inside
 
     def _start(self, command: list[str], arguments: list[str], lock: int, environment: dict[str, str]) -> None:
-        deployment = self._deployment
-        deployment.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = Path(deployment.run_dir) / "deployment.json"
-        save(deployment, file)
-        with (deployment.log_dir / "host.log").open("ab") as log:
+        unit_spec = self._unit_spec
+        unit_spec.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = Path(unit_spec.run_dir) / "unit.json"
+        save(unit_spec, file)
+        with (unit_spec.log_dir / "host.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, "--deployment", str(file), *arguments],
+                [*command, "--unit-spec", str(file), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -174,7 +174,7 @@ class UnitActor:
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Kill a host that hangs; whoever starts the unit again learns of that as of any end."""
         host = PartId("host")
-        watch = Watch(self._deployment.watchdog, self._deployment.run_dir)
+        watch = Watch(self._unit_spec.watchdog, self._unit_spec.run_dir)
 
         def found(finding: Finding[PartId]) -> None:
             if finding.state is State.HUNG:
@@ -195,12 +195,12 @@ class UnitActor:
         return self._process.returncode if self._process is not None and self._finished else None
 
 
-def _placed(deployment: Deployment, run_dir: Path, host: str) -> Deployment:
-    """The deployment with that directory and ports of this node, those of an earlier life where they are still free."""
+def _placed(unit_spec: UnitSpec, run_dir: Path, host: str) -> UnitSpec:
+    """The spec with that directory and ports of this node, those of an earlier life where they are still free."""
     before = _listened(run_dir)
     ports = before if before and all(_is_free(host, port) for port in before) else [free_port(host), free_port(host)]
     (run_dir / _LISTEN_FILE).write_text(json.dumps(ports))
-    return msgspec.structs.replace(deployment, run_dir=str(run_dir), listen=Listen(host, *ports))
+    return msgspec.structs.replace(unit_spec, run_dir=str(run_dir), listen=Listen(host, *ports))
 
 
 def _take(run_dir: Path, seconds: float) -> int:
@@ -263,13 +263,13 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _check(deployment: Deployment, host: str) -> None:
+def _check(unit_spec: UnitSpec, host: str) -> None:
     """Whether this node has what the unit reads.
 
     Raises:
         ValueError: it has not; the message says what, where, and what to do.
     """
-    for model in deployment.models:
+    for model in unit_spec.models:
         if not Path(model.path).is_dir():
             raise ValueError(
                 f"{model.name}: {model.path} is no directory on node {socket.gethostname()} ({host}); checkpoints have "

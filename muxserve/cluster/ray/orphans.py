@@ -17,7 +17,7 @@ from muxserve.gpu.mps import pipe_of
 
 # What dies with its parent gets this long, and what is killed.
 _GRACE_SECONDS = 5.0
-_FILES = ("deployment.json", "memory.sock")
+_FILES = ("unit.json", "memory.sock")
 
 
 def end_orphans(run_dir: Path, grace: float = _GRACE_SECONDS) -> list[int]:

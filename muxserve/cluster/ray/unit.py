@@ -25,8 +25,8 @@ from muxserve.cluster.ray.calls import ASK_SECONDS, HOST, Questions, answer, che
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
-from muxserve.deployment import Deployment, UnitEntry
 from muxserve.net.sockets import tcp_address
+from muxserve.spec import UnitEntry, UnitSpec
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RayUnit:
         self._group = group
         self._emit = emit
         self._patience = patience
-        self._serves = [model.name for model in unit.deployment.models if model.name in unit.serves]
+        self._serves = [model.name for model in unit.unit_spec.models if model.name in unit.serves]
         self._migrates = migrates
         # What every life of the actor begins with, whatever was changed since.
         self._begins_with = (frozenset(self._serves), migrates)
@@ -72,7 +72,7 @@ class RayUnit:
         self._failed_part = HOST
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._questions = Questions(ray, actor)
-        self._deployment = msgspec.json.decode(place["deployment"], type=Deployment)
+        self._unit_spec = msgspec.json.decode(place["unit_spec"], type=UnitSpec)
         self._life = self._host = ""
         self._was_away = False
         self._moved_to(place)
@@ -84,10 +84,10 @@ class RayUnit:
     @property
     def entry(self) -> UnitEntry:
         """See `UnitHandle.entry`."""
-        listen = self._deployment.listen
+        listen = self._unit_spec.listen
         assert listen is not None, "the actor has chosen the ports"
         return UnitEntry(
-            self._deployment,
+            self._unit_spec,
             tcp_address(listen.host, listen.unit_port),
             tcp_address(listen.host, listen.migrator_port),
             list(self._serves),
@@ -97,9 +97,9 @@ class RayUnit:
     @property
     def parts(self) -> Collection[PartId]:
         """See `UnitHandle.parts`."""
-        models = [model for model in self._deployment.models if model.name in self._serves]
+        models = [model for model in self._unit_spec.models if model.name in self._serves]
         engines = [PartId("engine", model.name, phase) for model in models for phase in model.engines]
-        gpu = self._deployment.gpu
+        gpu = self._unit_spec.gpu
         on_gpus = [] if gpu is None else [PartId("weights", model.name) for model in models]
         if gpu is not None and gpu.sm_sharing != "off":
             on_gpus.insert(0, MPS)
@@ -234,16 +234,16 @@ class RayUnit:
         self._life, self.node = place["life"], place["node"]
         self._host = place["host"]
 
-    def _sized(self, deployment: Deployment) -> None:
+    def _sized(self, unit_spec: UnitSpec) -> None:
         """This life's GPUs and pools are known; until then the unit is to others where it was."""
-        lengths = {model.name: model.max_len for model in self._deployment.models if self.sized.is_set()}
-        for model in deployment.models:
+        lengths = {model.name: model.max_len for model in self._unit_spec.models if self.sized.is_set()}
+        for model in unit_spec.models:
             if model.max_len < (before := lengths.get(model.name, 0)):
                 # Requests of that length have been promised.
                 words = f"{model.max_len} tokens of {model.name}, which was offered with {before}"
                 self._fail(HOST, f"the GPUs that it has now on {self._host} hold {words}; free their memory")
                 return
-        self._deployment = deployment
+        self._unit_spec = unit_spec
         self.sized.set()
         if self._was_away:
             # To the fleet this is a unit that may be somewhere else now.
@@ -257,7 +257,7 @@ class RayUnit:
                 self._questions.answered(said)
                 return
             if said.get("event") == "Sized":
-                self._sized(msgspec.convert(said["deployment"], Deployment))
+                self._sized(msgspec.convert(said["unit_spec"], UnitSpec))
                 return
             event = from_line(line)
         except ValueError as error:

@@ -24,7 +24,7 @@ from muxserve.cluster.ray.cluster import join, survey, type_resources
 from muxserve.cluster.ray.unit import ANSWER_SECONDS, RayUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
-from muxserve.deployment import Deployment, FleetDeployment, Keys
+from muxserve.spec import FleetSpec, Keys, UnitSpec
 
 # How long a unit waits for a node at its start; a cluster that adds machines by itself may need some minutes.
 PLACE_SECONDS = 300.0
@@ -76,7 +76,7 @@ class RayUnits:
                 self._ray = await asyncio.to_thread(join, self._address)
         return str(self._ray.util.get_node_ip_address())
 
-    async def reachable(self, fleet: FleetDeployment) -> FleetDeployment:
+    async def reachable(self, fleet: FleetSpec) -> FleetSpec:
         """Join the cluster; returns the fleet with keys, and an address where engines on its nodes find the gateways.
 
         Raises:
@@ -88,7 +88,7 @@ class RayUnits:
         """See `UnitLauncher.start`."""
         await self.connect()
         ray = self._ray
-        bundle = resources(unit.deployment)
+        bundle = resources(unit.unit_spec)
         if unit.gpu is not None:
             bundle |= type_resources(await asyncio.to_thread(survey, ray), unit.gpu.unit.gpus[0])
         group = await self._place(ray, unit, bundle, emit)
@@ -145,11 +145,11 @@ class RayUnits:
 
     def _wish(self, ray: Any, unit: PlannedUnit) -> str:
         """The node that the unit should be on, if it has room; empty: any."""
-        need = resources(unit.deployment)
+        need = resources(unit.unit_spec)
         taken: dict[str, Counter[str]] = defaultdict(Counter)
         for name, other in self._units.items():
             if name != unit.name and not other.ended:
-                taken[other.node].update(resources(other.entry.deployment))
+                taken[other.node].update(resources(other.entry.unit_spec))
         rooms = {
             node["NodeID"]: {kind: node["Resources"].get(kind, 0.0) - taken[node["NodeID"]][kind] for kind in need}
             for node in ray.nodes()
@@ -160,9 +160,9 @@ class RayUnits:
     def _actor(self, ray: Any, group: Any, unit: PlannedUnit, migrates: bool) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = resources(unit.deployment)
+        bundle = resources(unit.unit_spec)
         # Our keys go where the unit goes; who may talk to this Ray cluster may run whatever he likes on it anyway.
-        deployment = msgspec.structs.replace(unit.deployment, keys=self._keys)
+        unit_spec = msgspec.structs.replace(unit.unit_spec, keys=self._keys)
         arguments = ["--commands", *(["--migrates"] if migrates else []), "--serves", *unit.serves]
         return (
             ray.remote(UnitActor)
@@ -176,7 +176,7 @@ class RayUnits:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )
             .remote(
-                msgspec.json.encode(deployment),
+                msgspec.json.encode(unit_spec),
                 arguments,
                 command=self._command,
                 gpu_plan=b"" if unit.gpu is None else unit.gpu.to_json(),
@@ -184,10 +184,10 @@ class RayUnits:
         )
 
 
-def resources(deployment: Deployment) -> dict[str, float]:
+def resources(unit_spec: UnitSpec) -> dict[str, float]:
     """What a unit takes of its node, as Ray counts it. GPUs are whole ones: a unit shares them with nobody."""
-    gpus = {} if deployment.gpu is None else {"GPU": float(deployment.ranks)}
-    return {"CPU": float(deployment.cores), **gpus}
+    gpus = {} if unit_spec.gpu is None else {"GPU": float(unit_spec.ranks)}
+    return {"CPU": float(unit_spec.cores), **gpus}
 
 
 def wished(

@@ -25,7 +25,6 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from muxserve.deployment import Deployment
 from muxserve.engine import binding
 from muxserve.engine.cuda import attention, weights
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
@@ -36,6 +35,7 @@ from muxserve.engine.cuda.weight_tensors import describe
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.process import words
+from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,9 @@ class HolderWorker(PooledGPUWorker):
         """A holder computes nothing once it has measured."""
 
     def init_device(self) -> None:
-        deployment, _, _ = binding.place_of(self.vllm_config)
-        assert deployment.gpu is not None
-        self._used_before = _used_bytes(deployment.gpu.uuids[self.rank])
+        unit_spec, _, _ = binding.place_of(self.vllm_config)
+        assert unit_spec.gpu is not None
+        self._used_before = _used_bytes(unit_spec.gpu.uuids[self.rank])
         super().init_device()
         self._fingerprint: dict[str, str] = {}
         self._server: WeightServer | None = None
@@ -106,7 +106,7 @@ class HolderWorker(PooledGPUWorker):
         `max_num_seqs` requests. Activations are what torch takes from the GPU for it; the context is all that the
         process has on the GPU and torch does not know of.
         """
-        deployment, model, _ = binding.place_of(self.vllm_config)
+        unit_spec, model, _ = binding.place_of(self.vllm_config)
         device = self.device
         torch.cuda.reset_peak_memory_stats(device)
         self._run_largest_batch()
@@ -116,9 +116,9 @@ class HolderWorker(PooledGPUWorker):
             with set_current_vllm_config(self.vllm_config):
                 graphs = max(0, int(self.model_runner.profile_cudagraph_memory()))
         left = _reserved(device)
-        assert deployment.gpu is not None
-        context = _context_bytes(deployment.gpu.uuids[self.rank], self._used_before, left)
-        deployed = deployment.model(model)
+        assert unit_spec.gpu is not None
+        context = _context_bytes(unit_spec.gpu.uuids[self.rank], self._used_before, left)
+        deployed = unit_spec.model(model)
         tables = attention.table_shape(self.vllm_config, deployed.layers, deployed.kv_heads, deployed.block_tokens)
         row_bytes = table_bytes(1, deployed.layers, deployed.kv_heads)
         return {
@@ -135,47 +135,47 @@ class HolderWorker(PooledGPUWorker):
 
     def hand_out(self) -> None:
         """Let engines map the weights from now on."""
-        deployment, model, _ = binding.place_of(self.vllm_config)
-        gpu = "" if deployment.gpu is None else deployment.gpu.uuids[self.rank]
+        unit_spec, model, _ = binding.place_of(self.vllm_config)
+        gpu = "" if unit_spec.gpu is None else unit_spec.gpu.uuids[self.rank]
         held = describe(self.model_runner.get_model(), gpu)
-        self._server = WeightServer(deployment.weights_socket(model, self.rank), self._fingerprint, held)
+        self._server = WeightServer(unit_spec.weights_socket(model, self.rank), self._fingerprint, held)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         raise NotImplementedError("a holder serves no requests")
 
 
-def holder_args(deployment: Deployment, model: str) -> dict[str, Any]:
+def holder_args(unit_spec: UnitSpec, model: str) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs` for a holder: those of an engine, but loading from disk."""
     from muxserve.vllm.args import engine_args
 
-    deployed = deployment.model(model)
+    deployed = unit_spec.model(model)
     own = deployed.engine_args
     return {
-        **engine_args(deployment, model, deployed.engines[0]),
+        **engine_args(unit_spec, model, deployed.engines[0]),
         "load_format": own.get("load_format", "auto"),
         "model_loader_extra_config": own.get("model_loader_extra_config", {}),
         "worker_cls": f"{__name__}.HolderWorker",
     }
 
 
-def run(deployment: Deployment, model: str, control: Any) -> None:
+def run(unit_spec: UnitSpec, model: str, control: Any) -> None:
     """See `weights.run_holder`."""
     try:
-        executor = _load(deployment, model, control)
+        executor = _load(unit_spec, model, control)
     except Exception as error:
         log.exception("cannot hold the weights of %s", model)
         control.event("failed", kind="weights", model=model, phase="", error=words(error))
         raise
     # A shard's process that dies takes the whole holder with it: engines need all of them.
     executor.register_failure_callback(lambda: os._exit(1))
-    heartbeat = Heartbeat(heartbeat_file(deployment.run_dir, f"weights-{model}"))
+    heartbeat = Heartbeat(heartbeat_file(unit_spec.run_dir, f"weights-{model}"))
     control.event("up", kind="weights", model=model, phase="", pid=os.getpid())
     while True:
         heartbeat.beat()
         time.sleep(PERIOD_SECONDS)
 
 
-def _load(deployment: Deployment, model: str, control: Any) -> Any:
+def _load(unit_spec: UnitSpec, model: str, control: Any) -> Any:
     """An executor whose workers hold the weights, have told what they measured and hand them out."""
     from vllm.v1.executor.abstract import Executor
 
@@ -187,18 +187,18 @@ def _load(deployment: Deployment, model: str, control: Any) -> Any:
         control.event("progress", kind="weights", model=model, phase="", detail=detail)
 
     # To be an MPS client like the engines, or they could not map its memory; without a limit on SMs.
-    sm.prepare(deployment, model, "weights")
+    sm.prepare(unit_spec, model, "weights")
     # Workers of several ranks are forked, like everything else here: no CUDA and no team of threads until then.
     torch.set_num_threads(1)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    config = config_of(holder_args(deployment, model))
+    config = config_of(holder_args(unit_spec, model))
     progress("waiting for the GPU")
-    with open(Path(deployment.run_dir) / "weights.lock", "w") as lock:
+    with open(Path(unit_spec.run_dir) / "weights.lock", "w") as lock:
         # One after the other: what a context takes shows only as a difference of the GPU's free memory.
         fcntl.flock(lock, fcntl.LOCK_EX)
         progress("loading weights")
         executor = Executor.get_class(config)(config)
-        refuse_unsupported(executor, deployment.model(model), deployment.stages)
+        refuse_unsupported(executor, unit_spec.model(model), unit_spec.stages)
         _resolve_layout(config, executor)
         progress("measuring memory")
         measured = executor.collective_rpc("measure")

@@ -71,6 +71,6 @@ class WeightServer:
         ]
         if differ:
             return wire.Refused(
-                f"the weights that are held do not fit this engine ({'; '.join(differ)}); restart the deployment"
+                f"the weights that are held do not fit this engine ({'; '.join(differ)}); restart the fleet"
             )
         return self._weights

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
-from muxserve.deployment import Deployment
+from muxserve.spec import UnitSpec
 from muxserve.vllm.args import LOAD_FORMAT
 
 
@@ -29,14 +29,14 @@ def register_loader() -> None:
         register_model_loader(LOAD_FORMAT)(HeldWeightsLoader)
 
 
-def run_holder(deployment: Deployment, model: str, control: Any) -> None:
+def run_holder(unit_spec: UnitSpec, model: str, control: Any) -> None:
     """Load the weights of `model` on each GPU of the unit, measure, hand them out until this process is killed.
 
     Reports `measured` for each rank and then `up` on `control`; `failed` with the reason if it cannot.
     """
     from muxserve.engine.cuda.weight_holder import run
 
-    run(deployment, model, control)
+    run(unit_spec, model, control)
 
 
 def fingerprint(model_config: ModelConfig, ranks: int, rank: int) -> dict[str, str]:

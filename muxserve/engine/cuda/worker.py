@@ -29,7 +29,7 @@ class PooledGPUWorker(gpu_worker.Worker):
         """Bind to the unit, take the GPU of this rank, and its SM share.
 
         Raises:
-            RuntimeError: the GPU is not the one that the deployment names for this rank.
+            RuntimeError: the GPU is not the one that the unit's spec names for this rank.
         """
         self._bind()
         index = current_platform.logical_device_id_to_visible_device_id(self.local_rank)
@@ -47,14 +47,14 @@ class PooledGPUWorker(gpu_worker.Worker):
     def _enter_sm_share(self) -> None:
         from muxserve.gpu import sm
 
-        deployment, model, phase = binding.place_of(self.vllm_config)
-        sm.enter(deployment, model, phase, self.local_rank)
+        unit_spec, model, phase = binding.place_of(self.vllm_config)
+        sm.enter(unit_spec, model, phase, self.local_rank)
 
     def _check_device(self) -> None:
-        deployment, model, _ = binding.place_of(self.vllm_config)
-        if deployment.gpu is None or self.device.type != "cuda":
+        unit_spec, model, _ = binding.place_of(self.vllm_config)
+        if unit_spec.gpu is None or self.device.type != "cuda":
             return
-        expected = deployment.gpu.uuids[self.rank]
+        expected = unit_spec.gpu.uuids[self.rank]
         # From CUDA itself: vLLM would work it out from CUDA_VISIBLE_DEVICES, which an MPS server reads anew.
         found = torch.cuda.get_device_properties(self.device).uuid
         if _plain(found) != _plain(expected):
@@ -68,7 +68,7 @@ class PooledGPUWorker(gpu_worker.Worker):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Bytes of the model's blocks, as the deployment has them.
+        """Bytes of the model's blocks, as the unit has them.
 
         The forward pass compiles the model and takes the memory that activations need at most from the GPU now, when a
         lack of it can still be told in words, and not in the middle of serving.

@@ -1,4 +1,4 @@
-"""Deployments for the gateway's tests."""
+"""Specs of units for the gateway's tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from muxserve.deployment import Deployment, GatewayDeployment, ModelDeployment, PoolDeployment
+from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 
 
-def model(name: str, path: Path | str = "", **changes: Any) -> ModelDeployment:
+def model(name: str, path: Path | str = "", **changes: Any) -> ModelSpec:
     """A model as a fleet would deploy it; its shape is read from `path` if that is a checkpoint."""
     config: dict[str, Any] = {}
     if path:
@@ -37,17 +37,17 @@ def model(name: str, path: Path | str = "", **changes: Any) -> ModelDeployment:
         "max_concurrency": 64,
         "max_queue": 64,
     }
-    return ModelDeployment(**{**values, **changes})
+    return ModelSpec(**{**values, **changes})
 
 
-def deployment(run_dir: Path | str, models: list[ModelDeployment], unit: str = "test", **gateway: Any) -> Deployment:
+def unit_spec(run_dir: Path | str, models: list[ModelSpec], unit: str = "test", **gateway: Any) -> UnitSpec:
     """A deployment of `models` with its gateway on a loopback port."""
-    return Deployment(
+    return UnitSpec(
         run_dir=str(run_dir),
         unit=unit,
         policy="adbs",
         cores=2,
-        pools=[PoolDeployment("main", 32768, 2000)],
+        pools=[PoolSpec("main", 32768, 2000)],
         models=models,
-        gateway=GatewayDeployment(**{"host": "127.0.0.1", "port": 0, **gateway}),
+        gateway=GatewaySpec(**{"host": "127.0.0.1", "port": 0, **gateway}),
     )

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.deployment.network import Keys
-from muxserve.deployment.unit import Deployment, GatewayDeployment, ModelDeployment, WatchdogRules, write
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
+from muxserve.spec.network import Keys
+from muxserve.spec.unit import GatewaySpec, ModelSpec, UnitSpec, WatchdogRules, write
 
 FILE = "fleet.json"
 
@@ -30,7 +30,7 @@ class UnitEntry(msgspec.Struct, frozen=True):
     others have no engines at present. A `remote` unit is reached over TCP.
     """
 
-    deployment: Deployment
+    unit_spec: UnitSpec
     unit_address: str
     migrator_address: str
     serves: list[str]
@@ -39,7 +39,7 @@ class UnitEntry(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """The unit's name."""
-        return self.deployment.unit
+        return self.unit_spec.unit
 
 
 class Suspect(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class Suspect(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
 
 
-class FleetDeployment(msgspec.Struct, frozen=True):
+class FleetSpec(msgspec.Struct, frozen=True):
     """Everything that gateways and the global scheduler need to know.
 
     `models` are all that the endpoint offers, also those that no unit serves at present; where replicas differ, as the
@@ -61,8 +61,8 @@ class FleetDeployment(msgspec.Struct, frozen=True):
     """
 
     run_dir: str
-    gateway: GatewayDeployment
-    models: list[ModelDeployment]
+    gateway: GatewaySpec
+    models: list[ModelSpec]
     units: list[UnitEntry]
     scaling: dict[str, ScalingRules] = {}
     migration: MigrationRules | None = None
@@ -137,35 +137,35 @@ class FleetDeployment(msgspec.Struct, frozen=True):
         return Path(self.run_dir) / "logs"
 
 
-def save_fleet(fleet: FleetDeployment) -> None:
+def save_fleet(fleet: FleetSpec) -> None:
     """Write it to its place, as a whole, readable by the owner only."""
     temporary = fleet.file.with_suffix(".new")
     write(msgspec.json.format(msgspec.json.encode(fleet), indent=2), temporary)
     os.replace(temporary, fleet.file)
 
 
-def load_fleet_deployment(path: str | os.PathLike[str]) -> FleetDeployment:
+def load_fleet(path: str | os.PathLike[str]) -> FleetSpec:
     """Read what `save_fleet` wrote.
 
     Raises:
         OSError: it cannot be read.
         msgspec.ValidationError: the file is not a fleet.
     """
-    return msgspec.json.decode(Path(path).read_bytes(), type=FleetDeployment)
+    return msgspec.json.decode(Path(path).read_bytes(), type=FleetSpec)
 
 
-def fleet_of(deployment: Deployment, gateway: GatewayDeployment) -> FleetDeployment:
+def fleet_of(unit_spec: UnitSpec, gateway: GatewaySpec) -> FleetSpec:
     """The fleet that consists of one unit of this machine."""
-    return FleetDeployment(
-        run_dir=deployment.run_dir,
+    return FleetSpec(
+        run_dir=unit_spec.run_dir,
         gateway=gateway,
-        models=deployment.models,
+        models=unit_spec.models,
         units=[
             UnitEntry(
-                deployment,
-                deployment.unit_address,
-                deployment.migrator_address,
-                [model.name for model in deployment.models],
+                unit_spec,
+                unit_spec.unit_address,
+                unit_spec.migrator_address,
+                [model.name for model in unit_spec.models],
             )
         ],
     )

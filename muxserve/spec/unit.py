@@ -1,4 +1,4 @@
-"""The resolved plan of one unit: what its processes are told. Written to `run_dir/deployment.json` of the unit."""
+"""The resolved plan of one unit: what its processes are told. Written to `run_dir/unit.json` of the unit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from muxserve.deployment.network import Keys, Listen
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
+from muxserve.spec.network import Keys, Listen
 
 PolicyName = Literal["adbs", "fcfs", "round_robin", "rolling", "pipelined"]
 PhasesName = Literal["multiplexed", "rolling", "pipelined"]
@@ -20,7 +20,7 @@ SmSharing = Literal["mps", "green_contexts", "off"]
 PoolIpc = Literal["auto", "vmm", "legacy"]
 
 
-class GpuDeployment(msgspec.Struct, frozen=True):
+class GpuSpec(msgspec.Struct, frozen=True):
     """The GPUs of the unit's mesh and how its engines share them.
 
     `uuids` are in the order of the tensor-parallel ranks. `sm_sharing` is what was resolved from the fleet file and the
@@ -33,7 +33,7 @@ class GpuDeployment(msgspec.Struct, frozen=True):
     ipc: PoolIpc = "auto"
 
 
-class PoolDeployment(msgspec.Struct, frozen=True):
+class PoolSpec(msgspec.Struct, frozen=True):
     """One page pool. `page_bytes` = K and V of `block_tokens` tokens of one KV head of one layer; `num_pages` are on
     each rank, and a page has the same number on all of them."""
 
@@ -54,7 +54,7 @@ class Batching(msgspec.Struct, frozen=True):
     kv_threshold: float = 0.05
 
 
-class ModelDeployment(msgspec.Struct, frozen=True):
+class ModelSpec(msgspec.Struct, frozen=True):
     """One model of the unit. Page counts are of its pool; `num_blocks` is the size of its page table in blocks,
     block 0 included, which is never handed out. `kv_heads` are those of one tensor-parallel rank, `layers` those of one
     stage of a pipeline (of the stage with the most).
@@ -118,7 +118,7 @@ class GrammarLimits(msgspec.Struct, frozen=True):
     workers: int = 1
 
 
-class GatewayDeployment(msgspec.Struct, frozen=True):
+class GatewaySpec(msgspec.Struct, frozen=True):
     """Where the OpenAI endpoint listens and whom it lets in. No keys: anyone who can connect."""
 
     host: str
@@ -139,21 +139,21 @@ class WatchdogRules(msgspec.Struct, frozen=True):
     hung: float = 10.0
 
 
-class Deployment(msgspec.Struct, frozen=True):
+class UnitSpec(msgspec.Struct, frozen=True):
     """Everything that a process of the unit needs to know."""
 
     run_dir: str
     unit: str
     policy: PolicyName
     cores: int
-    pools: list[PoolDeployment]
-    models: list[ModelDeployment]
-    gateway: GatewayDeployment
+    pools: list[PoolSpec]
+    models: list[ModelSpec]
+    gateway: GatewaySpec
     # Devices of the mesh that every model of the unit is split over: as many pools, one on each.
     ranks: int = 1
     # Stages of a pipeline that the layers are split over, each on `ranks` / `stages` ranks, which split the tensors.
     stages: int = 1
-    gpu: GpuDeployment | None = None
+    gpu: GpuSpec | None = None
     # Where it is reached from other machines, and with what keys; without, over Unix sockets only.
     listen: Listen | None = None
     keys: Keys | None = None
@@ -175,7 +175,7 @@ class Deployment(msgspec.Struct, frozen=True):
         """What the engines run on."""
         return "cpu" if self.gpu is None else "cuda"
 
-    def model(self, name: str) -> ModelDeployment:
+    def model(self, name: str) -> ModelSpec:
         """The model of that name.
 
         Raises:
@@ -198,7 +198,7 @@ class Deployment(msgspec.Struct, frozen=True):
         stages = f".{self.stages}s" if self.stages > 1 else ""
         return f"{shape}.{model.dtype}.{page_bytes}b.{self.ranks}r{stages}"
 
-    def pool(self, name: str) -> PoolDeployment:
+    def pool(self, name: str) -> PoolSpec:
         """The pool of that name.
 
         Raises:
@@ -210,7 +210,7 @@ class Deployment(msgspec.Struct, frozen=True):
         raise KeyError(name)
 
     def socket(self, name: str) -> str:
-        """Path of a Unix socket of this deployment; kept short because the kernel allows 107 bytes."""
+        """Path of a Unix socket of this unit; kept short because the kernel allows 107 bytes."""
         return os.path.join(self.run_dir, f"{name}.sock")
 
     @property
@@ -244,9 +244,9 @@ class Deployment(msgspec.Struct, frozen=True):
         return Path(self.run_dir) / "logs"
 
 
-def save(deployment: Deployment, path: str | os.PathLike[str]) -> None:
+def save(unit_spec: UnitSpec, path: str | os.PathLike[str]) -> None:
     """Write as JSON, readable by the owner only."""
-    write(msgspec.json.format(msgspec.json.encode(deployment), indent=2), path)
+    write(msgspec.json.format(msgspec.json.encode(unit_spec), indent=2), path)
 
 
 def write(data: bytes, path: str | os.PathLike[str]) -> None:
@@ -256,10 +256,10 @@ def write(data: bytes, path: str | os.PathLike[str]) -> None:
         file.write(data)
 
 
-def load(path: str | os.PathLike[str]) -> Deployment:
+def load(path: str | os.PathLike[str]) -> UnitSpec:
     """Read what `save` wrote.
 
     Raises:
-        msgspec.ValidationError: the file is not a deployment.
+        msgspec.ValidationError: the file is not a unit's spec.
     """
-    return msgspec.json.decode(Path(path).read_bytes(), type=Deployment)
+    return msgspec.json.decode(Path(path).read_bytes(), type=UnitSpec)

@@ -4,28 +4,28 @@ Written as JSON before anything starts. The files hold no secrets of clients oth
 readable by their owner only.
 """
 
-from muxserve.deployment.fleet import (
-    FleetDeployment,
+from muxserve.spec.fleet import (
+    FleetSpec,
     Suspect,
     UnitEntry,
     fleet_of,
-    load_fleet_deployment,
+    load_fleet,
     save_fleet,
 )
-from muxserve.deployment.network import Keys, Listen
-from muxserve.deployment.unit import (
+from muxserve.spec.network import Keys, Listen
+from muxserve.spec.unit import (
     Batching,
-    Deployment,
     EnginePhase,
-    GatewayDeployment,
-    GpuDeployment,
+    GatewaySpec,
+    GpuSpec,
     GrammarLimits,
-    ModelDeployment,
+    ModelSpec,
     PhasesName,
     PolicyName,
-    PoolDeployment,
     PoolIpc,
+    PoolSpec,
     SmSharing,
+    UnitSpec,
     WatchdogRules,
     load,
     save,
@@ -33,26 +33,26 @@ from muxserve.deployment.unit import (
 
 __all__ = [
     "Batching",
-    "Deployment",
     "EnginePhase",
-    "FleetDeployment",
-    "GatewayDeployment",
-    "GpuDeployment",
+    "FleetSpec",
+    "GatewaySpec",
+    "GpuSpec",
     "GrammarLimits",
     "Keys",
     "Listen",
-    "ModelDeployment",
+    "ModelSpec",
     "PhasesName",
     "PolicyName",
-    "PoolDeployment",
     "PoolIpc",
+    "PoolSpec",
     "SmSharing",
     "Suspect",
     "UnitEntry",
+    "UnitSpec",
     "WatchdogRules",
     "fleet_of",
     "load",
-    "load_fleet_deployment",
+    "load_fleet",
     "save",
     "save_fleet",
 ]
