@@ -20,9 +20,9 @@ from muxserve.cli.plan_phases import comparison_document
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.architectures import planned_architecture
-from muxserve.planning.phases import compare
-from muxserve.planning.phases_ground import GpuGround
-from muxserve.planning.phases_layout import Wanted
+from muxserve.planning.arrangements.base import Wanted
+from muxserve.planning.comparison import compare
+from muxserve.planning.device_pool import GpuPool
 from placement.demand import Demand
 from placement.memory import MemoryRules
 
@@ -63,9 +63,9 @@ def run(name: str, setting: Setting) -> dict[str, object]:
         setting.model, architecture, setting.rate, setting.prompt, setting.output, architecture.dtype, setting.ttft,
         setting.tpot, setting.max_num_seqs,
     )  # fmt: skip
-    ground = GpuGround(setting.gpu, setting.nodes, device(setting.gpu).memory_bytes, MemoryRules.served(0.92))
+    pool = GpuPool(setting.gpu, setting.nodes, device(setting.gpu).memory_bytes, MemoryRules.served(0.92))
     began = time.process_time()
-    found = compare(Wanted(demand), ground, Roofline())
+    found = compare(Wanted(demand), pool, Roofline())
     seconds = time.process_time() - began
     cells = ", ".join(
         f"{each.phases} {each.figures.goodput:.2f} ({each.figures.layout.words})"

@@ -24,7 +24,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.planning.architectures import planned_architecture
 from muxserve.planning.fleets import equal_nodes, memory_of
 from muxserve.planning.latency import latency_model
-from muxserve.planning.predict import predict
+from muxserve.planning.prediction import predict
 from placement.candidates import Candidates
 from placement.demand import Demand
 from placement.engines import Engines

@@ -16,6 +16,7 @@ from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
 from muxserve.metrics.plotly_library import DEFAULT
+from muxserve.planning.arrangements import may_be_dedicated
 from muxserve.planning.document import document
 from muxserve.planning.fleets import ClusterError, cluster_of
 from muxserve.planning.latency import latency_model, latency_words
@@ -95,7 +96,7 @@ def _plan(arguments: PlanArguments) -> int:
         else:
             made = planning.swept(sizes, cluster) if sizes else planning.on_gpus(cluster)
     _tell(arguments, fleet, made, time.monotonic() - began)
-    if any(model.phases != "multiplexed" for model in fleet.models) and made.arrangements is None:
+    if any(map(may_be_dedicated, fleet.models)) and made.arrangements is None:
         why = "a sweep" if sizes else f"--mode {options.mode}"
         errors.print(f"{why} plans all models as multiplexed, whatever `phases` says")
     return EXIT_UNPLACED if made.plan.missing else EXIT_OK

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from muxserve.cli.output import console, errors, escape
 from muxserve.config import Fleet
-from muxserve.planning.phases import SHARE
-from muxserve.planning.phases_figures import Compared, Comparison, Spread
-from muxserve.planning.phases_words import COLUMNS, WITHIN, cells
+from muxserve.planning.arrangements import is_open
+from muxserve.planning.comparison import COLUMNS, SHARE, WITHIN, Compared, Comparison, Spread, cells
 
 # Columns of a screen that has room for a row with all figures of an arrangement.
 _WIDE = 220
@@ -56,7 +55,7 @@ def show(comparison: Comparison, chosen: bool) -> None:
 def show_comparisons(fleet: Fleet, comparisons: Sequence[Comparison]) -> None:
     """A table for each model."""
     for comparison in comparisons:
-        show(comparison, fleet.model(comparison.model).phases == "auto")
+        show(comparison, is_open(fleet.model(comparison.model)))
 
 
 def _table(comparison: Comparison) -> Table:

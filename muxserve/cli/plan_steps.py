@@ -24,9 +24,9 @@ from placement.objective import OBJECTIVES, Objective
 from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
 
 if TYPE_CHECKING:
-    from muxserve.planning.phases_arrange import Arrangements
-    from muxserve.planning.phases_ground import CpuGround
-    from muxserve.planning.predict import Prediction
+    from muxserve.planning.dedicated_units import Arrangements
+    from muxserve.planning.device_pool import CpuPool
+    from muxserve.planning.prediction import Prediction
 
 Tell = Callable[[str], None]
 _SIMULATED_REQUESTS, _SIMULATED_SECONDS = 5000, 300.0
@@ -111,7 +111,7 @@ class Planning:
     @property
     def arranges(self) -> bool:
         """Whether some model is not simply multiplexed. Baselines know nothing but that."""
-        from muxserve.planning.phases_arrange import concerns
+        from muxserve.planning.dedicated_units import concerns
 
         return self.options.mode == "muxserve" and concerns(self.fleet, self.compare)
 
@@ -123,7 +123,7 @@ class Planning:
         made = self._place(demands, cluster)
         if not self.arranges:
             return self._borne_out(made, demands, cluster)
-        from muxserve.planning.phases_machines import divide_gpus
+        from muxserve.planning.dedicated_units import divide_gpus
 
         with self.alone(), progress() as tell:
             divided = divide_gpus(
@@ -138,7 +138,7 @@ class Planning:
                 tell,
                 self.goodputs,
             )
-        if not divided.apart:
+        if not divided.has_dedicated:
             found = self._borne_out(made, demands, cluster)
         else:
             shared = divided.arrangements.shared
@@ -193,7 +193,7 @@ class Planning:
         simulated, why_not = self._simulated(first)
         if simulated is None or self.options.objective.name == "throughput":
             return Made(first, simulated, why_not)
-        from muxserve.planning.verified import verified
+        from muxserve.planning.prediction import verified
 
         known = {id(first): simulated}
 
@@ -213,37 +213,35 @@ class Planning:
     def on_cpu(self) -> Made:
         """A plan for this machine."""
         from muxserve.cluster.machine import this_machine
+        from muxserve.planning.dedicated_units import Arrangements, divide_cpu
+        from muxserve.planning.device_pool import cpu_pool
         from muxserve.planning.machine import plan_this_machine
-        from muxserve.planning.phases_arrange import Arrangements
-        from muxserve.planning.phases_ground import ground_on_cpu
-        from muxserve.planning.phases_machines import divide_cpu
 
         resolved, own = load_fleet(self.file), self.fleet.cluster
         demands = demands_of(self.fleet, self.file.parent, gpu=False)
-        ground = ground_on_cpu(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
+        pool = cpu_pool(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
         found = Arrangements(shared=list(demands))
         if self.arranges:
             with self.alone(), progress() as tell:
                 found = divide_cpu(
-                    self.fleet, demands, ground, self.latency, self.compare, self.seed, tell, self.goodputs
+                    self.fleet, demands, pool, self.latency, self.compare, self.seed, tell, self.goodputs
                 )
         try:
-            made = plan_this_machine(resolved, demands, found, ground, self.latency, self.options.objective)
+            made = plan_this_machine(resolved, demands, found, pool, self.latency, self.options.objective)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        simulated, why_not = self._simulated(made.plan, made.lengths, ground)
+        simulated, why_not = self._simulated(made.plan, made.lengths, pool)
         arrangements = found if self.arranges else None
         return Made(made.plan, simulated, why_not, arrangements=arrangements, lengths=made.lengths)
 
     # ------------------------------------------------------------ simulation
 
     def _simulated(
-        self, made: ClusterPlan, max_len: Mapping[str, int] | None = None, ground: CpuGround | None = None
+        self, made: ClusterPlan, max_len: Mapping[str, int] | None = None, pool: CpuPool | None = None
     ) -> tuple[Prediction | None, str]:
-        """The simulation of the plan, or why there is none. `ground` is the machine whose CPU it is for."""
-        from muxserve.planning.phases_layout import NoPlaceError
-        from muxserve.planning.phases_units import Surroundings, simulated_of
-        from muxserve.planning.predict import predict
+        """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for."""
+        from muxserve.planning.arrangements.base import NoPlaceError
+        from muxserve.planning.prediction import Surroundings, predict, simulated_of
         from muxserve.simulator import SimulationError
 
         seconds = self.simulate
@@ -257,7 +255,7 @@ class Planning:
         def count(done: int, total: int) -> None:
             self.told(f"simulating, {done} of {total} requests")
 
-        around = Surroundings(self.options.rules, self.network, ground)
+        around = Surroundings(self.options.rules, self.network, pool)
         try:
             return (
                 predict(

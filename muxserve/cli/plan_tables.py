@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from muxserve.cli.output import console, escape
+from muxserve.planning.arrangements import arrangement
+from muxserve.planning.comparison import format_part, format_seconds
 from muxserve.planning.document import SweepPoint, needed
-from muxserve.planning.phases_words import part_words, seconds_words, unit_phases
-from muxserve.planning.predict import Prediction, falls_short
+from muxserve.planning.prediction import Prediction, falls_short
 from placement.format import format_size
 from placement.planner import ClusterPlan
 
@@ -49,11 +50,11 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
                 escape(unit.name) if index == 0 else "",
                 f"{len(unit.devices)} x {unit.device} ({_range(unit.devices)})" if index == 0 else "",
                 escape(demand.name) + replicas,
-                unit_phases(unit) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                arrangement(unit.phases).unit_words(unit) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                 f"{model.rate:.2f}/s",
                 served if model.meets_rate else f"[red]{served}[/]",
-                "grows" if math.isinf(model.ttft) else seconds_words(model.ttft),
-                seconds_words(model.tpot),
+                "grows" if math.isinf(model.ttft) else format_seconds(model.ttft),
+                format_seconds(model.tpot),
                 attainment_words(model.attainment, plan.objective.attainment),
                 f"{model.batch:.1f}",
                 format_size(model.own_bytes),
@@ -113,7 +114,7 @@ def totals_words(plan: ClusterPlan) -> str:
 
 def attainment_words(part: float, target: float) -> str:
     """A part of requests, marked if below the target."""
-    return part_words(part) if part >= target else f"[red]{part_words(part)}[/]"
+    return format_part(part) if part >= target else f"[red]{format_part(part)}[/]"
 
 
 def _simulated(simulated: Prediction, name: str) -> list[str]:
@@ -123,8 +124,8 @@ def _simulated(simulated: Prediction, name: str) -> list[str]:
     slo = figures.slo.get("all")
     return [
         f"{simulated.sustained.get(name, 0.0):.2f}",
-        seconds_words(figures.ttft.mean) if figures.ttft else "-",
-        seconds_words(figures.tpot.mean) if figures.tpot else "-",
+        format_seconds(figures.ttft.mean) if figures.ttft else "-",
+        format_seconds(figures.tpot.mean) if figures.tpot else "-",
         "-" if slo is None else f"{slo:.0%}",
     ]
 

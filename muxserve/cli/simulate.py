@@ -11,7 +11,6 @@ from typing import Any
 
 from muxserve.cli.comparing import working
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cli.simulate_phases import phases_figures, phases_words, replicas_words
 from muxserve.cli.simulate_places import Places, PlacesError, Search, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.cluster.rules import levels_of
@@ -23,9 +22,11 @@ from muxserve.metrics import Objectives
 from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
 from muxserve.metrics.summary import Summary, summarise
+from muxserve.metrics.tables import seconds_words
+from muxserve.planning.arrangements import arrangement
 from muxserve.planning.fleets import ClusterError
 from muxserve.planning.latency import latency_model, latency_words, measured_overheads
-from muxserve.planning.phases_units import Simulated
+from muxserve.planning.prediction import Simulated
 from muxserve.replicas.priorities import Levels, PriorityError
 from muxserve.simulator import (
     Alone,
@@ -34,6 +35,7 @@ from muxserve.simulator import (
     Options,
     Overheads,
     SimulationError,
+    UnitResult,
     mode_of,
     simulate,
     write_timeline,
@@ -225,7 +227,7 @@ def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, obje
                     "seconds": [time for time, _ in unit.pages],
                     **{name: [held[i] for _, held in unit.pages] for i, name in enumerate(unit.models)},
                 },
-                **phases_figures(unit),
+                **arrangement(unit.phases).report(unit),
             }
             for unit in result.units
         ],
@@ -268,7 +270,7 @@ def _report(settings: Settings, workload: Workload, places: Places, runs: Mappin
             )
             console.print(escape(run.placed.about))
             console.print(models_table(run.summary))
-            for words in (*phases_words(run.result), *replicas_words(run.result)):
+            for words in (*_arrangement_words(run.result), *_replicas_words(run.result)):
                 console.print(f"- {escape(words)}")
             for text, count in run.summary.errors.items():
                 console.print(f"[red]{count} x[/] {escape(text)}")
@@ -298,3 +300,27 @@ def _timelines(path: Path | None, runs: Mapping[str, Run]) -> Iterator[Path]:
 
 def _count(mode: str, told: Callable[[str], None]) -> Callable[[int, int], None]:
     return lambda done, total: told(f"{mode}: {done} of {total} requests")
+
+
+def _arrangement_words(result: FleetResult) -> Iterator[str]:
+    """A sentence for each model whose replicas are dedicated units."""
+    units: dict[str, list[UnitResult]] = {}
+    for unit in result.units:
+        units.setdefault(unit.models[0], []).append(unit)
+    for model, mine in units.items():
+        words = arrangement(mine[0].phases).report_words(model, mine)
+        if words:
+            yield words
+
+
+def _replicas_words(result: FleetResult) -> Iterator[str]:
+    """A sentence for each model whose requests moved, or whose replicas came or went."""
+    for each in result.replicas:
+        found = []
+        if each.counts[1:]:
+            found.append(f"up to {each.peak} replicas, {each.average:.1f} on average")
+        if each.downtime is not None:
+            paused = seconds_words(each.downtime)
+            found.append(f"{each.migrations} moves of requests, each in no batch for {paused} on average")
+        if found:
+            yield f"{each.model}: {'; '.join(found)}"

@@ -13,13 +13,14 @@ from muxserve.cluster.machine import this_machine
 from muxserve.cluster.plan import plan_fleet
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
+from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
+from muxserve.planning.arrangements.base import NoPlaceError
 from muxserve.planning.cpu import CPU, plan_machine
+from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.fleets import cluster_of, demands_of
 from muxserve.planning.parts import arranged, units_at_start
-from muxserve.planning.phases_ground import CpuGround, ground_on_cpu
-from muxserve.planning.phases_layout import NoPlaceError
-from muxserve.planning.phases_units import Simulated, Surroundings, simulated_of
 from muxserve.planning.planfile import load_plan
+from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
 from muxserve.planning.serving import FleetPlanner
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
@@ -55,7 +56,7 @@ class Places:
     demands: list[Demand]
     latency: LatencyModel
     cluster: Cluster | None
-    machine: CpuGround | None
+    machine: CpuPool | None
     search: Search
     found: dict[str, Simulated] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -89,7 +90,7 @@ class Places:
 
     def _on_cpu(self, kind: str) -> Simulated:
         """All modes have the same cores. Baselines have one unit."""
-        if kind == _MUXSERVE or (all(m.phases == "multiplexed" for m in self.fleet.models) and self._units == 1):
+        if kind == _MUXSERVE or (not any(map(may_be_dedicated, self.fleet.models)) and self._units == 1):
             made = self._planning(_MUXSERVE).on_cpu()
             self._check(made.plan.missing, kind)
             for each in made.arrangements.comparisons if made.arrangements else ():
@@ -153,7 +154,7 @@ class Places:
     def baselines(self, modes: Sequence[str]) -> str:
         """What is to be said of modes (kinds of placement by their names) that leave arrangements aside; may be
         empty."""
-        others = [model.name for model in self.fleet.models if model.phases not in ("multiplexed", AUTO)]
+        others = [model.name for model in self.fleet.models if arrangement_of(model).dedicated]
         if _MUXSERVE in self.found:
             others = list(dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models))
         if not others or not modes:
@@ -208,9 +209,9 @@ def _words(fleet: Fleet, cluster: Cluster | None) -> str:
     return f"{cluster.devices} GPUs ({kinds})"
 
 
-def _machine(fleet: Fleet, cluster: Cluster | None) -> CpuGround | None:
+def _machine(fleet: Fleet, cluster: Cluster | None) -> CpuPool | None:
     own = fleet.cluster
-    return ground_on_cpu(this_machine(), own.cores, fleet.kv_pool.size, own.ranks) if cluster is None else None
+    return cpu_pool(this_machine(), own.cores, fleet.kv_pool.size, own.ranks) if cluster is None else None
 
 
 def _given(places: Places, placement: Placement, plan: Path | None) -> Simulated:

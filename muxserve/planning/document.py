@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muxserve.planning.predict import Prediction
+from muxserve.planning.arrangements import arrangement
+from muxserve.planning.prediction import Prediction
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
 from placement.planner import ClusterPlan, limits_in_words
@@ -114,7 +115,7 @@ def document(
 
 def _unit(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, simulated: Prediction | None) -> dict[str, Any]:
     # Engines of both phases are simulated, not estimated: how busy their devices are with either is not told.
-    known = unit.phases == "multiplexed"
+    known = not arrangement(unit.phases).dedicated
     return {
         "limit": limits_in_words(plan, estimate),
         "headroom": estimate.headroom,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from muxserve.cluster.arrangement import alone, phases_of, stages_of
 from muxserve.cluster.checkpoints import Hub
 from muxserve.cluster.gpu_unit import GpuUnit, SmShares
 from muxserve.config import Fleet, FleetError
@@ -14,6 +13,7 @@ from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.budget import estimated
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, Machine, choose, device_name
+from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.fleets import demands_of
 from placement.candidates import Candidates
 from placement.cluster import PlacedUnit
@@ -48,9 +48,9 @@ def gpu_unit(fleet: Fleet, found: Machine, hub: Hub | None = None, placed: Place
         raise FleetError([fleet.problem(("cluster", error.key), str(error))]) from None
     # Checkpoints have been found before, so that no directory is asked for here.
     demands = demands_of(fleet, Path(), hub)
-    one = alone(fleet.models[0])
-    rules = MemoryRules.served(fleet.cluster.gpu_memory, engines=1 if one else 2)
-    stages, problem = stages_of(fleet, fleet.models[0], demands[0].architecture.layers, len(gpus))
+    how = arrangement_of(fleet.models[0])
+    rules = MemoryRules.served(fleet.cluster.gpu_memory, engines=1 if how.dedicated else 2)
+    stages, problem = how.stages(fleet, fleet.models[0], demands[0].architecture.layers, len(gpus))
     if problem:
         raise FleetError([problem])
     kind = device_name(gpus[0])
@@ -65,7 +65,7 @@ def gpu_unit(fleet: Fleet, found: Machine, hub: Hub | None = None, placed: Place
     if placed is not None and kind is not None and placed.device != kind:
         message = f"the plan is for {placed.device}, but {found.where} has {gpus[0].name}; make it anew"
         raise FleetError([fleet.problem(("cluster",), message)])
-    if one:
+    if how.dedicated:
         shares = {demand.name: ALL_SMS for demand in demands}
     elif placed is not None:
         shares = {each.model: SmShares(each.prefill_share, each.decode_share) for each in placed.models}
@@ -79,7 +79,7 @@ def gpu_unit(fleet: Fleet, found: Machine, hub: Hub | None = None, placed: Place
         needs=tuple(estimated(demands, len(gpus), rules, stages)),
         rules=rules,
         notes=tuple(notes),
-        phases=phases_of(fleet.models[0]),
+        phases=how.name,
         stages=stages,
         elsewhere=fleet.cluster.launcher == "ray",
     )

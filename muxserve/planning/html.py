@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.metrics.plotly_library import DEFAULT, provide, script
+from muxserve.planning.arrangements import arrangement
+from muxserve.planning.comparison import COLUMNS, Comparison, cells
 from muxserve.planning.document import SweepPoint, needed
-from muxserve.planning.phases_figures import Comparison
-from muxserve.planning.phases_words import COLUMNS, cells, unit_phases
-from muxserve.planning.predict import Prediction
+from muxserve.planning.prediction import Prediction
 from placement.format import format_size
 from placement.planner import ClusterPlan, limits_in_words
 
@@ -162,7 +162,8 @@ def _models(plan: ClusterPlan) -> str:
                 [
                     plan.demands[model.member.model].name,
                     unit.name,
-                    unit_phases(unit) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                    arrangement(unit.phases).unit_words(unit)
+                    or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                     f"{model.rate:.2f}",
                     f"{model.throughput:.2f}",
                     "grows" if math.isinf(model.ttft) else f"{model.ttft:.3f} s",

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from muxserve.cluster.arrangement import alone
 from muxserve.cluster.plan import FleetPlan
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
+from muxserve.planning.arrangements import arrangement, arrangement_of
+from muxserve.planning.arrangements.base import wanted_of
 from muxserve.planning.cpu import CPU, plan_machine
-from muxserve.planning.phases_arrange import Arrangements
-from muxserve.planning.phases_ground import CpuGround
-from muxserve.planning.phases_layout import wanted_of
-from muxserve.planning.phases_machines import Divided
-from muxserve.planning.phases_plan import Arranged
+from muxserve.planning.dedicated_units import Arrangements, DedicatedModel, Divided
+from muxserve.planning.device_pool import CpuPool
 from muxserve.planning.serving import FleetPlanner, notes_of
 from placement import Machine
 from placement.cluster import Cluster, Node
@@ -37,7 +35,7 @@ def plan_this_machine(
     fleet: Fleet,
     demands: Sequence[Demand],
     found: Arrangements,
-    ground: CpuGround,
+    pool: CpuPool,
     latency: LatencyModel,
     objective: Objective,
 ) -> MachinePlan:
@@ -47,21 +45,21 @@ def plan_this_machine(
         fleet: as declared.
         demands: of its models, in their order.
         found: how they are arranged.
-        ground: the machine.
+        pool: the machine.
 
     Raises:
         FleetError: the units do not fit.
         ValueError: the costs of a model are not known.
     """
-    plans = _served(fleet, found, ground.machine)
-    shared = [plan for plan in plans if not alone(plan.fleet.models[0])]
+    plans = _served(fleet, found, pool.machine)
+    shared = [plan for plan in plans if not arrangement_of(plan.fleet.models[0]).dedicated]
     types = {model.name: model.dtype for plan in shared for model in plan.unit.models}
     found.shared = [replace(demand, dtype=types[demand.name]) for demand in found.shared]
     lengths: dict[str, int] = {}
     for model in (model for plan in shared for model in plan.unit.models):
         lengths[model.name] = min(model.max_len, lengths.get(model.name, model.max_len))
     made = plan_machine(shared, found.shared, latency, objective, len(plans)) if shared else None
-    found.arranged = _placed(fleet, found.arranged, plans[len(shared) :], len(shared), ground)
+    found.arranged = _placed(fleet, found.arranged, plans[len(shared) :], len(shared), pool)
     machine = Cluster((Node(CPU, max(1, len(plans))),))
     left = Cluster((Node(CPU, max(1, len(shared))),))
     whole = made
@@ -80,22 +78,20 @@ def _served(fleet: Fleet, found: Arrangements, machine: Machine) -> list[FleetPl
         if model.name in found.missing:
             continue
         layout = layouts.get(model.name)
-        update: dict[str, object] = {"phases": layout.phases if layout else "multiplexed"}
-        if layout and layout.phases == "pipelined":
-            update["stages"] = layout.stages
-        models.append(model.model_copy(update=update))
+        how = arrangement(layout.phases if layout else "multiplexed")
+        models.append(how.declare(model, layout.stages if layout else 1))
     return FleetPlanner(fleet.with_models(models), machine, _no_gpus).at_start() if models else []
 
 
 def _placed(
-    fleet: Fleet, arranged: Sequence[Arranged], plans: Sequence[FleetPlan], first: int, ground: CpuGround
-) -> list[Arranged]:
+    fleet: Fleet, arranged: Sequence[DedicatedModel], plans: Sequence[FleetPlan], first: int, pool: CpuPool
+) -> list[DedicatedModel]:
     """The same with devices of their own, from number `first` on, and what the live planner gives them there."""
     found, number = [], 0
     units = first + len(plans)
     for each in arranged:
         layout = each.place.layout
-        here = replace(ground, others=units - layout.replicas, pool=plans[number].unit.pool_bytes)
+        here = replace(pool, others=units - layout.replicas, pool=plans[number].unit.pool_bytes)
         place = here.place(wanted_of(fleet.model(each.demand.name), each.demand, free=False), layout)
         devices = tuple((first + number + n,) for n in range(layout.replicas))
         found.append(replace(each, place=place, devices=devices, share=1.0 / units))

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from muxserve.cluster.arrangement import alone
 from muxserve.cluster.plan import FleetPlan
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.gpu.nvml import Gpu
+from muxserve.planning.arrangements import arrangement, arrangement_of
 from muxserve.planning.cpu import CPU
 from muxserve.spec import ModelSpec
 from placement import Machine
@@ -27,14 +27,14 @@ class Part(NamedTuple):
 
 def together(fleet: Fleet) -> Fleet:
     """The models that share units; perhaps none."""
-    return fleet.with_models([model for model in fleet.models if not alone(model)])
+    return fleet.with_models([model for model in fleet.models if not arrangement_of(model).dedicated])
 
 
 def units_at_start(fleet: Fleet) -> int:
     """How many units a fleet begins with, without a plan: as many as the most replicas of a model that shares, and one
     for each replica of a model that does not."""
     shared = max((_prepared(model) for model in together(fleet).models), default=0)
-    return shared + sum(_prepared(model) for model in fleet.models if alone(model))
+    return shared + sum(_prepared(model) for model in fleet.models if arrangement_of(model).dedicated)
 
 
 def possible_units(fleet: Fleet) -> int:
@@ -53,7 +53,7 @@ def parts_of(fleet: Fleet) -> Iterator[Part]:
     shared = together(fleet)
     most = max((_prepared(model) for model in shared.models), default=0)
     groups = [(number, [m for m in shared.models if _prepared(m) > number]) for number in range(most)]
-    groups += [(number, [m]) for m in fleet.models if alone(m) for number in range(_prepared(m))]
+    groups += [(number, [m]) for m in fleet.models if arrangement_of(m).dedicated for number in range(_prepared(m))]
     for number, models in groups:
         parts = [model.model_copy(update={"rate": model.rate / _prepared(model)}) for model in models]
         serves = tuple(model.name for model in models if model.replicas.at_start > number)
@@ -80,7 +80,7 @@ def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
     models = []
     for each in unit.models:
         update: dict[str, object] = {"rate": each.rate}
-        if unit.device == CPU and unit.phases == "multiplexed":
+        if unit.device == CPU and not arrangement(unit.phases).dedicated:
             share = max(each.prefill_share, each.decode_share)
             update["threads"] = max(1, min(cores, round(share * cores)))
         models.append(fleet.model(each.model).model_copy(update=update))
@@ -106,11 +106,11 @@ def arranged(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedU
         if unit.phases == "pipelined" and model.stages not in (AUTO, unit.stages):
             message = f"the plan has {model.name} over {unit.stages} stages, the fleet file over {model.stages}"
             raise wrong(path, f"{message}; make it anew, or change `stages`")
-        if unit.phases == "rolling" and (model.slo.ttft_ms is None or model.slo.tpot_ms is None):
-            message = f"the plan has {model.name} rolling, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"
+        how = arrangement(unit.phases)
+        if how.needs_objectives and (model.slo.ttft_ms is None or model.slo.tpot_ms is None):
+            message = f"the plan has {model.name} {how.name}, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"
             raise wrong(path, message)
-        stages = unit.stages if unit.phases == "pipelined" else AUTO
-        models.append(model.model_copy(update={"phases": unit.phases, "stages": stages}))
+        models.append(how.declare(model, unit.stages))
     return fleet.with_models(models)
 
 

@@ -15,6 +15,7 @@ from muxserve.config.loader import problems_of, read_text
 from muxserve.config.problems import KeyPath, did_you_mean
 from muxserve.config.source import Source, parse_yaml
 from muxserve.config.values import NAME_PATTERN, Section
+from muxserve.planning.arrangements import arrangement
 from muxserve.planning.cpu import CPU
 from placement.cluster import Arrangement, Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -90,7 +91,7 @@ def plan_text(placement: Placement, about: str = "") -> str:
                 "device": unit.device,
                 "devices": list(unit.devices),
                 "kv_bytes": unit.kv_bytes,
-                **_arrangement(unit),
+                **arrangement(unit.phases).plan_keys(unit),
                 "models": [
                     {
                         "model": m.model,
@@ -106,12 +107,6 @@ def plan_text(placement: Placement, about: str = "") -> str:
         "notes": list(placement.notes),
     }
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
-
-
-def _arrangement(unit: PlacedUnit) -> dict[str, object]:
-    if unit.phases == "multiplexed":
-        return {}
-    return {"phases": unit.phases, **({"stages": unit.stages} if unit.phases == "pipelined" else {})}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -195,7 +190,7 @@ def _arrangements(plan: PlanFile, source: Source) -> Iterator[Problem]:
     seen: dict[str, PlanUnit] = {}
     for index, unit in enumerate(plan.units):
         at: KeyPath = ("units", index)
-        if unit.phases != "multiplexed" and len(unit.models) > 1:
+        if arrangement(unit.phases).dedicated and len(unit.models) > 1:
             message = f"a {unit.phases} model has a unit to itself, but {unit.name} has {len(unit.models)} models"
             yield source.problem((*at, "models"), message)
         if unit.phases != "pipelined" and unit.stages > 1:

@@ -18,7 +18,7 @@ from muxserve.cluster.plan import FleetPlan, demands_of, plan_fleet
 from muxserve.config import Fleet, FleetError
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import Machine as GpuMachine
-from muxserve.planning.arranging import arranged_by_simulation
+from muxserve.planning.auto_phases import arranged_by_simulation
 from muxserve.planning.cpu import CPU
 from muxserve.planning.gpus import gpu_unit
 from muxserve.planning.left import left_of

@@ -5,8 +5,8 @@ from dataclasses import replace
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.phases_ground import CpuGround, GpuGround
-from muxserve.planning.phases_layout import Wanted
+from muxserve.planning.arrangements.base import Wanted
+from muxserve.planning.device_pool import CpuPool, GpuPool
 from placement import Machine
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -28,13 +28,13 @@ def tiny(rate: float = 0.5, **more: object) -> Wanted:
     return Wanted(Demand("tiny", TINY, rate, 100, 20, "float32", 8.0, 0.5, 32, 2048), **more)  # type: ignore[arg-type]
 
 
-def gpus(*nodes: int, kind: str = "L20-48GB", network: float = 1.25e9, memory: float | None = None) -> GpuGround:
+def gpus(*nodes: int, kind: str = "L20-48GB", network: float = 1.25e9, memory: float | None = None) -> GpuPool:
     size = device(kind).memory_bytes if memory is None else int(memory)
-    return GpuGround(kind, nodes, size, MemoryRules.served(0.92), network)
+    return GpuPool(kind, nodes, size, MemoryRules.served(0.92), network)
 
 
-def cores(count: int = 2, pool: int | None = 1 << 30, memory: int = 16 << 30) -> CpuGround:
-    return CpuGround(Machine(count, memory), count, pool)
+def cores(count: int = 2, pool: int | None = 1 << 30, memory: int = 16 << 30) -> CpuPool:
+    return CpuPool(Machine(count, memory), count, pool)
 
 
 def with_demand(wanted: Wanted, **changes: object) -> Wanted:

@@ -398,7 +398,7 @@ class TestAuto:
             return {name: self.choice for name in self.asked if self.choice}
 
         self.choice: object = None
-        monkeypatch.setattr("muxserve.planning.phases_fleet.choose_at_deploy", choose)
+        monkeypatch.setattr("muxserve.planning.auto_phases.choose_at_deploy", choose)
 
     def choose(self, phases: str, stages: int = 1) -> None:
         self.choice = SimpleNamespace(phases=phases, stages=stages, reason="it is best")

@@ -11,14 +11,33 @@ from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
+from muxserve.planning.arrangements.base import Layout, NoPlaceError, wanted_of
+from muxserve.planning.comparison import (
+    Compared,
+    Comparison,
+    Figures,
+    Spread,
+    choose_phases,
+    compare,
+    largest_first,
+    recommend,
+)
 from muxserve.planning.latency import between_steps
-from muxserve.planning.phases import choose_phases, compare, recommend
-from muxserve.planning.phases_figures import Compared, Comparison, Figures, Spread
-from muxserve.planning.phases_layout import Layout, NoPlaceError, PhasesName, largest_first, wanted_of
-from muxserve.planning.phases_play import Outcome, Played, balance, play
-from muxserve.planning.phases_search import STEP, Load, Search, objectives_of, part_met, point_of
+from muxserve.planning.trial import (
+    STEP,
+    Load,
+    Outcome,
+    Search,
+    Trial,
+    balance,
+    objectives_of,
+    part_met,
+    point_of,
+    run_trial,
+)
 from muxserve.simulator import Link, Pipeline
 from muxserve.simulator.stages import Work, make_stages
+from muxserve.spec import PhasesName
 from tests.planning.phases_support import TINY, WIDE, cores, gpus, tiny, wanted, with_demand
 
 COSTS = Roofline()
@@ -51,32 +70,32 @@ def figures(goodput: float, attainment: float = 1.0, smooth: float | None = None
 
 class TestLayouts:
     def test_all_devices_are_divided_among_replicas_stages_and_tensors(self) -> None:
-        ground = gpus(8)
+        pool = gpus(8)
         for phases in ("multiplexed", "pipelined", "rolling"):
-            for layout in largest_first(list(ground.layouts(wanted(), phases))):
+            for layout in largest_first(list(pool.layouts(wanted(), phases))):
                 assert layout.replicas * layout.stages * layout.tp == 8
                 assert (layout.stages > 1) == (phases == "pipelined")
                 assert layout.replicas > 1 or phases != "rolling"
-        pipelined = largest_first(list(ground.layouts(wanted(), "pipelined")))
+        pipelined = largest_first(list(pool.layouts(wanted(), "pipelined")))
         assert {(each.replicas, each.stages, each.tp) for each in pipelined} == {
             (4, 2, 1), (2, 4, 1), (2, 2, 2), (1, 8, 1), (1, 4, 2), (1, 2, 4),
         }  # fmt: skip
 
     def test_what_the_file_fixes_stays(self) -> None:
         given = replace(wanted(), replicas=2, stages=2)
-        ground = gpus(8)
-        assert largest_first(list(ground.layouts(given, "pipelined"))) == [Layout("pipelined", 2, 2, 2)]
-        assert largest_first(list(ground.layouts(given, "rolling"))) == [Layout("rolling", 2, 1, 4)]
+        pool = gpus(8)
+        assert largest_first(list(pool.layouts(given, "pipelined"))) == [Layout("pipelined", 2, 2, 2)]
+        assert largest_first(list(pool.layouts(given, "rolling"))) == [Layout("rolling", 2, 1, 4)]
 
     def test_tensors_are_not_split_between_machines(self) -> None:
         layouts = largest_first(list(gpus(4, 4).layouts(wanted(), "multiplexed")))
         assert max(layout.tp for layout in layouts) == 4
 
     def test_three_devices_are_no_tensor_parallel_group_but_a_pipeline(self) -> None:
-        ground, given = gpus(3), replace(wanted(), replicas=1)
-        assert largest_first(list(ground.layouts(given, "pipelined"))) == [Layout("pipelined", 1, 3, 1)]
+        pool, given = gpus(3), replace(wanted(), replicas=1)
+        assert largest_first(list(pool.layouts(given, "pipelined"))) == [Layout("pipelined", 1, 3, 1)]
         # 64 heads: two of the three at most.
-        assert largest_first(list(ground.layouts(given, "multiplexed"))) == [Layout("multiplexed", 1, 1, 2)]
+        assert largest_first(list(pool.layouts(given, "multiplexed"))) == [Layout("multiplexed", 1, 1, 2)]
 
     @pytest.mark.parametrize(
         ("phases", "nodes", "more", "words"),
@@ -95,19 +114,19 @@ class TestLayouts:
 
 class TestPlaces:
     def test_an_engine_of_both_phases_leaves_more_for_kv_than_two(self) -> None:
-        ground = gpus(2)
-        multiplexed = ground.place(wanted(), Layout("multiplexed", 2, 1, 1))
-        rolling = ground.place(wanted(), Layout("rolling", 2, 1, 1))
+        pool = gpus(2)
+        multiplexed = pool.place(wanted(), Layout("multiplexed", 2, 1, 1))
+        rolling = pool.place(wanted(), Layout("rolling", 2, 1, 1))
         assert rolling.kv_bytes > multiplexed.kv_bytes
         assert rolling.blocks[0] * rolling.block_tokens * WIDE.kv_bytes_per_token("bfloat16") <= rolling.kv_bytes
 
     def test_a_stage_holds_its_layers_of_the_weights_and_of_the_kv(self) -> None:
-        ground = gpus(2)
-        one = ground.place(wanted(), Layout("rolling", 2, 1, 1))
-        two = ground.place(wanted(), Layout("pipelined", 1, 2, 1))
+        pool = gpus(2)
+        one = pool.place(wanted(), Layout("rolling", 2, 1, 1))
+        two = pool.place(wanted(), Layout("pipelined", 1, 2, 1))
         # Half of the weights are gone and each token takes half as much: more than twice as many tokens.
         assert min(two.blocks) > 2 * one.blocks[0]
-        assert two.own_bytes + two.kv_bytes <= ground.memory
+        assert two.own_bytes + two.kv_bytes <= pool.memory
 
     def test_stages_on_several_machines_send_over_the_network(self) -> None:
         slow = gpus(2, 2, network=1e8).place(wanted(), Layout("pipelined", 1, 4, 1))
@@ -129,13 +148,13 @@ class TestPlaces:
             gpus(2, memory=12e9).place(wanted(), Layout("multiplexed", 2, 1, 1))
 
     def test_engines_on_cpu_divide_the_cores(self) -> None:
-        ground = cores(4)
-        pipeline = ground.place(replace(tiny(), replicas=2), Layout("pipelined", 2, 2, 1))
+        pool = cores(4)
+        pipeline = pool.place(replace(tiny(), replicas=2), Layout("pipelined", 2, 2, 1))
         assert pipeline.shape.share == pytest.approx(0.25)
         assert len(pipeline.blocks) == 2
-        rolling = ground.place(replace(tiny(), replicas=2), Layout("rolling", 2, 1, 1))
+        rolling = pool.place(replace(tiny(), replicas=2), Layout("rolling", 2, 1, 1))
         assert rolling.shape.share == pytest.approx(0.5)
-        multiplexed = ground.place(tiny(), Layout("multiplexed", 1, 1, 1))
+        multiplexed = pool.place(tiny(), Layout("multiplexed", 1, 1, 1))
         assert multiplexed.cost_share is not None
         assert multiplexed.prefill_share is not None
         assert multiplexed.cost_share <= multiplexed.prefill_share <= 1.0
@@ -176,9 +195,9 @@ class TestPlaying:
         assert not Outcome(1.0, None).met(Objectives(9.0, 9.0), switch=True)
 
     def test_the_first_requests_do_not_count(self) -> None:
-        played = Played([Outcome(0.0, None), Outcome(5.0, 0.1, 0.0, 1.0, 11), Outcome(6.0, 9.0, 0.0, 1.0, 11)])
-        assert part_met(played, Objectives(1.0, 1.0), 1.0, switch=True) == 0.5
-        assert part_met(played, Objectives(1.0, 1.0), 100.0, switch=True) == 1.0
+        trial = Trial([Outcome(0.0, None), Outcome(5.0, 0.1, 0.0, 1.0, 11), Outcome(6.0, 9.0, 0.0, 1.0, 11)])
+        assert part_met(trial, Objectives(1.0, 1.0), 1.0, switch=True) == 0.5
+        assert part_met(trial, Objectives(1.0, 1.0), 100.0, switch=True) == 1.0
 
     def test_balance_is_the_busiest_over_the_mean(self) -> None:
         assert balance([1.0, 3.0]) == 1.5
@@ -186,21 +205,21 @@ class TestPlaying:
 
     @pytest.mark.parametrize("phases", ["multiplexed", "pipelined", "rolling"])
     def test_every_request_is_answered_in_every_arrangement(self, phases: PhasesName) -> None:
-        asked, ground = wanted(rate=4.0), gpus(4)
+        asked, pool = wanted(rate=4.0), gpus(4)
         load = Load(asked, seed=1)
-        for layout in largest_first(list(ground.layouts(asked, phases))):
-            played = play(asked, ground, ground.place(asked, layout), COSTS, load.requests(4.0), 4.0)
-            assert len(played.outcomes) == load.count(4.0)
-            assert all(outcome.ttft is not None and outcome.ttft > 0 for outcome in played.outcomes)
-            assert [o.tokens for o in sorted(played.outcomes)] == [r.output_tokens for r in load.requests(4.0)]
-            assert len(played.bubbles) == (layout.stages if phases == "pipelined" else 0)
-            assert all(0.0 <= part < 1.0 for part in played.bubbles)
+        for layout in largest_first(list(pool.layouts(asked, phases))):
+            trial = run_trial(asked, pool, pool.place(asked, layout), COSTS, load.requests(4.0), 4.0)
+            assert len(trial.outcomes) == load.count(4.0)
+            assert all(outcome.ttft is not None and outcome.ttft > 0 for outcome in trial.outcomes)
+            assert [o.tokens for o in sorted(trial.outcomes)] == [r.output_tokens for r in load.requests(4.0)]
+            assert len(trial.bubbles) == (layout.stages if phases == "pipelined" else 0)
+            assert all(0.0 <= part < 1.0 for part in trial.bubbles)
 
 
 class TestGoodput:
     def test_it_is_the_last_point_of_the_grid_that_attains(self) -> None:
-        asked, ground = wanted(), gpus(2)
-        search = Search(asked, ground, ground.place(asked, Layout("rolling", 2, 1, 1)), COSTS, Load(asked, 0))
+        asked, pool = wanted(), gpus(2)
+        search = Search(asked, pool, pool.place(asked, Layout("rolling", 2, 1, 1)), COSTS, Load(asked, 0))
         found = search.goodput(0.9, point_of(8.0))
         point = point_of(found)
         assert found == pytest.approx(STEP**point)
@@ -210,8 +229,8 @@ class TestGoodput:
         assert search.goodput(0.9, point_of(300.0, 4), 4) == pytest.approx(found, rel=0.3)
 
     def test_what_never_attains_has_none(self) -> None:
-        asked, ground = wanted(tpot=1e-4), gpus(2)
-        search = Search(asked, ground, ground.place(asked, Layout("multiplexed", 2, 1, 1)), COSTS, Load(asked, 0))
+        asked, pool = wanted(tpot=1e-4), gpus(2)
+        search = Search(asked, pool, pool.place(asked, Layout("multiplexed", 2, 1, 1)), COSTS, Load(asked, 0))
         assert search.goodput(0.9, point_of(8.0)) == 0.0
         assert search.simulations < 10
 
@@ -379,13 +398,13 @@ class TestMeasuredCosts:
 
     def test_time_between_steps_is_in_every_arrangement(self) -> None:
         assert between_steps(COSTS, "CPU") == 0.0
-        asked, ground = replace(tiny(0.1), replicas=2), cores(2)
+        asked, pool = replace(tiny(0.1), replicas=2), cores(2)
         requests = Load(asked, 0).requests(0.1)[:40]
         for phases in ("multiplexed", "pipelined", "rolling"):
-            (layout,) = ground.layouts(asked, phases)
-            place = ground.place(asked, layout)
-            quick = play(asked, ground, place, self.profile(), requests, 0.1)
-            slow = play(asked, ground, place, self.profile(between=0.05), requests, 0.1)
+            (layout,) = pool.layouts(asked, phases)
+            place = pool.place(asked, layout)
+            quick = run_trial(asked, pool, place, self.profile(), requests, 0.1)
+            slow = run_trial(asked, pool, place, self.profile(between=0.05), requests, 0.1)
             longer = sum(each.latency for each in slow.outcomes) - sum(each.latency for each in quick.outcomes)
             # One for each token, about: batches are others then, and chunks of prompts take one each, too.
             assert longer == pytest.approx(0.05 * sum(each.tokens for each in quick.outcomes), rel=0.4)

@@ -7,8 +7,8 @@ import pytest
 
 from muxserve.config import Fleet, load_fleet
 from muxserve.gpu.nvml import Gpu
-from muxserve.planning.phases_figures import ChosenPhases, Comparison
-from muxserve.planning.phases_fleet import choose_at_deploy, with_choices
+from muxserve.planning.auto_phases import choose_at_deploy, with_choices
+from muxserve.planning.comparison import ChosenPhases, Comparison
 from placement import Machine
 from tests.planning.phases_support import COSTS
 

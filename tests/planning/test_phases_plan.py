@@ -13,11 +13,9 @@ from typer.testing import CliRunner
 from muxserve.cli import plan_phases
 from muxserve.cli.app import app
 from muxserve.config import load_fleet
-from muxserve.planning.phases_arrange import Arrangements
-from muxserve.planning.phases_figures import Compared, Comparison, Figures, Spread
-from muxserve.planning.phases_layout import Layout, Wanted
-from muxserve.planning.phases_machines import Divided
-from muxserve.planning.phases_plan import Arranged, Carving, part_of
+from muxserve.planning.arrangements.base import Layout, Wanted
+from muxserve.planning.comparison import Compared, Comparison, Figures, Spread
+from muxserve.planning.dedicated_units import Arrangements, DedicatedModel, Divided, FreeDevices, part_of
 from muxserve.planning.planfile import load_plan
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
@@ -71,9 +69,9 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-class TestCarving:
+class TestFreeDevices:
     def test_replicas_stay_within_machines_and_leave_large_holes(self) -> None:
-        carving = Carving(Cluster((Node("a", 4), Node("b", 8), Node("a", 2))))
+        carving = FreeDevices(Cluster((Node("a", 4), Node("b", 8), Node("a", 2))))
         assert carving.take("a", Layout("rolling", 2, 1, 1)) == ((12,), (13,))
         assert carving.take("a", Layout("rolling", 1, 1, 4)) == ((0, 1, 2, 3),)
         assert carving.take("a", Layout("rolling", 1, 1, 1)) is None
@@ -82,12 +80,12 @@ class TestCarving:
         assert numbers == list(range(4, 12))
 
     def test_a_long_pipeline_goes_over_machines_but_no_stage_does(self) -> None:
-        carving = Carving(Cluster((Node("a", 3), Node("a", 3), Node("a", 2))))
+        carving = FreeDevices(Cluster((Node("a", 3), Node("a", 3), Node("a", 2))))
         (devices,) = carving.take("a", Layout("pipelined", 1, 3, 2)) or ()
         assert [tuple(devices[n : n + 2]) for n in (0, 2, 4)] == [(0, 1), (3, 4), (6, 7)]
 
     def test_what_is_not_there_takes_nothing(self) -> None:
-        carving = Carving(Cluster((Node("a", 3),)))
+        carving = FreeDevices(Cluster((Node("a", 3),)))
         assert carving.take("a", Layout("rolling", 2, 1, 2)) is None
         assert carving.take("a", Layout("rolling", 3, 1, 1)) == ((0,), (1,), (2,))
 
@@ -293,7 +291,7 @@ class TestCrowding:
             0.1,
             240,
         )
-        found = Arrangements([Arranged(first, place, figures, ((0,), (1,)))], [other])
+        found = Arrangements([DedicatedModel(first, place, figures, ((0,), (1,)))], [other])
         divided = Divided(made.placement.cluster, found, Cluster(()), [])
         assert divided.crowds_out(declared, made, None) == crowds
         whole = divided.joined(None, made.objective)

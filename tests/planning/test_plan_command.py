@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from muxserve.cli.app import app
 from muxserve.cli.plan_steps import UsageError
 from muxserve.config import FleetError, load_fleet
-from muxserve.planning import phases_machines
+from muxserve.planning import dedicated_units
 from muxserve.planning.architectures import BUILT_IN, planned_architecture
 from muxserve.planning.fleets import ClusterError, cluster_of, demands_of, equal_nodes
 from muxserve.planning.planfile import load_plan, plan_text, save_plan
@@ -139,7 +139,7 @@ class TestCommand:
             grounds.append(given[5])  # type: ignore[arg-type]
             raise UsageError("seen")
 
-        monkeypatch.setattr(phases_machines, "divide_gpus", divided)
+        monkeypatch.setattr(dedicated_units, "divide_gpus", divided)
         network = f", network: {file}" if file else ""
         fleet.write_text(
             FLEET.replace("gpus: 4", f"gpus: 4{network}").replace("rate: 4", "rate: 4\n    phases: pipelined")

@@ -14,12 +14,11 @@ from muxserve.cli.app import app
 from muxserve.cli.simulate_places import Search, places_of
 from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
-from muxserve.planning import phases_arrange, verified
-from muxserve.planning.phases import compare
-from muxserve.planning.phases_figures import Comparison
-from muxserve.planning.phases_layout import ARRANGEMENTS
+from muxserve.planning import dedicated_units, prediction
+from muxserve.planning.arrangements import ARRANGEMENTS
+from muxserve.planning.comparison import Comparison, compare
 from muxserve.planning.planfile import save_plan
-from muxserve.planning.verified import Verified
+from muxserve.planning.prediction import Verified
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -129,7 +128,7 @@ def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path, monkeypatch: p
         found = compare(*before, [each for each in only if each != "multiplexed"][-1:], False)
         return replace(found, reason="because")
 
-    monkeypatch.setattr(phases_arrange, "compare", recommends_rolling)
+    monkeypatch.setattr(dedicated_units, "compare", recommends_rolling)
     places = places_of(fleet, None, None, None, None, Roofline(), QUICK)
     assert list(places.placed("muxserve").longest) == ["ring", "pipe"]
     assert places.notes == ["ring is rolling: because"]
@@ -197,7 +196,7 @@ def test_the_default_placement_is_the_one_that_plan_makes(tmp_path: Path, monkey
         made = plan(more)
         return Verified(made, simulate(made), {"chat": 1.5})
 
-    monkeypatch.setattr(verified, "verified", again)
+    monkeypatch.setattr(prediction, "verified", again)
     result = CliRunner().invoke(app, ["plan", str(file), "--seconds", "0", "-o", str(plan)])
     assert result.exit_code == 0, result.output
     given = places_of(file, None, None, None, plan, Roofline(), QUICK).placed("muxserve")

@@ -23,9 +23,10 @@ from muxserve.metrics.definitions import Objectives as Latencies
 from muxserve.metrics.definitions import percentile, time_per_token
 from muxserve.metrics.records import RequestRecord
 from muxserve.planning.architectures import planned_architecture
-from muxserve.planning.phases_ground import CpuGround, GpuGround
-from muxserve.planning.phases_layout import Ground, Layout, PhasesName, Place, Wanted
-from muxserve.planning.phases_play import play, ring_rules, unit_of
+from muxserve.planning.arrangements import arrangement
+from muxserve.planning.arrangements.base import DevicePool, Layout, Place, Wanted
+from muxserve.planning.device_pool import CpuPool, GpuPool
+from muxserve.planning.trial import run_trial
 from muxserve.replicas.dispatch import FreestOfQueues, LoadAware, RoundRobin
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
@@ -50,6 +51,7 @@ from muxserve.simulator import (
     units_of,
 )
 from muxserve.simulator.requests import SimRequest
+from muxserve.spec import PhasesName
 from muxserve.workload import Arrivals, ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import LogNormalLengths
 from placement import Machine
@@ -204,7 +206,7 @@ DEMAND = Demand(
     max_num_seqs=256,
 )
 WANTED = Wanted(DEMAND, max_len=2048)
-RULES = {"a": ring_rules(WANTED)}
+RULES = {"a": arrangement("rolling").ring(WANTED)}
 
 
 def alone(phases: PhasesName, replicas: int, blocks: tuple[int, ...]) -> list[SimUnit]:
@@ -213,32 +215,32 @@ def alone(phases: PhasesName, replicas: int, blocks: tuple[int, ...]) -> list[Si
     links = (Link(),) * (stages - 1)
     place = Place(Layout(phases, replicas, stages, 1), EngineShape(A100, 1, 1.0, DTYPE), 16, blocks, links=links)
     devices = [tuple(range(n * stages, (n + 1) * stages)) for n in range(replicas)]
-    return [unit_of(WANTED, place, f"unit{n}", each) for n, each in enumerate(devices)]
+    return [arrangement(phases).sim_unit(WANTED, place, f"unit{n}", each) for n, each in enumerate(devices)]
 
 
 def planned() -> Iterable[tuple[str, Callable[[], Figures]]]:
     """As `phases: auto` compares them."""
     wanted = WANTED
-    gpus: Ground = GpuGround(A100, (2,), 80 * GIB, MemoryRules())
-    small: Ground = GpuGround(A100, (2,), 19 * GIB, MemoryRules())
-    cpu: Ground = CpuGround(Machine(2, 8 * GIB), 2)
+    gpus: DevicePool = GpuPool(A100, (2,), 80 * GIB, MemoryRules())
+    small: DevicePool = GpuPool(A100, (2,), 19 * GIB, MemoryRules())
+    cpu: DevicePool = CpuPool(Machine(2, 8 * GIB), 2)
     slow = replace(wanted, demand=replace(DEMAND, architecture=TINY, dtype="float32", rate=4.0, max_num_seqs=16))
 
-    def one(wanted: Wanted, ground: Ground, layout: Layout, rate: float) -> Figures:
+    def one(wanted: Wanted, pool: DevicePool, layout: Layout, rate: float) -> Figures:
         requests = load({"a": rate}, 30.0)
-        played = play(wanted, ground, ground.place(wanted, layout), COSTS, requests, rate)
-        done = [each for each in played.outcomes if each.ttft is not None]
+        trial = run_trial(wanted, pool, pool.place(wanted, layout), COSTS, requests, rate)
+        done = [each for each in trial.outcomes if each.ttft is not None]
         objectives = Latencies(1.0, 0.05)
         return {
-            "requests": len(played.outcomes),
+            "requests": len(trial.outcomes),
             "answered": len(done),
             "ttft_mean": fmean(each.ttft or 0.0 for each in done),
             "wait_mean": fmean(each.wait for each in done),
             "latency_mean": fmean(each.latency for each in done),
             "attained": sum(each.met(objectives, True) for each in done) / len(done),
-            "balance": played.balance,
-            "preemptions": played.preemptions,
-            **{f"bubbles_{n}": each for n, each in enumerate(played.bubbles)},
+            "balance": trial.balance,
+            "preemptions": trial.preemptions,
+            **{f"bubbles_{n}": each for n, each in enumerate(trial.bubbles)},
         }
 
     layouts = {
@@ -248,8 +250,8 @@ def planned() -> Iterable[tuple[str, Callable[[], Figures]]]:
         "rolling": Layout("rolling", 2, 1, 1),
     }
     for name, layout in layouts.items():
-        for about, ground in (("ample", gpus), ("tight", small)):
-            yield f"planned, {name}, {about} KV", lambda g=ground, y=layout: one(wanted, g, y, 16.0)
+        for about, pool in (("ample", gpus), ("tight", small)):
+            yield f"planned, {name}, {about} KV", lambda g=pool, y=layout: one(wanted, g, y, 16.0)
         if name != "one stage":
             yield f"planned, {name}, CPU", lambda y=layout: one(replace(slow, replicas=y.replicas), cpu, y, 2.0)
 

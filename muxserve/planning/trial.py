@@ -1,17 +1,124 @@
-"""The largest rate that a layout serves within the objectives, and what it does at one rate."""
+"""One layout of a model under one load, simulated; and the largest rate that it serves within the objectives."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from muxserve.costs.latency import LatencyModel
-from muxserve.metrics.definitions import Objectives
-from muxserve.planning.phases_layout import Ground, Place, Wanted
-from muxserve.planning.phases_play import Played, play
-from muxserve.planning.predict import lengths
+from muxserve.metrics.definitions import Objectives, time_per_token
+from muxserve.planning.arrangements import arrangement
+from muxserve.planning.arrangements.base import DevicePool, Place, Wanted
+from muxserve.planning.latency import between_steps
+from muxserve.planning.prediction import lengths
+from muxserve.simulator import Options, Overheads, Rules, simulate
 from muxserve.workload.trace import TraceRequest
+
+# Of more replicas that get requests by their load only so many are simulated, with their part of the requests.
+_REPLICAS = 4
+
+
+class Outcome(NamedTuple):
+    """What became of a request, seconds. `ttft` is from its arrival to its first token, `wait` from there to its first
+    decode step, `rest` from its first token to its last, of `tokens` in all. Without a `ttft` it was refused."""
+
+    arrival: float
+    ttft: float | None
+    wait: float = 0.0
+    rest: float = 0.0
+    tokens: int = 0
+
+    @property
+    def latency(self) -> float:
+        """From its arrival to its last token; 0 if it was refused."""
+        return 0.0 if self.ttft is None else self.ttft + self.rest
+
+    @property
+    def ended(self) -> float:
+        """When it had its last token; before everything if it was refused."""
+        return -1.0 if self.ttft is None else self.arrival + self.latency
+
+    def times(self, switch: bool) -> tuple[float, float | None] | None:
+        """TTFT and TPOT, the wait for the phase switch in the first or in the second; None if there are none."""
+        if self.ttft is None:
+            return None
+        wait = self.wait if switch else 0.0
+        return self.ttft + wait, time_per_token(wait, self.rest, self.tokens)
+
+    def met(self, objectives: Objectives, switch: bool) -> bool:
+        """Whether it was answered within all objectives."""
+        found = self.times(switch)
+        return found is not None and objectives.met(*found).get("all", True)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of all requests that were simulated. `bubbles` is the part of a pipeline's active time in which each
+    stage did nothing, `balance` the busiest replica's, or stage's, seconds of work over their mean (1: all work equally
+    long)."""
+
+    outcomes: list[Outcome]
+    balance: float = 1.0
+    bubbles: tuple[float, ...] = ()
+    preemptions: int = 0
+
+
+def run_trial(
+    wanted: Wanted, pool: DevicePool, place: Place, latency: LatencyModel, requests: Sequence[TraceRequest], rate: float
+) -> Trial:
+    """Simulate `requests` (of `wanted.demand.name`, in order of arrival), `rate` of which come per second.
+
+    Raises:
+        NoPlaceError: the planner finds no room for the unit.
+        CostError: the latency model does not know the model on these devices.
+        SimulationError: some request is never served.
+    """
+    layout, how = place.layout, arrangement(place.layout.phases)
+    rules: Rules = {}
+    count = layout.replicas
+    ring = how.ring(wanted)
+    if ring is not None:
+        rules = {wanted.demand.name: ring}
+    elif count > _REPLICAS:
+        chance, count = random.Random(count), _REPLICAS
+        requests = [each for each in requests if chance.random() < _REPLICAS / layout.replicas]
+    unit = how.trial_unit(wanted, pool, place, latency, rate / layout.replicas)
+    units = [replace(unit, name=f"unit{number}") for number in range(count)]
+    between = between_steps(latency, place.shape.device)
+    options = Options(Overheads(prefill_step=between, decode_step=between), sample_seconds=0.0)
+    result = simulate(units, requests, latency, options, rules)
+    outcomes = [
+        Outcome(r.arrival, None)
+        if r.first_token is None or r.finish is None or r.error
+        else Outcome(
+            r.arrival,
+            r.first_token - r.arrival,
+            r.switch_wait if ring is not None else 0.0,
+            r.finish - r.first_token,
+            r.made,
+        )
+        for r in result.requests
+    ]
+    busy = [unit.stages or (unit.busy_seconds,) for unit in result.units]
+    return Trial(
+        outcomes,
+        balance(list(itertools.chain(*busy))),
+        how.bubbles(result.units),
+        sum(request.preemptions for request in result.requests),
+    )
+
+
+def balance(busy: Sequence[float]) -> float:
+    """The largest over the mean; 1 if nothing was done."""
+    mean = sum(busy) / len(busy) if busy else 0.0
+    return max(busy) / mean if mean else 1.0
+
+
+# ---------------------------------------------------------------- rates
 
 # Rates are tried on a geometric grid of 5 %, coarse ones of every fourth point (22 %).
 STEP, COARSE = 1.05, 4
@@ -73,46 +180,48 @@ class Search:
     """The rates of one layout; `brief`: with fewer requests. What was simulated once is kept."""
 
     def __init__(
-        self, wanted: Wanted, ground: Ground, place: Place, latency: LatencyModel, load: Load, brief: bool = False
+        self, wanted: Wanted, pool: DevicePool, place: Place, latency: LatencyModel, load: Load, brief: bool = False
     ) -> None:
         self.place = place
         self._brief = brief
-        self._wanted, self._ground, self._latency, self._load = wanted, ground, latency, load
+        self._wanted, self._pool, self._latency, self._load = wanted, pool, latency, load
         self._objectives = objectives_of(wanted)
         self._found: dict[int, dict[bool, float]] = {}
 
     @property
     def devices(self) -> int:
-        """Those of the ground. On a CPU several engines share one."""
-        return self._ground.devices
+        """Those of the pool. On a CPU several engines share one."""
+        return self._pool.devices
 
     @property
     def simulations(self) -> int:
         """Rates that were simulated."""
         return len(self._found)
 
-    def at(self, rate: float) -> Played:
+    def at(self, rate: float) -> Trial:
         """What happens at that rate.
 
         Raises:
-            NoPlaceError, CostError: as `play`.
+            NoPlaceError, CostError: as `run_trial`.
         """
-        return play(self._wanted, self._ground, self.place, self._latency, self._load.requests(rate, self._brief), rate)
+        return run_trial(
+            self._wanted, self._pool, self.place, self._latency, self._load.requests(rate, self._brief), rate
+        )
 
     def seconds(self, rate: float) -> float:
         """How long requests come at that rate."""
         return self._load.seconds(rate, self._brief)
 
-    def part_met(self, played: Played, rate: float, switch: bool) -> float:
+    def part_met(self, trial: Trial, rate: float, switch: bool) -> float:
         """Part of the requests within the objectives, but for the first ones; see `Outcome.times` for `switch`."""
-        return part_met(played, self._objectives, WARM * self.seconds(rate), switch)
+        return part_met(trial, self._objectives, WARM * self.seconds(rate), switch)
 
     def attained(self, point: int, switch: bool = True) -> float:
         """The same at a point of the grid."""
         if point not in self._found:
             rate = STEP**point
-            played = self.at(rate)
-            self._found[point] = {each: self.part_met(played, rate, each) for each in (True, False)}
+            trial = self.at(rate)
+            self._found[point] = {each: self.part_met(trial, rate, each) for each in (True, False)}
         return self._found[point][switch]
 
     def goodput(self, share: float, start: int, stride: int = 1, switch: bool = True) -> float:
@@ -147,9 +256,9 @@ def _bracket(good: Callable[[int], bool], start: int, stride: int, reach: int) -
         point, stride = following, 2 * stride
 
 
-def part_met(played: Played, objectives: Objectives, after: float, switch: bool) -> float:
+def part_met(trial: Trial, objectives: Objectives, after: float, switch: bool) -> float:
     """Part of the requests that came after that time and met all objectives; 1.0 of none."""
-    counted = [outcome for outcome in played.outcomes if outcome.arrival >= after]
+    counted = [outcome for outcome in trial.outcomes if outcome.arrival >= after]
     return sum(outcome.met(objectives, switch) for outcome in counted) / len(counted) if counted else 1.0
 
 

@@ -1,17 +1,28 @@
-"""A placement as the simulator plays it: its rolling and pipelined units, and by what replicas work together."""
+"""What a placement will deliver: a simulation of it under generated load, with all that works together in it; and
+plans that their own simulation bears out.
+
+The estimator works with means, and is optimistic close to what the devices can do. Where the simulation of a plan
+misses objectives that the plan says are met, `verified` plans the models that miss them once more as if they were asked
+for more often, until the simulation of the true rates agrees.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from muxserve.cluster.rules import levels_of, migration_of, scaling_of
 from muxserve.config import NETWORK, Fleet
 from muxserve.costs.devices import device
-from muxserve.planning.phases_ground import CPU, CpuGround, GpuGround
-from muxserve.planning.phases_layout import Layout, NoPlaceError, Place, Wanted, wanted_of
-from muxserve.planning.phases_play import ring_rules, unit_of
+from muxserve.costs.latency import LatencyModel
+from muxserve.metrics.definitions import Objectives
+from muxserve.metrics.summary import Summary, summarise
+from muxserve.planning.arrangements import arrangement
+from muxserve.planning.arrangements.base import Layout, NoPlaceError, Place, Wanted, wanted_of
+from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.scaling import ScalingRules as RollingScaling
@@ -24,15 +35,24 @@ from muxserve.simulator import (
     Rules,
     SimUnit,
     adapt,
+    mode_of,
     sim_unit,
+    simulate,
     units_of,
 )
+from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
+from muxserve.workload.lengths import FixedLength
 from placement.cluster import PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
+from placement.planner import ClusterPlan, ModeName
 
 # Rolling replicas that prefill for less of their time than this are one too many, as for the live global scheduler.
 _IDLE = 0.1
+SIGMA = 0.8  # of the log-normal lengths: a long tail, as in chats
+_TAIL = 8  # times the mean: the longest that are drawn
+SPARE = 1.25  # a model that falls short is planned for with so much more of its rate, each time
+ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +62,7 @@ class Surroundings:
 
     rules: MemoryRules
     network: float = NETWORK
-    machine: CpuGround | None = None
+    machine: CpuPool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +107,7 @@ class Simulated:
         for name, each in self.rules.items():
             spares = self.spares.get(name, ())
             found[name] = replace(
-                each, spares=tuple(adapt(u, mode) if u.phases == "multiplexed" else u for u in spares)
+                each, spares=tuple(u if arrangement(u.phases).dedicated else adapt(u, mode) for u in spares)
             )
         return found
 
@@ -124,7 +144,8 @@ def simulated_of(
     for name, mine in by_model.items():
         first = mine[0]
         more = free.take(first, scaling[name].maximum - len(mine)) if name in scaling else []
-        if first.phases == "multiplexed":
+        how = arrangement(first.phases)
+        if not how.dedicated:
             if len(mine) > 1 or name in scaling:
                 rules[name] = _replica_rules(fleet, scaling.get(name), around)
             only = tuple(placed for placed in first.models if placed.model == name)
@@ -136,15 +157,14 @@ def simulated_of(
             continue
         wanted = wanted_of(fleet.model(name), by_name[name], free=False)
         places = [_place(placement, unit, len(mine), wanted, around) for unit in mine]
-        made = [unit_of(wanted, place, unit.name, unit.devices) for place, unit in zip(places, mine, strict=True)]
+        made = [how.sim_unit(wanted, place, unit.name, unit.devices) for place, unit in zip(places, mine, strict=True)]
         others += made
         spares[name] = tuple(
             replace(made[0], name=f"{name}+{number}", devices=devices) for number, devices in enumerate(more, 1)
         )
-        if first.phases == "rolling":
-            if wanted.demand.slo_ttft is None or wanted.demand.slo_tpot is None:
-                raise NoPlaceError(f"{name} is rolling, which needs slo.ttft_ms and slo.tpot_ms")
-            rules[name] = _with_scaling(ring_rules(wanted), fleet, scaling.get(name), around)
+        ring = how.ring(wanted)
+        if ring is not None:
+            rules[name] = _with_scaling(ring, fleet, scaling.get(name), around)
         elif len(mine) > 1 or name in scaling:
             rules[name] = _replica_rules(fleet, scaling.get(name), around)
     return Simulated(placement, models, tuple(others), rules, spares)
@@ -218,9 +238,9 @@ def _place(placement: Placement, unit: PlacedUnit, replicas: int, wanted: Wanted
     nodes = tuple(_machines(placement, unit))
     if any(count % tp for count in nodes):
         raise NoPlaceError(f"{name}: the GPUs of a stage of {unit.name} are not all on one machine")
-    ground = GpuGround(unit.device, nodes, device(unit.device).memory_bytes, around.rules, around.network)
+    pool = GpuPool(unit.device, nodes, device(unit.device).memory_bytes, around.rules, around.network)
     try:
-        place = ground.place(wanted, Layout(unit.phases, replicas, unit.stages, tp))
+        place = pool.place(wanted, Layout(unit.phases, replicas, unit.stages, tp))
     except NoPlaceError as error:
         raise NoPlaceError(f"{name}: {error}") from None
     blocks = tuple(max(1, count * unit.kv_bytes // place.kv_bytes) for count in place.blocks)
@@ -232,3 +252,156 @@ def _machines(placement: Placement, unit: PlacedUnit) -> Iterator[int]:
     homes = [number for number, node in enumerate(placement.cluster.nodes) for _ in range(node.count)]
     for _, run in groupby(homes[number] for number in unit.devices):
         yield len(list(run))
+
+
+# ---------------------------------------------------------------- prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A simulation of `seconds` of load. `sustained` are requests per second that each model completed in the second
+    half of that time: neither the empty fleet at the start nor the last, longest answers count."""
+
+    summary: Summary
+    seconds: float
+    sustained: dict[str, float]
+
+    @property
+    def throughput(self) -> float:
+        """Requests per second that all models completed in the second half."""
+        return sum(self.sustained.values())
+
+
+def falls_short(plan: ClusterPlan, simulated: Prediction) -> list[str]:
+    """Models that in simulation meet their objectives less often than the plan's objective asks."""
+    figures = simulated.summary.models
+    return [
+        demand.name
+        for demand in plan.demands
+        if demand.name in figures and figures[demand.name].slo.get("all", 1.0) < plan.objective.attainment
+    ]
+
+
+def predict(
+    placement: Placement,
+    demands: Sequence[Demand],
+    latency: LatencyModel,
+    seconds: float,
+    seed: int = 0,
+    mode: ModeName = "muxserve",
+    max_len: Mapping[str, int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    simulated: Simulated | None = None,
+) -> Prediction:
+    """Simulate `seconds` of Poisson arrivals at the demands' rates on the placement, with log-normal lengths of the
+    demands' means, and sum up.
+
+    `max_len` caps sequences, prompt and output, by model (the architecture's own length otherwise). `simulated` is what
+    is simulated of the placement, where it has other units than multiplexed ones, or replicas work together by rules of
+    the fleet's.
+
+    Raises:
+        SimulationError: a unit cannot run.
+        CostError: the latency model does not know a model.
+    """
+    simulated = simulated or Simulated(placement, {})
+    lengths_of = {**(max_len or {}), **simulated.longest}
+    longest = {d.name: lengths_of.get(d.name, d.architecture.max_len) for d in demands}
+    loads = {
+        d.name: ModelLoad(
+            d.rate,
+            lengths(d.prompt_tokens, longest[d.name] // 2),
+            lengths(d.output_tokens, longest[d.name] - longest[d.name] // 2),
+        )
+        for d in demands
+    }
+    simulated = replace(simulated, models=fleet_models(demands, longest))
+    # Memory-greedy placements are served as MuxServe's own are.
+    how = mode_of("muxserve" if mode == "memory" else mode)
+    workload = generate(loads, seconds, seed)
+    result = simulate(simulated.units(how), workload, latency, rules=simulated.rules_of(how), progress=progress)
+    summary = summarise(
+        result.records,
+        rates={d.name: d.rate for d in demands},
+        objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
+    )
+    finished = Counter(
+        r.model for r in result.records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds
+    )
+    return Prediction(summary, seconds, {d.name: finished[d.name] / (seconds / 2) for d in demands})
+
+
+def lengths(mean: int, longest: int) -> Lengths:
+    """Log-normal lengths of that mean with a long tail, of at most `longest` tokens."""
+    high = min(_TAIL * mean, max(1, longest))
+    median = mean / math.exp(SIGMA * SIGMA / 2)
+    if median < 1 or median > high:
+        return FixedLength(max(1, min(mean, high)))
+    return LogNormalLengths(median, SIGMA, 1, high)
+
+
+# ---------------------------------------------------------------- verified plans
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The plan that the simulation bears out best, and that simulation. `spare` are the factors by which rates were
+    raised to arrive at it."""
+
+    plan: ClusterPlan
+    prediction: Prediction
+    spare: Mapping[str, float] = field(default_factory=dict)
+
+
+def verified(
+    demands: Sequence[Demand],
+    plan: Callable[[Sequence[Demand]], ClusterPlan],
+    simulate: Callable[[ClusterPlan], Prediction],
+    attempts: int = ATTEMPTS,
+) -> Verified:
+    """Plan `demands`, simulate, and plan again with spare for the models that fall short, at most `attempts` times.
+
+    A plan that does not even promise to meet everything is returned as it is: there is nothing to disprove.
+    """
+    made = plan(demands)
+    best = Verified(made, simulate(made))
+    spare: dict[str, float] = {}
+    short = falls_short(best.plan, best.prediction)
+    for _ in range(attempts):
+        if not made.meets or not short:
+            break
+        spare = {**spare, **{name: spare.get(name, 1.0) * SPARE for name in short}}
+        made = plan([replace(demand, rate=demand.rate * spare.get(demand.name, 1.0)) for demand in demands])
+        if not made.meets:
+            break
+        candidate = restated(made, demands, spare)
+        prediction = simulate(candidate)
+        short = falls_short(candidate, prediction)
+        if _badness(candidate, prediction) < _badness(best.plan, best.prediction):
+            best = Verified(candidate, prediction, spare)
+    return best
+
+
+def restated(plan: ClusterPlan, demands: Sequence[Demand], spare: Mapping[str, float]) -> ClusterPlan:
+    """`plan`, made for rates raised by `spare`, as a plan of the true `demands`: what is asked and served is scaled
+    back; where models are, and their shares, stay."""
+    units = tuple(
+        replace(unit, models=tuple(replace(m, rate=m.rate / spare.get(m.model, 1.0)) for m in unit.models))
+        for unit in plan.placement.units
+    )
+    estimates = []
+    for estimate in plan.estimates:
+        models = []
+        for model in estimate.models:
+            factor = spare.get(demands[model.member.model].name, 1.0)
+            rate = model.rate / factor
+            models.append(replace(model, rate=rate, throughput=min(model.throughput, rate)))
+        estimates.append(replace(estimate, models=tuple(models)))
+    placement = replace(plan.placement, units=units)
+    return replace(plan, demands=tuple(demands), placement=placement, estimates=tuple(estimates))
+
+
+def _badness(plan: ClusterPlan, prediction: Prediction) -> tuple[int, float]:
+    figures = prediction.summary.models
+    missed = [1.0 - each.slo.get("all", 1.0) for each in figures.values()]
+    return len(falls_short(plan, prediction)), max(missed, default=0.0)

@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from muxserve.config import Fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.metrics.definitions import percentile
-from muxserve.planning.phases_figures import ChosenPhases, Compared, Comparison, Figures, Spread
-from muxserve.planning.phases_layout import (
-    ARRANGEMENTS,
-    Ground,
-    Layout,
-    NoPlaceError,
-    PhasesName,
-    Place,
-    Wanted,
-    largest_first,
-    wanted_of,
-)
-from muxserve.planning.phases_play import Outcome
-from muxserve.planning.phases_search import COARSE, QUEUED, WARM, Load, Search, point_of
+from muxserve.planning.arrangements import ARRANGEMENTS, arrangement, is_open
+from muxserve.planning.arrangements.base import DevicePool, Layout, NoPlaceError, Place, Wanted, wanted_of
+from muxserve.planning.trial import COARSE, QUEUED, WARM, Load, Outcome, Search, point_of
 from muxserve.simulator import SimulationError
+from muxserve.spec import PhasesName
 from placement.demand import Demand
-from placement.format import enumerate_words
+from placement.format import enumerate_words, format_size
 
 # Told how far it is: a part in 0..1, and what is being simulated.
 Tell = Callable[[float, str], None]
@@ -38,6 +29,112 @@ SHARE = 0.9
 EQUAL = 0.05
 # Layouts of one arrangement that are looked at; more of them only come up on dozens of devices.
 _LAYOUTS = 6
+
+
+# ---------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles of times, seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What an arrangement does, with the layout that has the highest goodput. Rates are requests per second.
+
+    `goodput` is the largest rate at which 90 % of the requests meet their objectives, on a grid of 5 %; the wait for
+    the phase switch counts as time to first token there, and as time per output token in `goodput_smooth`. What follows
+    is of the rate that the fleet asks for: the part of the requests within the objectives (`attainment`, and
+    `attainment_smooth` as above), the times (`ttft` without the wait, `ttft_with_wait`; `tpot` with it, as a client
+    sees it, `tpot_after_wait` without), the requests that are answered per second (`served`) and under way on average
+    (`running`), the part of a pipeline's active time in which each stage does nothing
+    (`bubbles`), the busiest replica's or stage's work over the mean (`balance`). `link_bytes` go between devices for
+    each token, `network_bytes` of them between machines. `device_hours` are paid for 1,000 requests within the
+    objectives at the goodput (None: it is 0).
+    """
+
+    layout: Layout
+    devices: int
+    goodput: float
+    goodput_smooth: float
+    attainment: float
+    attainment_smooth: float
+    ttft: Spread | None
+    ttft_with_wait: Spread | None
+    tpot: Spread | None
+    tpot_after_wait: Spread | None
+    served: float
+    running: float
+    preemptions: int
+    balance: float
+    bubbles: tuple[float, ...]
+    link_bytes: float
+    network_bytes: float
+    device_hours: float | None
+    tokens_per_request: int
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second that all links between devices carry at the goodput."""
+        return self.goodput * self.tokens_per_request * self.link_bytes
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes per second that go between machines at the goodput."""
+        return self.goodput * self.tokens_per_request * self.network_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One arrangement: its figures, or why it is not possible."""
+
+    phases: PhasesName
+    figures: Figures | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All arrangements of one model on `devices` (in words), and which one is recommended and why. `notes` say what was
+    assumed."""
+
+    model: str
+    devices: str
+    rate: float
+    arrangements: tuple[Compared, ...]
+    recommended: PhasesName
+    reason: str
+    notes: tuple[str, ...] = ()
+    simulations: int = 0
+
+    def of(self, phases: PhasesName) -> Compared:
+        """What was found of one arrangement."""
+        return next(each for each in self.arrangements if each.phases == phases)
+
+    @property
+    def layout(self) -> Layout | None:
+        """That of the recommended arrangement; None if nothing is possible."""
+        figures = self.of(self.recommended).figures
+        return figures.layout if figures else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPhases:
+    """The arrangement for a model that says `phases: auto`: its replicas, stages (1: no pipeline) and tensor-parallel
+    degree, and the sentence for the user. `comparison` is what it rests on."""
+
+    phases: PhasesName
+    replicas: int
+    stages: int
+    tp: int
+    reason: str
+    comparison: Comparison
 
 
 def silent(part: float, text: str) -> None:
@@ -49,7 +146,7 @@ def silent(part: float, text: str) -> None:
 
 def compare(
     wanted: Wanted,
-    ground: Ground,
+    pool: DevicePool,
     latency: LatencyModel,
     seed: int = 0,
     tell: Tell = silent,
@@ -68,21 +165,21 @@ def compare(
             tell((number + part) / len(only), f"{wanted.demand.name}: {phases}, {text}")
 
         try:
-            figures, count = _arrangement(wanted, ground, latency, load, phases, told, goodputs)
+            figures, count = _arrangement(wanted, pool, latency, load, phases, told, goodputs)
             found.append(Compared(phases, figures))
             simulations += count
         except (NoPlaceError, CostError, SimulationError) as error:
             found.append(Compared(phases, None, str(error)))
     recommended, reason = recommend(found)
     return Comparison(
-        wanted.demand.name, ground.words, wanted.demand.rate, tuple(found), recommended, reason, _notes(wanted, found),
+        wanted.demand.name, pool.words, wanted.demand.rate, tuple(found), recommended, reason, _notes(wanted, found),
         simulations,
     )  # fmt: skip
 
 
 def _arrangement(
     wanted: Wanted,
-    ground: Ground,
+    pool: DevicePool,
     latency: LatencyModel,
     load: Load,
     phases: PhasesName,
@@ -95,7 +192,7 @@ def _arrangement(
         NoPlaceError: none is possible.
         CostError: nothing is known of the model on these devices.
     """
-    places = places_of(wanted, ground, phases)
+    places = places_of(wanted, pool, phases)
     rate = wanted.demand.rate
     start, place, simulations = point_of(rate, COARSE), places[0], 0
     if len(places) > 1:
@@ -103,7 +200,7 @@ def _arrangement(
         most = -1.0
         for number, each in enumerate(places):
             tell(0.7 * number / len(places), each.layout.words)
-            search = Search(wanted, ground, each, latency, load, brief=True)
+            search = Search(wanted, pool, each, latency, load, brief=True)
             try:
                 found = search.goodput(SHARE, start, COARSE)
             except NoPlaceError:
@@ -115,37 +212,36 @@ def _arrangement(
             start = point_of(found, COARSE) if found else start
         start = point_of(most) if most > 0 else start
     tell(0.75, place.layout.words)
-    best = Search(wanted, ground, place, latency, load, brief=not goodputs)
+    best = Search(wanted, pool, place, latency, load, brief=not goodputs)
     goodput = best.goodput(SHARE, start) if goodputs else 0.0
     tell(0.9, place.layout.words)
     smooth = goodput
-    if phases == "rolling" and goodput:
+    if arrangement(phases).ring(wanted) is not None and goodput:
         smooth = best.goodput(SHARE, point_of(goodput), switch=False)
     figures = _figures(wanted, best, goodput, smooth, rate)
     return figures, simulations + best.simulations + 1
 
 
-def places_of(wanted: Wanted, ground: Ground, phases: PhasesName) -> list[Place]:
+def places_of(wanted: Wanted, pool: DevicePool, phases: PhasesName) -> list[Place]:
     """The layouts of an arrangement that are possible, of those that leave the fewest devices idle; on many devices the
     ones whose parts are neither smallest nor largest are left out.
 
     Raises:
         NoPlaceError: none is possible.
     """
-    demand = wanted.demand
-    if phases == "rolling" and (demand.slo_ttft is None or demand.slo_tpot is None):
+    if arrangement(phases).needs_objectives and not wanted.has_objectives:
         raise NoPlaceError("needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next one would miss them")
     places: dict[Layout, Place] = {}
     first = ""
-    for layout in ground.layouts(wanted, phases):
+    for layout in pool.layouts(wanted, phases):
         if places and layout.devices < max(each.devices for each in places):
             break
         try:
-            places[layout] = ground.place(wanted, layout)
+            places[layout] = pool.place(wanted, layout)
         except NoPlaceError as error:
             first = first or str(error)
             # What is said of the largest part is the most that could be done.
-            if layout.devices == ground.devices:
+            if layout.devices == pool.devices:
                 first = str(error)
     if not places:
         raise NoPlaceError(first)
@@ -157,27 +253,33 @@ def places_of(wanted: Wanted, ground: Ground, phases: PhasesName) -> list[Place]
     return [places[layout] for layout in kept]
 
 
+def largest_first(layouts: Sequence[Layout]) -> list[Layout]:
+    """Those that leave the fewest devices idle, in their order."""
+    most = max((layout.devices for layout in layouts), default=0)
+    return [layout for layout in layouts if layout.devices == most]
+
+
 def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate: float) -> Figures:
-    played = search.at(rate)
+    trial = search.at(rate)
     place, demand = search.place, wanted.demand
-    counted = [each for each in played.outcomes if each.arrival >= WARM * search.seconds(rate)]
+    counted = [each for each in trial.outcomes if each.arrival >= WARM * search.seconds(rate)]
     devices = min(place.layout.devices, search.devices)
     return Figures(
         layout=place.layout,
         devices=devices,
         goodput=goodput,
         goodput_smooth=smooth,
-        attainment=search.part_met(played, rate, True),
-        attainment_smooth=search.part_met(played, rate, False),
+        attainment=search.part_met(trial, rate, True),
+        attainment_smooth=search.part_met(trial, rate, False),
         ttft=_spread(counted, 0, False),
         ttft_with_wait=_spread(counted, 0, True),
         tpot=_spread(counted, 1, False),
         tpot_after_wait=_spread(counted, 1, True),
-        served=_served(played.outcomes, search.seconds(rate), rate),
+        served=_served(trial.outcomes, search.seconds(rate), rate),
         running=rate * statistics.fmean(each.latency for each in counted) if counted else 0.0,
-        preemptions=played.preemptions,
-        balance=played.balance,
-        bubbles=played.bubbles,
+        preemptions=trial.preemptions,
+        balance=trial.balance,
+        bubbles=trial.bubbles,
         link_bytes=place.link_bytes,
         network_bytes=place.network_bytes,
         device_hours=devices * 1000 / (SHARE * goodput * 3600) if goodput else None,
@@ -243,7 +345,7 @@ def recommend(found: Sequence[Compared]) -> tuple[PhasesName, str]:
         reason += f", {others} within {EQUAL:.0%} of that, and {name} is simpler"
     if behind:
         reason += f" ({', '.join(behind)})"
-    if name == "rolling" and figures.goodput_smooth < (1.0 - EQUAL) * figures.goodput:
+    if figures.goodput_smooth < (1.0 - EQUAL) * figures.goodput:
         reason += (
             f"; the wait for the phase switch counts as time to first token there, as time per output token it is "
             f"{figures.goodput_smooth:.3g}"
@@ -257,7 +359,7 @@ def recommend(found: Sequence[Compared]) -> tuple[PhasesName, str]:
 def choose_phases(
     fleet: Fleet,
     demands: Sequence[Demand],
-    ground_of: Callable[[str], Ground],
+    pool_of: Callable[[str], DevicePool],
     latency: LatencyModel,
     *,
     free: bool = False,
@@ -269,12 +371,12 @@ def choose_phases(
 
     Args:
         demands: of the fleet's models, in their order (`planning.fleets.demands_of`).
-        ground_of: the devices that the model of a name has (`planning.phases_ground`: `GpuGround`, `CpuGround`).
+        pool_of: the devices that the model of a name has (`planning.phases_ground`: `GpuDevicePool`, `CpuDevicePool`).
         free: the number of replicas may be chosen where the file leaves it at one, as when a plan is made; otherwise it
             is the file's.
         compared: what has been compared already.
     """
-    asked = [(model, demand) for model, demand in zip(fleet.models, demands, strict=True) if model.phases == "auto"]
+    asked = [(model, demand) for model, demand in zip(fleet.models, demands, strict=True) if is_open(model)]
     chosen: dict[str, ChosenPhases] = {}
     for number, (model, demand) in enumerate(asked):
 
@@ -282,7 +384,7 @@ def choose_phases(
             tell((number + part) / len(asked), text)
 
         known = (compared or {}).get(model.name)
-        comparison = known or compare(wanted_of(model, demand, free), ground_of(model.name), latency, seed, told)
+        comparison = known or compare(wanted_of(model, demand, free), pool_of(model.name), latency, seed, told)
         chosen[model.name] = chosen_by(comparison)
     return chosen
 
@@ -293,3 +395,61 @@ def chosen_by(comparison: Comparison) -> ChosenPhases:
     return ChosenPhases(
         comparison.recommended, layout.replicas, layout.stages, layout.tp, comparison.reason, comparison
     )
+
+
+# ---------------------------------------------------------------- tables
+
+# The first two are text, the others numbers.
+COLUMNS = (
+    "arrangement",
+    "layout",
+    "goodput",
+    "within",
+    "TTFT p50/p90/p99",
+    "with wait p99",
+    "TPOT p50/p90/p99",
+    "bubbles",
+    "balance",
+    "device-h per 1000",
+    "links, per token",
+    "links, at the goodput",
+)
+WITHIN = COLUMNS.index("within")
+
+
+def cells(compared: Compared) -> list[str]:
+    """One row, in the order of `COLUMNS`."""
+    if compared.figures is None:
+        return [compared.phases, "not possible"] + [""] * (len(COLUMNS) - 2)
+    return [compared.phases, *_cells(compared.figures)]
+
+
+def format_seconds(seconds: float) -> str:
+    """`12 ms`, `1.25 s`."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def format_part(part: float) -> str:
+    """`97%`, `99.7%`."""
+    return f"{part:.0%}" if part < 0.995 else f"{part:.1%}"
+
+
+def _cells(figures: Figures) -> list[str]:
+    wait = figures.ttft_with_wait
+    return [
+        figures.layout.words,
+        f"{figures.goodput:.3g}/s" if figures.goodput else "0",
+        format_part(figures.attainment),
+        _spread_words(figures.ttft),
+        format_seconds(wait.p99) if wait else "-",
+        _spread_words(figures.tpot),
+        " ".join(f"{part:.0%}" for part in figures.bubbles) or "-",
+        f"{figures.balance:.2f}",
+        "-" if figures.device_hours is None else f"{figures.device_hours:.3g}",
+        format_size(int(figures.link_bytes)) if figures.link_bytes else "-",
+        f"{figures.link_rate / 1e9:.3g} GB/s" if figures.link_bytes else "-",
+    ]
+
+
+def _spread_words(times: Spread | None) -> str:
+    return "-" if times is None else " / ".join(format_seconds(each) for each in (times.p50, times.p90, times.p99))

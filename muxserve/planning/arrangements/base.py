@@ -1,0 +1,383 @@
+"""What a way of arranging prefill and decode answers: where its layouts may be, what they leave for the KV cache, by
+which policy its units run, how one is simulated, and what is reported of it.
+
+`Arrangement` is the base; the other modules of this package have one each, and `muxserve.planning.arrangements` lists
+them. Device pools (`planning.device_pool`) enumerate layouts and ask the arrangement what is special about it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, NamedTuple, Protocol
+
+from muxserve.config import AUTO, Fleet, Model, Problem
+from muxserve.costs.architecture import ITEM_BYTES
+from muxserve.costs.calibration import calibration_of
+from muxserve.costs.devices import Device
+from muxserve.costs.latency import EngineShape, LatencyModel
+from muxserve.rolling.mitosis import Bounds
+from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
+from muxserve.simulator import FleetModel, Link, Pipeline, RingRules, SimUnit, UnitResult, lone_unit
+from muxserve.spec import Batching, PhasesName, PolicyName
+from placement import ModelPlan
+from placement.cluster import PlacedUnit
+from placement.demand import Demand
+from placement.memory import MemoryRules, model_bytes
+from placement.pools import KVShape, group_pools
+
+
+class NoPlaceError(ValueError):
+    """The model cannot be laid out that way; the message says why."""
+
+
+class Layout(NamedTuple):
+    """`replicas` of a model, each of `stages` (1: no pipeline) that are split over `tp` devices each."""
+
+    phases: PhasesName
+    replicas: int
+    stages: int
+    tp: int
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.replicas * self.stages * self.tp
+
+    @property
+    def words(self) -> str:
+        """`4 replicas, tensor parallel over 2`."""
+        what = f"{self.replicas} replica{'s' if self.replicas > 1 else ''}"
+        if self.stages > 1:
+            what += f" of {self.stages} stages"
+        return what + (f", tensor parallel over {self.tp}" if self.tp > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One model as it is asked for. `replicas` and `stages` are None where they may be chosen; `max_len` is the longest
+    sequence in tokens. `spared` and `bounds` are for rolling prefill, `throttle` for a pipeline's steps (None: a fixed
+    budget)."""
+
+    demand: Demand
+    replicas: int | None = None
+    stages: int | None = None
+    max_len: int | None = None
+    spared: float | None = 0.25
+    bounds: Bounds = field(default_factory=Bounds)
+    throttle: Throttle | None = field(default_factory=Throttle)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.max_len or self.demand.architecture.default_max_len
+
+    @property
+    def has_objectives(self) -> bool:
+        """Whether there is one for the first token and one for those after it."""
+        return self.demand.slo_ttft is not None and self.demand.slo_tpot is not None
+
+    def fleet_model(self, max_len: int | None) -> FleetModel:
+        """The model as the simulator wants it."""
+        d = self.demand
+        return FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, max_len)
+
+
+def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
+    """A model of the fleet file.
+
+    Args:
+        free: the number of replicas may be chosen where the file leaves it at one.
+    """
+    given, rolling, batching = model.replicas, model.rolling, model.batching
+    throttle = None
+    if batching.policy == "throttled":
+        throttle = Throttle(batching.iterations, batching.max_prefill, batching.min_prefill, batching.kv_threshold)
+    return Wanted(
+        demand=demand,
+        replicas=None if free and given.max == 1 else max(1, given.at_start),
+        stages=model.stages if isinstance(model.stages, int) else None,
+        max_len=model.max_len if isinstance(model.max_len, int) else None,
+        spared=rolling.quantile,
+        bounds=Bounds(rolling.lower, rolling.upper),
+        throttle=throttle,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One layout with all that its simulation needs. Every replica has `shape` for each of its stages, whose KV caches
+    have `blocks` of `block_tokens` tokens, `kv_bytes` on each device; of multiplexed ones only the latter count.
+    `own_bytes` is what each device holds beside that.
+    `cost_share`: of each device's compute, what an engine of a replica runs on, if that is not its lease's. `max_len`:
+    the longest sequence in tokens, if that is not the one wanted.
+
+    `link_bytes` are sent between devices, `network_bytes` of these between machines, for each token of a prompt or an
+    answer.
+    """
+
+    layout: Layout
+    shape: EngineShape
+    block_tokens: int
+    blocks: tuple[int, ...] = ()
+    kv_bytes: int = 0
+    own_bytes: int = 0
+    links: tuple[Link, ...] = ()
+    prefill_share: float | None = None
+    decode_share: float | None = None
+    cost_share: float | None = None
+    link_bytes: float = 0.0
+    network_bytes: float = 0.0
+    max_len: int | None = None
+
+
+class DevicePool(Protocol):
+    """Devices that a model has for itself."""
+
+    @property
+    def kind(self) -> str:
+        """Their type, a name of `muxserve.costs.devices`."""
+        ...
+
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """What they are, for people."""
+        ...
+
+    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[Layout]:
+        """Ways to lay the model out, those that use most devices first.
+
+        Raises:
+            NoPlaceError: there is none at all.
+        """
+        ...
+
+    def place(self, wanted: Wanted, layout: Layout) -> Place:
+        """That layout in detail.
+
+        Raises:
+            NoPlaceError: the model does not fit.
+        """
+        ...
+
+    def shares(self, demand: Demand, place: Place, latency: LatencyModel) -> tuple[float, float]:
+        """Of each device's compute, what the prefill and the decode engine of one multiplexed replica get, of which
+        `demand` asks for so much.
+
+        Raises:
+            NoPlaceError: the planner sees no room for it.
+        """
+        ...
+
+
+class GpuDevices(DevicePool, Protocol):
+    """Equal GPUs of some machines, as an arrangement asks of them when it sizes a place."""
+
+    @property
+    def rules(self) -> MemoryRules:
+        """How the memory of a GPU is divided."""
+        ...
+
+    @property
+    def usable(self) -> int:
+        """Bytes of each GPU that may be used."""
+        ...
+
+    def check_room(self, wanted: Wanted, tokens: int, layout: Layout, own: int | None = None) -> None:
+        """
+        Raises:
+            NoPlaceError: `tokens` of KV are not enough for a mean request. `own`: bytes that the model itself takes.
+        """
+        ...
+
+    def crossing(self, layout: Layout) -> list[bool]:
+        """For each boundary of a replica's stages, whether it lies between machines."""
+        ...
+
+    def link(self, tp: int, crosses: bool) -> Link:
+        """What lies between two stages."""
+        ...
+
+
+class Arrangement(ABC):
+    """One way of arranging the prefill and decode phases of a model.
+
+    `dedicated`: each replica has one engine of both phases, in a unit to itself. `needs_objectives`: it cannot work
+    without one for the first token and one for those after it.
+    """
+
+    name: ClassVar[PhasesName]
+    dedicated: ClassVar[bool] = True
+    needs_objectives: ClassVar[bool] = False
+
+    # ------------------------------------------------------------ the fleet file
+
+    def declare(self, model: Model, stages: int) -> Model:
+        """The model of a fleet file with this arrangement in place of what it says."""
+        return model.model_copy(update={"phases": self.name, "stages": AUTO})
+
+    def policy(self, fleet: Fleet) -> PolicyName:
+        """By which the scheduler of a unit of `fleet`'s models decides."""
+        assert self.name != "multiplexed"
+        return self.name
+
+    def batching(self, model: Model) -> Batching:
+        """What a step of the model's engines may hold; the default leaves that to vLLM."""
+        return Batching()
+
+    def stages(self, fleet: Fleet, model: Model, layers: int, gpus: int) -> tuple[int, Problem | None]:
+        """Stages that a replica's layers are split over, and why that cannot be. `gpus`: of the unit; 0: on CPU."""
+        return 1, None
+
+    # ------------------------------------------------------------ layout
+
+    def check_pool(self, wanted: Wanted, most: int, devices: int | None, one: str) -> None:  # noqa: B027
+        """
+        Args:
+            most: replicas that there can be.
+            devices: of the pool; None: the cores of a machine, which any number of engines can share.
+            one: what there is if that is one, in words.
+
+        Raises:
+            NoPlaceError: this cannot be laid out on such a pool.
+        """
+
+    def cpu_stages(self, wanted: Wanted) -> int:
+        """Stages of a replica on a CPU."""
+        return 1
+
+    def allows(self, layout: Layout, wanted: Wanted) -> bool:
+        """Whether a layout is one of this arrangement, and as the file says."""
+        return layout.stages == 1 and (wanted.replicas is None or layout.replicas == wanted.replicas)
+
+    def no_layout(self, wanted: Wanted, pool: str) -> str:
+        """Why there is no layout on that pool, in words."""
+        asked = "" if wanted.replicas is None else f"{wanted.replicas} replicas of "
+        heads = wanted.demand.architecture.heads
+        return f"{pool} cannot be divided into {asked}equal groups that its {heads} heads can be split over"
+
+    # ------------------------------------------------------------ placement
+
+    @abstractmethod
+    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: Layout) -> Place:
+        """A layout on GPUs, in detail.
+
+        Raises:
+            NoPlaceError: the model does not fit.
+        """
+
+    def on_cpu(self, place: Place, model: ModelPlan, units: int, ranks: int) -> Place:
+        """A layout on a CPU that `units` units share: `place` with shares of compute as the live planner has them."""
+        return place
+
+    # ------------------------------------------------------------ simulation
+
+    def sim_unit(self, wanted: Wanted, place: Place, name: str, devices: tuple[int, ...]) -> SimUnit:
+        """One replica, in a unit to itself."""
+        return lone_unit(
+            name,
+            place.shape.device,
+            devices,
+            wanted.fleet_model(place.max_len or wanted.longest),
+            min(place.blocks),
+            place.block_tokens,
+            place.shape.share,
+            self.pipeline(wanted, place),
+            prompt_tokens_ahead(len(place.blocks), wanted.demand.max_num_batched_tokens, wanted.throttle),
+        )
+
+    def pipeline(self, wanted: Wanted, place: Place) -> Pipeline | None:
+        """How an engine's layers are spread over stages; None: they are not."""
+        return None
+
+    def trial_unit(self, wanted: Wanted, pool: DevicePool, place: Place, latency: LatencyModel, rate: float) -> SimUnit:
+        """One replica that gets `rate` requests per second, for a comparison of arrangements.
+
+        Raises:
+            NoPlaceError: the planner finds no room for it.
+        """
+        return self.sim_unit(wanted, place, "unit", tuple(range(place.layout.stages * place.layout.tp)))
+
+    def ring(self, wanted: Wanted) -> RingRules | None:
+        """By what the replicas decide who prefills; None: requests go by the load."""
+        return None
+
+    # ------------------------------------------------------------ report
+
+    def unit_words(self, unit: PlacedUnit) -> str:
+        """What a table of units says of one; empty: its shares of compute say more."""
+        return self.name
+
+    def plan_keys(self, unit: PlacedUnit) -> dict[str, object]:
+        """The keys of a unit in a plan file."""
+        return {"phases": self.name}
+
+    def bubbles(self, units: Sequence[UnitResult]) -> tuple[float, ...]:
+        """Of each stage, the part of the time with something in flight in which it did nothing; empty without stages
+        to compare."""
+        return ()
+
+    def report(self, unit: UnitResult) -> dict[str, object]:
+        """Further keys of a unit in the report of a simulation (docs/simulator.md). Times are seconds."""
+        return {}
+
+    def report_words(self, model: str, units: Sequence[UnitResult]) -> str:
+        """A sentence on all units of a model for the report of a simulation; empty: nothing special."""
+        return ""
+
+
+def single_stage(pool: GpuDevices, wanted: Wanted, layout: Layout, rules: MemoryRules) -> Place:
+    """A replica whose layers are not split over stages; what the model leaves of each GPU is its KV cache.
+
+    Raises:
+        NoPlaceError: the model does not fit.
+    """
+    demand, tp = wanted.demand, layout.tp
+    tokens = block_tokens(demand)
+    own = model_bytes(demand, tp, rules)
+    free = pool.usable - own
+    room = int(free / token_bytes(demand, tp))
+    pool.check_room(wanted, room, layout, own)
+    shape = EngineShape(pool.kind, tp, 1.0, demand.dtype)
+    return Place(layout, shape, tokens, (room // tokens,), free, own, link_bytes=link_bytes(demand, layout))
+
+
+def one_engine(rules: MemoryRules) -> MemoryRules:
+    """The rules where a model has one engine beside the holder of its weights."""
+    return replace(rules, engines=1, processes=2)
+
+
+def block_tokens(demand: Demand) -> int:
+    """Tokens of a block, as the live planner chooses them for this model alone."""
+    (group,) = group_pools([KVShape(demand.name, demand.architecture.head_dim, demand.dtype)])
+    return group.block_tokens[0]
+
+
+def token_bytes(demand: Demand, tp: int) -> float:
+    """KV bytes of a token on each of `tp` devices; those beyond the KV heads hold copies."""
+    copies = max(1.0, tp / demand.architecture.kv_heads)
+    return demand.architecture.kv_bytes_per_token(demand.dtype) * copies / tp
+
+
+def boundary_bytes(demand: Demand) -> float:
+    """What a token brings from one stage to the next: vLLM sends hidden states and residual."""
+    return 2.0 * demand.architecture.hidden * ITEM_BYTES[demand.dtype]
+
+
+def link_bytes(demand: Demand, layout: Layout) -> float:
+    """What all devices of a replica together send for one token: two all-reduces per layer, each of which has every
+    device send 2 (t-1)/t times the hidden state, and what goes from stage to stage."""
+    architecture = demand.architecture
+    reduced = 4.0 * (layout.tp - 1) * architecture.layers * architecture.hidden * ITEM_BYTES[demand.dtype]
+    return reduced + (layout.stages - 1) * boundary_bytes(demand)
+
+
+def link_of(on: Device, tp: int) -> Link:
+    """From one stage to the next within a machine, where `tp` devices send to as many."""
+    return Link(on.link_bandwidth * calibration_of(on.kind).link_efficiency * tp, on.link_latency)

@@ -1,0 +1,195 @@
+"""Devices that a model has for itself: GPUs, or the cores of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from muxserve.config import AUTO, NETWORK
+from muxserve.costs.devices import device
+from muxserve.costs.latency import EngineShape, LatencyModel
+from muxserve.planning.arrangements import arrangement
+from muxserve.planning.arrangements.base import Layout, NoPlaceError, Place, Wanted, link_bytes, link_of
+from muxserve.planning.gpus import unit_shares
+from muxserve.simulator import Link
+from muxserve.spec import PhasesName
+from placement import Machine, ModelDemand, PlanError, plan_unit
+from placement.demand import Demand, splits_evenly
+from placement.format import format_size
+from placement.memory import MemoryRules
+
+CPU = "CPU"
+# Of what a network carries, as in `benchmarks/paper/ecoserve.py`; a message between machines takes about this long.
+_NETWORK_SHARE, _NETWORK_LATENCY = 0.9, 50e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPool:
+    """GPUs of one type, `nodes[i]` of them on the i-th machine; `network` is bytes per second between machines,
+    `memory` that of one GPU, bytes. Some are left idle where no layout takes all."""
+
+    kind: str
+    nodes: tuple[int, ...]
+    memory: int
+    rules: MemoryRules
+    network: float = NETWORK
+
+    @property
+    def devices(self) -> int:
+        """See `DevicePool`."""
+        return sum(self.nodes)
+
+    @property
+    def words(self) -> str:
+        """See `DevicePool`."""
+        machines = f" on {len(self.nodes)} machines" if len(self.nodes) > 1 else ""
+        return f"{self.devices} {self.kind}{machines}"
+
+    @property
+    def usable(self) -> int:
+        """See `GpuDevices`."""
+        return int(self.memory * self.rules.utilisation) - self.rules.reserve_bytes
+
+    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[Layout]:
+        """See `DevicePool`."""
+        how, architecture, found = arrangement(phases), wanted.demand.architecture, False
+        how.check_pool(wanted, wanted.replicas or self.devices, self.devices, "one GPU")
+        for devices in range(self.devices, 0, -1):
+            for tp in _divisors(devices):
+                if not splits_evenly(architecture, tp) or len(self._groups(tp)) * tp < devices:
+                    continue
+                for stages in _divisors(devices // tp):
+                    layout = Layout(phases, devices // tp // stages, stages, tp)
+                    if how.allows(layout, wanted):
+                        found = True
+                        yield layout
+        if not found:
+            raise NoPlaceError(how.no_layout(wanted, self.words))
+
+    def place(self, wanted: Wanted, layout: Layout) -> Place:
+        """See `DevicePool`."""
+        return arrangement(layout.phases).on_gpus(self, wanted, layout)
+
+    def shares(self, demand: Demand, place: Place, latency: LatencyModel) -> tuple[float, float]:
+        """See `DevicePool`: those that the planner gives it."""
+        found = unit_shares([demand], self.kind, place.layout.tp, self.memory, self.rules, latency)
+        if found is None:
+            raise NoPlaceError("the planner sees no room for it")
+        return found[demand.name].prefill, found[demand.name].decode
+
+    def check_room(self, wanted: Wanted, tokens: int, layout: Layout, own: int | None = None) -> None:
+        """See `GpuDevices`."""
+        demand = wanted.demand
+        if tokens >= demand.sequence_tokens:
+            return
+        usable = format_size(self.usable)
+        where = f"on each of {layout.tp * layout.stages} {self.kind}"
+        if own is not None and tokens < 0:
+            raise NoPlaceError(
+                f"its weights, activations and processes take {format_size(own)} {where}, of which {usable} may be used"
+            )
+        raise NoPlaceError(
+            f"of the {usable} that may be used {where} its weights, activations and processes leave room for "
+            f"{max(0, tokens)} tokens of KV, and a mean request has {demand.sequence_tokens}"
+        )
+
+    def crossing(self, layout: Layout) -> list[bool]:
+        """See `GpuDevices`: of the first replica; the others are laid out as it is, or better."""
+        return [a != b for a, b in pairwise(self._groups(layout.tp)[: layout.stages])]
+
+    def link(self, tp: int, crosses: bool) -> Link:
+        """See `GpuDevices`."""
+        return Link(self.network * _NETWORK_SHARE, _NETWORK_LATENCY) if crosses else link_of(device(self.kind), tp)
+
+    def _groups(self, tp: int) -> list[int]:
+        """The machine of each group of `tp` GPUs; tensors are not split between machines."""
+        return [number for number, count in enumerate(self.nodes) for _ in range(count // tp)]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPool:
+    """The cores of one machine, divided evenly among the engines that run on them at the same time. `pool` is the
+    size of a unit's page pool where the fleet file gives it, bytes; `cores` those that may be used. `ranks` as in the
+    fleet file. `others` are units of other models that are there, too."""
+
+    machine: Machine
+    cores: int
+    pool: int | None = None
+    ranks: int = 1
+    others: int = 0
+    kind: str = CPU
+    devices: int = 1
+
+    @property
+    def words(self) -> str:
+        """See `DevicePool`."""
+        return f"{self.cores} cores of this machine"
+
+    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[Layout]:
+        """See `DevicePool`."""
+        how, replicas = arrangement(phases), wanted.replicas or 1
+        how.check_pool(wanted, replicas, None, "one replica in the fleet file; give `replicas: 2` or more")
+        yield Layout(phases, replicas, how.cpu_stages(wanted), self.ranks)
+
+    def place(self, wanted: Wanted, layout: Layout) -> Place:
+        """See `DevicePool`."""
+        demand, replicas = wanted.demand, layout.replicas
+        units = replicas + self.others
+        ranks = layout.stages * self.ranks
+        asked = ModelDemand(
+            demand.name,
+            demand.architecture,
+            demand.dtype,
+            demand.rate,
+            wanted.max_len,
+            demand.max_num_seqs,
+            ranks=ranks,
+            stages=layout.stages,
+        )
+        try:
+            plan = plan_unit([asked], self.machine, self.cores, self.pool, units=units)
+        except PlanError as error:
+            raise NoPlaceError(str(error)) from None
+        weights = replicas * demand.architecture.weight_bytes(demand.dtype)
+        pools = replicas * ranks * plan.pool_bytes
+        if weights + pools > self.machine.memory_bytes:
+            raise NoPlaceError(
+                f"{layout.words} need {format_size(weights)} for weights and {format_size(pools)} for KV, and the "
+                f"memory is {format_size(self.machine.memory_bytes)}"
+            )
+        (model,) = plan.models
+        # Engines of both phases have as many threads as leave the others as many.
+        each = 1.0 / (units * ranks)
+        place = Place(
+            layout,
+            EngineShape(CPU, self.ranks, each, demand.dtype),
+            model.block_tokens,
+            (model.num_blocks - 1,) * layout.stages,
+            plan.pool_bytes,
+            weights // (replicas * ranks),
+            links=(link_of(device(CPU), 1),) * (layout.stages - 1),
+            link_bytes=link_bytes(demand, layout),
+            max_len=model.max_len,
+        )
+        return arrangement(layout.phases).on_cpu(place, model, units, ranks)
+
+    def shares(self, demand: Demand, place: Place, latency: LatencyModel) -> tuple[float, float]:
+        """See `DevicePool`: those that the live planner gives it."""
+        assert place.prefill_share is not None, "multiplexed places have shares"
+        assert place.decode_share is not None
+        return place.prefill_share, place.decode_share
+
+
+def cpu_pool(machine: Machine, cores: int | str, pool: int | str, ranks: int = 1) -> CpuPool:
+    """The machine as the fleet file's `cluster.cores` and `kv_pool.size` leave it."""
+    return CpuPool(
+        machine,
+        machine.cores if cores == AUTO else int(cores),
+        None if pool == AUTO else int(pool),
+        ranks,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
