@@ -54,7 +54,7 @@ def endpoint(models: int, keys: list[str]) -> Endpoint:
     ]  # fmt: skip
     measures = Measures(deployed, CollectorRegistry())
     return Endpoint(
-        models={model.name: Served(answer, {}) for model in deployed},
+        models={model.name: Served(answer, {model.name: {}}) for model in deployed},
         keys=Keys(keys),
         priorities=Priorities(DEFAULT_LEVELS),
         limiter=ConcurrencyLimiter(deployed, 0, 1, measures),

@@ -52,6 +52,8 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
         max_body_bytes=gateway.max_body,
         drain_seconds=gateway.drain_seconds,
         count=gateway.count,
+        cors_origins=tuple(gateway.cors_origins),
+        access_log=gateway.access_log,
         grammars=GrammarLimits(
             max_bytes=gateway.structured_output.max_bytes,
             max_expansion=gateway.structured_output.max_expansion,
@@ -93,4 +95,5 @@ def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelSpec:
         engine_args=dict(model.engine_args),
         phases=phases_of(model),
         batching=batching_of(model),
+        aliases=tuple(model.aliases),
     )

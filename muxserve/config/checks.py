@@ -324,17 +324,20 @@ def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
     models = source.data.get("models")
     if not isinstance(models, list):
         return
-    first: dict[str, int] = {}
+    first: dict[str, KeyPath] = {}
     for index, model in enumerate(models):
         if not isinstance(model, dict):
             continue
         at = ("models", index)
-        name = model.get("name")
-        if isinstance(name, str):
-            if name in first:
-                line = source.line(("models", first[name], "name"))
-                yield source.problem((*at, "name"), f"{name!r} is already the name of the model on line {line}")
-            first.setdefault(name, index)
+        aliases = model.get("aliases")
+        names: list[tuple[object, KeyPath]] = [(model.get("name"), (*at, "name"))]
+        names += [(alias, (*at, "aliases", k)) for k, alias in enumerate(aliases if isinstance(aliases, list) else ())]
+        for name, path in names:
+            if isinstance(name, str):
+                if name in first:
+                    line = source.line(first[name])
+                    yield source.problem(path, f"{name!r} is already the name of the model on line {line}")
+                first.setdefault(name, path)
         yield from _origin(source, at, model, base, serving)
         yield from _engine_args(source, at, model)
         seqs, tokens = model.get("max_num_seqs", 64), model.get("max_num_batched_tokens", 2048)

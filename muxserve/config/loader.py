@@ -82,7 +82,7 @@ def parse_fleet(
     problems = checks.check(source, base, environ, serving)
     fleet = None
     try:
-        fleet = Fleet.model_validate(source.data)
+        fleet = Fleet.model_validate({key: of for key, of in source.data.items() if not is_extension(key)})
     except ValidationError as error:
         # Where a value has the wrong type altogether, the checks above stay silent and this speaks.
         said = {problem.path for problem in problems}
@@ -93,6 +93,11 @@ def parse_fleet(
     fleet._source = source
     fleet._places = {model.name: index for index, model in enumerate(fleet.models)}
     return fleet
+
+
+def is_extension(key: object) -> bool:
+    """Whether a key at the top is the user's own, as in Compose files: a place for what YAML anchors repeat."""
+    return isinstance(key, str) and key.startswith("x-")
 
 
 def problems_of(source: Source, error: ValidationError, root: type[BaseModel]) -> list[Problem]:
@@ -123,6 +128,10 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel]) -> str
         return f'{wrong}; did you mean "{hint}"?' if hint else wrong
     if kind == "string_pattern_mismatch" and (path[-1] == "name" or path[0] == "priorities"):
         return f"must be letters, digits, '.', '_' and '-' only, at most 64, starting with a letter or digit: {value!r}"
+    if kind == "string_pattern_mismatch" and "aliases" in path:
+        return f"must be letters, digits, '.', '_', ':', '/' and '-' only, at most 128: {value!r}"
+    if kind == "string_pattern_mismatch" and "cors_origins" in path:
+        return f'must be "*" or an origin such as "https://chat.example.org", without a path, not {value!r}'
     if kind == "string_pattern_mismatch" and path[-1] == "hub":
         return f"must be a hub id such as org/name, not {value!r}; a local directory goes under `path`"
     if kind == "too_short":
@@ -136,6 +145,8 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel]) -> str
     if kind in bounds:
         key, words = bounds[kind]
         return f"must be {words} {context[key]:g}, not {value!r}"
+    if kind == "string_type" and isinstance(value, bool):
+        return "is a text that YAML takes for true or false (as yes, no, on and off are): put it in quotes"
     if kind in _KINDS:
         return f"must be {_KINDS[kind]}, not {_a(value)}"
     return details["msg"]
@@ -199,6 +210,7 @@ def _a(value: object) -> str:
 def fleet_schema() -> dict[str, Any]:
     """The schema as plain data (draft 2020-12)."""
     schema = Fleet.model_json_schema()
+    schema["patternProperties"] = {"^x-": {}}
     cluster = schema["properties"]["cluster"]
     # A mapping, or the word that stands for an empty one.
     reference = cluster.pop("$ref")

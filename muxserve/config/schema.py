@@ -10,9 +10,11 @@ from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema
 from muxserve.config.problems import KeyPath, Problem
 from muxserve.config.source import Source
 from muxserve.config.values import (
+    ALIAS_PATTERN,
     AUTO,
     GPU_IDS_SCHEMA,
     NAME_PATTERN,
+    ORIGIN_PATTERN,
     BytesPerSecond,
     CountOrAuto,
     MaxWait,
@@ -344,6 +346,9 @@ class Model(Section):
     """One model of the fleet."""
 
     name: str = Field(pattern=NAME_PATTERN, description="Name in the API's `model` field and in URLs")
+    aliases: list[Annotated[str, Field(pattern=ALIAS_PATTERN)]] = Field(
+        default_factory=list, description="Other names under which requests may ask for it, e.g. gpt-4o"
+    )
     path: str | None = Field(default=None, min_length=1, description="Checkpoint directory, relative to the fleet file")
     hub: str | None = Field(
         default=None, pattern=r"^[\w.-]+(/[\w.-]+)?$", description="Hugging Face hub id, e.g. org/name"
@@ -418,6 +423,11 @@ class Gateway(Section):
     max_body: Size = Field(default=4 << 20, description='Largest request body, e.g. "4MiB"')
     drain_seconds: Seconds = Field(default=30.0, description="How long running requests may go on after Ctrl-C")
     count: int = Field(default=1, ge=1, le=64, description="Gateway processes that share the port")
+    cors_origins: list[Annotated[str, Field(pattern=ORIGIN_PATTERN)]] = Field(
+        default_factory=list,
+        description='Web pages that may call the endpoint from a browser, e.g. "https://chat.example.org"; "*": any',
+    )
+    access_log: bool = Field(default=False, description="A line in the gateway's log for every request that ended")
     structured_output: StructuredOutput = Field(
         default=StructuredOutput(), description="Limits of JSON schemas, regexes and other grammars in requests"
     )

@@ -98,6 +98,9 @@ PolicyName = Literal["adbs", "fcfs", "round_robin"]
 SmSharingName = Literal["mps", "green_contexts"]
 GPU_UUID_PATTERN = r"^GPU-[0-9a-fA-F-]{36}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+# As models are called elsewhere: org/name, name:tag.
+ALIAS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+ORIGIN_PATTERN = r"^(\*|https?://[^/\s]+)$"
 
 
 def _size_or_auto(value: object) -> object:

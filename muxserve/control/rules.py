@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.config.loader import is_extension
 from muxserve.config.problems import did_you_mean
 from muxserve.config.source import parse_yaml
 from muxserve.control.changes import ChangeError
@@ -81,16 +82,17 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str) -> Fleet:
         source = parse_yaml(text, file)
     except FleetError as error:
         raise ChangeError(str(error)) from None
-    others = [key for key in source.data if key != "models"]
+    others = [key for key in source.data if key != "models" and not is_extension(key)]
     if others:
         message = "belongs to the fleet, which runs already; leave it out here"
         raise ChangeError("\n".join(str(source.problem((key,), message)) for key in others))
     if len(declared.models) != 1:
         problem = source.problem(("models",), f"has {len(declared.models)} models; add one at a time")
         raise ChangeError(str(problem))
-    name = declared.models[0].name
-    if name in (model.name for model in fleet.models):
-        raise ChangeError(str(source.problem(("models", 0, "name"), f"the fleet has a model {name!r} already")))
+    taken = {name for model in fleet.models for name in (model.name, *model.aliases)}
+    for name, key in [(declared.models[0].name, "name"), *((alias, "aliases") for alias in declared.models[0].aliases)]:
+        if name in taken:
+            raise ChangeError(str(source.problem(("models", 0, key), f"the fleet has a model {name!r} already")))
     return declared
 
 

@@ -4,7 +4,7 @@
     /tokenize, /detokenize   likewise
     /models/NAME/...         the same for one model
     /v1/models               all models
-    /health /metrics /fleet  about the server
+    /health /metrics /fleet  about the server (/ping and /load as well, as stock servers have them)
 
 Only routes that serve are passed on; what vLLM offers for the administration of its own engine is not.
 """
@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 
 from muxserve.gateway.admission import Keys, presented_key
 from muxserve.gateway.body import CLOSE, RETRY, BodyMemory, ClientGoneError, Replay, asked_by, read_body
@@ -26,6 +30,7 @@ from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.priorities import Priorities
 
 log = logging.getLogger(__name__)
+access = logging.getLogger("muxserve.access")
 
 # Served under the model's limits.
 GENERATE = frozenset(
@@ -49,10 +54,12 @@ Page = Callable[[Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that is offered: vLLM's application, and its entry in `/v1/models`."""
+    """A model that is offered: vLLM's application, its entries in `/v1/models` by name, its aliases after it, and the
+    OpenAPI document of all that the application has."""
 
     app: App
-    card: object
+    cards: Mapping[str, object]
+    openapi: Callable[[], dict[str, Any]] = dict
 
 
 class Endpoint:
@@ -67,6 +74,7 @@ class Endpoint:
         pages: answers of paths about the server itself, for GET.
         open_pages: those of them that need no key.
         max_body_bytes: the largest body taken.
+        log_access: whether each request that ended leaves a line in the log.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class Endpoint:
         pages: Mapping[str, Page],
         open_pages: frozenset[str],
         max_body_bytes: int,
+        log_access: bool = False,
     ) -> None:
         self.models = models
         self.keys = keys
@@ -88,6 +97,7 @@ class Endpoint:
         self._pages = dict(pages)
         self._open_pages = open_pages
         self._max_body_bytes = max_body_bytes
+        self._log_access = log_access
         self.bodies = BodyMemory(max_body_bytes)
         # Connections end with the answers that they have at present; no request is taken; those that wait get no turn.
         self.draining = False
@@ -103,6 +113,18 @@ class Endpoint:
         http = HttpRequest(time.monotonic())
         current_http.set(http)
         answer = _Answer(send, http, self)
+        try:
+            await self._answer(scope, receive, answer, http)
+        finally:
+            if self._log_access:
+                host, port = scope.get("client") or ("-", 0)
+                took = time.monotonic() - http.arrival
+                access.info(
+                    "%s:%s %s %s model=%s status=%s seconds=%.3f",
+                    *(host, port, scope["method"], scope["path"], http.model or "-", answer.status or "-", took),
+                )
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer, http: HttpRequest) -> None:
         try:
             await self._route(scope, receive, EarlyErrors(answer), http)
         except RequestError as error:
@@ -129,20 +151,22 @@ class Endpoint:
         name = None
         if path.startswith(MODELS):
             name, _, rest = path.removeprefix(MODELS).partition("/")
-            if name not in self.models:
-                raise self._unknown_model(name)
+            name = self._known(name)
             path = f"/{rest}"
             if path in ("/", "/v1/models"):
                 _only_get(scope)
-                await respond_json(send, {"object": "list", "data": [self.models[name].card]})
+                await respond_json(send, {"object": "list", "data": [*self.models[name].cards.values()]})
                 return
         elif path in self._pages:
             _only_get(scope)
-            await self._pages[path](send)
+            page = self._pages[path]
+            # Metrics shrink to a twentieth at the lowest level already.
+            await GZipMiddleware(lambda _scope, _receive, answer: page(answer), compresslevel=1)(scope, receive, send)
             return
         elif path == "/v1/models":
             _only_get(scope)
-            await respond_json(send, {"object": "list", "data": [model.card for model in self.models.values()]})
+            cards = [card for model in self.models.values() for card in model.cards.values()]
+            await respond_json(send, {"object": "list", "data": cards})
             return
         elif path.startswith("/v1/models/"):
             _only_get(scope)
@@ -181,6 +205,7 @@ class Endpoint:
             asked = asked_by(body)
             if name is None:
                 name = self._model(asked.model)
+            http.model = name
             replay = Replay(receive, body, http)
             served = self.models.get(name)  # to its end, also if the model is removed meanwhile
             if served is None:  # removed while the body was read
@@ -207,14 +232,19 @@ class Endpoint:
                 f"'model' is missing; this server has {self._names()}",
                 param="model",
             )
-        if asked not in self.models:
-            raise self._unknown_model(asked)
-        return asked
+        return self._known(asked)
+
+    def _known(self, asked: str) -> str:
+        """The name of the model that is called so, which may be one of its aliases."""
+        if asked in self.models:
+            return asked
+        for name, model in self.models.items():
+            if asked in model.cards:
+                return name
+        raise self._unknown_model(asked)
 
     async def _card(self, name: str, send: Send) -> None:
-        if name not in self.models:
-            raise self._unknown_model(name)
-        await respond_json(send, self.models[name].card)
+        await respond_json(send, self.models[self._known(name)].cards[name])
 
     def _shutting_down(self, name: str | None) -> RequestError:
         self._measures.rejected(name or "", "draining")
@@ -233,21 +263,35 @@ class Endpoint:
         return ", ".join(self.models) or "none"
 
 
+def with_cors(app: Endpoint, origins: Sequence[str]) -> App:
+    """`app` for web pages of these origins, too: browsers ask before they send, without a key, and are answered."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["retry-after"]
+    )
+
+
 class _Answer:
     """ASGI's `send`, which knows whether the answer has begun, tells a client when to come back if that is known by
     then, and ends its connection when the server drains."""
 
-    __slots__ = ("_endpoint", "_http", "_send", "begun")
+    __slots__ = ("_endpoint", "_http", "_send", "status")
 
     def __init__(self, send: Send, http: HttpRequest, endpoint: Endpoint) -> None:
         self._send = send
         self._http = http
         self._endpoint = endpoint
-        self.begun = False
+        self.status = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has been sent something."""
+        return self.status != 0
 
     async def __call__(self, message: Message) -> None:
         if not self.begun and message["type"] == "http.response.start":
-            self.begun = True
+            self.status = message["status"]
             after = self._http.retry_after
             if after is not None:
                 message["headers"] = [*message.get("headers", ()), (b"retry-after", str(after).encode())]

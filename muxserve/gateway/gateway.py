@@ -81,7 +81,9 @@ class Gateway:
             return [fleet, *(unit.gpus for unit in self.status.units.values() if unit.gpus is not None)]
 
         peers = Peers(self.fleet, self.index)
-        pages = Pages(self.status, self.reports, Merged(of_units), Merged(own), peers, VLLM_VERSION)
+        pages = Pages(
+            self.status, self.reports, Merged(of_units), Merged(own), peers, VLLM_VERSION, self.offered.models
+        )
         self._endpoint = Endpoint(
             models=self.offered.models,
             keys=Keys(self.fleet.gateway.api_keys, self.fleet.key_levels),
@@ -91,6 +93,7 @@ class Gateway:
             pages=pages.table(),
             open_pages=pages.OPEN,
             max_body_bytes=self.fleet.gateway.max_body_bytes,
+            log_access=self.fleet.gateway.access_log,
         )
         self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._keep_offering())]
         return self._endpoint
@@ -171,6 +174,8 @@ class Gateway:
         """The last request of a model that was withdrawn has ended. It may be offered again by now."""
         for model in self.fleet.models:
             self.limiter.add(model)
+        for name in self.measures.models - {model.name for model in self.fleet.models}:
+            self.measures.remove(name)
         self._to_offer.set()
 
 

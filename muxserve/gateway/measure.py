@@ -31,6 +31,7 @@ class HttpRequest:
     priority: Priority = field(default_factory=Priority)
     retry_after: int | None = None
     group: str = ""
+    model: str = ""
 
     def group_of(self, request_id: str) -> str:
         """What the requests to units that this one makes have in common: the id of the first of them."""
@@ -106,6 +107,8 @@ class Measures:
             ["model_name", "source", "destination"],
             registry=registry,
         )
+        self._times = (self._ttft, self._tpot, self._latency)
+        self._counts = (self._requests, self._resubmitted, self._rejected, self._slo, self._moved)
         for model in models:
             self.add(model)
 
@@ -114,13 +117,24 @@ class Measures:
         name = model.name
         objectives = Objectives.of_milliseconds(model.slo_ttft_ms, model.slo_tpot_ms)
         self._objectives[name] = objectives
-        for histogram in (self._ttft, self._tpot, self._latency):
+        for histogram in self._times:
             histogram.labels(name)
         for outcome in Outcome:
             self._requests.labels(name, outcome.value)
         for slo in objectives.names:
             self._slo.labels(name, slo, "true")
             self._slo.labels(name, slo, "false")
+
+    @property
+    def models(self) -> set[str]:
+        """The models that are counted for."""
+        return {*self._objectives}
+
+    def remove(self, model: str) -> None:
+        """Show nothing of `model` any more: the fleet has it no longer."""
+        self._objectives.pop(model, None)
+        for metric in (*self._times, *self._counts):
+            metric.remove_by_labels({"model_name": model})
 
     def ended(self, request: Tracked, outcome: Outcome, now: float) -> None:
         """Count a request that ended at `now`."""
@@ -134,7 +148,8 @@ class Measures:
         tpot = time_per_token(request.first_token_at, request.last_token_at, len(request.emitted))
         if tpot is not None:
             self._tpot.labels(name).observe(tpot)
-        for slo, good in self._objectives[name].met(ttft, tpot).items():
+        objectives = self._objectives.get(name, Objectives())  # its last requests may outlive a model
+        for slo, good in objectives.met(ttft, tpot).items():
             self._slo.labels(name, slo, "true" if good else "false").inc()
 
     def resubmitted(self, model: str, reason: str) -> None:

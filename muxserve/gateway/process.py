@@ -11,14 +11,14 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import uvicorn
 from prometheus_client import disable_created_metrics
 
 from muxserve.gateway import grammar_compiler
-from muxserve.gateway.app import Endpoint
+from muxserve.gateway.app import Endpoint, with_cors
 from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.peers import bind_beside
 from muxserve.gateway.protocol import GuardedProtocol
@@ -141,7 +141,7 @@ async def _serve(
         # What was built stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
-        server = Server(endpoint, on_up, room)
+        server = Server(endpoint, on_up, room, fleet.gateway.cors_origins)
         beside = [bind_beside(fleet, index)] if fleet.gateway.count > 1 else []
         drain = Drain(gateway, endpoint, server, fleet.gateway.drain_seconds, fleet.gateway.count > 1)
         loop.add_signal_handler(signal.SIGTERM, drain.begin)
@@ -156,8 +156,10 @@ async def _serve(
 class Server(uvicorn.Server):
     """uvicorn that leaves signals to us, says when it listens, and has room for so many connections."""
 
-    def __init__(self, endpoint: Endpoint, on_up: Callable[[], None], room: Room) -> None:
-        application: Any = endpoint
+    def __init__(
+        self, endpoint: Endpoint, on_up: Callable[[], None], room: Room, cors_origins: Sequence[str] = ()
+    ) -> None:
+        application: Any = with_cors(endpoint, cors_origins)
         super().__init__(
             uvicorn.Config(
                 application,

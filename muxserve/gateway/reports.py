@@ -79,6 +79,11 @@ class Reports:
         reason = self._status.broker.router.placing.trouble(name)
         return {"reason": reason} if reason else {}
 
+    @property
+    def requests(self) -> int:
+        """Requests in service or waiting here."""
+        return self._limiter.occupied
+
     def fleet(self) -> dict[str, object]:
         """Everything that is known: the units' own states, and the models' limits and queues at the gateway."""
         status, broker = self._status, self._status.broker

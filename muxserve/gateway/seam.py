@@ -84,7 +84,7 @@ async def serve(front_end: ModelFrontEnd) -> Served:
     # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
     app.state.server = SimpleNamespace(should_exit=False)
     listed = await app.state.openai_serving_models.show_available_models()
-    return Served(app, listed.data[0].model_dump())
+    return Served(app, {card.id: card.model_dump() for card in listed.data}, app.openapi)
 
 
 def end(front_end: ModelFrontEnd) -> None:

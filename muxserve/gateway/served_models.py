@@ -99,4 +99,4 @@ class Offered:
 
 def _front_end_part(model: ModelSpec) -> tuple[object, ...]:
     """What a front end depends on; the rest is about engines, of which replicas may have different ones."""
-    return model.path, model.dtype, model.engine_args, model.engines
+    return model.path, model.dtype, model.engine_args, model.engines, model.aliases

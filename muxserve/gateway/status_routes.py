@@ -1,16 +1,18 @@
-"""The pages about the server itself: `/health`, `/metrics`, `/fleet`, `/version`."""
+"""The pages about the server itself: `/health`, `/metrics`, `/fleet`, `/version` and others that stock servers have."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
+from fastapi.openapi.docs import get_swagger_ui_html
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from muxserve.gateway.app import Page
+from muxserve.gateway.app import POSTS, Page, Served
 from muxserve.gateway.errors import Send, respond, respond_json
 from muxserve.gateway.peers import FULL, OWN_METRICS, Peers, joined
 from muxserve.gateway.reports import Reports
@@ -24,7 +26,10 @@ class Pages:
     """Answers GET requests about the server."""
 
     # Without a key: what load balancers and scrapers ask.
-    OPEN: Final = frozenset({"/health", "/metrics", FULL_METRICS, OWN_METRICS, OWN_METRICS + FULL, "/version"})
+    OPEN: Final = frozenset(
+        {"/health", "/ping", "/metrics", FULL_METRICS, OWN_METRICS, OWN_METRICS + FULL, "/version"}
+        | {"/openapi.json", "/docs"}
+    )
 
     def __init__(
         self,
@@ -34,6 +39,7 @@ class Pages:
         own_metrics: Collector,
         peers: Peers,
         vllm_version: str,
+        models: Mapping[str, Served],
     ) -> None:
         self._status = status
         # Whether all that is there is asked for -> of this gateway.
@@ -42,6 +48,7 @@ class Pages:
         self._reports = reports
         self._metrics = metrics
         self._vllm_version = vllm_version
+        self._models = models
 
     def table(self) -> dict[str, Page]:
         """By path."""
@@ -53,6 +60,10 @@ class Pages:
             OWN_METRICS + FULL: partial(self.own_metrics, full=True),
             "/fleet": self.fleet,
             "/version": self.version,
+            "/ping": self.health,
+            "/load": self.load,
+            "/openapi.json": self.openapi,
+            "/docs": self.docs,
         }
 
     async def health(self, send: Send) -> None:
@@ -70,6 +81,25 @@ class Pages:
     async def version(self, send: Send) -> None:
         """What serves here; `version` is vLLM's, as its own endpoint has it."""
         await respond_json(send, {"version": self._vllm_version, "muxserve": version("muxserve")})
+
+    async def load(self, send: Send) -> None:
+        """Requests that this gateway has, in service or waiting, under the key that stock servers have for them."""
+        await respond_json(send, {"server_load": self._reports.requests})
+
+    async def openapi(self, send: Send) -> None:
+        """What vLLM says of the routes that are passed on to it."""
+        served = next(iter(self._models.values()), None)
+        # Takes tens of milliseconds the first time.
+        document: dict[str, Any] = await asyncio.to_thread(served.openapi) if served else {"paths": {}}
+        offered: dict[str, object] = document["paths"]
+        paths = {path: of for path, of in offered.items() if path in POSTS or path == "/v1/models"}
+        about = {"title": "MuxServe", "version": version("muxserve")}
+        await respond_json(send, {**document, "info": about, "paths": paths})
+
+    async def docs(self, send: Send) -> None:
+        """`/openapi.json` as a page that a browser shows; it loads Swagger UI from the network."""
+        page = bytes(get_swagger_ui_html(openapi_url="openapi.json", title="MuxServe").body)
+        await respond(send, 200, page, b"text/html; charset=utf-8")
 
     async def metrics(self, send: Send, full: bool) -> None:
         """Prometheus text: of the fleet, and of all its gateways; `full` with every series that vLLM has."""

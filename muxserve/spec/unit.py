@@ -92,6 +92,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     engine_args: dict[str, object] = {}
     phases: PhasesName = "multiplexed"
     batching: Batching = Batching()
+    # Other names that requests may have for it.
+    aliases: tuple[str, ...] = ()
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:
@@ -129,6 +131,9 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     # Gateway processes at that address; the kernel spreads connections over them.
     count: int = 1
     grammars: GrammarLimits = GrammarLimits()
+    # Origins of web pages that may call it; "*": any.
+    cors_origins: tuple[str, ...] = ()
+    access_log: bool = False
 
 
 class WatchdogRules(msgspec.Struct, frozen=True):

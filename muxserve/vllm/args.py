@@ -79,7 +79,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "seed": 0,
         **model.engine_args,
         "model": model.path,
-        "served_model_name": [model.name],
+        "served_model_name": [model.name, *model.aliases],
         "dtype": model.dtype,
         "max_model_len": model.max_len,
         "max_num_seqs": model.max_num_seqs,

@@ -45,6 +45,25 @@ ONE = "models:\n  - name: one\n    path: a\n"
         ("models: !!python/object/apply:os.system ['true']\n", "fleet.yaml:1: not valid YAML"),
         ("a: 1\n---\nb: 2\n", "fleet.yaml:2: not valid YAML"),
         ("policy: adbs\n", "fleet.yaml:1: models: is required"),
+        (
+            "models:\n  - name: no\n    hub: x/y\n",
+            "fleet.yaml:2: models[0].name: is a text that YAML takes for true or false (as yes, no, on and off are): "
+            "put it in quotes",
+        ),
+        (
+            f"{ONE}    aliases: [gpt-4o, one]\n",
+            "fleet.yaml:4: models[0].aliases[1]: 'one' is already the name of the model on line 2",
+        ),
+        (
+            f"{ONE}    aliases: [a b]\n",
+            "fleet.yaml:4: models[0].aliases[0]: must be letters, digits, '.', '_', ':', '/' and '-' only, at most "
+            "128: 'a b'",
+        ),
+        (
+            f"gateway:\n  cors_origins: [example.org]\n{ONE}",
+            'fleet.yaml:2: gateway.cors_origins[0]: must be "*" or an origin such as "https://chat.example.org", without '
+            "a path, not 'example.org'",
+        ),
         ("models: []\n", "fleet.yaml:1: models: needs at least one entry"),
         ("models: one\n", "fleet.yaml:1: models: must be a list, not the text 'one'"),
         ("models:\n", "fleet.yaml:1: models: must be a list, not empty"),

@@ -211,6 +211,15 @@ def test_gpus_by_number_and_uuid(tmp_path: Path) -> None:
     jsonschema.validate(yaml.safe_load(text), fleet_schema())
 
 
+def test_what_models_share_stands_in_a_place_of_its_own(tmp_path: Path) -> None:
+    text = "x-small: &small {hub: x/y, max_num_seqs: 8}\nmodels:\n"
+    text += "  - {<<: *small, name: a, aliases: [org/a, a:latest]}\n  - {<<: *small, name: b, max_num_seqs: 9}\n"
+    fleet = parse_fleet(text, "f", tmp_path, {})
+    assert [model.max_num_seqs for model in fleet.models] == [8, 9]
+    assert fleet.models[0].aliases == ["org/a", "a:latest"]
+    jsonschema.validate(yaml.safe_load(text), fleet_schema())
+
+
 def test_the_committed_schema_is_up_to_date() -> None:
     committed = (ROOT / "configs/fleet.schema.json").read_text()
     assert committed == fleet_schema_text(), "run: muxserve schema > configs/fleet.schema.json"

@@ -15,6 +15,9 @@ from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
+# A web page that calls the endpoint from a browser.
+PAGE = "https://chat.example.org"
+
 
 @pytest.fixture(scope="session")
 def rig() -> Iterator[Rig]:
@@ -42,6 +45,7 @@ def gateway(rig: Rig) -> Running:
                 model(
                     "beta",
                     qwen,
+                    aliases=("org/beta",),
                     slo_ttft_ms=60_000.0,
                     slo_tpot_ms=0.000001,
                     engine_args={"enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
@@ -50,6 +54,8 @@ def gateway(rig: Rig) -> Running:
             unit="main",
             port=free_port(),
             max_body_bytes=200_000,
+            cors_origins=(PAGE,),
+            access_log=True,
             grammars=GrammarLimits(compile_seconds=1.0, compile_bytes=256 << 20),
         )
     )

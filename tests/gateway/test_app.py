@@ -48,7 +48,7 @@ def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> Endpoint:
     models = [model("m", max_concurrency=1, max_queue=1)]
     measures = Measures(models, CollectorRegistry())
     return Endpoint(
-        {"m": Served(app, {})},
+        {"m": Served(app, {"m": {}})},
         Keys([]),
         Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
         ConcurrencyLimiter(models, 0, 1, measures),

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from tests.gateway.conftest import PAGE
 from tests.gateway.playing import asking, play, user
 from tests.gateway.rig import Running
 from tests.support.patience import PATIENCE
@@ -195,7 +196,8 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
 
 
 def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
-    assert [model.id for model in client.models.list()] == ["alpha", "beta"]
+    assert [model.id for model in client.models.list()] == ["alpha", "beta", "org/beta"]
+    assert client.models.retrieve("org/beta").id == "org/beta"
     assert client.models.retrieve("beta").id == "beta"
     assert [m["id"] for m in http.get("/models/alpha/v1/models").json()["data"]] == ["alpha"]
     assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 1024
@@ -208,6 +210,29 @@ def test_mounted_models_need_no_model_field(gateway: Running) -> None:
             mounted.completions.create(model="alpha", prompt=play("no"))
     answer = httpx.post(f"{gateway.url}/models/beta/v1/completions", json={"prompt": play("bare")})
     assert answer.json()["choices"][0]["text"] == "bare"
+
+
+def test_a_model_has_other_names(client: openai.OpenAI, gateway: Running) -> None:
+    answer = client.completions.create(model="org/beta", prompt=play("by another name"))
+    assert (answer.choices[0].text, answer.model) == ("by another name", "beta")
+    assert httpx.get(f"{gateway.url}/models/nobody/v1/models").status_code == 404
+
+
+def test_web_pages_of_the_origins_named_may_call(http: httpx.Client) -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    allowed = http.options("/v1/chat/completions", headers={"origin": PAGE, **asks})
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    assert http.options("/v1/chat/completions", headers={"origin": "https://else.where", **asks}).status_code == 400
+    # An error as well, or the page could not read it.
+    wrong = http.post("/v1/completions", json={"model": "nobody"}, headers={"origin": PAGE})
+    assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (404, PAGE)
+
+
+def test_every_request_that_ended_is_in_the_access_log(client: openai.OpenAI, gateway: Running) -> None:
+    client.completions.create(model="org/beta", prompt=play("logged"))
+    line = r"127.0.0.1:\d+ POST /v1/completions model=beta status=200 seconds=\d+\.\d{3}"
+    assert re.search(line, gateway.log)
 
 
 def test_many_at_once_do_not_mix(client: openai.OpenAI) -> None:
@@ -417,6 +442,21 @@ def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
     assert after['muxserve_pool_pages_free{pool="main",unit="main"}'] == 100
     headers = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(headers) == len(set(headers))
+
+
+def test_pages_that_stock_servers_have(http: httpx.Client) -> None:
+    assert http.get("/ping").json() == http.get("/health").json()
+    assert http.get("/load").json() == {"server_load": 0}
+    assert "openapi.json" in http.get("/docs").text
+    document = http.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/models"} <= {*document["paths"]}
+    assert "/ping" not in document["paths"], "that is ours"
+    assert document["components"]["schemas"]["ChatCompletionRequest"]
+
+
+def test_metrics_are_compressed_for_whom_they_may_be(http: httpx.Client) -> None:
+    assert http.get("/metrics").headers["content-encoding"] == "gzip"
+    assert "content-encoding" not in http.get("/metrics", headers={"accept-encoding": "identity"}).headers
 
 
 def test_pages_take_get_only(http: httpx.Client) -> None:

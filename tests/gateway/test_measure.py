@@ -74,3 +74,15 @@ def test_a_cancel_is_a_stop_string_unless_the_client_left() -> None:
     assert Outcome.of_cancel(request) is Outcome.COMPLETED
     request.context.disconnected = True
     assert Outcome.of_cancel(request) is Outcome.CANCELLED
+
+
+def test_nothing_is_shown_of_a_model_that_was_removed() -> None:
+    measured, registry = measures(slo_ttft_ms=1.0)
+    measured.ended(ended(10.25, 11.25, 6), Outcome.COMPLETED, 12.0)
+    measured.moved("m", "u0", "u1")
+    measured.rejected("m", "queue")
+    measured.add(model("other"))
+    measured.remove("m")
+    left = {sample.labels["model_name"] for metric in registry.collect() for sample in metric.samples}
+    assert left == {"other"}
+    assert measured.models == {"other"}

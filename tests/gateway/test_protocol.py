@@ -39,7 +39,7 @@ class Serving:
         measures = Measures(models, self.registry)
         self.limiter = ConcurrencyLimiter(models, 0, 1, measures)
         self.endpoint = Endpoint(
-            {"m": Served(app, {})},
+            {"m": Served(app, {"m": {}})},
             Keys([]),
             Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
             self.limiter,
