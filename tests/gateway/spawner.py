@@ -6,6 +6,7 @@ python -m tests.gateway.spawner CONTROL_FD UNIT_FD
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import signal
@@ -39,6 +40,7 @@ def fork(child: Callable[[], None], log: str) -> int:
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     control = socket.socket(fileno=int(sys.argv[1]))
     unit_control = socket.socket(fileno=int(sys.argv[2]))
     log_dir = sys.argv[3]
