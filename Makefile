@@ -1,6 +1,6 @@
 # make setup       .venv with everything pinned, and the build
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
-# make test        every check and test (sets up first)
+# make test        every check and test, beside each other (sets up first)
 # make quick       ruff and the tests of the packages without I/O, in less than a minute (sets up first)
 # make bench       every benchmark; results go to benchmarks/results/
 # make soak        real fleets under load and faults for an hour (SOAK_ARGS); docs/reliability.md has what came of it
@@ -39,7 +39,8 @@ $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(CPP)
 quickstart: setup
 	@$(BIN)/muxserve deploy $(FLEET) --port $(PORT) --demo
 
-test: setup lint cpp unit
+test: setup build/triton/.installed build/ray/.installed
+	@tests/run_all.sh --all $(BIN)/python
 
 quick: setup
 	@$(BIN)/ruff check .

@@ -64,5 +64,5 @@ leaks_by_valgrind() {
 export ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1" UBSAN_OPTIONS="print_stacktrace=1"
 export TSAN_OPTIONS="halt_on_error=1"
 run plain "" "-O0 -g1"
-run asan address,undefined "-O1 -g1"
+run asan address,undefined "-O0 -g1"
 run tsan thread "-O1 -g1"

@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
-# Runs the Python tests in lanes beside each other, each a pytest of its own: most tests use half a core, since they
-# start processes and wait for them.
+# Runs the checks and tests in lanes beside each other: most Python tests use half a core, since they start processes
+# and wait for them.
 #
-#     tests/run_all.sh PYTHON [pytest's arguments: then one pytest gets them, and nothing runs beside it]
-#     tests/run_all.sh --quick PYTHON      only the packages without I/O
+#     tests/run_all.sh --all PYTHON                  everything: lint, C++ tests, Python tests
+#     tests/run_all.sh --quick PYTHON                only the Python packages without I/O
+#     tests/run_all.sh PYTHON [pytest's arguments]   all Python tests, or one pytest with these arguments
 #
-# A lane's fixtures are shared by its tests: what imports vLLM is divided so that few do it twice. Lanes should take
-# equally long; the output of one is shown as it comes, and that of the others after it.
+# The output of one lane is shown as it comes. Of the others there is a line when they end; at the end follow the whole
+# output of those that failed and the summary of the rest. build/tests/ keeps all of it.
 set -euo pipefail
 # Jobs that can be interrupted: other than a killed one, pytest ends what it has started then.
 set -m
 cd "$(dirname "$0")/.."
-quick=
-if [ "$1" = --quick ]; then
-  quick=1
+mode=python
+case $1 in
+--all | --quick)
+  mode=${1#--}
   shift
-fi
+  ;;
+esac
 python=$1
 shift
 # Every process that is started would otherwise compile our modules anew.
@@ -25,33 +28,53 @@ if [ $# -gt 0 ]; then
 fi
 
 logs=build/tests
+rm -rf "$logs"
 mkdir -p "$logs"
-declare -A pids
+declare -A names # of the lanes that run, by process id
+shown=
+failed=()
+passed=()
 
-lane() { # NAME NICENESS PYTEST'S ARGUMENTS: in the background
+lane() { # NAME NICENESS COMMAND...: in the background; the lane called `shown` writes to the terminal, too
   local name=$1 niceness=$2
   shift 2
-  nice -n "$niceness" env --default-signal=INT "$python" -m pytest -p no:cacheprovider "$@" </dev/null &
-  pids[$name]=$!
+  if [ "$name" = "$shown" ]; then
+    nice -n "$niceness" env --default-signal=INT "$@" </dev/null &
+  else
+    nice -n "$niceness" env --default-signal=INT "$@" </dev/null >"$logs/$name.log" 2>&1 &
+  fi
+  names[$!]=$name
+}
+
+python_lane() { # NAME NICENESS PYTEST'S ARGUMENTS
+  local name=$1 niceness=$2
+  shift 2
+  lane "$name" "$niceness" "$python" -m pytest -p no:cacheprovider "$@"
 }
 
 interrupt() {
-  for pid in "${pids[@]}"; do kill -INT "$pid" 2>/dev/null || true; done
-  for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null || true; done
+  # pytest ends what it has started; of the other lanes every process is told.
+  for pid in "${!names[@]}"; do
+    case ${names[$pid]} in
+    lint | c++) kill -INT -- "-$pid" 2>/dev/null || true ;;
+    *) kill -INT "$pid" 2>/dev/null || true ;;
+    esac
+  done
+  for pid in "${!names[@]}"; do wait "$pid" 2>/dev/null || true; done
 }
 trap interrupt EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-if [ -n "$quick" ]; then
+if [ "$mode" = quick ]; then
   shown=searching
-  others=(deciding)
-  lane deciding 0 tests/{config,costs,global_scheduler/test_core.py,metrics,replicas,rolling,scheduling,simulator,workload} \
-    tests/test_imports.py >"$logs/deciding.log" 2>&1
-  lane searching 0 tests/{placement,planning}
+  python_lane deciding 0 tests/{config,costs,global_scheduler/test_core.py,metrics,replicas,rolling,scheduling,simulator,workload} \
+    tests/test_imports.py
+  python_lane searching 0 tests/{placement,planning}
 else
   # Whole fleets; the processes that they are made of, those first that need nothing of the programs that run beside the
-  # tests; and what is left, which mostly computes.
+  # tests; and what is left, which mostly computes. A lane's fixtures are shared by its tests: what imports vLLM is
+  # divided so that few do it twice. Lanes should take equally long.
   fleets=(tests/e2e)
   parts=(tests/cluster tests/gpu_control tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda
     tests/migration tests/ray)
@@ -61,24 +84,39 @@ else
     [[ " ${fleets[*]} ${parts[*]} " == *" $tests "* ]] || computing+=("$tests")
   done
   shown=fleets
-  others=(parts computing)
   # What fails runs once more, and the summary says RERUN: a loaded machine does not fail the suite, a defect does.
   # What only computes gives way to the others, which have time limits.
-  lane computing 5 --reruns 1 -rR "${computing[@]}" >"$logs/computing.log" 2>&1
-  lane parts 0 --reruns 1 -rR "${parts[@]}" >"$logs/parts.log" 2>&1
-  lane fleets 0 --reruns 1 -rR "${fleets[@]}"
+  if [ "$mode" = all ]; then
+    lane lint 5 make --no-print-directory lint
+    lane c++ 5 env "PATH=$PWD/$(dirname "$python"):$PATH" memory_manager/run_tests.sh
+  fi
+  python_lane computing 5 --reruns 1 -rR "${computing[@]}"
+  python_lane parts 0 --reruns 1 -rR "${parts[@]}"
+  python_lane fleets 0 --reruns 1 -rR "${fleets[@]}"
 fi
 
-failed=()
-for name in "$shown" "${others[@]}"; do
-  wait "${pids[$name]}" || failed+=("$name")
-  unset "pids[$name]"
-  if [ "$name" != "$shown" ]; then
-    echo "== $name"
-    cat "$logs/$name.log"
+while [ ${#names[@]} -gt 0 ]; do
+  status=0
+  wait -n -p ended "${!names[@]}" || status=$?
+  name=${names[$ended]}
+  unset "names[$ended]"
+  if [ "$status" = 0 ]; then
+    [ "$name" = "$shown" ] || passed+=("$name")
+    echo "== $name: passed after $((SECONDS / 60)) min $((SECONDS % 60)) s"
+  else
+    failed+=("$name")
+    echo "== $name: FAILED after $((SECONDS / 60)) min $((SECONDS % 60)) s"
   fi
 done
+for name in "${passed[@]}"; do
+  echo "== $name"
+  # pytest's summary, with what was skipped or ran twice; of the others their last lines.
+  sed -n '/^=* short test summary/,$p' "$logs/$name.log" | grep . || tail -n 6 "$logs/$name.log"
+done
+for name in "${failed[@]}"; do
+  [ "$name" = "$shown" ] || { echo "== $name" && cat "$logs/$name.log"; }
+done
 if [ ${#failed[@]} -gt 0 ]; then
-  echo "== failed: ${failed[*]}"
+  echo "== failed: ${failed[*]} (output in $logs/)"
   exit 1
 fi

@@ -1,5 +1,6 @@
 """Arrangements that are chosen when a fleet is deployed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +13,31 @@ from muxserve.planning.comparison import ChosenPhases, Comparison
 from placement import Machine
 from tests.planning.phases_support import COSTS
 
-MODELS = Path(__file__).resolve().parents[2] / "configs/models"
+# Wide, so that its steps take long and few are simulated.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 8000,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
 L20 = Gpu(0, "GPU-0", "NVIDIA L20", memory_bytes=46068 << 20)
 
 
-def fleet_of(tmp_path: Path, first: str, second: str = "") -> Fleet:
+def fleet_of(tmp_path: Path, first: str, second: str = "", width: int = 2048) -> Fleet:
     file = tmp_path / "fleet.yaml"
+    (tmp_path / "wide").mkdir(exist_ok=True)
+    (tmp_path / "wide/config.json").write_text(
+        json.dumps(CONFIG | {"hidden_size": width, "intermediate_size": 4 * width})
+    )
+    (tmp_path / "wide/model.safetensors").touch()
     slo = "slo: { ttft_ms: 1000, tpot_ms: 100 }"
     load = "workload: { prompt_tokens: 60, output_tokens: 12 }"
-    lines = [f"  - {{ name: a, path: {MODELS}/arithmetic, dtype: float32, rate: 4, {slo}, {load}, {first} }}"]
-    lines += [f"  - {{ name: b, path: {MODELS}/atlas, dtype: float32, {second} }}"] if second else []
+    lines = [f"  - {{ name: a, path: wide, dtype: float32, rate: 4, {slo}, {load}, {first} }}"]
+    lines += [f"  - {{ name: b, path: wide, dtype: float32, {second} }}"] if second else []
     file.write_text("kv_pool: { size: 64MiB }\nmodels:\n" + "\n".join(lines) + "\n")
     return load_fleet(file)
 
@@ -43,7 +59,7 @@ def test_only_models_that_leave_it_open_are_chosen_for(tmp_path: Path) -> None:
 
 
 def test_gpus_of_all_units_of_a_model(tmp_path: Path) -> None:
-    fleet = fleet_of(tmp_path, "replicas: 2, max_num_seqs: 4, phases: auto", "replicas: 2")
+    fleet = fleet_of(tmp_path, "replicas: 2, max_num_seqs: 4, phases: auto", "replicas: 2", width=8192)
     # Two units of its own and two of the other model, if it does not share: a quarter of eight for each.
     found = choose_at_deploy(fleet, Machine(1, 8 << 30), [replace(L20, index=n) for n in range(8)], latency=COSTS)
     assert found["a"].comparison.devices == "4 L20-48GB"
