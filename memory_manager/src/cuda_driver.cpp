@@ -100,7 +100,7 @@ void Driver::resolve(F& function, const char* name) {
   void* found = dlsym(library_, name);
   if (found == nullptr)
     throw DriverError(-1,
-                      std::string("the CUDA driver has no ") + name + ": it is too old, install version 535 or newer");
+                      std::string("the CUDA driver has no ") + name + ": it is too old, install version 580 or newer");
   function = reinterpret_cast<F>(found);
 }
 

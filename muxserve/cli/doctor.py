@@ -20,7 +20,14 @@ import msgspec
 from rich.table import Table
 
 from muxserve.cli.output import console, escape, print_error
-from muxserve.cluster.machine import free_shared_memory, usable_cores, usable_memory, version_of, vllm_without_cuda
+from muxserve.cluster.machine import (
+    driver_too_old,
+    free_shared_memory,
+    usable_cores,
+    usable_memory,
+    version_of,
+    vllm_without_cuda,
+)
 from muxserve.cluster.ray.cluster import alive, ask_nodes, join
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu import mps, nvml
@@ -227,7 +234,9 @@ def _gpu(found: Callable[[], nvml.Machine] = nvml.machine) -> Iterator[Check]:
         )
         yield Check("GPU", "note", machine.why_none, advice)
         return
-    yield Check("NVIDIA driver", "ok", f"{machine.driver_version}, CUDA {machine.cuda_version}")
+    old = driver_too_old(machine)
+    versions = f"{machine.driver_version}, CUDA {machine.cuda_version}"
+    yield Check("NVIDIA driver", "note" if old else "ok", versions, old)
     for gpu in machine.gpus:
         yield _one_gpu(gpu)
     left = nvml.visible(machine, os.environ)

@@ -15,11 +15,10 @@ from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.gpu_unit import GpuUnit
 from muxserve.cluster.sizing import PoolSizer
 from muxserve.gpu import nvml
+from muxserve.gpu.environment import VISIBLE
 from muxserve.gpu.sharing import SharingError, settle
 from muxserve.spec import UnitSpec, save
 from muxserve.spec.run_dir import default_base
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class GpuHostError(Exception):
@@ -46,7 +45,7 @@ def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: Mutable
     """
     if problem := machine.vllm_without_cuda():
         raise GpuHostError(f"{problem} on this machine; pip install muxserve[gpu] there")
-    found = nvml.visible(nvml.machine(), environ)
+    found = machine.fit_for_torch(nvml.visible(nvml.machine(), environ))
     try:
         gpus = nvml.choose(found, plan.unit.ranks)
     except nvml.GpuChoiceError as error:

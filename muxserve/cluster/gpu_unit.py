@@ -45,7 +45,9 @@ class GpuUnit:
     @property
     def deployed(self) -> GpuSpec:
         """What the processes are told. Elsewhere the unit's host adds which GPUs they are."""
-        return GpuSpec([] if self.elsewhere else [gpu.uuid for gpu in self.gpus], self.sharing)
+        exclusive = any(gpu.compute_mode.startswith("exclusive") for gpu in self.gpus)
+        uuids = [] if self.elsewhere else [gpu.uuid for gpu in self.gpus]
+        return GpuSpec(uuids, self.sharing, keepers_in_mps=exclusive)
 
     def measured(self, needs: Sequence[Needs]) -> GpuUnit:
         """The same with what was measured of the models."""

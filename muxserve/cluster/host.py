@@ -64,9 +64,12 @@ class Deaths:
             if part.process is not None:
                 self._leave(part.process.pid)
         elif part.id == MPS:
-            # All that has a context on the GPUs has lost it, whether it has noticed or not.
-            self._kill([*self._starts.engines, *self._starts.holders, MEMORY], "ended with the MPS server")
-            self._starts.forget_memory()
+            # Its clients have lost their contexts on the GPUs, whether they have noticed or not.
+            keepers = [*self._starts.holders, MEMORY] if self._starts.keepers_in_mps else []
+            migrator = [MIGRATOR] if MIGRATOR in self._starts.parts else []
+            self._kill([*self._starts.engines, *migrator, *keepers], "ended with the MPS server")
+            if keepers:
+                self._starts.forget_memory()
             if part.process is not None:
                 # Its daemon and server, should it have been killed before it could end them.
                 self._leave(part.process.pid)
@@ -277,8 +280,7 @@ class UnitHost:
             server.remove_segments(self.unit_spec)
 
     async def _stop_parts(self, parts: Iterable[PartId], grace: float) -> None:
-        processes = [self.parts[part].process for part in parts if part in self.parts]
-        await asyncio.gather(*(p.stop(grace) for p in processes if p is not None and p.running))
+        await asyncio.gather(*(self.parts[part].stop(grace) for part in parts if part in self.parts))
 
     def log_tail_of(self, part: PartId) -> Said:
         """What the part wrote last."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from muxserve.cluster.processes import Process, spawn
-from muxserve.gpu.sm import client_environment
+from muxserve.gpu.environment import client_environment, keeper_environment
 from muxserve.spec import UnitSpec, load
 
 
@@ -54,7 +54,8 @@ class WarmParents(Protocol):
 @dataclass(frozen=True)
 class Commands:
     """Command lines, made when a process is started. `memory_manager` is told the number of its descriptor, if it has
-    one, `warm_parent` that of its. `environment` is added to everyone's."""
+    one, `warm_parent` that of its. `environment` is added to everyone's, and then `memory_environment` to the memory
+    manager's."""
 
     memory_manager: Callable[[int | None], list[str]]
     unit_scheduler: list[str]
@@ -62,6 +63,7 @@ class Commands:
     warm_parent: Callable[[int], list[str]]
     mps: list[str] = field(default_factory=list)
     environment: Mapping[str, str] = field(default_factory=dict)
+    memory_environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def commands_for(unit_spec: UnitSpec, spec_file: Path) -> Commands:
@@ -83,6 +85,7 @@ def commands_for(unit_spec: UnitSpec, spec_file: Path) -> Commands:
         warm_parent=lambda control: python("muxserve.forks.warm_parent", "--control-fd", str(control)),
         mps=python("muxserve.gpu.mps"),
         environment=client_environment(unit_spec),
+        memory_environment=keeper_environment(unit_spec),
     )
 
 
@@ -107,14 +110,20 @@ class LocalLauncher:
     def memory_manager(self, store_fd: int | None = None) -> tuple[Process, Awaitable[None]]:
         """See `Launcher.memory_manager`."""
         pass_fds = () if store_fd is None else (store_fd,)
-        return self._until_ready(self._commands.memory_manager(store_fd), "memory.log", pass_fds)
+        commands = self._commands
+        return self._until_ready(commands.memory_manager(store_fd), "memory.log", pass_fds, commands.memory_environment)
 
     def _until_ready(
-        self, command: list[str], log_name: str, pass_fds: tuple[int, ...] = ()
+        self,
+        command: list[str],
+        log_name: str,
+        pass_fds: tuple[int, ...] = (),
+        more: Mapping[str, str] | None = None,
     ) -> tuple[Process, Awaitable[None]]:
         """A process that says `READY` on its standard output."""
         log = self._log_dir / log_name
-        process = spawn(command, log, pass_fds, pipe_stdout=True, environment=self._commands.environment)
+        environment = {**self._commands.environment, **(more or {})}
+        process = spawn(command, log, pass_fds, pipe_stdout=True, environment=environment)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(_read_output(process, log, ready))
         self._readers.add(task)

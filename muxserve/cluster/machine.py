@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from muxserve.gpu import nvml
@@ -21,8 +24,48 @@ def this_machine() -> Machine:
 
 
 def this_machines_gpus() -> nvml.Machine:
-    """The GPUs that this process may use."""
-    return nvml.visible(nvml.machine(), os.environ)
+    """The GPUs that this process may use; none if the driver is too old for the installed torch."""
+    return fit_for_torch(nvml.visible(nvml.machine(), os.environ))
+
+
+def fit_for_torch(found: nvml.Machine) -> nvml.Machine:
+    """`found`, or no GPUs, with the reason, if the installed torch cannot compute there."""
+    problem = driver_too_old(found)
+    return replace(found, gpus=(), why_none=problem) if problem else found
+
+
+# The first driver of each major version of CUDA. Newer builds of the same major version run on it, too.
+_FIRST_DRIVER = {"12": "525", "13": "580"}
+
+
+def driver_too_old(found: nvml.Machine, cuda: str | None = None) -> str:
+    """Why the installed torch cannot compute with the driver; empty if it can, or if either does not say its version.
+
+    Args:
+        cuda: the version of CUDA that torch was built for, if not to be looked up.
+    """
+    cuda = torch_cuda() if cuda is None else cuda
+    if not (cuda and found.gpus and found.cuda_version):
+        return ""
+    major = cuda.partition(".")[0]
+    if int(found.cuda_version.partition(".")[0]) >= int(major):
+        return ""
+    needed = f" ({_FIRST_DRIVER[major]} or later)" if major in _FIRST_DRIVER else ""
+    return (
+        f"the NVIDIA driver {found.driver_version} knows CUDA {found.cuda_version}, but the installed torch "
+        f"{version_of('torch')} is built for CUDA {cuda}: install a newer driver{needed}"
+    )
+
+
+def torch_cuda() -> str:
+    """The version of CUDA that the installed torch was built for; empty without any. Importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        with contextlib.suppress(OSError):
+            found = re.search(r"^cuda\b[^=]*= *['\"]([\d.]+)['\"]", (Path(place) / "version.py").read_text(), re.M)
+            if found:
+                return found[1]
+    return ""
 
 
 def usable_cores() -> int:

@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -62,13 +62,16 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
 
-    async def stop(self, grace: float) -> None:
-        """SIGTERM, and SIGKILL after `grace` seconds; returns when it has ended."""
+    async def stop(self, grace: float, kill: Callable[[Process], None] | None = None) -> None:
+        """SIGTERM, and SIGKILL (or `kill`) after `grace` seconds; returns when it has ended."""
         self.send(signal.SIGTERM)
         try:
             await asyncio.wait_for(self.wait(), grace)
         except TimeoutError:
-            self.send(signal.SIGKILL)
+            if kill is None:
+                self.send(signal.SIGKILL)
+            else:
+                kill(self)
             await self.wait()
 
     def _on_exit(self) -> None:
@@ -119,6 +122,14 @@ def spawn(
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Process(popen.pid, popen)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that the main thread of `pid` has started and that are not collected; none if it is gone."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def adopt_orphans() -> None:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.peer import UnitLink, until_reachable
-from muxserve.cluster.processes import Process, exit_words
+from muxserve.cluster.processes import Process, children, exit_words
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.cluster.supervision import GaveUp, Part, PartDied, while_running
 from muxserve.cluster.warm_link import WarmLink
-from muxserve.gpu.budget import Needs
+from muxserve.gpu import mps
+from muxserve.gpu.budget import WAITING, Needs
 from muxserve.spec import UnitSpec
 from placement.format import format_size
 
@@ -90,6 +91,19 @@ class Starts:
             self.parts.update({part.id: part for part in self.parts_of(model)})
 
     @property
+    def _under_mps(self) -> bool:
+        return self.unit_spec.gpu is not None and self.unit_spec.gpu.sm_sharing != "off"
+
+    @property
+    def keepers_in_mps(self) -> bool:
+        """Whether what keeps memory for the engines ends with the MPS server."""
+        return self.unit_spec.gpu is not None and self.unit_spec.gpu.keepers_in_mps
+
+    async def _release(self, pid: int) -> None:
+        """Take a process and its ranks off the GPUs."""
+        await asyncio.to_thread(mps.terminate, self.unit_spec.mps_dir, {pid, *children(pid)})
+
+    @property
     def holders(self) -> list[PartId]:
         """What holds weights on GPUs, of the models that are served."""
         return [part for part in self.parts if part.kind == "weights"]
@@ -109,7 +123,7 @@ class Starts:
         gpu = self.unit_spec.gpu
         memory = self._part(MEMORY, self._start_memory, self._until_sized)
         return [
-            *([self._part(MPS, self._start_mps)] if gpu and gpu.sm_sharing != "off" else []),
+            *([self._part(MPS, self._start_mps)] if self._under_mps else []),
             *([] if gpu else [memory]),
             self._part(WARM, self._start_warm, self._until_warm),
             *([memory] if gpu else []),
@@ -138,7 +152,8 @@ class Starts:
         start: Callable[[Part], Awaitable[None]],
         after: Callable[[], Awaitable[object]] | None = None,
     ) -> Part:
-        part = Part(who, start, _START_SECONDS[who.kind], after)
+        clients = self._under_mps and who.kind in ("engine", "migrator")
+        part = Part(who, start, _START_SECONDS[who.kind], after, self._release if clients else None)
         if who.model:
             # Other models serve on without it.
             part.policy = RestartPolicy(max_deaths=None)
@@ -228,6 +243,7 @@ class Starts:
         await while_running(part.process, self.unit.state())
 
     async def _start_migrator(self, part: Part) -> None:
+        await self._until_mps()
         await self.parts[MEMORY].up.wait()
         part.began = time.monotonic()
         self._emit(Starting(part.id))
@@ -239,7 +255,7 @@ class Starts:
         await self.drop_warm()
         self.warm = WarmLink(
             WARM,
-            lambda of, detail: self._emit(Progress(of, detail)),
+            self._on_progress,
             self._exits.__setitem__,
             self._on_measured,
             self._on_model_parent,
@@ -251,6 +267,8 @@ class Starts:
         await while_running(part.process, self.warm.ready)
 
     async def _start_forked(self, part: Part) -> None:
+        part.pause()
+        await self._until_mps()
         await self.parts[WARM].up.wait()
         if part.id.kind == "engine":
             holder = self.parts.get(PartId("weights", part.id.model))
@@ -264,6 +282,7 @@ class Starts:
         await self.parts[WARM].up.wait()
         link = self.warm
         assert link is not None
+        part.resume()
         part.began = time.monotonic()
         self._emit(Starting(part.id))
         birth = link.order(part.id)
@@ -282,6 +301,13 @@ class Starts:
             if birth.up.done():
                 birth.up.result()
             raise
+
+    def _on_progress(self, of: PartId, detail: str) -> None:
+        # A holder waits for those before it, however long they take.
+        part = self.parts.get(of)
+        if part is not None and of.kind == "weights":
+            (part.pause if detail == WAITING else part.resume)()
+        self._emit(Progress(of, detail))
 
     def _on_measured(self, needs: Needs) -> None:
         self._needs[needs.model, needs.rank] = needs

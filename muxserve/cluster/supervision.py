@@ -43,7 +43,8 @@ class GaveUp(Exception):  # noqa: N818
 class Part:
     """State of one part. `start` brings it up: it sets `process` as soon as there is one and returns when it serves.
 
-    `after` is awaited before every start, however long it takes; `timeout` seconds count from then on.
+    `after` is awaited before every start, however long it takes; `timeout` seconds count from then on, without the time
+    between `pause` and `resume`. `release` takes a process (by pid) off its GPUs, and is awaited before it is killed.
     """
 
     def __init__(
@@ -52,7 +53,11 @@ class Part:
         start: Callable[[Part], Awaitable[None]],
         timeout: float,
         after: Callable[[], Awaitable[object]] | None = None,
+        release: Callable[[int], Awaitable[object]] | None = None,
     ) -> None:
+        self.release = release
+        self.limit: asyncio.Timeout | None = None
+        self._killing: set[asyncio.Task[None]] = set()
         self.id = part
         self.start = start
         self.after = after
@@ -73,13 +78,43 @@ class Part:
         """SIGKILL, if it runs. `because`: another part's end, in words; its own end does not count then."""
         if self.process is not None and self.process.running:
             self.killed_for = because
-            self.process.send(signal.SIGKILL)
+            self._kill(self.process)
 
     def kill_hung(self, seconds: float) -> None:
         """SIGKILL after so long without a sign of life; that counts against it like any death."""
         if self.process is not None and self.process.running:
             self.hung = f"hung: no sign of life for {seconds:.0f} s"
-            self.process.send(signal.SIGKILL)
+            self._kill(self.process)
+
+    async def stop(self, grace: float) -> None:
+        """SIGTERM, and SIGKILL after `grace` seconds; returns when it has ended. Nothing if it does not run."""
+        if self.process is not None and self.process.running:
+            await self.process.stop(grace, self._kill)
+
+    def _kill(self, process: Process) -> None:
+        if self.release is None:
+            process.send(signal.SIGKILL)
+        else:
+            task = asyncio.create_task(self._release_and_kill(self.release, process))
+            self._killing.add(task)
+            task.add_done_callback(self._killing.discard)
+
+    @staticmethod
+    async def _release_and_kill(release: Callable[[int], Awaitable[object]], process: Process) -> None:
+        try:
+            await release(process.pid)
+        finally:
+            process.send(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """It waits for others: the time limit of its start does not count."""
+        if self.limit is not None:
+            self.limit.reschedule(None)
+
+    def resume(self) -> None:
+        """It goes on, with the whole limit before it."""
+        if self.limit is not None:
+            self.limit.reschedule(asyncio.get_running_loop().time() + self.timeout)
 
 
 async def while_running(process: Process, awaitable: Awaitable[T]) -> T:
@@ -147,7 +182,7 @@ class Supervisor:
                 await part.after()
             part.began = time.monotonic()
             try:
-                async with asyncio.timeout(part.timeout):
+                async with asyncio.timeout(part.timeout) as part.limit:
                     await part.start(part)
             except PartDied as death:
                 reason, blameless = str(death), death.blameless
@@ -159,10 +194,12 @@ class Supervisor:
                 reason = f"cannot be started: {error}"
             else:
                 assert part.process is not None
+                part.limit = None
                 part.up.set()
                 self._emit(Up(part.id, part.process.pid, time.monotonic() - part.began))
                 await self._until_end(part, begun=True)
                 reason = part.hung or exit_words(part.process.returncode)
+            part.limit = None
             came_up = part.up.is_set()
             part.up.clear()
             await self._end(part)
@@ -255,8 +292,7 @@ _DRAIN_MARGIN = 5.0  # on top of what the gateways themselves allow their reques
 
 async def stop_parts(parts: Sequence[Part], grace: float = STOP_SECONDS) -> None:
     """SIGTERM for all that run, and SIGKILL after `grace` seconds; returns when they have ended."""
-    processes = [part.process for part in parts]
-    await asyncio.gather(*(p.stop(grace) for p in processes if p is not None and p.running))
+    await asyncio.gather(*(part.stop(grace) for part in parts))
 
 
 async def drain(gateways: Sequence[Part], seconds: float, forced: asyncio.Event) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from muxserve.cluster.events import PartId
+from muxserve.cluster.processes import children
 from muxserve.cluster.watchdog import Finding, Sign, Watchdog
 from muxserve.net.heartbeat import PERIOD_SECONDS, HeartbeatReader, heartbeat_file
 from muxserve.spec import WatchdogRules
@@ -123,12 +124,8 @@ class _Activity:
 def _activity(pid: int, family: bool) -> _Activity:
     """Whether a process (or, with `family`, a child of it) runs or is stopped, and the seconds of computing that they
     have had."""
-    pids = [pid]
     found = _Activity()
-    if family:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as children:
-            pids += map(int, children.read().split())
-    for each in pids:
+    for each in [pid, *(children(pid) if family else ())]:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{each}/stat") as stat:
             # Its name, in brackets, may hold anything.
             fields = stat.read().rpartition(")")[2].split()

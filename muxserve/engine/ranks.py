@@ -29,6 +29,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from muxserve.engine import rank_worker
 from muxserve.engine.binding import connection_to, place_of
 from muxserve.engine.stage_clock import StageClocks
+from muxserve.gpu.environment import refuse_cuda
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,13 @@ class RankedExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         unit_spec, _, _ = place_of(self.vllm_config)
         self._memory_socket = unit_spec.memory_socket
+        refuse_cuda()
         # vLLM asks for processes that start from nothing on CPU; ours have nothing yet that a fork could break.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         if get_mp_context().get_start_method() != "fork":
-            raise RuntimeError("this process cannot fork its workers (CUDA in use already, or Windows' Linux)")
+            raise RuntimeError(
+                "this process cannot fork its workers (in a Ray actor, NUMA binding asked for, or Windows' Linux)"
+            )
         multiproc_executor.WorkerWrapperBase = rank_worker.RankWorker
         _Patience.spin_seconds = SPIN_SECONDS[unit_spec.device]
         shm_broadcast.SpinCondition = _Patience

@@ -27,10 +27,10 @@ def run_direct_engine(unit_spec: UnitSpec, model: str, phase: EnginePhase, contr
 
     try:
         if unit_spec.device == "cuda":
-            from muxserve.gpu import sm
+            from muxserve.gpu import environment
 
             # Read by the driver when CUDA is touched for the first time.
-            sm.prepare(unit_spec, model, phase)
+            environment.prepare(unit_spec, model, phase)
         _run(unit_spec, model, phase, progress, up)
     except Exception as error:
         log.exception("cannot run %s/%s", model, phase)

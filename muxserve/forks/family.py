@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from muxserve.gpu.environment import refuse_cuda
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat
 from muxserve.net.process import die_with, set_title
 from muxserve.spec import UnitSpec
@@ -186,17 +187,6 @@ class ForkingParent:
             self.control.event("exited", pid=pid, status=os.waitstatus_to_exitcode(status))
             if self._on_exit:
                 self._on_exit(pid, status)
-
-
-def refuse_cuda() -> None:
-    """Go on only in a process that has not touched CUDA.
-
-    Raises:
-        RuntimeError: it has.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError("this process has touched CUDA and cannot fork: something imported or asked there too early")
 
 
 def file_name(model: str) -> str:

@@ -16,8 +16,8 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name, refuse_cuda
-from muxserve.gpu.sm import client_environment
+from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name
+from muxserve.gpu.environment import parent_environment, refuse_cuda
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.process import words
 from muxserve.spec import ModelSpec, UnitSpec, load
@@ -25,14 +25,6 @@ from muxserve.spec.unit import EnginePhase
 from muxserve.vllm.args import environment
 
 log = logging.getLogger(__name__)
-
-
-def gpu_environment(unit_spec: UnitSpec) -> dict[str, str]:
-    """What must be in the environment before anything touches a GPU: which are the unit's, and its own MPS server."""
-    if unit_spec.gpu is None:
-        return {}
-    # Engines, their workers and the holders of weights number the unit's GPUs by rank.
-    return {"CUDA_VISIBLE_DEVICES": ",".join(unit_spec.gpu.uuids), **client_environment(unit_spec)}
 
 
 def preload(device: str) -> None:
@@ -178,7 +170,7 @@ def run(file: str, control: Control) -> None:
     """Serve the unit whose spec is in `file` from a process that has done `preload`, until the controller goes
     away."""
     unit_spec = load(file)
-    os.environ.update(gpu_environment(unit_spec))
+    os.environ.update(parent_environment(unit_spec))
     try:
         register(unit_spec.models)
     except Exception as error:
@@ -195,7 +187,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     unit_spec = load(args.unit_spec)
-    os.environ.update({**environment(), **gpu_environment(unit_spec)})
+    os.environ.update({**environment(), **parent_environment(unit_spec)})
     control = Control(socket.socket(fileno=args.control_fd))
     try:
         preload(unit_spec.device)

@@ -17,6 +17,8 @@ from placement.memory import MemoryRules, activation_bytes, weight_bytes
 _MIB = 1 << 20
 # Pools are a multiple of this, the granularity of the driver's memory on all GPUs so far.
 GRANULARITY = 2 * _MIB
+# What a weight holder says while others load and measure: they do so one after another.
+WAITING = "waiting for the GPU"
 _TABLE_ENTRY = 4  # bytes of an engine's page table on the GPU, per page
 
 

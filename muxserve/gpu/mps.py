@@ -22,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from muxserve.gpu.sm import LOG, PERCENTAGE, PIPE
+from muxserve.gpu.environment import LOG, PIPE, VISIBLE
+from muxserve.gpu.sm import PERCENTAGE
 
 CONTROL = "nvidia-cuda-mps-control"
 _NAME = "nvidia-cuda-mps-server"[:15]  # what the kernel keeps of it
@@ -36,6 +37,10 @@ _SOCKET_LIMIT = 107
 _ANSWER_SECONDS = 10.0
 _SERVER_SECONDS = 60.0
 _QUIT_SECONDS = 5.0
+# How often the server is asked how it is. It does not end when the kernel of a client fails: it refuses clients then.
+_STATUS_SECONDS = 1.0
+_FAULT = "FAULT"
+_TERMINATE_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -65,7 +70,7 @@ class MpsServer:
             )
         self._control = control
         self._environment = {**os.environ, PIPE: str(self.pipe), LOG: str(self.logs)}
-        self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._environment[VISIBLE] = ",".join(gpus)
         self._environment.pop(PERCENTAGE, None)
         self._daemon: subprocess.Popen[bytes] | None = None
         self.server_pid = 0
@@ -98,16 +103,11 @@ class MpsServer:
 
     def command(self, text: str, seconds: float = _ANSWER_SECONDS) -> str | None:
         """The daemon's answer to a command; None if it does not answer."""
-        try:
-            done = subprocess.run(
-                [self._control], input=f"{text}\n".encode(), capture_output=True, timeout=seconds, env=self._environment
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+        return _ask(self._control, text, self._environment, seconds)
 
     def wait(self, wake_fd: int) -> str:
-        """Until daemon or server have ended, or `wake_fd` can be read; returns what happened ("" for `wake_fd`)."""
+        """Until daemon or server have ended, the server is of no use any more, or `wake_fd` can be read; returns what
+        happened ("" for `wake_fd`)."""
         assert self._daemon is not None
         with contextlib.ExitStack() as stack:
             ends = {}
@@ -118,15 +118,18 @@ class MpsServer:
                     return f"the MPS {what} has ended"
                 stack.callback(os.close, fd)
                 ends[fd] = what
-            readable = select.select([wake_fd, *ends], [], [])[0]
+            while not (readable := select.select([wake_fd, *ends], [], [], _STATUS_SECONDS)[0]):
+                if _FAULT in (self.command(f"get_server_status {self.server_pid}") or ""):
+                    return "a kernel of a client has failed, and the MPS server takes no clients any more (FAULT)"
             return next((f"the MPS {ends[fd]} has ended" for fd in readable if fd in ends), "")
 
-    def stop(self) -> None:
-        """Quit, within a few seconds: clients that are still there get `quit -t`'s time, then everything is killed."""
+    def stop(self, at_once: bool = False) -> None:
+        """Quit, within a few seconds: clients that are still there get `quit -t`'s time, then everything is killed.
+        `at_once`: without that time, since clients cannot compute any more."""
         daemon = self._daemon
         if daemon is None:
             return
-        if daemon.poll() is None:
+        if daemon.poll() is None and not at_once:
             self.command(f"quit -t {_QUIT_SECONDS:.0f}", _QUIT_SECONDS + 2)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(_QUIT_SECONDS)
@@ -148,7 +151,7 @@ class MpsServer:
         return ""
 
     def _servers(self) -> list[int]:
-        return [int(word) for word in (self.command("get_server_list") or "").split() if word.isdigit()]
+        return _numbers(self.command("get_server_list"))
 
     def _until(self, failing: str, seconds: float, done: Callable[[], bool]) -> None:
         assert self._daemon is not None
@@ -160,6 +163,37 @@ class MpsServer:
                 words = self.log_tail_of()
                 raise MpsError(f"the MPS control daemon {ended}" + (f": {words}" if words else ""))
             time.sleep(0.05)
+
+
+def terminate(directory: Path, pids: Collection[int]) -> None:
+    """Take those of `pids` that are clients of the server in `directory` off the GPUs, before they are killed.
+
+    MPS wants to be told first, or what a killed client has launched may go on. Does nothing where there is no server;
+    takes a few seconds at most.
+    """
+    control = binary()
+    environment = {**os.environ, PIPE: str(directory / "pipe"), LOG: str(directory / "log")}
+    if control is None or not (directory / "pipe").is_dir():
+        return
+    for server in _numbers(_ask(control, "get_server_list", environment, _TERMINATE_SECONDS)):
+        clients = _numbers(_ask(control, f"get_client_list {server}", environment, _TERMINATE_SECONDS))
+        for client in set(clients).intersection(pids):
+            _ask(control, f"terminate_client {server} {client}", environment, _TERMINATE_SECONDS)
+
+
+def _ask(control: str, text: str, environment: Mapping[str, str], seconds: float) -> str | None:
+    """A daemon's answer to a command; None if it does not answer."""
+    try:
+        done = subprocess.run(
+            [control], input=f"{text}\n".encode(), capture_output=True, timeout=seconds, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def _numbers(answer: str | None) -> list[int]:
+    return [int(word) for word in (answer or "").split() if word.isdigit()]
 
 
 def probe(gpus: Sequence[str], base: Path) -> str:
@@ -256,6 +290,7 @@ def main() -> int:
             server.start()
             print(f"READY {server.server_pid}", flush=True)
             ended = server.wait(read)
+            server.stop(at_once=bool(ended))
         finally:
             server.stop()
     except MpsError as error:

@@ -7,8 +7,6 @@ both phases is the only one of its unit and has all SMs.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from muxserve.spec import UnitSpec
@@ -17,8 +15,6 @@ log = logging.getLogger(__name__)
 
 # Phases of the engines that share SMs with others.
 SHARING = ("prefill", "decode")
-PIPE = "CUDA_MPS_PIPE_DIRECTORY"
-LOG = "CUDA_MPS_LOG_DIRECTORY"
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
@@ -31,7 +27,7 @@ class SmRange:
 
 
 def percentage(share: float) -> int:
-    """A share as MPS takes it: whole percent, at least 1. MPS itself rounds up to what the GPU can divide."""
+    """A share as MPS takes it: whole percent, at least 1. MPS itself rounds down to what the GPU can divide."""
     return min(100, max(1, round(share * 100)))
 
 
@@ -45,34 +41,6 @@ def share_of(unit_spec: UnitSpec, model: str, phase: str) -> float:
     if phase not in SHARING:
         return 1.0
     return of.prefill_share if phase == "prefill" else of.decode_share
-
-
-def client_environment(unit_spec: UnitSpec) -> dict[str, str]:
-    """What every process of the unit needs to find the unit's own MPS server; nothing without one.
-
-    Green contexts need it, too: without it kernels of different processes take turns, whatever their SMs.
-    """
-    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing == "off":
-        return {}
-    return {PIPE: str(unit_spec.mps_dir / "pipe"), LOG: str(unit_spec.mps_dir / "log")}
-
-
-def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set this process's share in its environment. Before anything in it touches CUDA.
-
-    `phase` other than prefill and decode (both, a weight holder) gets no limit. Without MPS a percentage that came from
-    outside is removed: it would act under somebody else's MPS server.
-
-    Raises:
-        KeyError: no such model.
-    """
-    environ = os.environ if environ is None else environ
-    if unit_spec.gpu is None:
-        return
-    environ.pop(PERCENTAGE, None)
-    environ.update(client_environment(unit_spec))
-    if unit_spec.gpu.sm_sharing == "mps" and phase in SHARING:
-        environ[PERCENTAGE] = str(percentage(share_of(unit_spec, model, phase)))
 
 
 def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> int | None:

@@ -25,12 +25,16 @@ class GpuSpec(msgspec.Struct, frozen=True):
 
     `uuids` are in the order of the tensor-parallel ranks. `sm_sharing` is what was resolved from the fleet file and the
     machine: `mps` gives each engine its percentage of SMs, `green_contexts` its own set of SMs under an MPS server
-    without percentages, `off` lets the engines take turns. `ipc` is how pools are exported.
+    without percentages, `off` lets the engines take turns. `ipc` is how pools are exported. `keepers_in_mps`: weight
+    holders and the memory manager are clients of the server, too, which a GPU in an exclusive compute mode wants.
+    `nvls`: NCCL may use the NVSwitch's multicast where one model of several ranks has the GPUs to itself.
     """
 
     uuids: list[str]
     sm_sharing: SmSharing = "mps"
     ipc: PoolIpc = "auto"
+    keepers_in_mps: bool = False
+    nvls: bool = True
 
 
 class PoolSpec(msgspec.Struct, frozen=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from muxserve.spec import ModelSpec, UnitSpec
@@ -11,8 +13,6 @@ from muxserve.spec.unit import EnginePhase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-import secrets
-from collections.abc import Iterator, Mapping
 
 # oneDNN keeps what it has compiled for a shape, by itself 1,024 shapes of 0.4 MB each in a prefill engine: every length
 # of a step is another one. These suffice for each batch size of a decode engine; a prefill engine meets most lengths
@@ -129,17 +129,29 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
 
 
 def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
-
     own = model.engine_args
     return {
         # Without graphs a small model's decode step is mostly the launching of its kernels.
         "enforce_eager": own.get("enforce_eager", False),
-        "compilation_config": own.get("compilation_config", {"cudagraph_mode": "PIECEWISE"}),
+        "compilation_config": _compilation(own.get("compilation_config"), unit_spec.ranks),
         "attention_backend": "CUSTOM",
         # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
         "gpu_memory_utilization": 0.01,
         **loader_args(unit_spec, model.name),
     }
+
+
+def _compilation(own: object, ranks: int) -> object:
+    """`compilation_config` of an engine on GPUs: the model's own, or graphs between attention layers.
+
+    To see whether it can fuse all-reduce with normalisation, vLLM imports flashinfer, which initialises CUDA; the
+    processes of several ranks could not be forked any more.
+    """
+    config = {"cudagraph_mode": "PIECEWISE"} if own is None else own
+    if ranks == 1 or not isinstance(config, Mapping):
+        return config
+    passes = config.get("pass_config")
+    return {**config, "pass_config": {"fuse_allreduce_rms": False, **(passes if isinstance(passes, Mapping) else {})}}
 
 
 def config_of(options: dict[str, Any]) -> VllmConfig:

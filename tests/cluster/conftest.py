@@ -270,6 +270,16 @@ async def fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
 
 
 @pytest.fixture
+async def exclusive_gpu_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    """On GPUs that let an MPS server in and nobody else."""
+    of = gpu_unit_spec(run_dir.path)
+    assert of.gpu is not None
+    of = msgspec.structs.replace(of, gpu=msgspec.structs.replace(of.gpu, keepers_in_mps=True))
+    async for each in running(Fleet(run_dir, [of])):
+        yield each
+
+
+@pytest.fixture
 async def gpu_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
     async for each in running(Fleet(run_dir, [gpu_unit_spec(run_dir.path)])):
         yield each

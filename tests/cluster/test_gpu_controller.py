@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
+from muxserve.gpu.budget import WAITING
 from muxserve.spec import load, load_fleet
 from tests.cluster.conftest import Fleet, alive
 from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, VLLM, WARM, index
@@ -69,21 +73,49 @@ async def test_the_engines_of_a_dead_holder_start_after_it(gpu_fleet: Fleet) -> 
 
 
 async def test_all_that_computes_ends_with_the_mps_server(gpu_fleet: Fleet) -> None:
+    """Weights and pool do not: they are kept outside MPS."""
     await gpu_fleet.serving()
     before = {part: gpu_fleet.pid(part) for part in ALL}
     os.kill(before[MPS], signal.SIGKILL)
-    again = [MPS, MEMORY, *HOLDERS, *ENGINES]
+    again = [MPS, *ENGINES]
     await gpu_fleet.until(lambda: all(gpu_fleet.ups(part) == 2 for part in again))
-    for part in (VLLM, WARM, UNIT, GATEWAY):
+    for part in (VLLM, WARM, UNIT, GATEWAY, MEMORY, *HOLDERS):
         assert gpu_fleet.ups(part) == 1
         assert alive(before[part])
     after = gpu_fleet.events[next(i for i, e in enumerate(gpu_fleet.events) if isinstance(e, Down)) :]
+    for engine in ENGINES:
+        assert index(after, Starting, engine) > index(after, Up, MPS)
+    reasons = {event.reason for event in after if isinstance(event, Down) and event.part in ENGINES}
+    assert reasons == {"ended with the MPS server"}
+
+
+async def test_on_a_gpu_that_lets_mps_in_only_memory_ends_with_it(exclusive_gpu_fleet: Fleet) -> None:
+    fleet = exclusive_gpu_fleet
+    await fleet.serving()
+    os.kill(fleet.pid(MPS), signal.SIGKILL)
+    again = [MPS, MEMORY, *HOLDERS, *ENGINES]
+    await fleet.until(lambda: all(fleet.ups(part) == 2 for part in again))
+    after = fleet.events[next(i for i, e in enumerate(fleet.events) if isinstance(e, Down)) :]
     for part in [MEMORY, *HOLDERS]:
         assert index(after, Starting, part) > index(after, Up, MPS)
     for engine in ENGINES:
         assert index(after, Starting, engine) > index(after, Up, PartId("weights", engine.model))
         assert index(after, Starting, engine) > index(after, Up, MEMORY)
-    assert gpu_fleet.journal().count("memory has 1000 pages") == 2
+    assert fleet.journal().count("memory has 1000 pages") == 2
+
+
+async def test_a_holder_that_waits_for_others_has_all_its_time_left(gpu_fleet: Fleet) -> None:
+    """They load one after another; the time limit of each is for its own loading."""
+    await gpu_fleet.serving()
+    started = gpu_fleet.host._starts
+    limits: list[float | None] = []
+    holder = started.parts[HOLDERS[0]]
+    holder.limit = cast(asyncio.Timeout, SimpleNamespace(reschedule=limits.append))
+    started._on_progress(HOLDERS[0], WAITING)
+    assert limits == [None]
+    now = asyncio.get_running_loop().time()
+    started._on_progress(HOLDERS[0], "loading weights")
+    assert limits[1] == pytest.approx(now + holder.timeout, abs=10)
 
 
 async def test_holders_die_with_the_warm_parent(gpu_fleet: Fleet) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.cluster.ray.orphans import end_orphans
-from muxserve.gpu.sm import PIPE
+from muxserve.gpu.environment import PIPE
 
 Start = Callable[..., subprocess.Popen[bytes]]
 

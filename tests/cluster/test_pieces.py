@@ -7,15 +7,21 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.cluster import machine
+from muxserve.cluster.events import Event, PartId
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import RestartPolicy
+from muxserve.cluster.supervision import GaveUp, Part, PartFailed, Supervisor
+from muxserve.cluster.watch import Watch
+from muxserve.gpu import nvml
 from muxserve.spec.run_dir import RunDir, RunDirError, default_base
 
 
@@ -112,6 +118,51 @@ async def test_stop_asks_first_and_insists_later(tmp_path: Path) -> None:
     assert stubborn.returncode == -signal.SIGKILL
 
 
+async def test_a_client_of_a_gpu_is_released_before_it_is_killed(tmp_path: Path) -> None:
+    """NVIDIA supports the kill of an MPS client only then."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
+    released: list[bool] = []
+
+    async def release(pid: int) -> None:
+        assert part.process is not None
+        assert part.process.pid == pid
+        released.append(part.process.running)
+
+    async def start(part: Part) -> None:
+        raise NotImplementedError
+
+    part = Part(PartId("engine", "one", "decode"), start, 1.0, release=release)
+    kills: list[Callable[[], Awaitable[None] | None]] = [part.kill, lambda: part.kill_hung(9), lambda: part.stop(0.05)]
+    for kill in kills:
+        part.process = spawn([sys.executable, "-c", code], tmp_path / "log", pipe_stdout=True)
+        assert part.process.stdout is not None
+        await asyncio.to_thread(part.process.stdout.readline)
+        if (stopping := kill()) is not None:
+            await stopping
+        await part.process.wait()
+        assert part.process.returncode == -signal.SIGKILL
+    assert released == [True, True, True]
+
+
+async def test_what_waits_for_others_has_no_time_limit() -> None:
+    async def start(part: Part) -> None:
+        part.pause()
+        await asyncio.sleep(0.1)
+        part.resume()
+        raise PartFailed("it came that far")
+
+    part = Part(PartId("weights", "one"), start, 0.05)
+    events: list[Event] = []
+
+    async def nothing(*_: object) -> str:
+        return ""
+
+    watch = Watch(None, "")
+    supervisor = Supervisor(events.append, nothing, lambda _: None, lambda: False, nothing, watch)
+    with pytest.raises(GaveUp, match="it came that far"):
+        await supervisor.keep(part)
+
+
 async def test_ctrl_c_does_not_reach_what_was_spawned(tmp_path: Path) -> None:
     process = spawn([sys.executable, "-c", "import time; time.sleep(100)"], tmp_path / "log")
     assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
@@ -184,3 +235,39 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("max 100000")
     (tmp_path / "memory.max").write_text("max")
     assert machine.usable_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch", "refused"),
+    [
+        ("12.2", "13.0", True), ("12.9", "13.0", True), ("13.0", "13.0", False), ("13.1", "13.0", False),
+        ("13.0", "13.1", False), ("13.0", "", False), ("", "13.0", False),
+    ],
+)  # fmt: skip
+def test_a_driver_older_than_torch_s_cuda_is_refused_in_words(driver: str, torch: str, refused: bool) -> None:
+    found = nvml.Machine((nvml.Gpu(0, "GPU-a", "NVIDIA H200"),), "535.183.01", driver)
+    words = machine.driver_too_old(found, torch)
+    assert bool(words) is refused
+    if refused:
+        assert f"535.183.01 knows CUDA {driver}, but the installed torch" in words
+        assert "is built for CUDA 13.0: install a newer driver (580 or later)" in words
+
+
+def test_gpus_that_torch_cannot_use_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = nvml.Machine((nvml.Gpu(0, "GPU-a", "NVIDIA H200"),), "535.183.01", "12.2")
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
+    assert machine.fit_for_torch(found).gpus == ()
+    with pytest.raises(nvml.GpuChoiceError, match=r"no usable GPU: the NVIDIA driver 535\.183\.01 knows CUDA 12\.2"):
+        nvml.choose(machine.fit_for_torch(found), 1)
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "12.8")
+    assert machine.fit_for_torch(found) == found
+
+
+@pytest.mark.parametrize(("line", "expected"), [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = None", "")])
+def test_torch_says_in_a_file_what_cuda_it_is_for(
+    line: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
+    assert machine.torch_cuda() == expected

@@ -51,8 +51,8 @@ def hold(path: str, ready: Any) -> None:
     without_repacking()
     options = {**frontend_args(deployed_model("m", MODEL)), "kv_cache_memory_bytes": 64 << 20, "additional_config": {}}
     config = config_of(options)
-    fingerprint = weights.fingerprint(config.model_config, 1, 0)
     executor = Executor.get_class(config)(config)
+    fingerprint = weights.fingerprint(config.model_config)
     held = describe(executor.driver_worker.worker.model_runner.get_model(), "GPU-none")
     server = WeightServer(path, fingerprint, held)
     ready.send(len(held.tensors))

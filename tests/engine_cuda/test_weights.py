@@ -180,6 +180,41 @@ def test_the_loader_is_vllm_s_and_never_goes_to_disk(monkeypatch: pytest.MonkeyP
     assert loader.get_external_weight_memory(None) == 0  # type: ignore[arg-type]
 
 
+def test_stages_of_a_pipeline_ask_their_own_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, two stages of two: rank 2 is the first of the second stage."""
+    import vllm.distributed as distributed
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey
+
+    def group(rank: int, size: int) -> Any:
+        return lambda: SimpleNamespace(rank_in_group=rank, world_size=size)
+
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def fetch(path: str, fingerprint: dict[str, str], seconds: float) -> wire.Weights:
+        asked.append((path, fingerprint))
+        return wire.Weights("GPU-1", [], [], {})
+
+    def key(config: Any, **ranks: int) -> WeightCacheKey:
+        return WeightCacheKey("c", "Llama", dtype="bfloat16", quantization=None, quant_config_hash="", revision=None,
+                              vllm_version="0", **ranks)  # fmt: skip
+
+    monkeypatch.setattr(WeightCacheKey, "from_model_config", key)
+    monkeypatch.setattr(weight_loader, "fetch", fetch)
+    unit_spec: Any = SimpleNamespace(ranks=4, weights_socket=lambda model, rank: f"/run/{rank}.sock")
+    loader = weight_loader.HeldWeightsLoader(LoadConfig(**loader_args(unit_spec, "m")))
+    monkeypatch.setattr(loader, "_device", lambda: CPU)
+    for rank in range(4):
+        monkeypatch.setattr(weight_loader, "get_world_group", group(rank, 4))
+        monkeypatch.setattr(distributed, "get_tp_group", group(rank % 2, 2))
+        monkeypatch.setattr(distributed, "get_pp_group", group(rank // 2, 2))
+        loader._fetch_entries(SimpleNamespace())  # type: ignore[arg-type]
+    assert [path for path, _ in asked] == [f"/run/{rank}.sock" for rank in range(4)]
+    assert [(of["tp_rank"], of["pp_rank"], of["pp_size"]) for _, of in asked] == [
+        ("0", "0", "2"), ("1", "0", "2"), ("0", "1", "2"), ("1", "1", "2"),
+    ]  # fmt: skip
+
+
 # ------------------------------------------------------------ the driver's calls, by a stand-in of its library
 
 

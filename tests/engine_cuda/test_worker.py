@@ -8,17 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 
 import vllm.v1.executor.abstract as abstract
+from vllm.config import CompilationConfig
 
-from muxserve.engine import support
+from muxserve.engine import ranks, support
 from muxserve.engine.cuda import weight_holder, weights, worker
 from muxserve.engine.cuda.weight_holder import HolderWorker
 from muxserve.engine.cuda.worker import PooledGPUWorker
+from muxserve.gpu import environment
 from muxserve.spec import GatewaySpec, GpuSpec, PoolSpec, UnitSpec
 from muxserve.vllm import args
 from tests.engine.harness import deployed_model
@@ -155,8 +158,8 @@ def test_a_holder_measures_before_anyone_maps_and_then_says_that_it_is_up(tmp_pa
     assert told[0]["weights_bytes"] == 7
     assert {e["kind"] for e in events.seen} == {"weights"}
     assert told[-1]["phase"] == ""
-    # A client of the unit's own MPS server, as the engines are that map its memory, with no limit of its own.
-    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"].startswith(str(tmp_path))
+    # Outside the unit's own MPS server (and everybody else's), so that the weights survive an engine's failed kernel.
+    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "mps" / "none")
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ
 
 
@@ -204,6 +207,40 @@ def test_a_holder_loads_as_its_model_says_and_engines_map(tmp_path: Path) -> Non
     assert engine["load_format"] == weights.LOAD_FORMAT
     assert engine["model_loader_extra_config"]["sockets"] == [dummy.weights_socket("m", rank) for rank in (0, 1)]
     assert engine["attention_backend"] == "CUSTOM"
+
+
+def test_the_configuration_of_several_ranks_touches_no_gpu(tmp_path: Path) -> None:
+    """Where this is left open, vLLM imports flashinfer to see whether it can fuse, which calls cuInit before ranks are
+    forked."""
+    of = unit_spec(tmp_path)
+    for options in (args.engine_args(of, "m", "decode"), weight_holder.holder_args(of, "m")):
+        passes = CompilationConfig(**options["compilation_config"]).pass_config
+        assert passes.fuse_allreduce_rms is False
+    own = unit_spec(tmp_path, compilation_config={"cudagraph_mode": "NONE", "pass_config": {"fuse_act_quant": False}})
+    assert args.engine_args(own, "m", "decode")["compilation_config"] == {
+        "cudagraph_mode": "NONE",
+        "pass_config": {"fuse_allreduce_rms": False, "fuse_act_quant": False},
+    }
+    one = msgspec.structs.replace(of, ranks=1, gpu=GpuSpec(UUIDS[:1]))
+    assert args.engine_args(one, "m", "decode")["compilation_config"] == {"cudagraph_mode": "PIECEWISE"}
+
+
+def test_ranks_are_not_forked_where_cuda_was_touched(
+    tmp_path: Path, executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("this process has touched CUDA and cannot fork: something has called cuInit")
+
+    monkeypatch.setattr(environment, "refuse_cuda", refuse)
+    with pytest.raises(RuntimeError, match="cannot fork"):
+        weights.run_holder(unit_spec(tmp_path), "m", Events())
+    assert "load" not in executor.calls
+    monkeypatch.setattr(ranks, "refuse_cuda", refuse)
+    monkeypatch.setattr(ranks, "place_of", lambda _: (unit_spec(tmp_path), "m", "decode"))
+    engine: Any = ranks.RankedExecutor.__new__(ranks.RankedExecutor)
+    engine.vllm_config = None
+    with pytest.raises(RuntimeError, match="cannot fork"):
+        engine._init_executor()
 
 
 def test_a_holder_serves_no_requests() -> None:

@@ -2,7 +2,8 @@
 another process; without arguments it passes the commands of its standard input on.
 
 Everything that it is told goes to `$FAKE_MPS/journal`; `$FAKE_MPS/refuse-start` lets no server start, `broken` ends the
-daemon at once, `deaf` makes it ignore `quit`.
+daemon at once, `deaf` makes it ignore `quit`, with `fault` the server is in FAULT, `clients` has the pids of its
+clients.
 """
 
 import os
@@ -36,8 +37,14 @@ def daemon() -> int:
             connection, _ = listener.accept()
             with connection:
                 command = connection.recv(1000).decode().strip()
-                if command != "get_server_list":
+                if not command.startswith("get_"):
                     note(command)
+                if command.startswith("get_server_status"):
+                    connection.sendall(b"FAULT\n" if (STATE / "fault").exists() else b"ACTIVE\n")
+                    continue
+                if command.startswith("get_client_list"):
+                    connection.sendall((STATE / "clients").read_bytes() if (STATE / "clients").exists() else b"\n")
+                    continue
                 if command.startswith("start_server") and not (STATE / "refuse-start").exists():
                     program = STATE / "nvidia-cuda-mps-server"
                     program.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -116,6 +117,38 @@ def test_the_end_of_either_is_noticed(fake: Fake, place: Path, victim: int, what
         os.close(read)
         os.close(write)
     assert not any(alive(pid) for pid in fake.pids())
+
+
+def test_a_server_in_fault_is_as_good_as_dead(fake: Fake, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed kernel leaves it running, but it refuses all clients."""
+    monkeypatch.setattr(mps, "_STATUS_SECONDS", 0.05)
+    server = fake.server(place)
+    server.start()
+    read, write = os.pipe()
+    try:
+        threading.Timer(0.2, fake.tell, ["fault"]).start()
+        assert "FAULT" in server.wait(read)
+        server.stop(at_once=True)
+    finally:
+        os.close(read)
+        os.close(write)
+    assert not any(line.startswith("quit") for line in fake.journal())  # no time for clients that cannot compute
+    assert not any(alive(pid) for pid in fake.pids())
+
+
+class TestTerminate:
+    def test_the_server_is_told_of_clients_that_are_killed(self, fake: Fake, place: Path) -> None:
+        server = fake.server(place)
+        server.start()
+        (fake.directory / "clients").write_text("77\n78\n79\n")
+        mps.terminate(place, {78, 79, 1234})
+        told = {line for line in fake.journal() if line.startswith("terminate_client")}
+        assert told == {f"terminate_client {server.server_pid} {pid}" for pid in (78, 79)}
+        server.stop()
+
+    def test_without_a_server_there_is_nobody_to_tell(self, fake: Fake, place: Path) -> None:
+        mps.terminate(place, {78})
+        assert fake.journal() == []
 
 
 def test_it_starts_again_where_one_was_killed(fake: Fake, place: Path) -> None:

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from muxserve.gpu import green
 from muxserve.gpu.green import Driver, GreenContextError
-from muxserve.gpu.sm import SmRange, client_environment, enter, parts_of, percentage, prepare, share_of, sm_range
+from muxserve.gpu.sm import SmRange, enter, parts_of, percentage, sm_range
 from muxserve.spec import GpuSpec, SmSharing, UnitSpec
 from tests.cluster.conftest import fake_unit_spec
 from tests.gpu_control.fake_driver import FakeDriver
-
-PERCENTAGE, PIPE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PIPE_DIRECTORY"
 
 
 def unit_spec(sharing: SmSharing = "mps", shares: list[tuple[float, float]] | None = None) -> UnitSpec:
@@ -29,53 +27,13 @@ def unit_spec(sharing: SmSharing = "mps", shares: list[tuple[float, float]] | No
     return msgspec.structs.replace(base, models=models, gpu=GpuSpec(["GPU-a"], sharing))
 
 
-class TestEnvironment:
-    @pytest.mark.parametrize(
-        ("model", "phase", "expected"), [("one", "prefill", "60"), ("one", "decode", "25"), ("two", "decode", "1")]
-    )
-    def test_a_percentage_per_engine(self, model: str, phase: str, expected: str) -> None:
-        environ: dict[str, str] = {}
-        prepare(unit_spec(), model, phase, environ)
-        assert environ[PERCENTAGE] == expected
-        assert environ[PIPE] == f"{unit_spec().run_dir}/mps/pipe"
+def test_nothing_changes_on_a_cpu() -> None:
+    assert enter(fake_unit_spec(Path("/run/x")), "one", "decode") is None
 
-    def test_a_weight_holder_has_no_limit(self) -> None:
-        environ = {PERCENTAGE: "3"}
-        prepare(unit_spec(), "one", "weights", environ)
-        assert PERCENTAGE not in environ
-        assert PIPE in environ
 
-    @pytest.mark.parametrize("sharing", ["mps", "green_contexts"])
-    def test_an_engine_of_both_phases_has_all_sms(self, sharing: SmSharing) -> None:
-        environ = {PERCENTAGE: "3"}
-        prepare(unit_spec(sharing), "one", "both", environ)
-        assert environ == client_environment(unit_spec(sharing))
-        assert share_of(unit_spec(sharing), "one", "both") == 1.0
-        assert enter(unit_spec(sharing), "one", "both") is None
-
-    def test_green_contexts_are_clients_without_a_percentage(self) -> None:
-        environ = {PERCENTAGE: "3"}
-        prepare(unit_spec("green_contexts"), "one", "decode", environ)
-        assert environ == client_environment(unit_spec())
-
-    def test_without_mps_a_percentage_from_outside_is_removed(self) -> None:
-        environ = {PERCENTAGE: "3", "HOME": "/"}
-        prepare(unit_spec("off"), "one", "decode", environ)
-        assert environ == {"HOME": "/"}
-
-    def test_nothing_changes_on_a_cpu(self) -> None:
-        environ = {PERCENTAGE: "3"}
-        prepare(fake_unit_spec(Path("/run/x")), "one", "decode", environ)
-        assert environ == {PERCENTAGE: "3"}
-        assert enter(fake_unit_spec(Path("/run/x")), "one", "decode") is None
-
-    def test_no_such_model(self) -> None:
-        with pytest.raises(KeyError):
-            prepare(unit_spec(), "three", "decode", {})
-
-    @given(st.floats(1e-6, 1.0))
-    def test_percentages_are_what_mps_takes(self, share: float) -> None:
-        assert 1 <= percentage(share) <= 100
+@given(st.floats(1e-6, 1.0))
+def test_percentages_are_what_mps_takes(share: float) -> None:
+    assert 1 <= percentage(share) <= 100
 
 
 class TestRanges:

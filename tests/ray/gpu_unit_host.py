@@ -8,7 +8,7 @@ from pathlib import Path
 
 from muxserve.cluster import machine, unit_host
 from muxserve.cluster.launcher import Commands
-from muxserve.gpu.sm import client_environment
+from muxserve.gpu.environment import client_environment
 from muxserve.spec import UnitSpec
 from tests.cluster.conftest import fake
 

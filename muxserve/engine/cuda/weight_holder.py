@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.model_loader.weight_cache.protocol import (
     UnsupportedQuantForIPCError,
     check_ipc_quant_support,
@@ -33,6 +32,7 @@ from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
 from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
+from muxserve.gpu.budget import WAITING
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.process import words
 from muxserve.spec import UnitSpec
@@ -78,8 +78,7 @@ class HolderWorker(PooledGPUWorker):
         return HolderModelRunner(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self._fingerprint = weights.fingerprint(self.model_config, ranks, rank)
+        self._fingerprint = weights.fingerprint(self.model_config)
         self._before_weights = _reserved(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         try:
@@ -180,19 +179,21 @@ def _load(unit_spec: UnitSpec, model: str, control: Any) -> Any:
     from vllm.v1.executor.abstract import Executor
 
     from muxserve.engine.support import refuse_unsupported
-    from muxserve.gpu import sm
+    from muxserve.gpu import environment
     from muxserve.vllm.args import config_of
 
     def progress(detail: str) -> None:
         control.event("progress", kind="weights", model=model, phase="", detail=detail)
 
-    # To be an MPS client like the engines, or they could not map its memory; without a limit on SMs.
-    sm.prepare(unit_spec, model, "weights")
+    # Outside MPS, so that the weights stay when a kernel of an engine fails.
+    environment.prepare(unit_spec, model, "weights")
     # Workers of several ranks are forked, like everything else here: no CUDA and no team of threads until then.
     torch.set_num_threads(1)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     config = config_of(holder_args(unit_spec, model))
-    progress("waiting for the GPU")
+    if unit_spec.ranks > 1:
+        environment.refuse_cuda()
+    progress(WAITING)
     with open(Path(unit_spec.run_dir) / "weights.lock", "w") as lock:
         # One after the other: what a context takes shows only as a difference of the GPU's free memory.
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_world_group
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
 from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState
 
@@ -39,8 +39,9 @@ class HeldWeightsLoader(IpcModelLoader):
         """The holder has the weights."""
 
     def _fetch_entries(self, model_config: ModelConfig) -> WeightCacheState:
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        found = fetch(self._sockets[rank], weights.fingerprint(model_config, ranks, rank), self._seconds)
+        # A holder listens by its rank among all, over every stage of a pipeline.
+        rank = get_world_group().rank_in_group
+        found = fetch(self._sockets[rank], weights.fingerprint(model_config), self._seconds)
         return WeightCacheState(entries=mapped(found, self._device()), aliases=found.aliases, attrs={})
 
     def _device(self) -> torch.device:

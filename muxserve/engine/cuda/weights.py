@@ -39,10 +39,18 @@ def run_holder(unit_spec: UnitSpec, model: str, control: Any) -> None:
     run(unit_spec, model, control)
 
 
-def fingerprint(model_config: ModelConfig, ranks: int, rank: int) -> dict[str, str]:
-    """What makes weights fit: checkpoint, type, quantisation, rank, version of vLLM. To be taken before loading, which
-    may change the configuration."""
+def fingerprint(model_config: ModelConfig) -> dict[str, str]:
+    """What makes weights fit: checkpoint, type, quantisation, this rank's part of tensors and layers, version of vLLM.
+    To be taken before loading, which may change the configuration."""
+    from vllm.distributed import get_pp_group, get_tp_group
     from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey
 
-    key = WeightCacheKey.from_model_config(model_config, tp_size=ranks, tp_rank=rank)
+    tensors, layers = get_tp_group(), get_pp_group()
+    key = WeightCacheKey.from_model_config(
+        model_config,
+        tp_size=tensors.world_size,
+        tp_rank=tensors.rank_in_group,
+        pp_size=layers.world_size,
+        pp_rank=layers.rank_in_group,
+    )
     return {name: str(value) for name, value in dataclasses.asdict(key).items()}

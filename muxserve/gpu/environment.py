@@ -1,0 +1,129 @@
+"""What a process must find in its environment before it touches a GPU, and whether it has touched one.
+
+The CUDA driver reads its variables when it is initialised (`cuInit`), torch and NCCL theirs a little later. A process
+that has initialised the driver cannot fork children that use it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from muxserve.gpu.sm import PERCENTAGE, SHARING, percentage, share_of
+from muxserve.spec import UnitSpec
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+LOG = "CUDA_MPS_LOG_DIRECTORY"
+# torch has read the former since 2.9 and the latter always.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments"
+# The driver opens it when it is initialised, and nobody else does: asking NVML opens others.
+_TOUCHED = "/dev/nvidia-uvm"
+# Each communicator takes slots of the NVSwitch for these, and there are (holder + engines) x models of them on a GPU.
+_WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+
+
+def client_environment(unit_spec: UnitSpec) -> dict[str, str]:
+    """What every process of the unit needs to be a client of the unit's own MPS server; nothing without one.
+
+    Green contexts need it, too: without it kernels of different processes take turns, whatever their SMs. The server
+    numbers its GPUs anew, so that the user's numbers would mean others: clients name the unit's by UUID.
+    """
+    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing == "off":
+        return {}
+    pipes = {PIPE: str(unit_spec.mps_dir / "pipe"), LOG: str(unit_spec.mps_dir / "log")}
+    return {VISIBLE: ",".join(unit_spec.gpu.uuids), **pipes}
+
+
+def keeper_environment(unit_spec: UnitSpec) -> dict[str, str]:
+    """What a process needs that keeps memory for others (weights, pools).
+
+    It stays outside MPS, so that its memory survives the failure of a kernel, which ends every client of the server:
+    the driver goes on without MPS where nobody listens in the pipe directory.
+    """
+    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing == "off":
+        return {}
+    if unit_spec.gpu.keepers_in_mps:
+        return client_environment(unit_spec)
+    return {VISIBLE: ",".join(unit_spec.gpu.uuids), PIPE: str(unit_spec.mps_dir / "none")}
+
+
+def parent_environment(unit_spec: UnitSpec, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the warm parent of a unit on GPUs has before anything touches one; what it forks inherits it.
+
+    Args:
+        environ: the environment so far. What the user has set there of NCCL and vLLM counts.
+    """
+    environ = os.environ if environ is None else environ
+    gpu = unit_spec.gpu
+    if gpu is None:
+        return {}
+    # Engines, their workers and the holders of weights number the unit's GPUs by rank.
+    chosen = {VISIBLE: ",".join(gpu.uuids), **client_environment(unit_spec), **_allocator(environ)}
+    if unit_spec.ranks > unit_spec.stages and (len(unit_spec.models) > 1 or not gpu.nvls):
+        chosen.update({name: value for name, value in _WITHOUT_MULTICAST.items() if name not in environ})
+    if gpu.sm_sharing == "green_contexts":
+        # Its kernels make streams and graphs of the whole GPU.
+        chosen["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    return chosen
+
+
+def _allocator(environ: Mapping[str, str]) -> dict[str, str]:
+    """torch's allocator with memory that CUDA IPC can share, whatever its default is; the user's other options stay."""
+    given = next((environ[name] for name in _ALLOCATOR if environ.get(name)), "")
+    kept = [option for option in given.split(",") if option.strip() and not option.strip().startswith(_EXPANDABLE)]
+    return dict.fromkeys(_ALLOCATOR, ",".join([*kept, f"{_EXPANDABLE}:False"]))
+
+
+def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set this process's place and share in its environment. Before anything in it touches CUDA.
+
+    `phase` other than prefill and decode (both, a weight holder) gets no limit. Without MPS a percentage that came from
+    outside is removed: it would act under somebody else's MPS server.
+
+    Raises:
+        KeyError: no such model.
+    """
+    environ = os.environ if environ is None else environ
+    if unit_spec.gpu is None:
+        return
+    environ.pop(PERCENTAGE, None)
+    environ.update(keeper_environment(unit_spec) if phase == "weights" else client_environment(unit_spec))
+    if unit_spec.gpu.sm_sharing == "mps" and phase in SHARING:
+        environ[PERCENTAGE] = str(percentage(share_of(unit_spec, model, phase)))
+
+
+def refuse_cuda(descriptors: Path = Path("/proc/self/fd")) -> None:
+    """Go on only in a process that has not touched CUDA, and so can fork.
+
+    Args:
+        descriptors: where the kernel lists this process's open files.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        how = "torch has initialised it"
+    elif _opened(descriptors):
+        how = f"something has called cuInit ({_TOUCHED} is open), such as a library that asks for the GPU's capability"
+    else:
+        return
+    raise RuntimeError(f"this process has touched CUDA and cannot fork: {how}; it was imported or asked too early")
+
+
+def _opened(descriptors: Path) -> bool:
+    def target(link: Path) -> str:
+        try:
+            return os.readlink(link)
+        except OSError:
+            return ""
+
+    return any(target(link) == _TOUCHED for link in descriptors.iterdir())

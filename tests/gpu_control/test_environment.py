@@ -1,0 +1,152 @@
+"""What processes on GPUs find in their environment, and who may still fork."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from muxserve.gpu.environment import (
+    client_environment,
+    keeper_environment,
+    parent_environment,
+    prepare,
+    refuse_cuda,
+)
+from muxserve.gpu.sm import enter, share_of
+from muxserve.spec import GpuSpec, SmSharing, UnitSpec
+from tests.cluster.conftest import fake_unit_spec
+from tests.gpu_control.test_sm import unit_spec
+
+PERCENTAGE, PIPE, VISIBLE = (
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+class TestShares:
+    @pytest.mark.parametrize(
+        ("model", "phase", "expected"), [("one", "prefill", "60"), ("one", "decode", "25"), ("two", "decode", "1")]
+    )
+    def test_a_percentage_per_engine(self, model: str, phase: str, expected: str) -> None:
+        environ: dict[str, str] = {}
+        prepare(unit_spec(), model, phase, environ)
+        assert environ[PERCENTAGE] == expected
+        assert environ[PIPE] == f"{unit_spec().run_dir}/mps/pipe"
+
+    def test_a_weight_holder_has_no_limit(self) -> None:
+        environ = {PERCENTAGE: "3"}
+        prepare(unit_spec(), "one", "weights", environ)
+        assert PERCENTAGE not in environ
+        assert environ == keeper_environment(unit_spec())
+
+    @pytest.mark.parametrize("sharing", ["mps", "green_contexts"])
+    def test_an_engine_of_both_phases_has_all_sms(self, sharing: SmSharing) -> None:
+        environ = {PERCENTAGE: "3"}
+        prepare(unit_spec(sharing), "one", "both", environ)
+        assert environ == client_environment(unit_spec(sharing))
+        assert share_of(unit_spec(sharing), "one", "both") == 1.0
+        assert enter(unit_spec(sharing), "one", "both") is None
+
+    def test_green_contexts_are_clients_without_a_percentage(self) -> None:
+        environ = {PERCENTAGE: "3"}
+        prepare(unit_spec("green_contexts"), "one", "decode", environ)
+        assert environ == client_environment(unit_spec())
+
+    def test_without_mps_a_percentage_from_outside_is_removed(self) -> None:
+        environ = {PERCENTAGE: "3", "HOME": "/"}
+        prepare(unit_spec("off"), "one", "decode", environ)
+        assert environ == {"HOME": "/"}
+
+    def test_nothing_changes_on_a_cpu(self) -> None:
+        environ = {PERCENTAGE: "3"}
+        prepare(fake_unit_spec(Path("/run/x")), "one", "decode", environ)
+        assert environ == {PERCENTAGE: "3"}
+
+    def test_no_such_model(self) -> None:
+        with pytest.raises(KeyError):
+            prepare(unit_spec(), "three", "decode", {})
+
+
+def several_gpus(sharing: SmSharing = "mps", models: int = 2, ranks: int = 2, **more: bool) -> UnitSpec:
+    base = unit_spec(sharing)
+    gpu = GpuSpec(["GPU-a", "GPU-b"][:ranks], sharing, **more)
+    return msgspec.structs.replace(base, models=base.models[:models], ranks=ranks, gpu=gpu)
+
+
+class TestMps:
+    def test_every_client_names_the_unit_s_gpus_itself(self) -> None:
+        """An MPS server numbers its GPUs anew: the user's `2,3` would be none of them."""
+        environ = {VISIBLE: "2,3"}
+        environ.update(client_environment(several_gpus()))
+        assert environ[VISIBLE] == "GPU-a,GPU-b"
+
+    def test_what_keeps_memory_for_others_stays_outside(self) -> None:
+        """One failed kernel ends every client of a server."""
+        of = several_gpus()
+        assert keeper_environment(of)[PIPE] != client_environment(of)[PIPE]
+        assert not Path(keeper_environment(of)[PIPE]).exists()
+        assert keeper_environment(of)[VISIBLE] == "GPU-a,GPU-b"
+
+    def test_a_gpu_that_lets_mps_in_only_has_them_inside(self) -> None:
+        of = several_gpus(keepers_in_mps=True)
+        assert keeper_environment(of) == client_environment(of)
+
+    def test_without_mps_there_is_nothing_to_say(self) -> None:
+        assert keeper_environment(several_gpus("off")) == client_environment(several_gpus("off")) == {}
+
+
+class TestParent:
+    def test_memory_can_be_shared_whatever_torch_does_by_itself(self) -> None:
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            found = parent_environment(several_gpus(), {name: "max_split_size_mb:64,expandable_segments:True"})
+            assert found["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:False"
+            assert found["PYTORCH_CUDA_ALLOC_CONF"] == found["PYTORCH_ALLOC_CONF"]
+        assert parent_environment(several_gpus(), {})["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
+
+    @pytest.mark.parametrize(
+        ("models", "ranks", "nvls", "off"),
+        [(2, 2, True, True), (1, 2, True, False), (2, 1, True, False), (1, 2, False, True)],
+    )
+    def test_several_communicators_leave_the_switch_s_slots_alone(
+        self, models: int, ranks: int, nvls: bool, off: bool
+    ) -> None:
+        found = parent_environment(several_gpus(models=models, ranks=ranks, nvls=nvls), {})
+        names = ("NCCL_NVLS_ENABLE", "VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER")
+        assert [found.get(name) for name in names] == (["0"] * 3 if off else [None] * 3)
+
+    def test_what_the_user_says_of_nccl_counts(self) -> None:
+        found = parent_environment(several_gpus(), {"NCCL_NVLS_ENABLE": "1"})
+        assert "NCCL_NVLS_ENABLE" not in found
+        assert found["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+
+    def test_stages_of_a_pipeline_reduce_nothing(self) -> None:
+        of = msgspec.structs.replace(several_gpus(), stages=2)
+        assert "NCCL_NVLS_ENABLE" not in parent_environment(of, {})
+
+    def test_green_contexts_sample_without_flashinfer(self) -> None:
+        assert parent_environment(several_gpus("green_contexts"), {})["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+        assert "VLLM_USE_FLASHINFER_SAMPLER" not in parent_environment(several_gpus(), {})
+
+    def test_nothing_on_a_cpu(self) -> None:
+        assert parent_environment(fake_unit_spec(Path("/run/x")), {}) == {}
+
+
+class TestForks:
+    def test_a_bare_cuinit_is_seen(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch does not know of it: a library asked the driver for the GPU's capability."""
+        monkeypatch.setitem(
+            __import__("sys").modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=bool))
+        )
+        for number, target in enumerate(("/dev/null", "/dev/nvidiactl", "/dev/nvidia0")):  # the latter two are NVML's
+            (tmp_path / str(number)).symlink_to(target)
+        refuse_cuda(tmp_path)
+        (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
+        with pytest.raises(RuntimeError, match="has touched CUDA and cannot fork: something has called cuInit"):
+            refuse_cuda(tmp_path)
+
+    def test_this_process_may_fork(self) -> None:
+        refuse_cuda()
