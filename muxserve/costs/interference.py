@@ -41,16 +41,18 @@ def slowdown(constants: Interference, mine: Load, others: Sequence[Load]) -> flo
     """Factor (at least 1) by which `mine` is slower beside `others`; 1 without others."""
     if not others:
         return 1.0
-    memory = stretch([mine.bandwidth, *(other.bandwidth for other in others)], constants.bandwidth)
-    compute = stretch([mine.compute, *(other.compute for other in others)], constants.compute)
-    rubbing = constants.friction * min(1.0, sum(other.compute for other in others))
-    return 1.0 + mine.bandwidth * (memory - 1.0) + mine.compute * (compute - 1.0) + rubbing
+    memory = stretch([mine.bandwidth, *[other.bandwidth for other in others]], constants.bandwidth)
+    compute = stretch([mine.compute, *[other.compute for other in others]], constants.compute)
+    slower = 1.0 + mine.bandwidth * (memory - 1.0) + mine.compute * (compute - 1.0)
+    if constants.friction:
+        slower += constants.friction * min(1.0, sum([other.compute for other in others]))
+    return slower
 
 
 def stretch(demands: Iterable[float], capacity: float) -> float:
     """The smallest factor of at least 1 by which the waiting parts of jobs must be stretched for their demands
     (fractions of a resource) to fit into `capacity`."""
-    needed = [min(1.0, demand) for demand in demands if demand > 0.0]
+    needed = [demand if demand < 1.0 else 1.0 for demand in demands if demand > 0.0]
     if sum(needed) <= capacity:
         return 1.0
 
@@ -58,10 +60,15 @@ def stretch(demands: Iterable[float], capacity: float) -> float:
     # passes it. Every term is at most 1 / x, so the root is below n / capacity.
     x = 0.0
     for _ in range(64):
-        value = sum(b / (1.0 + b * x) for b in needed) - capacity
+        value = slope = 0.0
+        for b in needed:
+            term = b / (1.0 + b * x)
+            value += term
+            slope += term**2
+        value -= capacity
         if value < _PRECISION:
             break
-        x += value / sum((b / (1.0 + b * x)) ** 2 for b in needed)
+        x += value / slope
     return 1.0 + x
 
 

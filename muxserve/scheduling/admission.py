@@ -56,10 +56,10 @@ def admissible(
 
 def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None, reserved: int = 0) -> bool:
     """Whether somebody waits for `model` whose oldest request could be admitted, tokens of a step apart."""
-    if not model.queue or not ledger.memory_up or not model.up:
+    if not model.queue or not ledger.memory_up:
         return False
     seated = model.in_engines
-    if seated >= model.max_seqs:
+    if seated >= model.max_seqs or not model.up:
         return False
     blocks = model.queue.head().blocks
     if blocks <= _room(model, seated, limit, reserved):

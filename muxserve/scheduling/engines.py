@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muxserve.scheduling.types import Phase
+from muxserve.scheduling.types import PREFILL, Phase
 
 if TYPE_CHECKING:
     from muxserve.scheduling.state import LiveRequest
@@ -102,7 +102,7 @@ class EngineState(Work):
 
     def of(self, phase: Phase) -> Work:
         """The account of steps under a lease of that phase."""
-        return self.prefills if self.prefills is not None and phase is Phase.PREFILL else self
+        return self.prefills if self.prefills is not None and phase is PREFILL else self
 
     def ready(self, now: float) -> bool:
         """It has work, no lease, and is not sitting out a shortage of pages."""

@@ -10,7 +10,23 @@ from collections.abc import Iterable, Sequence
 
 from muxserve.scheduling.engines import EngineState, LeaseState
 from muxserve.scheduling.state import Event, LiveRequest, ModelState, Note, PoolState
-from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, Place, PoolProfile, QueuedRequest
+from muxserve.scheduling.types import (
+    BOTH,
+    DECODE,
+    DECODING,
+    HANDED,
+    MOVING,
+    PREFILL,
+    PREFILLING,
+    QUEUED,
+    WHOLE,
+    Grant,
+    ModelProfile,
+    Phase,
+    Place,
+    PoolProfile,
+    QueuedRequest,
+)
 
 
 class UnitLedger:
@@ -65,7 +81,7 @@ class UnitLedger:
         """
         live = self._enter(request)
         model = live.model
-        live.place = Place.HANDED
+        live.place = HANDED
         self._note(live, Event.CAME)
         model.handed[request.request_id] = live
         model.seat(live.execution, 1)
@@ -99,7 +115,7 @@ class UnitLedger:
     def given_back(self, request_id: str, now: float) -> bool:
         """A request that waits in its model's queue is to be served by another unit. False: it does not wait."""
         live = self.requests.get(request_id)
-        if live is None or live.place is not Place.QUEUED:
+        if live is None or live.place is not QUEUED:
             return False
         live.model.tally.given_back += 1
         self._leave(live, now)
@@ -108,12 +124,12 @@ class UnitLedger:
     def handed_over(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
         """A prefill engine is done with a request that it got with lease `lease_id`. False: it holds no such one."""
         live = self.requests.get(request_id)
-        if live is None or live.place is not Place.PREFILLING or live.lease_id != lease_id:
+        if live is None or live.place is not PREFILLING or live.lease_id != lease_id:
             return False
         model = live.model
         del model.prefilling[request_id]
         model.prefill_tokens -= live.tokens
-        live.place = Place.HANDED
+        live.place = HANDED
         live.output_tokens = output_tokens
         live.lease_id = 0
         model.handed[request_id] = live
@@ -125,17 +141,17 @@ class UnitLedger:
         """An engine of both phases has the first token of a request that it got with lease `lease_id`, and keeps it.
         False: it holds no such one."""
         live = self.requests.get(request_id)
-        if live is None or live.place is not Place.PREFILLING or live.lease_id != lease_id or not live.model.both:
+        if live is None or live.place is not PREFILLING or live.lease_id != lease_id or not live.model.both:
             return False
         model = live.model
         del model.prefilling[request_id]
         model.prefill_tokens -= live.tokens
-        live.place = Place.DECODING
+        live.place = DECODING
         live.output_tokens = output_tokens
         live.entered_at = model.rounds
         model.decoding[request_id] = live
         lease = model.decode.lease
-        if lease is not None and lease.phase is not Phase.PREFILL:
+        if lease is not None and lease.phase is not PREFILL:
             live.decoding_since = now
         else:
             model.fresh[request_id] = now
@@ -157,8 +173,8 @@ class UnitLedger:
         if live is None or live.lease_id != lease_id or not lease_id:
             return False
         model = live.model
-        engine = model.prefill if live.place is Place.PREFILLING else model.decode
-        if live.place is Place.PREFILLING:
+        engine = model.prefill if live.place is PREFILLING else model.decode
+        if live.place is PREFILLING:
             del model.prefilling[request_id]
             self._not_prefilled(live)
         else:
@@ -166,7 +182,7 @@ class UnitLedger:
         self._note(live, Event.LEFT)
         self._decodes_no_more(live)
         model.seat(live.execution, -1)
-        live.place = Place.QUEUED
+        live.place = QUEUED
         live.lease_id = 0
         live.output_tokens = output_tokens
         live.resumed = True
@@ -181,12 +197,12 @@ class UnitLedger:
         """An engine let go of a request that decodes, which it got with lease `lease_id`: it is on its way to another
         unit. False: this life of it is not in that engine; the engine may have nothing left for all that."""
         live = self.requests.get(request_id)
-        if live is None or live.place is not Place.DECODING or live.lease_id != lease_id:
+        if live is None or live.place is not DECODING or live.lease_id != lease_id:
             return False
         model = live.model
         del model.decoding[request_id]
         self._decodes_no_more(live)
-        live.place = Place.MOVING
+        live.place = MOVING
         live.output_tokens = output_tokens
         live.lease_id = 0
         model.moving[request_id] = live
@@ -198,11 +214,11 @@ class UnitLedger:
         """A move has come to nothing: the request waits to be adopted by its engine again. False: it was not
         moving."""
         live = self.requests.get(request_id)
-        if live is None or live.place is not Place.MOVING:
+        if live is None or live.place is not MOVING:
             return False
         model = live.model
         del model.moving[request_id]
-        live.place = Place.HANDED
+        live.place = HANDED
         model.handed[request_id] = live
         self._settle(model.decode, now)
         return True
@@ -210,7 +226,7 @@ class UnitLedger:
     def moved(self, request_id: str, now: float) -> bool:
         """Another unit has the request. False: it was not moving."""
         live = self.requests.get(request_id)
-        if live is None or live.place is not Place.MOVING:
+        if live is None or live.place is not MOVING:
             return False
         live.model.tally.moved_out += 1
         self._leave(live, now)
@@ -234,26 +250,26 @@ class UnitLedger:
         del self.requests[request_id]
         self._note(live, Event.LEFT)
         self._decodes_no_more(live)
-        if live.place is not Place.QUEUED:
+        if live.place is not QUEUED:
             model.seat(live.execution, -1)
-        match live.place:
-            case Place.QUEUED:
-                model.queue.remove(live)
-            case Place.PREFILLING:
-                del model.prefilling[request_id]
-                if computed:
-                    model.prefill_tokens -= live.tokens
-                else:
-                    self._not_prefilled(live)
-                self._settle(model.prefill, now, idle)
-            case Place.HANDED:
-                del model.handed[request_id]
-                self._settle(model.decode, now)
-            case Place.DECODING:
-                del model.decoding[request_id]
-                self._settle(model.decode, now, idle)
-            case Place.MOVING:
-                del model.moving[request_id]
+        place = live.place
+        if place is DECODING:
+            del model.decoding[request_id]
+            self._settle(model.decode, now, idle)
+        elif place is QUEUED:
+            model.queue.remove(live)
+        elif place is PREFILLING:
+            del model.prefilling[request_id]
+            if computed:
+                model.prefill_tokens -= live.tokens
+            else:
+                self._not_prefilled(live)
+            self._settle(model.prefill, now, idle)
+        elif place is HANDED:
+            del model.handed[request_id]
+            self._settle(model.decode, now)
+        else:
+            del model.moving[request_id]
         if not model.live:
             model.work_since = None
 
@@ -270,7 +286,7 @@ class UnitLedger:
             return
         if event is Event.CAME:
             left = max(1, live.max_tokens - live.output_tokens)
-            journal.append(Note(event, live.request_id, live.tokens, left, live.place is Place.HANDED))
+            journal.append(Note(event, live.request_id, live.tokens, left, live.place is HANDED))
         else:
             journal.append(Note(event, live.request_id))
 
@@ -318,7 +334,7 @@ class UnitLedger:
                 engine.waits += 1
                 engine.wait_seconds += now - engine.wait_since
             engine.wait_since = None
-        if model.fresh and grant.phase is not Phase.PREFILL:
+        if model.fresh and grant.phase is not PREFILL:
             self._decode_begins(model, now)
         if not grant.admit:
             return
@@ -328,15 +344,15 @@ class UnitLedger:
         for request_id in grant.admit:
             live = self.requests[request_id]
             live.lease_id = lease_id
-            if live.place is Place.QUEUED:
+            if live.place is QUEUED:
                 model.queue.remove(live)
-                live.place = Place.PREFILLING
+                live.place = PREFILLING
                 model.prefilling[request_id] = live
                 model.seat(live.execution, 1)
                 tokens += live.tokens
             else:
                 del model.handed[request_id]
-                live.place = Place.DECODING
+                live.place = DECODING
                 live.entered_at = model.rounds
                 live.decoding_since = now
                 model.decoding[request_id] = live
@@ -384,8 +400,8 @@ class UnitLedger:
                 self._worked(model, seconds, tokens, steps, prefill_tokens, prefill_seconds)
             else:
                 engine.stepped(seconds, tokens, steps)
-                prefill_tokens = tokens if phase is Phase.PREFILL else 0
-        if phase is not Phase.DECODE:
+                prefill_tokens = tokens if phase is PREFILL else 0
+        if phase is not DECODE:
             # Whose prompts are done left before this, so that what others still need is known only now: no more than
             # all their tokens, and less if a prefix was cached.
             model.promise(max(0, min(model.outstanding - prefill_tokens, model.prefill_tokens)))
@@ -448,9 +464,9 @@ class UnitLedger:
     def _useless(model: ModelState, lease: LeaseState, in_vain: bool) -> bool:
         """A lease for one of both phases is over when there is nothing to do in that phase, and also when prompts wait
         for pages: only the other phase frees any."""
-        if not model.both or lease.phase is Phase.BOTH:
+        if not model.both or lease.phase is BOTH:
             return False
-        if lease.phase is Phase.PREFILL:
+        if lease.phase is PREFILL:
             return in_vain or not model.prefilling
         return not model.decoding
 
@@ -465,14 +481,14 @@ class UnitLedger:
         due = float("inf")
         for model in self.models:
             for engine in model.engines:
-                if not engine.takes_work:
-                    continue
                 lease, prefills = engine.lease, engine.prefills
+                if not (engine.retry_at or (prefills is not None and prefills.retry_at)) or not engine.takes_work:
+                    continue
                 if prefills is None:
                     work = bool(engine.inside or engine.incoming)
                 else:
                     work = bool(model.decoding or model.handed)
-                    free = lease is None or lease.phase is Phase.DECODE
+                    free = lease is None or lease.phase is DECODE
                     if prefills.retry_at and model.prefilling and free:
                         due = min(due, prefills.retry_at)
                 if lease is None and engine.retry_at and work:
@@ -513,7 +529,7 @@ class UnitLedger:
         engine.up = engine.suspect = False
         self._end_lease(engine)
         engine.fed()
-        engine.of(Phase.PREFILL).fed()
+        engine.of(PREFILL).fed()
         engine.entered_with = 0
         gone = self.lost([*engine.inside, *(engine.incoming if hand_offs else ())], now)
         self._settle(engine, now)
@@ -532,7 +548,7 @@ class UnitLedger:
         model = self.by_name[name]
         if (used < model.used or quota > model.quota) and used < quota:
             # A page came free: whoever waits for one need not wait longer.
-            model.prefill.retry_at = model.decode.retry_at = model.decode.of(Phase.PREFILL).retry_at = 0.0
+            model.prefill.retry_at = model.decode.retry_at = model.decode.of(PREFILL).retry_at = 0.0
         model.used = used
         model.cached = cached
         model.quota = quota

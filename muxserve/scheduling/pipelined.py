@@ -12,7 +12,7 @@ from muxserve.scheduling.admission import Admission, admissible
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import Grant, Phase
+from muxserve.scheduling.types import BOTH, Grant
 
 # Steps of a lease for each micro-batch that may be under way: with half of them left, as many are still to begin as
 # are under way.
@@ -46,4 +46,4 @@ class Pipelined(Policy):
         steps = max(length.steps, _STEPS_PER_MICRO_BATCH * model.profile.depth)
         seconds = max(length.seconds, self.quanta.slack * steps * engine.step_seconds)
         admit = (*model.handed, *(admission.request_ids if admission is not None else ()))
-        return Grant(model.name, Phase.BOTH, steps, seconds, engine.share, admit)
+        return Grant(model.name, BOTH, steps, seconds, engine.share, admit)

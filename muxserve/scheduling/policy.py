@@ -10,7 +10,7 @@ from muxserve.scheduling.admission import Admission, admissible, prefill_steps, 
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState, PoolState
-from muxserve.scheduling.types import Grant, Phase, QuotaChange
+from muxserve.scheduling.types import DECODE, PREFILL, Grant, QuotaChange
 
 
 def lend(pool: PoolState) -> list[QuotaChange]:
@@ -147,7 +147,7 @@ class Policy(ABC):
         length = self.quanta.decode(engine.step_seconds, contended)
         return Grant(
             model.name,
-            Phase.DECODE,
+            DECODE,
             steps or length.steps,
             length.seconds,
             engine.share if share is None else share,
@@ -169,10 +169,10 @@ class Policy(ABC):
     def _prefill_grant(self, model: ModelState, admission: Admission | None, share: int | None = None) -> Grant:
         engine = model.prefill
         steps = prefill_steps(model, admission.tokens if admission else 0)
-        length = self.quanta.prefill(engine.of(Phase.PREFILL).step_seconds, steps)
+        length = self.quanta.prefill(engine.of(PREFILL).step_seconds, steps)
         return Grant(
             model.name,
-            Phase.PREFILL,
+            PREFILL,
             length.steps,
             length.seconds,
             engine.share if share is None else share,

@@ -13,7 +13,7 @@ from muxserve.scheduling.admission import admissible, head_fits
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy, Renewals
 from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import Grant, Phase
+from muxserve.scheduling.types import DECODE, PREFILL, Grant
 
 
 class Rolling(Policy):
@@ -32,14 +32,14 @@ class Rolling(Policy):
             if lease is None:
                 if model.live:
                     return None
-            elif lease.phase is not Phase.DECODE or model.handed or model.prefilling or head_fits(ledger, model):
+            elif lease.phase is not DECODE or model.handed or model.prefilling or head_fits(ledger, model):
                 return None
         return Renewals(contended=False)
 
     def _next(self, ledger: UnitLedger, model: ModelState, now: float) -> Grant | None:
         engine = model.decode
         decodes = bool(model.decoding or model.handed)
-        if engine.lease is not None and engine.lease.phase is Phase.PREFILL:
+        if engine.lease is not None and engine.lease.phase is PREFILL:
             admission = admissible(ledger, model, ahead=True) if model.queue else None
             if admission is not None:
                 return self._prefill_grant(model, admission)
@@ -54,5 +54,5 @@ class Rolling(Policy):
     def _prompts(ledger: UnitLedger, model: ModelState, now: float) -> bool:
         """There is something to prefill: what the engine has, unless that has to wait for pages, or what may enter."""
         if model.prefilling:
-            return model.prefill.of(Phase.PREFILL).retry_at <= now
+            return model.prefill.of(PREFILL).retry_at <= now
         return head_fits(ledger, model)

@@ -11,7 +11,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy, Renewals, in_turn
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import Grant, Phase
+from muxserve.scheduling.types import DECODE, PREFILL, Grant, Phase
 
 
 class RoundRobin(Policy):
@@ -30,9 +30,9 @@ class RoundRobin(Policy):
         waiting: list[tuple[int, ModelState, Phase]] = []
         for model in ledger.models:
             if wants_prefill(ledger, model, now):
-                waiting.append((2 * model.index, model, Phase.PREFILL))
+                waiting.append((2 * model.index, model, PREFILL))
             if model.decode.ready(now):
-                waiting.append((2 * model.index + 1, model, Phase.DECODE))
+                waiting.append((2 * model.index + 1, model, DECODE))
         launched: list[tuple[ModelState, Phase]] = []
         still_out: dict[int, float] = {}
         start = next((i for i, each in enumerate(waiting) if each[0] >= self._next), 0)
@@ -57,7 +57,7 @@ class RoundRobin(Policy):
         grants: list[Grant] = []
         reserved: dict[str, int] = {}
         for model, phase in launched:
-            if phase is Phase.DECODE:
+            if phase is DECODE:
                 grants.append(self._decode_grant(model, contended))
                 continue
             pool = model.pool.profile.name

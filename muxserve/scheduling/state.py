@@ -10,7 +10,18 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from muxserve.scheduling.engines import EngineState, Work
-from muxserve.scheduling.types import ModelProfile, Phase, Place, PoolProfile, QueuedRequest, share_units
+from muxserve.scheduling.types import (
+    BOTH,
+    DECODE,
+    DECODING,
+    PREFILL,
+    QUEUED,
+    ModelProfile,
+    Phase,
+    PoolProfile,
+    QueuedRequest,
+    share_units,
+)
 
 
 class Event(StrEnum):
@@ -70,7 +81,7 @@ class LiveRequest:
         self.resumed = request.resumed
         self.execution = request.execution
         self.group = request.group
-        self.place = Place.QUEUED
+        self.place = QUEUED
         self.lease_id = 0
         self.entered_at: float = 0
         self.decoding_since: float | None = None
@@ -274,11 +285,11 @@ class ModelState:
         self.engines: tuple[EngineState, ...]
         if profile.both:
             inside = ChainMap(self.decoding, self.prefilling)
-            self.decode = self.prefill = EngineState(Phase.BOTH, share, inside, self.handed, prefills=Work())
+            self.decode = self.prefill = EngineState(BOTH, share, inside, self.handed, prefills=Work())
             self.engines = (self.decode,)
         else:
-            self.prefill = EngineState(Phase.PREFILL, share_units(profile.prefill_share), self.prefilling, {})
-            self.decode = EngineState(Phase.DECODE, share, self.decoding, self.handed)
+            self.prefill = EngineState(PREFILL, share_units(profile.prefill_share), self.prefilling, {})
+            self.decode = EngineState(DECODE, share, self.decoding, self.handed)
             self.engines = (self.prefill, self.decode)
         self.fresh: dict[str, float] = {}
         self.journal: list[Note] | None = None
@@ -294,7 +305,7 @@ class ModelState:
 
     def engine(self, phase: Phase) -> EngineState:
         """The engine that does that phase."""
-        return self.prefill if phase is Phase.PREFILL else self.decode
+        return self.prefill if phase is PREFILL else self.decode
 
     @property
     def up(self) -> bool:
@@ -331,7 +342,7 @@ class ModelState:
     def tokens_of(self, live: LiveRequest) -> int:
         """Tokens that the request has by now, as far as steps were reported: an engine tells more only when it ends or
         leaves, and each step makes one token of each request in the batch."""
-        made = int(self.rounds - live.entered_at) if live.place is Place.DECODING else 0
+        made = int(self.rounds - live.entered_at) if live.place is DECODING else 0
         return min(live.tokens + made, live.prompt_tokens + max(live.max_tokens, live.output_tokens))
 
     def promise(self, outstanding: int) -> None:

@@ -39,6 +39,11 @@ class Place(StrEnum):
     MOVING = "moving"
 
 
+# Where every event asks: to look a member up in its enum takes several times as long as a name.
+PREFILL, DECODE, BOTH = Phase
+QUEUED, PREFILLING, HANDED, DECODING, MOVING = Place
+
+
 def share_units(share: float) -> int:
     """A share in (0, 1] as millionths, rounded down so that n shares of 1/n always fit.
 

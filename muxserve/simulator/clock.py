@@ -32,14 +32,20 @@ class SimulationError(ValueError):
 
 
 class Compute:
-    """Devices, and the jobs that run on them side by side: those of one unit, or of several that share a CPU."""
+    """Devices, and the jobs that run on them side by side: those of one unit, or of several that share a CPU
+    (`shared`)."""
 
-    def __init__(self, device: str, latency: LatencyModel) -> None:
+    def __init__(self, device: str, latency: LatencyModel, shared: bool = False) -> None:
         self.device = device
+        self.shared = shared
         self.engines: list[Engine] = []
         self.units: list[Unit] = []
         self.changed = False
         self._slowdown = latency.slowdown
+
+    def lone(self) -> bool:
+        """No job can ever run beside the one engine's."""
+        return len(self.engines) == 1 and not self.shared
 
     def settle(self, now: float) -> None:
         """The set of running jobs, or what they ask of the devices, has changed."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from muxserve.costs import EngineCosts, Load
-from muxserve.scheduling.types import Phase
+from muxserve.scheduling.types import PREFILL, Phase
 from muxserve.simulator.batch import DecodeBatch
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
@@ -104,7 +104,7 @@ class StepEngine(Engine):
 
     def __init__(self, unit: Unit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
         super().__init__(unit, model, phase, pages)
-        if phase is not Phase.PREFILL:
+        if phase is not PREFILL:
             pages.grower = self
         self.batch = self.make_batch(model.profile.block_tokens)
         # Joined, and have not been in a decode step yet.
@@ -135,7 +135,7 @@ class StepEngine(Engine):
         self._work, self._at, self._started = 0.0, now, now
         self.state = STEPPING
         self._dirty = True
-        self._runs(costs.prefill_load(tokens, pairs, count), now)
+        self._runs(NO_LOAD if self.unit.compute.lone() else costs.prefill_load(tokens, pairs, count), now)
         self.planned_time = now + self._duration * self.slow
         self.unit.look(self)
 
@@ -212,7 +212,7 @@ class StepEngine(Engine):
         batch.begin(cost, now)
         self._dirty = False
         self._traced, self._traced_at = batch.counter, now
-        self._runs(costs.decode_load(size, batch.context), now)
+        self._runs(NO_LOAD if unit.compute.lone() else costs.decode_load(size, batch.context), now)
 
     def _go_on(self, now: float) -> None:
         """The next decode step begins now."""
@@ -308,9 +308,9 @@ class StepEngine(Engine):
 
     def sync(self, now: float, viewer: int) -> None:
         """Account for the blocks of all steps begun by `now` (`Grower.sync`)."""
-        if not self.leaping():
-            return
         batch = self.batch
+        if self.state != STEPPING or self.chunks or now < batch.time_of(self._synced):
+            return
         begun = batch.done_by(now)
         if batch.time_of(begun) != now or viewer > self.order:
             begun += 1

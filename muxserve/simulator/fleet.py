@@ -115,7 +115,7 @@ class Group:
         compute = None
         if spec.device == CPU:
             # Each is a part of one machine.
-            compute = self._cpu = self._cpu or Compute(spec.device, self._latency)
+            compute = self._cpu = self._cpu or Compute(spec.device, self._latency, shared=True)
         if spec.combined:
             return StockUnit(spec, self._latency, self._options, self.clock, compute)
         unit = ScheduledUnit(spec, self._latency, self._options, self.clock, compute)

@@ -15,7 +15,7 @@ from muxserve.costs import EngineCosts
 from muxserve.scheduling.engines import EngineState, LeaseState
 from muxserve.scheduling.policy import Renewals
 from muxserve.scheduling.quanta import Length
-from muxserve.scheduling.types import Phase, share_units
+from muxserve.scheduling.types import BOTH, PREFILL, Phase, share_units
 from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, Engine, StepEngine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
@@ -121,7 +121,7 @@ class LeasedEngine(Engine):
             return False
         self._granted_share = lease.share
         profile = self.model.profile
-        own = profile.prefill_share if self.phase is Phase.PREFILL else profile.decode_share
+        own = profile.prefill_share if self.phase is PREFILL else profile.decode_share
         self._costs = self.unit.costs(self.model, lease.share, share_units(own), self.phase)
         return True
 
@@ -155,7 +155,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
     # ------------------------------------------------------------ between steps
 
     def boundary(self, now: float) -> None:
-        if self.lease_phase is Phase.PREFILL:
+        if self.lease_phase is PREFILL:
             self._prefilled(now)
         elif self.state == STALLED:
             self._stalled(now)
@@ -167,7 +167,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
             self._called(now)
         if self._pending is not None:
             self._take(self._pending, now)
-        if self.lease_phase is Phase.PREFILL:
+        if self.lease_phase is PREFILL:
             self._prefill(now)
         else:
             self._decode(now)
@@ -177,7 +177,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
             self._dirty = True
         self.far = False
         entering, self._entering = self._entering, []
-        if lease.phase is Phase.PREFILL:
+        if lease.phase is PREFILL:
             self._left = lease.steps
             self.prompts += entering
             return
@@ -251,7 +251,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
         self.pages.release(request.blocks)
         request.blocks = request.computed = 0
         request.preempted(now)
-        if self.phase is Phase.BOTH:
+        if self.phase is BOTH:
             self.prompts.remove(request)
             self.returned.append(request)
         self.unit.freed(self.pages, now)
@@ -264,7 +264,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
             # Chunks are taken in order, so those that are through stand in front.
             del self.prompts[:gone]
         batch = self.batch
-        if self.phase is Phase.BOTH:
+        if self.phase is BOTH:
             for request in done.through:
                 batch.add(request)
             self.joined += done.through
@@ -444,7 +444,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
         batch, lease, planned = self.batch, state.lease, self._planned
         assert lease is not None
         report = self._next_report()
-        if report >= planned:
+        if report >= planned or batch.time_of(report) > now:
             return
         size, time_of, stepped = len(batch.running), batch.time_of, state.stepped
         quanta, contended = self.unit.policy.quanta, self._contended

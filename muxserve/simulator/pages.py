@@ -29,10 +29,11 @@ class Grower(Protocol):
 class ModelPages:
     """Pages of one model. `held` counts those in use, `committed` those that its running leap will take."""
 
-    __slots__ = ("committed", "grower", "held", "index", "peak", "per_block", "pool", "quota", "told")
+    __slots__ = ("committed", "grower", "held", "index", "model", "peak", "per_block", "pool", "quota", "told")
 
-    def __init__(self, index: int, pool: SimPool, per_block: int, quota: int) -> None:
+    def __init__(self, index: int, model: str, pool: SimPool, per_block: int, quota: int) -> None:
         self.index = index
+        self.model = model
         self.pool = pool
         self.per_block = per_block
         self.quota = quota

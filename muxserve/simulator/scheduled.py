@@ -14,7 +14,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import Policy, Renewals
 from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import Grant, Phase, QueuedRequest
+from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, Phase, QueuedRequest
 from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.leased import Lease, LeasedEngine, PhaseEngine, Report
 from muxserve.simulator.pages import ModelPages
@@ -75,7 +75,7 @@ class ScheduledUnit(Unit):
         # Of steps that begin at the same moment decode comes first, since prefill takes whatever is left.
         for model, pages in zip(spec.models, self.pages, strict=True):
             if not model.profile.both:
-                engine = PhaseEngine(self, model, Phase.PREFILL, pages)
+                engine = PhaseEngine(self, model, PREFILL, pages)
                 self._enter(engine)
                 self.prefillers.append((self.ledger.by_name[model.name], engine))
         self._far = [(m, e) for m, e in self.decoders if isinstance(e, PhaseEngine)]
@@ -83,13 +83,13 @@ class ScheduledUnit(Unit):
     def _make(self, model: SimModel, pages: ModelPages) -> LeasedEngine:
         if self.spec.pipeline is not None:
             return PipelineEngine(self, model, self.spec.pipeline, pages)
-        return self.phase_engine(self, model, Phase.BOTH if model.profile.both else Phase.DECODE, pages)
+        return self.phase_engine(self, model, BOTH if model.profile.both else DECODE, pages)
 
     def _enter(self, engine: LeasedEngine) -> None:
         self._add(engine)
         name = engine.model.name
         engine.account = self.ledger.by_name[name].engine(engine.phase)
-        for phase in (engine.phase, *((Phase.PREFILL, Phase.DECODE) if engine.phase is Phase.BOTH else ())):
+        for phase in (engine.phase, *((PREFILL, DECODE) if engine.phase is BOTH else ())):
             self._engine[name, phase] = engine
         self.ledger.engine_up(name, engine.phase, self.clock.now)
 
@@ -149,7 +149,7 @@ class ScheduledUnit(Unit):
     def _told(self, report: Report, now: float) -> None:
         engine, ledger = report.engine, self.ledger
         phase, name, lease_id = engine.phase, engine.model.name, report.lease_id
-        both = phase is Phase.BOTH
+        both = phase is BOTH
         for request in report.finished:
             ledger.finished(request.request_id, phase, lease_id, now)
             del self.live[request.request_id]
@@ -174,7 +174,7 @@ class ScheduledUnit(Unit):
             report.prefill_tokens,
             report.prefill_seconds,
         )
-        if report.returned or report.through or phase is Phase.PREFILL:
+        if report.returned or report.through or phase is PREFILL:
             self._news = True
         self.turn_due = True
         self.touch()
@@ -189,7 +189,7 @@ class ScheduledUnit(Unit):
 
     def decoder(self, name: str) -> LeasedEngine:
         """The engine in which the model's sequences decode."""
-        return self._engine[name, Phase.DECODE]
+        return self._engine[name, DECODE]
 
     def reserve(self, name: str, blocks: int, now: float) -> bool:
         """Have blocks for a sequence on its way here, or (negative) give them back; False: there are too few."""
@@ -396,10 +396,10 @@ class ScheduledUnit(Unit):
             if woken and self.spec.adapt_quotas:
                 self._rebalance(now)
         else:
-            for model, pages in zip(ledger.models, self.pages, strict=True):
+            for pages in self.pages:
                 if pages.held < pages.told:
                     pages.told = pages.held
-                    ledger.pages(model.name, pages.held, 0, pages.quota)
+                    ledger.pages(pages.model, pages.held, 0, pages.quota)
         renewals = self._only_renewals(now)
         if renewals is None or renewals != self._renewals:
             return False
@@ -441,11 +441,11 @@ class ScheduledUnit(Unit):
     def _tell_pages(self, now: float) -> None:
         self._count_pages(now)
         ledger = self.ledger
-        for model, pages in zip(ledger.models, self.pages, strict=True):
+        for pages in self.pages:
             held = pages.held
             if held != pages.told:
                 pages.told = held
-                ledger.pages(model.name, held, 0, pages.quota)
+                ledger.pages(pages.model, held, 0, pages.quota)
         for name, pool in self.pools.items():
             held = pool.held
             if held != pool.told:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from muxserve.costs import EngineCosts, EngineShape, LatencyModel
 from muxserve.replicas.views import InstanceLoad
-from muxserve.scheduling.types import WHOLE, Phase
+from muxserve.scheduling.types import PREFILL, WHOLE, Phase
 from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.engine import BOUNDARY, STEPPING, Engine
 from muxserve.simulator.pages import ModelPages, SimPool
@@ -60,7 +60,9 @@ class Unit:
         self.page_of: dict[str, ModelPages] = {}
         for index, model in enumerate(spec.models):
             profile = model.profile
-            pages = ModelPages(index, self.pools[profile.pool], profile.pages_per_block, profile.quota_pages)
+            pages = ModelPages(
+                index, model.name, self.pools[profile.pool], profile.pages_per_block, profile.quota_pages
+            )
             self.pages.append(pages)
             self.page_of[model.name] = pages
         self.engines: list[Engine] = []
@@ -124,7 +126,7 @@ class Unit:
         if model.cost_share is not None:
             part = model.cost_share
         elif share == own:
-            part = model.profile.prefill_share if phase is Phase.PREFILL else model.profile.decode_share
+            part = model.profile.prefill_share if phase is PREFILL else model.profile.decode_share
         else:
             part = share / WHOLE
         key = (model.name, part)
