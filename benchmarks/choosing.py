@@ -19,8 +19,8 @@ from report import machine, write_report
 from muxserve.cli.plan_phases import comparison_document
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.architectures import planned_architecture
 from muxserve.planning.arrangements.base import Wanted
+from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.comparison import compare
 from muxserve.planning.device_pool import GpuPool
 from placement.demand import Demand

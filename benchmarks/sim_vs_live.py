@@ -27,7 +27,6 @@ from report import machine, write_report
 from servers import ROOT, Server, ServerError, end_cleanly, fleet_with, muxserve_fleet
 
 from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import plan_fleet
 from muxserve.config import load_fleet
 from muxserve.costs import EngineShape
 from muxserve.costs.front_end import with_front_end
@@ -37,8 +36,9 @@ from muxserve.costs.profile import Profile, load_profile, save_profile
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.report import read_json
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.planning.cpu import plan_machine
-from muxserve.planning.fleets import demands_of
+from muxserve.planning.demands import demands_of
+from muxserve.planning.this_machine import plan_machine
+from muxserve.planning.unit_plan import resolve_unit
 from muxserve.simulator import FleetModel, Options, Overheads, mode_of, simulate, units_of
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from muxserve.workload.trace import TraceRequest, write_trace
@@ -155,7 +155,7 @@ def main() -> int:
         measured = load_profile(options.profile) if options.profile else profile(file, folder / "profile.json")
         latency = ProfileModel(measured, beyond=Roofline())
         demands = demands_of(fleet, folder, gpu=False)
-        planned = plan_fleet(fleet, this_machine())
+        planned = resolve_unit(fleet, this_machine())
         placement = plan_machine([planned], demands, latency, Objective()).placement
         models = {
             d.name: FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, p.max_len)

@@ -17,11 +17,9 @@ from muxserve.cli.comparing import comparing
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
-from muxserve.cluster.fleet_plan import fleet_spec_of, planned_unit
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
 from muxserve.cluster.launcher import WarmParents, commands_for
 from muxserve.cluster.machine import this_machine, vllm_without_cuda
-from muxserve.cluster.plan import FleetPlan, fetch
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.cluster.ray.units import RayUnits
 from muxserve.cluster.reaper import Reaper
@@ -31,8 +29,10 @@ from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.server import ControlServer
 from muxserve.gpu.sharing import SharingError, settle
 from muxserve.net.sockets import new_keys
-from muxserve.planning.later import LaterUnits
-from muxserve.planning.serving import FleetPlanner, notes_of
+from muxserve.planning.checkpoints import fetch
+from muxserve.planning.fleet_planner import FleetPlanner, ScaleOut, notes_of
+from muxserve.planning.specs import fleet_spec_of, planned_unit
+from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import FleetSpec
 from muxserve.spec.run_dir import RunDir, RunDirError
 
@@ -77,7 +77,9 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
     return _run(planner, plans, run_dir, host, port, demo)
 
 
-def _run(planner: FleetPlanner, plans: Sequence[FleetPlan], run_dir: RunDir, host: str, port: int, demo: bool) -> int:
+def _run(
+    planner: FleetPlanner, plans: Sequence[ResolvedUnit], run_dir: RunDir, host: str, port: int, demo: bool
+) -> int:
     from muxserve.memory import server
 
     path = str(run_dir.path)
@@ -122,7 +124,7 @@ async def _serve(planner: FleetPlanner, fleet: FleetSpec, units: Sequence[Planne
         launcher,
         unit_launcher,
         show,
-        LaterUnits(planner),
+        ScaleOut(planner),
         lambda changes: ControlServer(changes, lambda: url),
     )
     loop = asyncio.get_running_loop()
@@ -173,7 +175,7 @@ def _usable_port(host: str, port: int) -> int:
         raise Refused(message, EXIT_BAD_INPUT) from None
 
 
-def _with_sharing(plan: FleetPlan, run_dir: RunDir) -> FleetPlan:
+def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
     """The plan with the way of sharing GPUs that works here, by trying it. On other machines their hosts try it.
 
     Raises:

@@ -17,11 +17,9 @@ from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
 from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.planning.arrangements import may_be_dedicated
-from muxserve.planning.document import document
-from muxserve.planning.fleets import ClusterError, cluster_of
-from muxserve.planning.latency import latency_model, latency_words
+from muxserve.planning.demands import ClusterError, cluster_of, format_latency, latency_model
+from muxserve.planning.document import document, parse_sweep
 from muxserve.planning.planfile import save_plan
-from muxserve.planning.sweep import parse_sweep
 from placement.exact import TooLargeError
 from placement.planner import PlanOptions
 
@@ -104,7 +102,7 @@ def _plan(arguments: PlanArguments) -> int:
 
 def _tell(arguments: PlanArguments, fleet: Fleet, made: Made, seconds: float) -> None:
     """Print the plan, and write it where it was asked for."""
-    costs = latency_words(arguments.profile)
+    costs = format_latency(arguments.profile)
     about = f"{arguments.fleet.name}, objective {made.plan.objective.name}, costs: {costs}"
     comparisons = made.arrangements.comparisons if made.arrangements else []
     if arguments.as_json:

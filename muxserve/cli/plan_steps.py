@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from muxserve.cli.plan_phases import progress
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.planning.demands import demands_of, equal_nodes, memory_of
 from muxserve.planning.document import SweepPoint, point
-from muxserve.planning.fleets import demands_of, equal_nodes, memory_of
 from placement.cluster import Cluster
 from placement.demand import Demand
 from placement.format import enumerate_words
@@ -215,7 +215,7 @@ class Planning:
         from muxserve.cluster.machine import this_machine
         from muxserve.planning.dedicated_units import Arrangements, divide_cpu
         from muxserve.planning.device_pool import cpu_pool
-        from muxserve.planning.machine import plan_this_machine
+        from muxserve.planning.this_machine import plan_this_machine
 
         resolved, own = load_fleet(self.file), self.fleet.cluster
         demands = demands_of(self.fleet, self.file.parent, gpu=False)

@@ -9,13 +9,14 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cluster.deploying import unit_spec_of
 from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import FleetPlan, fetch, plan_fleet
 from muxserve.config import FleetError, load_fleet
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
+from muxserve.planning.checkpoints import fetch
+from muxserve.planning.specs import unit_spec_of
+from muxserve.planning.unit_plan import ResolvedUnit, resolve_unit
 from muxserve.profiling.contention import disturbance
 from muxserve.profiling.family import StartError
 from muxserve.profiling.grid import Grid, parse_counts
@@ -40,7 +41,7 @@ def profile(
     """Measure the fleet in `file` and write `out`; returns the exit code."""
     try:
         # What is measured are prefills and decodes by themselves, however the fleet mixes them.
-        plan = plan_fleet(load_fleet(file).multiplexed(), this_machine())
+        plan = resolve_unit(load_fleet(file).multiplexed(), this_machine())
         grid = _grid(tokens=tokens, sequences=sequences, batches=batches, contexts=contexts)
         counts = _threads(plan, threads)
         known = load_profile(out) if out.exists() else None
@@ -65,7 +66,7 @@ def profile(
 
 
 def _measure(
-    plan: FleetPlan, run_dir: RunDir, known: Profile | None, out: Path, threads: list[int], grid: Grid, pairs: bool
+    plan: ResolvedUnit, run_dir: RunDir, known: Profile | None, out: Path, threads: list[int], grid: Grid, pairs: bool
 ) -> int:
     from muxserve.memory import server
 
@@ -161,7 +162,7 @@ def _grid(**given: str | None) -> Grid:
     return Grid(**values)  # type: ignore[arg-type]
 
 
-def _threads(plan: FleetPlan, text: str | None) -> list[int]:
+def _threads(plan: ResolvedUnit, text: str | None) -> list[int]:
     cores = plan.unit.cores
     if text is None:
         return sorted({model.threads for model in plan.unit.models} | {cores})

@@ -13,7 +13,6 @@ from muxserve.cli.comparing import working
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.simulate_places import Places, PlacesError, Search, places_of
 from muxserve.cli.workload_args import print_left_out
-from muxserve.cluster.rules import levels_of
 from muxserve.config import FleetError
 from muxserve.costs.front_end import with_front_end
 from muxserve.costs.latency import CostError
@@ -24,9 +23,9 @@ from muxserve.metrics.report import comparison_table, models_table, to_json, wri
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.fleets import ClusterError
-from muxserve.planning.latency import latency_model, latency_words, measured_overheads
+from muxserve.planning.demands import ClusterError, format_latency, latency_model, measured_overheads
 from muxserve.planning.prediction import Simulated
+from muxserve.planning.specs import levels_of
 from muxserve.replicas.priorities import Levels, PriorityError
 from muxserve.simulator import (
     Alone,
@@ -248,7 +247,7 @@ def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, obje
 
 def _report(settings: Settings, workload: Workload, places: Places, runs: Mapping[str, Run]) -> None:
     summaries = {name: run.summary for name, run in runs.items()}
-    about = f"{workload.about}; {places.about}; costs: {latency_words(settings.profile)}"
+    about = f"{workload.about}; {places.about}; costs: {format_latency(settings.profile)}"
     parameters: dict[str, object] = {
         "fleet": str(settings.fleet),
         "workload": settings.workload,

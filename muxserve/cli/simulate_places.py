@@ -10,18 +10,17 @@ from typing import NoReturn
 
 from muxserve.cli.plan_steps import SEARCH_SECONDS, Planning, options_of
 from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import plan_fleet
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
 from muxserve.planning.arrangements.base import NoPlaceError
-from muxserve.planning.cpu import CPU, plan_machine
-from muxserve.planning.device_pool import CpuPool, cpu_pool
-from muxserve.planning.fleets import cluster_of, demands_of
-from muxserve.planning.parts import arranged, units_at_start
+from muxserve.planning.demands import cluster_of, demands_of
+from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
+from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.planfile import load_plan
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
-from muxserve.planning.serving import FleetPlanner
+from muxserve.planning.this_machine import plan_machine
+from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
 from placement.format import enumerate_words
@@ -96,7 +95,7 @@ class Places:
             for each in made.arrangements.comparisons if made.arrangements else ():
                 self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
             return self.complete(made.plan.placement, made.plan.demands, made.lengths, self._origin(_MUXSERVE, {}))
-        planned = plan_fleet(load_fleet(self.file).multiplexed(), this_machine())
+        planned = resolve_unit(load_fleet(self.file).multiplexed(), this_machine())
         models = planned.unit.models
         demands = [replace(demand, dtype=model.dtype) for demand, model in zip(self.demands, models, strict=True)]
         try:

@@ -9,13 +9,12 @@ import msgspec
 
 from muxserve.cli.comparing import comparing
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
-from muxserve.cluster.arrangement import policy_of
-from muxserve.cluster.deploying import unit_spec_of
 from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import FleetPlan
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
-from muxserve.planning.serving import FleetPlanner, notes_of
+from muxserve.planning.fleet_planner import FleetPlanner, notes_of
+from muxserve.planning.specs import unit_spec_of
+from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import UnitSpec
 from placement.format import enumerate_words
 
@@ -53,12 +52,12 @@ def validate(file: Path, file_only: bool) -> int:
     gpus = sum(plan.gpu.ranks for plan in plans if plan.gpu is not None)
     where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{plans[0].unit.cores} cores"
     how = f", in {len(plans)} units" if len(plans) > 1 else ""
-    policies = enumerate_words(list(dict.fromkeys(policy_of(plan.fleet) for plan in plans)))
+    policies = enumerate_words(list(dict.fromkeys(plan.policy for plan in plans)))
     console.print(f"{escape(str(file))} can be deployed here on {where} with {policies}{how}")
     return EXIT_OK
 
 
-def _scaling(plans: Sequence[FleetPlan]) -> Iterator[str]:
+def _scaling(plans: Sequence[ResolvedUnit]) -> Iterator[str]:
     """How many replicas there are and may be, where that is not one for good."""
     seen = set()
     for model in (model for plan in plans for model in plan.fleet.models):

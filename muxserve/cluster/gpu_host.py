@@ -11,12 +11,10 @@ from typing import NamedTuple
 import msgspec
 
 from muxserve.cluster import machine
-from muxserve.cluster.gpu_plan import GpuPlan
-from muxserve.cluster.gpu_unit import GpuUnit
-from muxserve.cluster.sizing import PoolSizer
 from muxserve.gpu import nvml
 from muxserve.gpu.environment import VISIBLE
 from muxserve.gpu.sharing import SharingError, settle
+from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer
 from muxserve.spec import UnitSpec, save
 from muxserve.spec.run_dir import default_base
 

@@ -18,10 +18,10 @@ from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.processes import Process, exit_words, kill_group
 from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
-from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
 from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, Part, Supervisor
 from muxserve.cluster.watch import Watch
+from muxserve.gpu.unit import PoolSizer
 from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)

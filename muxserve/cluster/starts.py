@@ -17,11 +17,11 @@ from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.peer import UnitLink, until_reachable
 from muxserve.cluster.processes import Process, children, exit_words
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
-from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.cluster.supervision import GaveUp, Part, PartDied, while_running
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu import mps
 from muxserve.gpu.budget import WAITING, Needs
+from muxserve.gpu.unit import PoolSizer, SizingError
 from muxserve.spec import UnitSpec
 from placement.format import format_size
 

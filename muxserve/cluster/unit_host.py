@@ -42,13 +42,12 @@ import msgspec
 from muxserve import wire
 from muxserve.cluster.events import Event, Failed, PartId, Progress, Stopping, to_line
 from muxserve.cluster.gpu_host import GpuHostError, Settled, settle_gpus
-from muxserve.cluster.gpu_plan import from_json
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import LocalLauncher, commands_for
 from muxserve.cluster.processes import adopt_orphans
 from muxserve.cluster.reaper import Reaper
-from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
+from muxserve.gpu.unit import PoolSizer, from_json
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.spec import UnitSpec, load
 

@@ -11,13 +11,12 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up, of_unit
-from muxserve.cluster.fleet_plan import offered
 from muxserve.cluster.health import Health
 from muxserve.cluster.log_tail import Said
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit, UnitHandle, UnitLauncher, served
-from muxserve.spec import FleetSpec, UnitEntry, save_fleet
+from muxserve.spec import FleetSpec, UnitEntry, offered, save_fleet
 
 # A unit that could not be kept alive: its processes have been started again several times already.
 _RESTARTS = (1.0, 5.0, 15.0, 60.0)

@@ -17,13 +17,12 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.events import Event, PartId
-from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
 from muxserve.cluster.log_tail import Said
 from muxserve.cluster.reaper import Reaper
-from muxserve.cluster.sizing import PoolSizer
 from muxserve.cluster.supervision import GaveUp
+from muxserve.gpu.unit import GpuPlan, PoolSizer
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import UnitEntry, UnitSpec, save
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from muxserve.cluster.checkpoints import Hub
 from muxserve.config import Fleet, Model
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, device_name
 from muxserve.planning.arrangements import arrangement, is_open
 from muxserve.planning.arrangements.base import DevicePool
+from muxserve.planning.checkpoints import Hub
 from muxserve.planning.comparison import ChosenPhases, Tell, choose_phases, silent
+from muxserve.planning.demands import demands_of
 from muxserve.planning.device_pool import GpuPool, cpu_pool
-from muxserve.planning.fleets import demands_of
-from muxserve.planning.parts import possible_units
+from muxserve.planning.unit_plan import possible_units
 from placement import Machine
 from placement.memory import MemoryRules
 

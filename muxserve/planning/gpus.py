@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from muxserve.cluster.checkpoints import Hub
-from muxserve.cluster.gpu_unit import GpuUnit, SmShares
 from muxserve.config import Fleet, FleetError
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.budget import estimated
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, Machine, choose, device_name
+from muxserve.gpu.unit import GpuUnit, SmShares
 from muxserve.planning.arrangements import arrangement_of
-from muxserve.planning.fleets import demands_of
+from muxserve.planning.checkpoints import Hub
+from muxserve.planning.demands import demands_of
 from placement.candidates import Candidates
 from placement.cluster import PlacedUnit
 from placement.demand import Demand, Member, Mesh

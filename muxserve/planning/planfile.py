@@ -16,7 +16,7 @@ from muxserve.config.problems import KeyPath, did_you_mean
 from muxserve.config.source import Source, parse_yaml
 from muxserve.config.values import NAME_PATTERN, Section
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.cpu import CPU
+from muxserve.planning.device_pool import CPU
 from placement.cluster import Arrangement, Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 VERSION = 1

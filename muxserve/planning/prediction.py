@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from muxserve.cluster.rules import levels_of, migration_of, scaling_of
 from muxserve.config import NETWORK, Fleet
 from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
@@ -23,6 +22,7 @@ from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.arrangements.base import Layout, NoPlaceError, Place, Wanted, wanted_of
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
+from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.scaling import ScalingRules as RollingScaling

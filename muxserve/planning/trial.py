@@ -13,7 +13,7 @@ from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.arrangements.base import DevicePool, Place, Wanted
-from muxserve.planning.latency import between_steps
+from muxserve.planning.demands import between_steps
 from muxserve.planning.prediction import lengths
 from muxserve.simulator import Options, Overheads, Rules, simulate
 from muxserve.workload.trace import TraceRequest

@@ -10,6 +10,7 @@ from muxserve.spec.fleet import (
     UnitEntry,
     fleet_of,
     load_fleet,
+    offered,
     save_fleet,
 )
 from muxserve.spec.network import Keys, Listen
@@ -53,6 +54,7 @@ __all__ = [
     "fleet_of",
     "load",
     "load_fleet",
+    "offered",
     "save",
     "save_fleet",
 ]

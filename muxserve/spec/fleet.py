@@ -8,6 +8,7 @@ knows what the others know.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -169,3 +170,15 @@ def fleet_of(unit_spec: UnitSpec, gateway: GatewaySpec) -> FleetSpec:
             )
         ],
     )
+
+
+def offered(units: Iterable[Iterable[ModelSpec]], order: Sequence[str]) -> list[ModelSpec]:
+    """The models as the endpoint offers them, in that order: where replicas differ, the one with the shortest length.
+    Models that no unit has are left out."""
+    smallest: dict[str, ModelSpec] = {}
+    for models in units:
+        for model in models:
+            known = smallest.get(model.name)
+            if known is None or model.max_len < known.max_len:
+                smallest[model.name] = model
+    return [smallest[name] for name in order if name in smallest]

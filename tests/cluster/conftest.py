@@ -15,13 +15,13 @@ from muxserve.cluster.changes import Changes
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.events import Event, PartId, Up
 from muxserve.cluster.fleet_starts import FleetCommands, LocalFleetLauncher
-from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.steps import Planner
 from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
 from muxserve.gpu.budget import Budget, BudgetError, Needs
+from muxserve.gpu.unit import GpuPlan
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,

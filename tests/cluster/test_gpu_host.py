@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from muxserve.cluster import machine
-from muxserve.cluster.fleet_plan import planned_unit
 from muxserve.cluster.gpu_host import GpuHostError, Settled, settle_gpus
-from muxserve.cluster.gpu_plan import GpuPlan
 from muxserve.cluster.units import PlannedUnit, write_unit_spec
 from muxserve.gpu import mps
+from muxserve.gpu.unit import GpuPlan
+from muxserve.planning.specs import planned_unit
 from muxserve.spec import GpuSpec, load
 from muxserve.spec.run_dir import default_base
 from tests.cluster.test_gpu_plan import plan

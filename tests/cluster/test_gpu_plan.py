@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster.deploying import unit_spec_of
-from muxserve.cluster.gpu_plan import GpuPlan, from_json
-from muxserve.cluster.plan import FleetPlan
-from muxserve.cluster.sizing import PoolSizer, SizingError
 from muxserve.config import FleetError, parse_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
-from muxserve.planning.serving import FleetPlanner
+from muxserve.gpu.unit import GpuPlan, PoolSizer, SizingError, from_json
+from muxserve.planning.fleet_planner import FleetPlanner
+from muxserve.planning.specs import unit_spec_of
+from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import load
 from placement import Machine
 from placement.unit import MAX_BLOCKS
@@ -32,7 +31,7 @@ def gpus(count: int, name: str = "NVIDIA H200", gib: int = 140) -> GpuMachine:
     return GpuMachine(tuple(Gpu(i, f"GPU-{i}", name, gib * GIB, GIB // 2) for i in range(count)), "580", "13.0")
 
 
-def plan(directory: Path, cluster: str, models: str = MODELS, found: GpuMachine | None = None) -> FleetPlan:
+def plan(directory: Path, cluster: str, models: str = MODELS, found: GpuMachine | None = None) -> ResolvedUnit:
     for name in ("a", "b"):
         (directory / name).mkdir(exist_ok=True)
         (directory / name / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 32}))
@@ -124,7 +123,7 @@ def test_what_cannot_be_is_told_with_line_and_key(tmp_path: Path, cluster: str, 
     assert said in str(caught.value)
 
 
-def gpu_plan(planned: FleetPlan) -> GpuPlan:
+def gpu_plan(planned: ResolvedUnit) -> GpuPlan:
     """What the unit's host has, wherever that runs."""
     made = planned.gpu_plan()
     assert made is not None

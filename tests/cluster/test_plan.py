@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster.checkpoints import CheckpointError
-from muxserve.cluster.deploying import unit_spec_of
-from muxserve.cluster.plan import fetch, plan_fleet
 from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.planning.checkpoints import CheckpointError, fetch
+from muxserve.planning.specs import unit_spec_of
+from muxserve.planning.unit_plan import resolve_unit
 from muxserve.spec import load, save
 from placement import Machine
 
@@ -76,7 +76,7 @@ models:
   - {name: b, hub: org/b}
 """
     parsed = fleet(text)
-    plan = plan_fleet(parsed, MACHINE, hub)
+    plan = resolve_unit(parsed, MACHINE, hub)
     assert [entry for entry in hub.asked if entry.startswith("snapshot")] == []
     told: list[str] = []
     local = fetch(parsed, told.append, hub)
@@ -109,7 +109,7 @@ models:
 def test_what_the_hub_does_not_have_is_told_with_its_line(tmp_path: Path) -> None:
     parsed = fleet("models:\n  - {name: a, hub: org/a}\n  - name: b\n    hub: org/broken\n")
     with pytest.raises(FleetError) as caught:
-        plan_fleet(parsed, MACHINE, FakeHub(tmp_path))
+        resolve_unit(parsed, MACHINE, FakeHub(tmp_path))
     assert [str(problem) for problem in caught.value.problems] == [
         "fleet.yaml:4: models[1].hub: cannot get org/broken from the hub"
     ]
@@ -119,4 +119,4 @@ def test_overrides_of_the_config_count(tmp_path: Path) -> None:
     parsed = fleet(
         "models: [{name: a, hub: org/a, max_len: 4096, engine_args: {hf_overrides: {max_position_embeddings: 4096}}}]"
     )
-    assert plan_fleet(parsed, MACHINE, FakeHub(tmp_path)).unit.models[0].max_len == 4096
+    assert resolve_unit(parsed, MACHINE, FakeHub(tmp_path)).unit.models[0].max_len == 4096

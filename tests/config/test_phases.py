@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from muxserve.cluster.arrangement import batching_of
-from muxserve.config import AUTO, Fleet, FleetError, parse_fleet
+from muxserve.config import AUTO, Fleet, FleetError, Model, parse_fleet
 from muxserve.config.loader import fleet_schema
 from muxserve.config.source import parse_yaml
+from muxserve.planning.arrangements import arrangement_of
 from muxserve.spec import Batching
 
 HEAD = "models:\n  - name: one\n    architecture: llama-7b\n"
@@ -21,6 +21,10 @@ SLO = "    slo: {ttft_ms: 1000, tpot_ms: 100}\n"
 
 def parse(extra: str) -> Fleet:
     return parse_fleet(HEAD + extra, "fleet.yaml", Path(), {}, serving=False)
+
+
+def batching_of(model: Model) -> Batching:
+    return arrangement_of(model).batching(model)
 
 
 def test_models_are_multiplexed_unless_they_say_otherwise() -> None:

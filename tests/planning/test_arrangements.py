@@ -12,9 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.cluster.fleet_plan import fleet_spec_of, planned_unit
-from muxserve.cluster.plan import FleetPlan, plan_fleet
-from muxserve.cluster.rules import prefill_seconds
 from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
 from muxserve.control.changes import ChangeError
 from muxserve.costs.architecture import read_architecture
@@ -22,11 +19,11 @@ from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
-from muxserve.planning.architectures import BUILT_IN
-from muxserve.planning.later import LaterUnits
-from muxserve.planning.parts import possible_units, units_at_start
+from muxserve.planning.checkpoints import BUILT_IN
+from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, ScaleOut, notes_of
 from muxserve.planning.planfile import load_plan, save_plan
-from muxserve.planning.serving import FleetPlanner, NoRoomError, notes_of
+from muxserve.planning.specs import fleet_spec_of, planned_unit, prefill_seconds
+from muxserve.planning.unit_plan import ResolvedUnit, possible_units, resolve_unit, units_at_start
 from muxserve.spec import FleetSpec, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.cluster import Arrangement, Cluster, Node, PlacedModel, PlacedUnit, Placement
@@ -57,15 +54,15 @@ def only(keys: str, name: str = "arithmetic", head: str = "kv_pool: {size: 64MiB
     return parse_fleet(text, "fleet.yaml", ROOT / "configs", {})
 
 
-def plan(declared: Fleet, file: Path | None = None, gpus: GpuMachine = NONE) -> list[FleetPlan]:
+def plan(declared: Fleet, file: Path | None = None, gpus: GpuMachine = NONE) -> list[ResolvedUnit]:
     return FleetPlanner(declared, MACHINE, lambda: gpus).at_start(file)
 
 
-def deployed(declared: Fleet, plans: list[FleetPlan]) -> FleetSpec:
+def deployed(declared: Fleet, plans: list[ResolvedUnit]) -> FleetSpec:
     return fleet_spec_of(declared, [planned_unit(each, "/run") for each in plans], "/run")
 
 
-def unit_of(plans: list[FleetPlan], number: int = 0) -> UnitSpec:
+def unit_of(plans: list[ResolvedUnit], number: int = 0) -> UnitSpec:
     return planned_unit(plans[number], "/run").unit_spec
 
 
@@ -125,8 +122,8 @@ class TestUnits:
 
     def test_units_with_one_engine_have_no_other_model(self) -> None:
         with pytest.raises(ValueError, match="units to themselves"):
-            plan_fleet(fleet(ROLLING), MACHINE)
-        assert len(plan_fleet(fleet(ROLLING).multiplexed(), MACHINE).unit.models) == 3
+            resolve_unit(fleet(ROLLING), MACHINE)
+        assert len(resolve_unit(fleet(ROLLING).multiplexed(), MACHINE).unit.models) == 3
 
 
 REPLICAS = st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)).map(
@@ -437,13 +434,13 @@ class TestAuto:
         said: list[str] = []
         added = only(f"phases: auto, replicas: 2, {SLO}", "atlas")
         with pytest.raises(ChangeError, match="0 are free"):
-            LaterUnits(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
+            ScaleOut(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
         assert said[-1] == "atlas is rolling: it is best"
         assert [model.name for model in planner.fleet.models] == ["arithmetic"]
 
         planner = FleetPlanner(only("phases: multiplexed"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
-        addition = LaterUnits(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
+        addition = ScaleOut(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
         assert [unit.unit_spec.policy for unit in addition.units] == ["rolling", "rolling"]
         assert addition.rolling is not None
         assert planner.fleet.model("atlas").phases == "rolling"
@@ -453,13 +450,13 @@ def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypa
     planner = FleetPlanner(only("phases: multiplexed"), MACHINE, lambda: NONE)
     told = deployed(planner.fleet, planner.at_start())
 
-    def fails(*_: object) -> FleetPlan:
+    def fails(*_: object) -> ResolvedUnit:
         assert [model.name for model in planner.fleet.models] == ["arithmetic", "atlas"]
         raise MemoryError
 
     monkeypatch.setattr(planner, "unit", fails)
     with pytest.raises(MemoryError):
-        LaterUnits(planner).addition(only(ROLLING, "atlas"), lambda: "u1", told, lambda _: None)
+        ScaleOut(planner).addition(only(ROLLING, "atlas"), lambda: "u1", told, lambda _: None)
     assert [model.name for model in planner.fleet.models] == ["arithmetic"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.architectures import planned_architecture
+from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.prediction import falls_short, predict
 from placement.cluster import Cluster, Node
 from placement.demand import Demand

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from muxserve.cli.app import app
-from muxserve.cluster.plan import FleetPlan
-from muxserve.cluster.rules import rolling_of
 from muxserve.config import FleetError, load_fleet
+from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.planfile import load_plan
-from muxserve.planning.serving import FleetPlanner
+from muxserve.planning.specs import rolling_of
+from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.simulator import simulate
 from muxserve.workload.trace import TraceRequest
 from placement import Machine
@@ -39,7 +39,7 @@ def planned(file: Path, plan: Path, *more: str) -> dict[str, object]:
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
-def served(file: Path, plan: Path | None) -> list[FleetPlan]:
+def served(file: Path, plan: Path | None) -> list[ResolvedUnit]:
     def none() -> object:
         raise AssertionError("no GPUs are asked for")
 

@@ -22,7 +22,7 @@ from muxserve.planning.comparison import (
     largest_first,
     recommend,
 )
-from muxserve.planning.latency import between_steps
+from muxserve.planning.demands import between_steps
 from muxserve.planning.trial import (
     STEP,
     Load,

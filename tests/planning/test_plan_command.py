@@ -11,10 +11,10 @@ from muxserve.cli.app import app
 from muxserve.cli.plan_steps import UsageError
 from muxserve.config import FleetError, load_fleet
 from muxserve.planning import dedicated_units
-from muxserve.planning.architectures import BUILT_IN, planned_architecture
-from muxserve.planning.fleets import ClusterError, cluster_of, demands_of, equal_nodes
+from muxserve.planning.checkpoints import BUILT_IN, planned_architecture
+from muxserve.planning.demands import ClusterError, cluster_of, demands_of, equal_nodes
+from muxserve.planning.document import parse_sweep
 from muxserve.planning.planfile import load_plan, plan_text, save_plan
-from muxserve.planning.sweep import parse_sweep
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 runner = CliRunner()

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster.plan import FleetPlan
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.planfile import save_plan
-from muxserve.planning.serving import FleetPlanner
+from muxserve.planning.unit_plan import ResolvedUnit
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -36,7 +36,7 @@ H200 = GpuMachine(
 NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
 
 
-def plan(fleet: Fleet, file: Path | None, cores: int, gpus: GpuMachine = NONE) -> FleetPlan:
+def plan(fleet: Fleet, file: Path | None, cores: int, gpus: GpuMachine = NONE) -> ResolvedUnit:
     (planned,) = FleetPlanner(fleet, Machine(cores, 16 << 30), lambda: gpus).at_start(file)
     return planned
 

@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.cluster.fleet_plan import fleet_spec_of, planned_unit
-from muxserve.cluster.plan import FleetPlan
 from muxserve.config import Fleet, FleetError, Replicas, parse_fleet
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
-from muxserve.planning.fleets import demands_of
-from muxserve.planning.parts import possible_units, units_at_start
+from muxserve.planning.demands import demands_of
+from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, notes_of
 from muxserve.planning.planfile import save_plan
-from muxserve.planning.serving import FleetPlanner, NoRoomError, notes_of
+from muxserve.planning.specs import fleet_spec_of, planned_unit
+from muxserve.planning.unit_plan import ResolvedUnit, possible_units, units_at_start
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import FleetSpec, GpuSpec
 from placement import Machine
@@ -44,15 +43,15 @@ def fleet(arithmetic: str = "1", atlas: str = "1", frontdesk: str = "1", head: s
 
 def plan(
     declared: Fleet, file: Path | None = None, machine: Machine = MACHINE, gpus: GpuMachine = NONE
-) -> list[FleetPlan]:
+) -> list[ResolvedUnit]:
     return FleetPlanner(declared, machine, lambda: gpus).at_start(file)
 
 
-def deployed(declared: Fleet, plans: list[FleetPlan]) -> FleetSpec:
+def deployed(declared: Fleet, plans: list[ResolvedUnit]) -> FleetSpec:
     return fleet_spec_of(declared, [planned_unit(each, "/run") for each in plans], "/run")
 
 
-def names(plans: list[FleetPlan]) -> dict[str, list[str]]:
+def names(plans: list[ResolvedUnit]) -> dict[str, list[str]]:
     return {each.name: [model.name for model in each.fleet.models] for each in plans}
 
 
@@ -253,7 +252,7 @@ def halves(arithmetic: str, cluster: str) -> Fleet:
     return declared.with_models([m.model_copy(update={"dtype": "bfloat16"}) for m in declared.models])
 
 
-def gpus_of(plans: list[FleetPlan]) -> list[list[int]]:
+def gpus_of(plans: list[ResolvedUnit]) -> list[list[int]]:
     return [[gpu.index for gpu in each.gpu.gpus] for each in plans if each.gpu is not None]
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.architectures import planned_architecture
+from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.prediction import SPARE, falls_short, predict, restated, verified
 from placement.cluster import Cluster, Node
 from placement.demand import Demand

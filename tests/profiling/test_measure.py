@@ -10,15 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muxserve.cluster.deploying import unit_spec_of
 from muxserve.cluster.machine import this_machine
-from muxserve.cluster.plan import plan_fleet
 from muxserve.config import load_fleet
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
 from muxserve.memory import server
+from muxserve.planning.specs import unit_spec_of
+from muxserve.planning.unit_plan import resolve_unit
 from muxserve.profiling.grid import Grid
 from muxserve.profiling.measure import Session
 from muxserve.spec.run_dir import RunDir
@@ -40,7 +40,7 @@ class Run:
     def __init__(self, path: Path, run_dir: RunDir, profile: Profile) -> None:
         fleet = path / "fleet.yaml"
         fleet.write_text(FLEET)
-        plan = plan_fleet(load_fleet(fleet), this_machine())
+        plan = resolve_unit(load_fleet(fleet), this_machine())
         self.architecture: ModelArchitecture = plan.architectures[0]
         self.said: list[str] = []
         self.cells = 0

@@ -20,7 +20,6 @@ import psutil
 from muxserve.cli.doctor import doctor_nodes
 from muxserve.cli.output import console
 from muxserve.cluster.events import Event, PartId, Progress, Up
-from muxserve.cluster.fleet_plan import planned_unit
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.cluster.ray.unit import RayUnit
 from muxserve.cluster.ray.units import RayUnits
@@ -28,7 +27,8 @@ from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, parse_fleet
 from muxserve.gpu import mps
 from muxserve.net import sockets
-from muxserve.planning.serving import FleetPlanner
+from muxserve.planning.fleet_planner import FleetPlanner
+from muxserve.planning.specs import planned_unit
 from muxserve.spec import UnitEntry
 from placement import Machine
 from tests.gpu_control.fake_nvml import GIB

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from muxserve.cluster.events import Failed, PartId, from_line
-from muxserve.cluster.fleet_plan import planned_unit
 from muxserve.cluster.units import write_unit_spec
+from muxserve.planning.specs import planned_unit
 from tests.cluster.conftest import ROOT, alive
 from tests.cluster.test_gpu_plan import plan
 from tests.ray.gpus import Node

@@ -22,9 +22,9 @@ from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives as Latencies
 from muxserve.metrics.definitions import percentile, time_per_token
 from muxserve.metrics.records import RequestRecord
-from muxserve.planning.architectures import planned_architecture
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.arrangements.base import DevicePool, Layout, Place, Wanted
+from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.device_pool import CpuPool, GpuPool
 from muxserve.planning.trial import run_trial
 from muxserve.replicas.dispatch import FreestOfQueues, LoadAware, RoundRobin

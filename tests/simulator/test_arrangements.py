@@ -11,7 +11,7 @@ import pytest
 
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.architectures import planned_architecture
+from muxserve.planning.checkpoints import planned_architecture
 from muxserve.rolling.member import Objectives
 from muxserve.rolling.scheduler import RollingScheduler
 from muxserve.scheduling.types import ModelProfile, PoolProfile

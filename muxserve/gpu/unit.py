@@ -1,14 +1,22 @@
-"""The GPUs of a unit: which, how they are shared, and what their memory goes to."""
+"""The GPUs of a unit: which, how they are shared, what their memory goes to, and page pools of what is left of it.
+
+`GpuPlan` is what a unit's host has to know besides the unit's spec: by which rules memory is divided, and what was
+planned. It goes as JSON to hosts on other machines, which find the GPUs themselves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from muxserve.gpu.budget import Budget, Needs, budget, check, pool_bytes
+import msgspec
+
+from muxserve.gpu.budget import Budget, BudgetError, Needs, budget, check, pool_bytes
 from muxserve.gpu.nvml import Gpu
-from muxserve.spec import GpuSpec, PhasesName, SmSharing
-from placement import ModelDemand, least_pool_bytes, pool_groups
+from muxserve.gpu.sharing import MpsWish
+from muxserve.spec import GpuSpec, PhasesName, PoolSpec, SmSharing, UnitSpec, save
+from placement import Machine, ModelDemand, PlanError, UnitPlan, least_pool_bytes, plan_unit, pool_groups
 from placement.format import format_size
 from placement.memory import MemoryRules
 
@@ -104,3 +112,91 @@ class GpuUnit:
 
 def _kind(gpu: Gpu) -> str:
     return f"{gpu.name}, {format_size(gpu.memory_bytes)}"
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """The GPUs of a unit, and what its pools are planned from. `machine` is the one that has them, `cores` and
+    `pool_bytes` what the fleet file says (None: auto), `mps` whether it wants MPS."""
+
+    unit: GpuUnit
+    demands: tuple[ModelDemand, ...]
+    machine: Machine
+    cores: int | None = None
+    pool_bytes: int | None = None
+    mps: MpsWish = "auto"
+
+    def on(self, unit: GpuUnit, machine: Machine) -> GpuPlan:
+        """The same on the GPUs that were found."""
+        return replace(self, unit=unit, machine=machine)
+
+    def pools(self, needs: Sequence[Needs]) -> tuple[UnitPlan, list[Budget]]:
+        """The unit with pools of what is left, now that the models' memory has been measured; and the budgets.
+
+        Raises:
+            muxserve.gpu.budget.BudgetError: too little is left.
+            placement.PlanError: it is no plan.
+        """
+        gpu = self.unit.measured(needs)
+        size = gpu.pool(self.demands, self.pool_bytes)
+        return plan_unit(self.demands, self.machine, self.cores, size, "cuda"), gpu.budgets(self.demands)
+
+    def to_json(self) -> bytes:
+        """For another machine."""
+        return msgspec.json.encode(self)
+
+
+def from_json(data: bytes) -> GpuPlan:
+    """What `GpuPlan.to_json` made.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    return msgspec.json.decode(data, type=GpuPlan)
+
+
+class SizingError(Exception):
+    """The GPUs have too little memory for the unit; the message says what to change."""
+
+
+class PoolSizer:
+    """Plans the pools of a unit's spec anew when its models have been measured, and writes that down."""
+
+    def __init__(self, plan: GpuPlan, unit_spec: UnitSpec, file: Path) -> None:
+        self._plan = plan
+        self._unit_spec = unit_spec
+        self._file = file
+
+    def size(self, needs: Sequence[Needs]) -> tuple[UnitSpec, list[Budget]]:
+        """The unit's spec with pools of the measured size, saved where every process will read it; and the budgets.
+
+        Raises:
+            SizingError: too little is left for the pools.
+        """
+        try:
+            unit, budgets = self._plan.pools(needs)
+        except BudgetError as error:
+            raise SizingError(str(error)) from None
+        except PlanError as error:
+            raise SizingError("; ".join(problem.message for problem in error.problems)) from None
+        unit_spec = resized(self._unit_spec, unit)
+        save(unit_spec, self._file)
+        return unit_spec, budgets
+
+
+def resized(unit_spec: UnitSpec, unit: UnitPlan) -> UnitSpec:
+    """The unit's spec with the pools of a plan for the same models; all else stays as it was."""
+    models = [
+        msgspec.structs.replace(
+            model,
+            pool=plan.pool,
+            block_tokens=plan.block_tokens,
+            num_blocks=plan.num_blocks,
+            quota_pages=plan.quota_pages,
+            floor_pages=plan.floor_pages,
+            max_len=plan.max_len,
+        )
+        for model, plan in zip(unit_spec.models, unit.models, strict=True)
+    ]
+    pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in unit.pools]
+    return msgspec.structs.replace(unit_spec, pools=pools, models=models)

@@ -12,31 +12,38 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from muxserve.cluster.checkpoints import Hub, HuggingFaceHub
-from muxserve.cluster.gpu_unit import GpuUnit
-from muxserve.cluster.plan import FleetPlan, demands_of, plan_fleet
+import msgspec
+
+from muxserve.cluster.steps import Addition
+from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, FleetError
+from muxserve.control.changes import ChangeError, Tell
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.auto_phases import arranged_by_simulation
-from muxserve.planning.cpu import CPU
+from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, fetch
+from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit
-from muxserve.planning.left import left_of
-from muxserve.planning.parts import (
+from muxserve.planning.planfile import load_plan
+from muxserve.planning.specs import planned_unit, scaling_of
+from muxserve.planning.unit_plan import (
+    ResolvedUnit,
     arranged,
     as_placed,
     check_replicas,
     check_together,
     like,
+    model_demands,
     on_gpus,
     parts_of,
     possible_units,
+    resolve_unit,
     together,
     who_replicates,
     wrong,
 )
-from muxserve.planning.planfile import load_plan
-from muxserve.spec import FleetSpec, UnitSpec
+from muxserve.spec import FleetSpec, UnitEntry, UnitSpec
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words
@@ -86,7 +93,7 @@ class FleetPlanner:
 
     # ------------------------------------------------------------ at the start
 
-    def at_start(self, plan_file: str | os.PathLike[str] | None = None) -> list[FleetPlan]:
+    def at_start(self, plan_file: str | os.PathLike[str] | None = None) -> list[ResolvedUnit]:
         """The units at the start.
 
         Args:
@@ -126,7 +133,7 @@ class FleetPlanner:
         self.reasons += reasons
         return fleet
 
-    def _planned(self) -> list[FleetPlan]:
+    def _planned(self) -> list[ResolvedUnit]:
         fleet = self.fleet
         parts = list(parts_of(fleet))
         gpus: list[GpuUnit | None] = [None] * len(parts)
@@ -138,7 +145,7 @@ class FleetPlanner:
         units = self._sharing()
         return [
             replace(
-                plan_fleet(part.fleet, self._machine, self._hub, gpu, units=units, block_tokens=blocks),
+                resolve_unit(part.fleet, self._machine, self._hub, gpu, units=units, block_tokens=blocks),
                 name=f"u{number}",
                 serves=part.serves,
             )
@@ -177,7 +184,7 @@ class FleetPlanner:
         shared = together(self.fleet)
         if not shared.models or (possible_units(shared) == 1 and not several):
             return {}
-        groups = pool_groups(demands_of(shared, self._machine, self._hub, gpu, {}))
+        groups = pool_groups(model_demands(shared, self._machine, self._hub, gpu, {}))
         return {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
 
     def _sharing(self) -> int:
@@ -187,7 +194,7 @@ class FleetPlanner:
 
     # ------------------------------------------------------------ as a plan has it
 
-    def _placed(self, plan_file: str | os.PathLike[str]) -> list[FleetPlan]:
+    def _placed(self, plan_file: str | os.PathLike[str]) -> list[ResolvedUnit]:
         placement = load_plan(plan_file, self.fleet)
         units = placement.units
         fleet = self.fleet = arranged(self.fleet, plan_file, units)
@@ -213,7 +220,7 @@ class FleetPlanner:
         blocks = self._block_tokens(gpus[0], several=len(units) > 1)
         return [
             replace(
-                plan_fleet(part, self._machine, self._hub, gpu, units=len(units), block_tokens=blocks),
+                resolve_unit(part, self._machine, self._hub, gpu, units=len(units), block_tokens=blocks),
                 name=f"u{number}",
             )
             for number, (part, gpu) in enumerate(zip(parts, gpus, strict=True))
@@ -241,7 +248,7 @@ class FleetPlanner:
 
     # ------------------------------------------------------------ later
 
-    def unit(self, name: str, models: Sequence[str], running: FleetSpec) -> FleetPlan:
+    def unit(self, name: str, models: Sequence[str], running: FleetSpec) -> ResolvedUnit:
         """A unit more, beside those that run; asks for nothing that takes long.
 
         Its replicas are as those of the models that the fleet offers: the same blocks and lengths.
@@ -260,9 +267,9 @@ class FleetPlanner:
             if self._chosen:
                 gpu = self._free_gpus(fleet, units)
             elif not self._on_ray:
-                machine = left_of(machine, self.fleet, units, self._hub)
+                machine = remaining_capacity(machine, self.fleet, units, self._hub)
             count = max(self._sharing(), len(units) + 1)
-            plan = plan_fleet(fleet, machine, self._hub, gpu, units=count, block_tokens=blocks)
+            plan = resolve_unit(fleet, machine, self._hub, gpu, units=count, block_tokens=blocks)
         except FleetError as error:
             words = "; ".join(problem.message for problem in error.problems)
             raise NoRoomError(
@@ -300,7 +307,7 @@ class FleetPlanner:
         self.fleet = self.fleet.with_models([each for each in self.fleet.models if each.name != model])
 
 
-def notes_of(plans: Sequence[FleetPlan]) -> list[str]:
+def notes_of(plans: Sequence[ResolvedUnit]) -> list[str]:
     """What was decided for the user, in words."""
     if len(plans) == 1:
         return list(plans[0].notes)
@@ -312,3 +319,79 @@ def notes_of(plans: Sequence[FleetPlan]) -> list[str]:
     if plans[0].gpu is None and plans[0].fleet.cluster.launcher == "local":
         notes.append(f"{len(plans)} units share the {plans[0].unit.cores} cores; each has a pool of its own")
     return notes
+
+
+# ---------------------------------------------------------------- while the fleet serves
+
+
+def remaining_capacity(machine: Machine, fleet: Fleet, units: Sequence[UnitSpec], hub: Hub) -> Machine:
+    """The machine without what the weights and pools of `units` take; `fleet` declares their models."""
+    pools = sum(pool.num_pages * pool.page_bytes * unit.ranks for unit in units for pool in unit.pools)
+    weights = sum(_weights(fleet, unit, hub) for unit in units)
+    shared = machine.shared_memory_bytes
+    return replace(
+        machine,
+        memory_bytes=max(0, machine.memory_bytes - pools - weights),
+        shared_memory_bytes=None if shared is None else max(0, shared - pools),
+    )
+
+
+def _weights(fleet: Fleet, unit: UnitSpec, hub: Hub) -> int:
+    total = 0
+    for model in unit.models:
+        try:
+            architecture = architecture_of(fleet.model(model.name), hub)
+        except (KeyError, CheckpointError):
+            continue  # removed meanwhile: its weights are gone
+        total += architecture.weight_bytes(model.dtype)
+    return total
+
+
+class ScaleOut:
+    """A `muxserve.cluster.changes.Planner` for the fleet that `planner` has planned."""
+
+    def __init__(self, planner: FleetPlanner) -> None:
+        self._planner = planner
+
+    def unit(self, model: str, name: str, fleet: FleetSpec) -> PlannedUnit:
+        """See `Planner.unit`."""
+        gateway = fleet.gateway
+        try:
+            plan = self._planner.unit(name, [model], fleet)
+        except NoRoomError as error:
+            raise ChangeError(str(error)) from None
+        return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys)
+
+    def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetSpec, tell: Tell) -> Addition:
+        """See `Planner.addition`."""
+        told = len(self._planner.reasons)
+        try:
+            declared = self._planner.arranged(fetch(declared, tell))
+        except FleetError as error:
+            raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
+        for reason in self._planner.reasons[told:]:
+            tell(reason)
+        (model,) = declared.models
+        self._planner.declare(declared)
+        units: list[PlannedUnit] = []
+        try:
+            # One at least: without it nobody knows the model's layout, which the front end is built from.
+            for _ in range(max(1, model.replicas.at_start)):
+                units.append(self.unit(model.name, names(), _with(fleet, units)))
+        except BaseException:
+            self._planner.forget(model.name)
+            raise
+        return Addition(units[0].unit_spec.models[0], tuple(units), scaling_of(declared).get(model.name))
+
+    def forget(self, model: str) -> None:
+        """See `Planner.forget`."""
+        self._planner.forget(model)
+
+
+def _with(fleet: FleetSpec, units: list[PlannedUnit]) -> FleetSpec:
+    """The fleet with units that are about to be started."""
+    entries = [
+        UnitEntry(unit.unit_spec, unit.unit_spec.unit_address, unit.unit_spec.migrator_address, list(unit.serves))
+        for unit in units
+    ]
+    return msgspec.structs.replace(fleet, units=[*fleet.units, *entries])

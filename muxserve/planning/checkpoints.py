@@ -1,0 +1,178 @@
+"""Where a model's architecture comes from: a local checkpoint, the hub's cache (filled on demand), a config.json, or a
+name that is built in, for plans without a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from muxserve.config import Fleet, FleetError, Model
+from muxserve.config.problems import did_you_mean
+from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
+
+
+class CheckpointError(Exception):
+    """The checkpoint cannot be had or read; the message says why."""
+
+
+class Hub(Protocol):
+    """What we need of a model hub."""
+
+    def config(self, repo: str, revision: str | None) -> Path:
+        """A local config.json of the repository."""
+
+    def snapshot(self, repo: str, revision: str | None) -> Path:
+        """A local directory with the whole checkpoint."""
+
+
+class HuggingFaceHub:
+    """The Hugging Face hub, through its own library and cache."""
+
+    def config(self, repo: str, revision: str | None) -> Path:
+        """See `Hub.config`."""
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(repo, "config.json", revision=revision))
+        except Exception as error:
+            raise CheckpointError(_hub_error(repo, error)) from None
+
+    def snapshot(self, repo: str, revision: str | None) -> Path:
+        """See `Hub.snapshot`."""
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(repo, revision=revision, ignore_patterns=["*.pth", "original/*", "*.gguf"]))
+        except Exception as error:
+            raise CheckpointError(_hub_error(repo, error)) from None
+
+
+def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
+    """The architecture of a model, from its config.json.
+
+    Raises:
+        CheckpointError: there is no readable config.json, or the model cannot be served; with the reason.
+    """
+    file = Path(model.path) / "config.json" if model.path else hub.config(model.hub or "", model.revision)
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is not a JSON object")
+    overrides = model.engine_args.get("hf_overrides")
+    try:
+        return read_architecture({**config, **overrides} if isinstance(overrides, dict) else config)
+    except UnsupportedModelError as error:
+        raise CheckpointError(f"cannot be served: {error}") from None
+
+
+_HUB_ERRORS = {
+    "GatedRepoError": "access to it must be asked for on its page, and HF_TOKEN must be set",
+    "RepositoryNotFoundError": "there is no such repository, or it is private and HF_TOKEN is not set",
+    "RevisionNotFoundError": "it has no such revision",
+    "EntryNotFoundError": "it has no config.json",
+    "RemoteEntryNotFoundError": "it has no config.json",
+    "LocalEntryNotFoundError": "it is not in the local cache, and the hub cannot be reached",
+}
+
+
+def _hub_error(repo: str, error: Exception) -> str:
+    words = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"cannot get {repo} from the hub: {_HUB_ERRORS.get(type(error).__name__, words)}"
+
+
+def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None) -> Fleet:
+    """`fleet` with a local directory for every model; what is on the hub is downloaded into its cache.
+
+    Raises:
+        FleetError: a download failed.
+    """
+    hub = hub or HuggingFaceHub()
+    models, problems = [], []
+    for model in fleet.models:
+        if model.hub is not None:
+            progress(f"fetching {model.hub}")
+            try:
+                model = model.model_copy(update={"path": str(hub.snapshot(model.hub, model.revision))})
+            except CheckpointError as error:
+                problems.append(fleet.model_problem(model.name, "hub", str(error)))
+        models.append(model)
+    if problems:
+        raise FleetError(problems)
+    return fleet.model_copy(update={"models": models})
+
+
+def _dense(
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    intermediate: int,
+    vocab: int,
+    max_len: int,
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+) -> dict[str, object]:
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_len,
+        "dtype": dtype,
+        "head_dim": head_dim,
+    }
+
+
+# As in the config.json of each model's public checkpoint.
+BUILT_IN: dict[str, dict[str, object]] = {
+    "llama-7b": _dense(32, 32, 32, 4096, 11008, 32000, 2048, "float16"),
+    "llama-13b": _dense(40, 40, 40, 5120, 13824, 32000, 2048, "float16"),
+    "llama-30b": _dense(60, 52, 52, 6656, 17920, 32000, 2048, "float16"),
+    "llama-65b": _dense(80, 64, 64, 8192, 22016, 32000, 2048, "float16"),
+    "llama-2-7b": _dense(32, 32, 32, 4096, 11008, 32000, 4096, "float16"),
+    "llama-2-13b": _dense(40, 40, 40, 5120, 13824, 32000, 4096, "float16"),
+    "llama-2-70b": _dense(80, 64, 8, 8192, 28672, 32000, 4096, "float16"),
+    "llama-3.1-8b": _dense(32, 32, 8, 4096, 14336, 128256, 131072),
+    "llama-3.1-70b": _dense(80, 64, 8, 8192, 28672, 128256, 131072),
+    "qwen2.5-7b": _dense(28, 28, 4, 3584, 18944, 152064, 32768),
+    "qwen2.5-14b": _dense(48, 40, 8, 5120, 13824, 152064, 32768),
+    "qwen2.5-32b": _dense(64, 40, 8, 5120, 27648, 152064, 32768),
+    "qwen2.5-72b": _dense(80, 64, 8, 8192, 29568, 152064, 32768),
+}
+
+
+def planned_architecture(value: str, base: Path) -> ModelArchitecture:
+    """The architecture that a fleet file's `architecture` names: built in, or a config.json (or the directory that
+    holds one) relative to `base`.
+
+    Raises:
+        ValueError: neither; the message says what is known.
+    """
+    name = value.strip().lower().replace("_", "-")
+    if name in BUILT_IN:
+        return read_architecture({"architectures": [name], **BUILT_IN[name]})
+    file = base / Path(value).expanduser()
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{value!r} is neither a config.json nor a built-in architecture{did_you_mean(name, BUILT_IN)}"
+        )
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is not a readable config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    try:
+        return read_architecture(config)
+    except UnsupportedModelError as error:
+        raise ValueError(f"cannot be served: {error}") from None

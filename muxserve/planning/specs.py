@@ -1,0 +1,264 @@
+"""From planned units to the specs that their processes read, and from the fleet file to the rules of replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import takewhile
+
+import msgspec
+
+from muxserve.cluster.units import PlannedUnit
+from muxserve.config import AUTO, Fleet, Model
+from muxserve.costs.devices import device
+from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel
+from muxserve.costs.roofline import Roofline
+from muxserve.gpu.nvml import device_name
+from muxserve.planning.arrangements import arrangement_of
+from muxserve.planning.device_pool import CPU
+from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.priorities import Level
+from muxserve.replicas.scaling import ScalingRules
+from muxserve.rolling.rules import RollingRules
+from muxserve.spec import (
+    FleetSpec,
+    GatewaySpec,
+    GrammarLimits,
+    Keys,
+    ModelSpec,
+    PoolSpec,
+    UnitEntry,
+    UnitSpec,
+    WatchdogRules,
+    offered,
+)
+from placement import ModelDemand, ModelPlan
+
+# Stands for a GPU of which nothing is known. What is observed corrects predictions within some prefills.
+UNKNOWN_GPU = "A100-80GB"
+# Predicted lengths, in tokens: 1, then these and so on, four times as long each.
+_FIRST, _FACTOR = 16, 4
+
+
+def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port: int | None = None) -> UnitSpec:
+    """The unit's spec of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
+    pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
+    models = [_model(*of) for of in zip(plan.fleet.models, plan.unit.models, plan.demands, strict=True)]
+    if plan.gpu is not None:
+        shares = plan.gpu.shares
+        models = [
+            msgspec.structs.replace(m, prefill_share=shares[m.name].prefill, decode_share=shares[m.name].decode)
+            for m in models
+        ]
+    return UnitSpec(
+        run_dir=run_dir,
+        unit=plan.name,
+        policy=plan.policy,
+        cores=plan.unit.cores,
+        pools=pools,
+        models=models,
+        gateway=gateway_of(plan.fleet, host, port),
+        ranks=plan.demands[0].ranks,
+        stages=plan.demands[0].stages,
+        gpu=plan.gpu.deployed if plan.gpu else None,
+        migration_bandwidth=float((plan.fleet.migration and plan.fleet.migration.bandwidth) or 0),
+        migration=migration_of(plan.fleet) or MigrationRules(),
+        levels=levels_of(plan.fleet),
+        default_level=plan.fleet.default_level,
+        watchdog=watchdog_of(plan.fleet),
+    )
+
+
+def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -> GatewaySpec:
+    """The endpoint of a fleet; `host` and `port` override the fleet file's."""
+    gateway = fleet.gateway
+    return GatewaySpec(
+        host=gateway.host if host is None else host,
+        port=gateway.port if port is None else port,
+        api_keys=gateway.keys,
+        max_body_bytes=gateway.max_body,
+        drain_seconds=gateway.drain_seconds,
+        count=gateway.count,
+        cors_origins=tuple(gateway.cors_origins),
+        access_log=gateway.access_log,
+        grammars=GrammarLimits(
+            max_bytes=gateway.structured_output.max_bytes,
+            max_expansion=gateway.structured_output.max_expansion,
+            max_depth=gateway.structured_output.max_depth,
+            compile_seconds=gateway.structured_output.compile_timeout,
+            compile_bytes=gateway.structured_output.compile_memory,
+            workers=gateway.structured_output.workers,
+        ),
+    )
+
+
+def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelSpec:
+    assert model.path is not None, "fetch() gives every model a path"
+    return ModelSpec(
+        name=model.name,
+        path=model.path,
+        pool=plan.pool,
+        dtype=plan.dtype,
+        layers=demand.layers,
+        kv_heads=demand.kv_heads,
+        head_dim=demand.architecture.head_dim,
+        block_tokens=plan.block_tokens,
+        num_blocks=plan.num_blocks,
+        quota_pages=plan.quota_pages,
+        floor_pages=plan.floor_pages,
+        max_len=plan.max_len,
+        rate=model.rate,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        prefix_caching=model.prefix_caching,
+        threads=plan.threads,
+        prefill_share=plan.share,
+        decode_share=plan.share,
+        max_concurrency=model.limits.max_concurrency,
+        max_queue=model.limits.max_queue,
+        slo_ttft_ms=model.slo.ttft_ms,
+        slo_tpot_ms=model.slo.tpot_ms,
+        max_wait=model.limits.max_wait,
+        engine_args=dict(model.engine_args),
+        phases=arrangement_of(model).name,
+        batching=arrangement_of(model).batching(model),
+        aliases=tuple(model.aliases),
+    )
+
+
+def planned_unit(
+    plan: ResolvedUnit, run_dir: str, host: str | None = None, port: int | None = None, keys: Keys | None = None
+) -> PlannedUnit:
+    """What starts a planned unit whose models are all local.
+
+    Args:
+        run_dir: of the fleet; the unit's is below it.
+        host, port: of the endpoint, instead of the fleet file's.
+        keys: the fleet's, if it is reached from other machines.
+    """
+    unit_spec = unit_spec_of(plan, os.path.join(run_dir, plan.name), host, port)
+    unit_spec = msgspec.structs.replace(unit_spec, keys=keys)
+    return PlannedUnit(unit_spec, plan.served, plan.gpu_plan(), rolling_of(plan))
+
+
+def fleet_spec_of(
+    fleet: Fleet,
+    units: Sequence[PlannedUnit],
+    run_dir: str,
+    host: str | None = None,
+    port: int | None = None,
+    keys: Keys | None = None,
+    tokens_host: str = "",
+) -> FleetSpec:
+    """The fleet as it is at the start. Arguments are those of `planned_unit`; `tokens_host` is the address under which
+    engines of other machines reach the gateways."""
+    return FleetSpec(
+        run_dir=run_dir,
+        gateway=gateway_of(fleet, host, port),
+        models=offered((unit.unit_spec.models for unit in units), [model.name for model in fleet.models]),
+        units=[
+            UnitEntry(unit.unit_spec, unit.unit_spec.unit_address, unit.unit_spec.migrator_address, list(unit.serves))
+            for unit in units
+        ],
+        scaling=scaling_of(fleet),
+        migration=migration_of(fleet),
+        levels=levels_of(fleet),
+        default_level=fleet.default_level,
+        key_levels=fleet.gateway.key_priorities,
+        keys=keys,
+        tokens_host=tokens_host,
+        watchdog=watchdog_of(fleet),
+        # Replicas of a model are alike, so that any of them says how long prefills take.
+        rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
+    )
+
+
+# ---------------------------------------------------------------- rules
+
+
+def scaling_of(fleet: Fleet) -> dict[str, ScalingRules]:
+    """Rules by model, of those whose number of replicas changes by itself."""
+    return {
+        model.name: ScalingRules(
+            minimum=r.min,
+            maximum=r.max,
+            low=r.low,
+            high=r.high,
+            hold=r.hold,
+            idle_seconds=r.idle,
+            wake_limit=r.wake,
+        )
+        for model in fleet.models
+        if (r := model.replicas).scales
+    }
+
+
+def migration_of(fleet: Fleet) -> MigrationRules | None:
+    """By which running requests move; None: they stay where they are."""
+    given = fleet.migration
+    if given is None:
+        return None
+    return MigrationRules(given.source_below, given.destination_above, given.in_flight)
+
+
+def watchdog_of(fleet: Fleet) -> WatchdogRules | None:
+    """When a silent process is suspect, and when it hangs; None: nobody looks."""
+    given = fleet.watchdog
+    return None if given is None else WatchdogRules(given.suspect, given.hung)
+
+
+def levels_of(fleet: Fleet) -> tuple[Level, ...]:
+    """The priority levels, from the highest."""
+    levels = [Level(name, level.rank, level.target_load) for name, level in fleet.priorities.items()]
+    return tuple(sorted(levels, key=lambda level: -level.rank))
+
+
+def rolling_of(plan: ResolvedUnit, latency: LatencyModel | None = None) -> RollingRules | None:
+    """The rules of a unit whose model is rolling; None for other units.
+
+    Args:
+        latency: where predictions come from; the roofline by default.
+
+    Raises:
+        muxserve.costs.latency.CostError: it knows nothing of the model.
+    """
+    (model, *_) = plan.fleet.models
+    if not arrangement_of(model).needs_objectives:
+        return None
+    ttft, tpot = model.slo.ttft_ms, model.slo.tpot_ms
+    assert ttft is not None, "the fleet file is refused without"
+    assert tpot is not None, "the fleet file is refused without"
+    costs = (latency or Roofline()).engine(plan.demands[0].architecture, _shape(plan))
+    longest = plan.unit.models[0].max_len
+    lengths = [1, *takewhile(lambda n: n < longest, (_FIRST * _FACTOR**n for n in range(32))), longest]
+    step = model.max_num_batched_tokens
+    return RollingRules(
+        ttft=ttft / 1000,
+        tpot=tpot / 1000,
+        prefill=tuple((length, prefill_seconds(costs, length, step)) for length in lengths),
+        spared=model.rolling.quantile,
+        lower=model.rolling.lower,
+        upper=model.rolling.upper,
+    )
+
+
+def prefill_seconds(costs: EngineCosts, tokens: int, step: int) -> float:
+    """Seconds of one prompt of `tokens`, computed in chunks of `step` tokens."""
+    seconds = 0.0
+    for done in range(0, tokens, step):
+        chunk = min(step, tokens - done)
+        seconds += costs.prefill(chunk, chunk * done + chunk * (chunk + 1) // 2, 1)
+    return seconds
+
+
+def _shape(plan: ResolvedUnit) -> EngineShape:
+    demand, unit = plan.demands[0], plan.unit.models[0]
+    if plan.gpu is not None:
+        kind = device_name(plan.gpu.gpus[0]) or UNKNOWN_GPU
+        return EngineShape(kind, demand.tensor_parallel, 1.0, demand.resolved_dtype)
+    # What an engine's threads get where those of all units compute at the same time.
+    cores = (plan.fleet.cluster.cores if plan.fleet.cluster.cores != AUTO else plan.machine.cores) / plan.units
+    # The figures of a CPU are those of a whole one with so many cores.
+    share = min(1.0, min(unit.threads * demand.ranks, cores) / device(CPU).cores)
+    return EngineShape(CPU, 1, share, demand.resolved_dtype)

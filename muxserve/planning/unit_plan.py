@@ -1,0 +1,384 @@
+"""The units of a fleet: which models each has, and a plan of each that fits its machine.
+
+Without a plan file, units are formed by the numbers of replicas (`parts_of`); `as_placed` and `arranged` follow a plan
+file. `resolve_unit` reads every model's architecture and divides memory and threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
+from muxserve.costs.architecture import ModelArchitecture, split_layers
+from muxserve.gpu.budget import BudgetError
+from muxserve.gpu.nvml import Gpu
+from muxserve.gpu.unit import GpuPlan, GpuUnit
+from muxserve.planning.arrangements import arrangement, arrangement_of
+from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
+from muxserve.planning.device_pool import CPU
+from muxserve.spec import ModelSpec, PolicyName
+from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
+from placement.cluster import PlacedUnit
+from placement.format import enumerate_words, format_size
+
+UNIT = "u0"
+# With it vLLM splits the layers of every model in a process as it says, whatever stages there are.
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+
+
+class Part(NamedTuple):
+    """The models of one unit, and which of them have engines from the beginning."""
+
+    fleet: Fleet
+    serves: tuple[str, ...]
+
+
+def together(fleet: Fleet) -> Fleet:
+    """The models that share units; perhaps none."""
+    return fleet.with_models([model for model in fleet.models if not arrangement_of(model).dedicated])
+
+
+def units_at_start(fleet: Fleet) -> int:
+    """How many units a fleet begins with, without a plan: as many as the most replicas of a model that shares, and one
+    for each replica of a model that does not."""
+    shared = max((_prepared(model) for model in together(fleet).models), default=0)
+    return shared + sum(_prepared(model) for model in fleet.models if arrangement_of(model).dedicated)
+
+
+def possible_units(fleet: Fleet) -> int:
+    """How many units there can be when every model has as many replicas as it may."""
+    return units_at_start(fleet) + sum(model.replicas.max - _prepared(model) for model in fleet.models)
+
+
+def _prepared(model: Model) -> int:
+    """Units that a model has at the start. One that sleeps has one, where it can be woken soonest."""
+    return max(1, model.replicas.at_start)
+
+
+def parts_of(fleet: Fleet) -> Iterator[Part]:
+    """What the units have at the start: those that are shared, then those of one model, each with its part of the
+    rate."""
+    shared = together(fleet)
+    most = max((_prepared(model) for model in shared.models), default=0)
+    groups = [(number, [m for m in shared.models if _prepared(m) > number]) for number in range(most)]
+    groups += [(number, [m]) for m in fleet.models if arrangement_of(m).dedicated for number in range(_prepared(m))]
+    for number, models in groups:
+        parts = [model.model_copy(update={"rate": model.rate / _prepared(model)}) for model in models]
+        serves = tuple(model.name for model in models if model.replicas.at_start > number)
+        yield Part(fleet.with_models(parts), serves)
+
+
+def like(model: Model, offered: ModelSpec | None) -> Model:
+    """A replica more of a model that is offered."""
+    if offered is None:
+        return model
+    return model.model_copy(update={"rate": offered.rate, "max_len": offered.max_len})
+
+
+def on_gpus(fleet: Fleet, gpus: Sequence[Gpu]) -> Fleet:
+    """The same fleet on these GPUs."""
+    ids = {"gpu_ids": [gpu.uuid for gpu in gpus], "gpus": 0}
+    return fleet.model_copy(update={"cluster": fleet.cluster.model_copy(update=ids)})
+
+
+def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
+    """The models of a planned unit with the plan's rates; on CPU also with its size of the pool and, where they are
+    multiplexed, threads (a model's prefill and decode engines run on the same number; the larger share counts). On GPUs
+    the pool's size is left to what is measured there."""
+    models = []
+    for each in unit.models:
+        update: dict[str, object] = {"rate": each.rate}
+        if unit.device == CPU and not arrangement(unit.phases).dedicated:
+            share = max(each.prefill_share, each.decode_share)
+            update["threads"] = max(1, min(cores, round(share * cores)))
+        models.append(fleet.model(each.model).model_copy(update=update))
+    part = fleet.with_models(models)
+    if unit.device != CPU:
+        return part
+    return part.model_copy(update={"kv_pool": fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})})
+
+
+def arranged(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> Fleet:
+    """The fleet with its models arranged as the plan has them.
+
+    Raises:
+        FleetError: the fleet file wants it otherwise, or the plan wants what it has no objectives for.
+    """
+    models = []
+    for model in fleet.models:
+        unit = next(unit for unit in units if any(each.model == model.name for each in unit.models))
+        given = model.model_fields_set
+        if "phases" in given and model.phases not in (AUTO, unit.phases):
+            message = f"the plan has {model.name} {unit.phases}, the fleet file {model.phases}"
+            raise wrong(path, f"{message}; make it anew, or change `phases` to auto")
+        if unit.phases == "pipelined" and model.stages not in (AUTO, unit.stages):
+            message = f"the plan has {model.name} over {unit.stages} stages, the fleet file over {model.stages}"
+            raise wrong(path, f"{message}; make it anew, or change `stages`")
+        how = arrangement(unit.phases)
+        if how.needs_objectives and (model.slo.ttft_ms is None or model.slo.tpot_ms is None):
+            message = f"the plan has {model.name} {how.name}, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"
+            raise wrong(path, message)
+        models.append(how.declare(model, unit.stages))
+    return fleet.with_models(models)
+
+
+def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:
+    """Where the fleet file says how many replicas there are, the plan must agree."""
+    for model in fleet.models:
+        bounds = model.replicas
+        count = sum(model.name == each.model for unit in units for each in unit.models)
+        replicas = f"{count} replica{'' if count == 1 else 's'}"
+        if bounds.scales and not bounds.min <= count <= bounds.max:
+            message = f"the plan has {replicas} of {model.name}, the fleet file {bounds.min} to {bounds.max}"
+        elif not bounds.scales and bounds.max not in (1, count):
+            message = f"the plan has {replicas} of {model.name}, the fleet file {bounds.max}"
+        else:
+            continue
+        # Planning anew would not help: the planner finds the number by itself.
+        raise wrong(path, f"{message}; change `replicas`, or deploy without the plan")
+
+
+def check_together(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) -> None:
+    """Each unit fits; together they may not."""
+    if len(plans) == 1:
+        return
+    pools = sum(plan.unit.pool_bytes * plan.demands[0].ranks for plan in plans)
+    weights = sum(d.architecture.weight_bytes(d.resolved_dtype) for plan in plans for d in plan.demands)
+    count, shared = len(plans), machine.shared_memory_bytes
+    key = ("kv_pool", "size") if fleet.kv_pool.size != AUTO else ("models",)
+    if shared is not None and pools > shared:
+        message = (
+            f"the pools of {count} units take {format_size(pools)} together, but only {format_size(shared)} of shared "
+            "memory (/dev/shm) are free; make it larger (docker run --shm-size), or the pools smaller (kv_pool.size)"
+        )
+        raise FleetError([fleet.problem(key, message)])
+    if pools + weights > machine.memory_bytes:
+        message = (
+            f"{count} units need {format_size(weights)} for weights (every unit loads its own) and "
+            f"{format_size(pools)} for pools, but the memory is {format_size(machine.memory_bytes)}; "
+            "have fewer replicas, or smaller pools (kv_pool.size is of one unit)"
+        )
+        raise FleetError([fleet.problem(key, message)])
+
+
+def who_replicates(fleet: Fleet) -> str:
+    """The models with several replicas, in words."""
+    several = {model.name: model.replicas.max for model in fleet.models if model.replicas.max > 1}
+    return enumerate_words(
+        [f"{name}: {'up to ' if fleet.model(name).replicas.scales else ''}{count}" for name, count in several.items()]
+    )
+
+
+def wrong(path: str | os.PathLike[str], message: str) -> FleetError:
+    """A plan file that cannot be served."""
+    return FleetError([Problem(message, str(Path(path)), 1)])
+
+
+# ---------------------------------------------------------------- a unit that fits its machine
+
+
+@dataclass(frozen=True)
+class ResolvedUnit:
+    """A unit that fits the machine: `fleet` has its models alone. `unit` has the planner's notes for the user; `gpu` is
+    None for serving on CPU. `serves` are the models that have engines from the beginning; None: all. `units`: how
+    many units the machine's memory is for."""
+
+    fleet: Fleet
+    unit: UnitPlan
+    demands: tuple[ModelDemand, ...]
+    machine: Machine
+    gpu: GpuUnit | None = None
+    name: str = UNIT
+    serves: tuple[str, ...] | None = None
+    units: int = 1
+
+    @property
+    def architectures(self) -> tuple[ModelArchitecture, ...]:
+        """Those of the models, in their order."""
+        return tuple(demand.architecture for demand in self.demands)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided for the user, in words."""
+        return (*(self.gpu.describe() if self.gpu else self._on_cpu()), *self.unit.notes)
+
+    def _on_cpu(self) -> Iterator[str]:
+        model, demand = self.fleet.models[0], self.demands[0]
+        if arrangement_of(model).dedicated:
+            split = f", its layers over {demand.stages} processes" if demand.stages > 1 else ""
+            yield f"{model.name} has one engine of both phases ({arrangement_of(model).name}){split}"
+
+    @property
+    def policy(self) -> PolicyName:
+        """By which the unit's scheduler decides."""
+        return arrangement_of(self.fleet.models[0]).policy(self.fleet)
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """The models that have engines from the beginning."""
+        return tuple(model.name for model in self.fleet.models) if self.serves is None else self.serves
+
+    def with_fleet(self, fleet: Fleet) -> ResolvedUnit:
+        """The same plan for the same fleet with other model paths."""
+        return replace(self, fleet=fleet)
+
+    def with_paths(self, fleet: Fleet) -> ResolvedUnit:
+        """The same plan with the model paths of `fleet`, which has these models and perhaps others."""
+        models = [each.model_copy(update={"path": fleet.model(each.name).path}) for each in self.fleet.models]
+        return replace(self, fleet=self.fleet.with_models(models))
+
+    def with_gpu(self, gpu: GpuUnit) -> ResolvedUnit:
+        """The same plan with the GPUs shared in another way."""
+        return replace(self, gpu=gpu)
+
+    def gpu_plan(self) -> GpuPlan | None:
+        """What a host has to know of the GPUs; None for serving on CPU."""
+        if self.gpu is None:
+            return None
+        cluster = self.fleet.cluster
+        size = _known(self.fleet.kv_pool.size)
+        return GpuPlan(self.gpu, self.demands, self.machine, _known(cluster.cores), size, cluster.mps)
+
+
+def resolve_unit(
+    fleet: Fleet,
+    machine: Machine,
+    hub: Hub | None = None,
+    gpu: GpuUnit | None = None,
+    *,
+    units: int = 1,
+    block_tokens: Mapping[str, int] | None = None,
+) -> ResolvedUnit:
+    """Read every model's architecture and plan one unit of all of them.
+
+    Args:
+        gpu: the GPUs to serve on; None: the CPU.
+        units: how many units the machine's memory is for.
+        block_tokens: tokens of a block of models that have replicas elsewhere.
+
+    Raises:
+        FleetError: a model cannot be served or the fleet does not fit; all reasons, with file and line.
+        ValueError: a model that has a unit to itself is not the only one.
+    """
+    if len(fleet.models) > 1 and any(arrangement_of(model).dedicated for model in fleet.models):
+        raise ValueError("rolling and pipelined models have units to themselves")
+    demands = model_demands(fleet, machine, hub, gpu, block_tokens or {}, units)
+    return ResolvedUnit(fleet, _unit(fleet, demands, machine, gpu, units), demands, machine, gpu, units=units)
+
+
+def model_demands(
+    fleet: Fleet,
+    machine: Machine,
+    hub: Hub | None,
+    gpu: GpuUnit | None,
+    block_tokens: Mapping[str, int],
+    units: int = 1,
+) -> tuple[ModelDemand, ...]:
+    """What the models need of a unit; arguments and errors are those of `resolve_unit`."""
+    hub = hub or HuggingFaceHub()
+    problems: list[Problem] = []
+    demands: list[ModelDemand] = []
+    cores = _known(fleet.cluster.cores) or machine.cores
+    for key in ("gpus", "nodes"):
+        if getattr(fleet.cluster, key) and gpu is None:
+            message = f"this works on the CPU of this machine only; leave {key} out here"
+            problems.append(fleet.problem(("cluster", key), message))
+    for model in fleet.models:
+        try:
+            architecture = architecture_of(model, hub)
+        except CheckpointError as error:
+            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", str(error)))
+            continue
+        stages, problem = arrangement_of(model).stages(fleet, model, architecture.layers, gpu.ranks if gpu else 0)
+        split = _partition_problem(fleet, model, architecture.layers, stages, os.environ)
+        problems += [each for each in (problem, split) if each]
+        ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
+        threads = _threads(fleet.policy, model, cores, ranks, units)
+        demand = _demand(model, architecture, threads, ranks, stages, block_tokens.get(model.name))
+        demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
+        if gpu is not None and demands[-1].dtype == "float32":
+            message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
+            problems.append(fleet.model_problem(model.name, "dtype", message))
+    if problems:
+        raise FleetError(problems)
+    return tuple(demands)
+
+
+def _threads(policy: str, model: Model, cores: int, ranks: int, units: int) -> int | None:
+    """Threads of each rank of a model's engines where they do not follow from the number of models; see docs."""
+    if arrangement_of(model).dedicated:
+        # The only engine of its unit. Those of other units compute at the same time.
+        return max(1, cores // units // ranks)
+    # With temporal multiplexing an engine has the whole machine while it runs.
+    return max(1, cores // ranks) if policy == "fcfs" else None
+
+
+def gpu_dtype(model: Model, architecture: ModelArchitecture) -> str:
+    """The type that a model is served in on a GPU; checkpoints in float32 become bfloat16 unless the file insists."""
+    if model.dtype != AUTO:
+        return model.dtype
+    return "bfloat16" if architecture.dtype == "float32" else architecture.dtype
+
+
+def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: GpuUnit | None, units: int) -> UnitPlan:
+    size, cores = _known(fleet.kv_pool.size), _known(fleet.cluster.cores)
+    try:
+        if gpu is None:
+            return plan_unit(demands, machine, cores, size, units=units)
+        return plan_unit(demands, machine, cores, gpu.pool(demands, size), "cuda")
+    except BudgetError as error:
+        raise FleetError([fleet.problem(("cluster", "gpu_memory"), str(error))]) from None
+    except PlanError as error:
+        raise FleetError(_problem(fleet, problem) for problem in error.problems) from None
+
+
+def _demand(
+    model: Model,
+    architecture: ModelArchitecture,
+    threads: int | None,
+    ranks: int,
+    stages: int,
+    block_tokens: int | None,
+) -> ModelDemand:
+    return ModelDemand(
+        name=model.name,
+        architecture=architecture,
+        dtype=None if model.dtype == AUTO else model.dtype,
+        rate=model.rate,
+        max_len=_known(model.max_len),
+        max_num_seqs=model.max_num_seqs,
+        threads=_known(model.threads) or threads,
+        ranks=ranks,
+        block_tokens=block_tokens,
+        stages=stages,
+    )
+
+
+def _problem(fleet: Fleet, problem: PlanProblem) -> Problem:
+    if problem.model is None:
+        return fleet.problem(tuple(problem.key.split(".")), problem.message)
+    return fleet.model_problem(problem.model, problem.key, problem.message)
+
+
+def _known(value: int | str) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _partition_problem(
+    fleet: Fleet, model: Model, layers: int, stages: int, environ: Mapping[str, str]
+) -> Problem | None:
+    """Why the layers would not be split as the pools are sized for: vLLM is told otherwise by its environment variable,
+    which all engines inherit."""
+    told = environ.get(PARTITION)
+    if told is None or stages > layers:
+        return None
+    split = ",".join(map(str, split_layers(layers, stages)))
+    if told.replace(" ", "") == split:
+        return None
+    over = f"its {layers} layers are over {stages} stages as {split}" if stages > 1 else f"it has one stage of {layers}"
+    message = f"the environment variable {PARTITION} is {told!r}, which vLLM would split every model by, but {over}"
+    return fleet.model_problem(model.name, "stages", f"{message}; unset it")
