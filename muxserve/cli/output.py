@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from muxserve.config import FleetError
 from muxserve.gpu.budget import Budget
 from muxserve.gpu.budget import table as budget_rows
+from muxserve.metrics.figure_table import FigureTable
 from muxserve.spec import ModelSpec, UnitSpec
 
 # Where nobody looks at a screen, nothing is cut to the width of one.
@@ -49,11 +49,10 @@ def escape(text: str) -> str:
     return rich_escape(text)
 
 
-def models_table(unit_spec: UnitSpec) -> Table:
+def models_table(unit_spec: UnitSpec) -> FigureTable:
     """The models as they are deployed."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("model", "dtype", "layers x KV heads", "pool", "block", "quota", "max_len", "threads"):
-        table.add_column(name, no_wrap=True)
+    columns = ("model", "dtype", "layers x KV heads", "pool", "block", "quota", "max_len", "threads")
+    table = FigureTable(columns, words=len(columns))
     for model in unit_spec.models:
         table.add_row(
             escape(model.name),
@@ -73,12 +72,9 @@ def quota_words(model: ModelSpec) -> str:
     return f"{model.quota_pages} pages ({model.quota_pages // model.pages_per_block} blocks)"
 
 
-def budget_table(budgets: Sequence[Budget]) -> Table:
+def budget_table(budgets: Sequence[Budget]) -> FigureTable:
     """What the memory of each GPU goes to."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("GPU memory", no_wrap=True)
-    for budget in budgets:
-        table.add_column(escape(budget.gpu), no_wrap=True, justify="right")
+    table = FigureTable(["GPU memory", *(escape(budget.gpu) for budget in budgets)])
     for row in budget_rows(budgets):
         table.add_row(*map(escape, row))
     return table

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from muxserve.cli.output import console, errors, escape
 from muxserve.config import Fleet
+from muxserve.metrics.figure_table import FigureTable
 from muxserve.planning.arrangements import is_open
 from muxserve.planning.comparison import COLUMNS, SHARE, WITHIN, Compared, Comparison, Spread, cells
 
@@ -58,19 +58,15 @@ def show_comparisons(fleet: Fleet, comparisons: Sequence[Comparison]) -> None:
         show(comparison, is_open(fleet.model(comparison.model)))
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(comparison: Comparison) -> FigureTable:
     """A row for each arrangement, or where that is too wide for the screen a column."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     rows = [_row(each, comparison.recommended) for each in comparison.arrangements]
     if console.width >= _WIDE:
-        for index, name in enumerate(COLUMNS):
-            table.add_column(name, no_wrap=True, justify="left" if index < 2 else "right")
+        table = FigureTable(COLUMNS, words=2)
         for row in rows:
             table.add_row(*row)
         return table
-    table.add_column("", no_wrap=True)
-    for row in rows:
-        table.add_column(row[0], justify="left")
+    table = FigureTable(["", *(row[0] for row in rows)], words=1 + len(rows))
     for index, name in enumerate(COLUMNS[1:], 1):
         table.add_row(name, *(row[index] for row in rows))
     return table

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rich.table import Table
-
 from muxserve.cli.output import console, escape
+from muxserve.metrics.figure_table import FigureTable
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.comparison import format_part, format_seconds
 from muxserve.planning.document import SweepPoint, needed
@@ -16,14 +15,7 @@ from placement.format import format_size
 from placement.planner import ClusterPlan
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for index, name in enumerate(columns):
-        table.add_column(name, no_wrap=True, justify="left" if index < 3 else "right")
-    return table
-
-
-def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
+def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> FigureTable:
     """One row per replica, grouped by unit."""
     columns = [
         "unit",
@@ -40,7 +32,7 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
     ]
     if simulated:
         columns += ["sim. req/s", "sim. TTFT", "sim. TPOT", "sim. SLO"]
-    table = _table(*columns)
+    table = FigureTable(columns, words=3, keys=(0, 2))
     for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
         for index, model in enumerate(estimate.models):
             demand = plan.demands[model.member.model]
@@ -65,14 +57,13 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> Table:
     return table
 
 
-def units_table(plan: ClusterPlan) -> Table:
+def units_table(plan: ClusterPlan) -> FigureTable:
     """One row per unit: memory, load, and what limits it."""
-    table = _table("unit", "limit", "", "models", "pool", "pool used", "headroom")
+    table = FigureTable(["unit", "limit", "models", "pool", "pool used", "headroom"], words=2)
     for unit, estimate, note in zip(plan.placement.units, plan.estimates, plan.placement.notes, strict=False):
         table.add_row(
             escape(unit.name),
             escape(note.partition(": ")[2]),
-            "",
             format_size(sum(model.own_bytes for model in estimate.models)),
             format_size(estimate.pool_bytes),
             f"{estimate.kv_bytes / estimate.pool_bytes:.0%}",
@@ -81,11 +72,9 @@ def units_table(plan: ClusterPlan) -> Table:
     return table
 
 
-def sweep_table(points: Sequence[SweepPoint]) -> Table:
+def sweep_table(points: Sequence[SweepPoint]) -> FigureTable:
     """One row per size of the cluster."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("GPUs", "used", "served/s", "rate-weighted", "SLO", "rates and SLOs"):
-        table.add_column(name, no_wrap=True, justify="right")
+    table = FigureTable(["GPUs", "used", "served/s", "rate-weighted", "SLO", "rates and SLOs"], words=0)
     enough = needed(points)
     for p in points:
         verdict = "[green]met[/]" if p.meets else (f"no place for {len(p.missing)}" if p.missing else "not met")

@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from rich.table import Table
-
 from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.output import console, escape, print_error
 from muxserve.cli.ready import endpoint
 from muxserve.control.client import running_fleets
+from muxserve.metrics.figure_table import FigureTable
 from placement.format import format_size
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -70,10 +69,8 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
     console.print(_headline(url, health, units))
     counts = {**_COUNTS, **(_MOVES if several else {})}
     phases = _phases(fleet)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     words_of = ("model", *(["phases"] if phases else []), "state")
-    for column in (*words_of, "running", "waiting", *counts):
-        table.add_column(column, no_wrap=True, justify="left" if column in words_of else "right")
+    table = FigureTable([*words_of, "running", "waiting", *counts], words=len(words_of))
     for name, model in health["models"].items():
         replicas = {u.get("name", "?"): u for u in units if name in u.get("serves", ())}
         said = {unit: _of(each, name) for unit, each in replicas.items()}
@@ -157,7 +154,7 @@ def _sum(replicas: Iterable[dict[str, Any]], key: str) -> object:
     return sum(known) if known else "-"
 
 
-def _row(table: Table, cells: list[object]) -> None:
+def _row(table: FigureTable, cells: list[object]) -> None:
     table.add_row(*(escape(str(cell)) for cell in cells))
 
 

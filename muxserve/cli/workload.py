@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.workload_args import models_of, print_left_out
 from muxserve.config import FleetError
+from muxserve.metrics.figure_table import FigureTable
 from muxserve.workload import TraceRequest, Workload, WorkloadError, WorkloadOptions, open_workload, write_trace
 from muxserve.workload import describe as figures_of
 from muxserve.workload.describe import Description, Part
@@ -124,12 +124,10 @@ def _counted(workload: Workload, doing: str) -> Iterator[Iterable[TraceRequest]]
         yield passing()
 
 
-def _table(described: Description) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+def _table(described: Description) -> FigureTable:
     headings = ["model", "requests", "req/s", "CV", "peak"]
     headings += [f"{side} {of}" for side in ("prompt", "output") for of in ("mean", "p50", "p95", "p99", "max")]
-    for number, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=True, justify="right" if number else "left")
+    table = FigureTable(headings)
     for name, part in described.models.items():
         table.add_row(escape(name), *_cells(part))
     if described.overall and len(described.models) > 1:

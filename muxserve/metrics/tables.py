@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.summary import Distribution, Figures, Summary
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _SHOWN_SCALES = (2, 4, 8)
 _CRITERIA = {"latency": "latency", "ttft_tpot": "TTFT and TPOT"}
@@ -102,23 +99,20 @@ def comparison(runs: Mapping[str, Summary]) -> list[list[str]]:
     return [[label, *(column.get(label, "-") for column in columns)] for label in labels]
 
 
-def comparison_table(runs: Mapping[str, Summary]) -> Table:
+def comparison_table(runs: Mapping[str, Summary]) -> FigureTable:
     """`comparison` for a rich console."""
     return _table(["", *runs], comparison(runs))
 
 
-def models_table(summary: Summary) -> Table:
+def models_table(summary: Summary) -> FigureTable:
     """`model_rows` for a rich console."""
     return _table(model_columns(summary), model_rows(summary))
 
 
-def _table(columns: list[str], rows: list[list[str]]) -> Table:
+def _table(columns: list[str], rows: list[list[str]]) -> FigureTable:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(escape(column), no_wrap=True, justify="right" if number else "left")
+    table = FigureTable([escape(column) for column in columns])
     for row in rows:
         table.add_row(*map(escape, row))
     return table
