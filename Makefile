@@ -2,6 +2,7 @@
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
 # make test        every check and test, beside each other (sets up first)
 # make quick       ruff and the tests of the packages without I/O, in less than a minute (sets up first)
+# make docs        the documentation as a site, in build/site
 # make bench       every benchmark; results go to benchmarks/results/
 # make soak        real fleets under load and faults for an hour (SOAK_ARGS); docs/reliability.md has what came of it
 # make gpu-test    every test that needs a GPU, with GPU_PYTHON; says so where there is none
@@ -19,7 +20,7 @@ SOAK_ARGS ?= --minutes 60
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test quick lint unit cpp bench soak gpu-test gpu-bench gpu-native clean
+.PHONY: setup quickstart test quick lint unit cpp docs bench soak gpu-test gpu-bench gpu-native clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -66,6 +67,15 @@ build/ray/.installed: requirements/ray.txt | setup
 
 unit: setup build/triton/.installed build/ray/.installed
 	@tests/run_all.sh $(BIN)/python $(PYTEST_ARGS)
+
+build/docs/.installed: requirements/docs.txt
+	@test -x build/docs/bin/python || $(PYTHON) -m venv build/docs
+	@build/docs/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps -r $<
+	@touch $@
+
+docs: build/docs/.installed
+	@NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+	@echo "Open build/site/index.html"
 
 bench: setup
 	@for b in memory_manager scheduler gateway serving_cpu; do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done

@@ -69,7 +69,7 @@ trap 'exit 143' TERM
 if [ "$mode" = quick ]; then
   shown=searching
   python_lane deciding 0 tests/{config,costs,global_scheduler/test_core.py,metrics,replicas,rolling,scheduling,simulator,workload} \
-    tests/test_imports.py
+    tests/test_imports.py tests/test_docs.py
   python_lane searching 0 tests/{placement,planning}
 else
   # Whole fleets; the processes that they are made of, those first that need nothing of the programs that run beside the

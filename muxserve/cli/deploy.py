@@ -197,7 +197,9 @@ def _check_installation(on_gpus: bool) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise Refused("vLLM is not installed; `muxserve doctor` says what is missing", EXIT_START)
     if on_gpus and (other := vllm_without_cuda()):
-        raise Refused(f"{other}; pip install muxserve[gpu] in an environment of its own", EXIT_START)
+        raise Refused(
+            f"{other}; pip install '.[gpu]' (in MuxServe's repository, into an environment of its own)", EXIT_START
+        )
     try:
         from muxserve.memory import server
 

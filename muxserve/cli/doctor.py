@@ -248,7 +248,12 @@ def _gpu(found: Callable[[], nvml.Machine] = nvml.machine) -> Iterator[Check]:
     why_not = vllm_without_cuda()
     good = version_of("vllm") is not None and not why_not
     detail = f"vllm {version_of('vllm')}, torch {version_of('torch')}" if good else why_not or "vLLM is not installed"
-    yield Check("vLLM for CUDA", "ok" if good else "note", detail, "pip install muxserve[gpu] to serve on these GPUs")
+    yield Check(
+        "vLLM for CUDA",
+        "ok" if good else "note",
+        detail,
+        "to serve on these GPUs: pip install '.[gpu]' in MuxServe's repository",
+    )
 
 
 def _one_gpu(gpu: nvml.Gpu) -> Check:

@@ -42,7 +42,7 @@ def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: Mutable
         GpuHostError: they are too few, not as planned, or cannot be shared; or what is installed cannot use them.
     """
     if problem := machine.vllm_without_cuda():
-        raise GpuHostError(f"{problem} on this machine; pip install muxserve[gpu] there")
+        raise GpuHostError(f"{problem} on this machine; pip install '.[gpu]' there, in MuxServe's repository")
     found = machine.fit_for_torch(nvml.visible(nvml.machine(), environ))
     try:
         gpus = nvml.choose(found, plan.unit.ranks)

@@ -112,7 +112,7 @@ def machine(nvml: Nvml | None = None) -> Machine:
     """
     nvml = nvml or load()
     if nvml is None:
-        return Machine(why_none="nvidia-ml-py is not installed (pip install muxserve[gpu])")
+        return Machine(why_none="nvidia-ml-py is not installed (pip install nvidia-ml-py; the `gpu` extra has it)")
     try:
         with _session(nvml):
             gpus = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))

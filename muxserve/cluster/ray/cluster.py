@@ -58,7 +58,7 @@ def join(address: str, start: bool = True) -> Any:
     try:
         import ray
     except ImportError:
-        raise GaveUp(HOST, "units on Ray need it: pip install 'muxserve[ray]'") from None
+        raise GaveUp(HOST, "units on Ray need it: pip install '.[ray]' in MuxServe's repository") from None
     if not ray.is_initialized():
         try:
             _join(ray, address, start)

@@ -1,0 +1,56 @@
+"""Links in the documentation lead somewhere, and every page is in the navigation of the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*DOCS, *sorted(ROOT.glob("*.md"))]
+FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids that a page's headings get, as Python-Markdown's table of contents makes them."""
+    found: set[str] = set()
+    for heading in HEADING.findall(FENCE.sub("", page.read_text())):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower())
+        unique, number = name, 0
+        while unique in found:
+            number += 1
+            unique = f"{name}_{number}"
+        found.add(unique)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            dead.append(target)
+    assert not dead, f"dead links in {page.name}: {', '.join(dead)}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def pages(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        values = entry.values() if isinstance(entry, dict) else entry
+        return [page for value in values for page in pages(value)]  # type: ignore[attr-defined]
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert len(listed) == len(set(listed))
+    expected = {page.name for page in DOCS} | {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"}
+    assert set(listed) == expected
