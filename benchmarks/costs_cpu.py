@@ -3,8 +3,9 @@
     python benchmarks/costs_cpu.py [--fit] [--out benchmarks/results/costs_cpu.json]
 
 The steps are those of `benchmarks/results/profile_quickstart_cpu.json` (`muxserve profile configs/quickstart.yaml`).
-What a step of such a model takes is mostly the host's: `step_seconds` of `muxserve.costs.calibration.CPU` was fitted to
-two of the models, and the third was held out. `--fit` fits it again and prints it. Reported are the factors between
+What a step of such a model takes is mostly the host's: the seconds of `muxserve.costs.calibration.CPU` for each step,
+layer and sequence were fitted to two of the models, and the third was held out. `--fit` fits them again and prints them
+(needs SciPy). Reported are the factors between
 roofline and measurement, the larger over the smaller, without the cells shown to be outliers.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.costs import Measured, cells_of
+from benchmarks.costs import Measured, cells_of, fitted
 from benchmarks.report import percentile, write_report
 from muxserve.costs.calibration import CPU, Calibration
 from muxserve.costs.measured import ProfileModel
@@ -28,6 +29,7 @@ from muxserve.costs.roofline import Roofline
 
 PROFILE = Path(__file__).resolve().parent / "results/profile_quickstart_cpu.json"
 HELD_OUT = "frontdesk"
+FITTED = ("host_step", "layer_seconds", "host_sequence")
 
 
 def logs(cells: Sequence[Measured], calibration: Calibration) -> list[float]:
@@ -37,9 +39,12 @@ def logs(cells: Sequence[Measured], calibration: Calibration) -> list[float]:
 
 
 def fit(cells: Sequence[Measured]) -> Calibration:
-    """`step_seconds`, to a tenth of a millisecond, that explains the cells best: least squares of the logarithms."""
-    tried = [dataclasses.replace(CPU, step_seconds=n * 1e-4) for n in range(5, 60)]
-    return min(tried, key=lambda each: sum(error * error for error in logs(cells, each)))
+    """The host's seconds that explain the cells best."""
+
+    def build(values: Sequence[float]) -> Calibration:
+        return dataclasses.replace(CPU, **dict(zip(FITTED, values, strict=True)))
+
+    return build(fitted([getattr(CPU, name) for name in FITTED], lambda values: logs(cells, build(values))))
 
 
 def factors(cells: Sequence[Measured], calibration: Calibration) -> dict[str, float]:
@@ -59,13 +64,13 @@ def main() -> int:
     fitted_on = [cell for cell in cells if cell.engine.model != HELD_OUT]
     held_out = [cell for cell in cells if cell.engine.model == HELD_OUT]
     calibration = fit(fitted_on) if args.fit else CPU
-    report: dict[str, object] = {"step_seconds": calibration.step_seconds}
+    report: dict[str, object] = {name: getattr(calibration, name) for name in FITTED}
     for name, group in (("fitted", fitted_on), ("held_out", held_out)):
         phases = {phase: [cell for cell in group if cell.phase == phase] for phase in ("prefill", "decode")}
         report[name] = {phase: factors(of, calibration) for phase, of in phases.items()}
         for phase, of in phases.items():
             print(f"{name} {phase}: {factors(of, calibration)}")
-    print(f"step_seconds {calibration.step_seconds * 1e3:.1f} ms")
+    print(", ".join(f"{name} {getattr(calibration, name) * 1e3:.3f} ms" for name in FITTED))
     if args.out is not None:
         write_report(args.out, report)
     return 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.calibration import Graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,8 @@ class Demand:
 
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
-    It is placed with `least` replicas at least and `most` at most (None: as many as are worth it), or not at all.
+    `graphs` is as of `EngineShape`. It is placed with `least` replicas at least and `most` at most (None: as many as
+    are worth it), or not at all.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Demand:
     weight: float = 1.0
     least: int = 1
     most: int | None = None
+    graphs: Graphs = "piecewise"
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= (self.least if self.most is None else self.most):

@@ -121,4 +121,4 @@ def lengths_of(demand: Demand) -> Lengths:
 
 
 def _shape(demand: Demand, mesh: Mesh, share: float) -> EngineShape:
-    return EngineShape(mesh.device, mesh.size, share, demand.dtype)
+    return EngineShape(mesh.device, mesh.size, share, demand.dtype, demand.graphs)

@@ -31,7 +31,7 @@ from report import machine, percentiles, write_report
 from split import Split, SplitOptions, division
 
 from muxserve.costs import EngineCosts, EngineShape, ModelArchitecture
-from muxserve.costs.calibration import GPU
+from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics import percentile
@@ -254,8 +254,8 @@ def split(cluster: Cluster, model: str, dataset: str, within_node: bool) -> Syst
     prompt, output = DATASETS[dataset].means()
     tp = cluster.tp[model]
     each = 8 // tp
-    peer = device(cluster.device).link_bandwidth * GPU.link_efficiency * tp
-    inside, outside = Link(peer, 1e-3), Link(cluster.network * 0.9, 1e-3)
+    peer = device(cluster.device).link_bandwidth * LINKS[device(cluster.device).link].efficiency * tp
+    inside, outside = Link(peer, 1e-3), Link(cluster.network * LINKS["network"].efficiency, 1e-3)
     if within_node:
         p, d = division(costs, unit, STEP, each, prompt, output, TPOT)
         counts, decode = (p,) * cluster.nodes, (d,) * cluster.nodes

@@ -23,7 +23,7 @@ class Device:
 
     `flops` are operations per second by dtype, `bandwidth` is bytes per second of its memory, `memory_bytes` what it
     has of it. `cores` counts streaming multiprocessors (cores of a CPU; 0: unknown). `link_bandwidth` is bytes per
-    second that one device sends to its peers, in one direction; `link_latency` the seconds of one message.
+    second that one device sends to its peers, in one direction, over a `link` of that kind (`costs.calibration.LINKS`).
     """
 
     name: str
@@ -33,7 +33,7 @@ class Device:
     memory_bytes: int
     cores: int
     link_bandwidth: float
-    link_latency: float
+    link: str
 
     def peak(self, dtype: str) -> float:
         """Operations per second in `dtype`.
@@ -48,12 +48,6 @@ class Device:
             raise CostError(f"no speed of {self.name} in {dtype} is known, only in {known}") from None
 
 
-# One message between two GPUs as NCCL sends it, kernel included: NVIDIA's nccl-tests show 8 B all-reduces of 2 GPUs at
-# 10-20 us over NVLink and 20-30 us over PCIe. The costs of a ring of n are (2n - 2) such messages at most, in practice
-# fewer (trees), see `costs.roofline`.
-_NVLINK_LATENCY, _PCIE_LATENCY = 10e-6, 15e-6
-
-
 def _gpu(
     name: str,
     tensor: float,
@@ -61,34 +55,37 @@ def _gpu(
     bandwidth: float,
     mebibytes: int,
     cores: int,
-    link: float,
-    latency: float = _NVLINK_LATENCY,
+    link: str,
+    link_bandwidth: float,
 ) -> Device:
     flops = MappingProxyType({"bfloat16": tensor * _T, "float16": tensor * _T, "float32": float32 * _T})
-    return Device(name, "gpu", flops, bandwidth * _G, mebibytes << 20, cores, link * _G, latency)
+    return Device(name, "gpu", flops, bandwidth * _G, mebibytes << 20, cores, link_bandwidth * _G, link)
 
 
 _DEVICES = (
     # NVIDIA A10 data sheet: 125 TFLOPS FP16/BF16, 31.2 FP32, 600 GB/s, 24 GB, PCIe Gen4 64 GB/s in both directions.
     # 72 SMs: NVIDIA GA102 with 9,216 CUDA cores, 128 per SM.
-    _gpu("A10", 125, 31.2, 600, 23028, 72, 32, _PCIE_LATENCY),
+    _gpu("A10", 125, 31.2, 600, 23028, 72, "pcie", 32),
+    # NVIDIA A40 data sheet: 149.7 TFLOPS FP16/BF16, 37.4 FP32, 696 GB/s, 48 GB, PCIe Gen4 64 GB/s in both directions.
+    # 84 SMs: NVIDIA GA102 with 10,752 CUDA cores, 128 per SM.
+    _gpu("A40-48GB", 149.7, 37.4, 696, 46068, 84, "pcie", 32),
     # NVIDIA A100 data sheet: 312 TFLOPS FP16/BF16, 19.5 FP32, 1,555 GB/s (40 GB), 2,039 GB/s (80 GB SXM), NVLink
     # 600 GB/s in both directions. 108 SMs: NVIDIA A100 Tensor Core GPU Architecture white paper.
-    _gpu("A100-40GB", 312, 19.5, 1555, 40960, 108, 300),
-    _gpu("A100-80GB", 312, 19.5, 2039, 81920, 108, 300),
+    _gpu("A100-40GB", 312, 19.5, 1555, 40960, 108, "nvlink3", 300),
+    _gpu("A100-80GB", 312, 19.5, 2039, 81920, 108, "nvlink3", 300),
     # NVIDIA A800 data sheet: an A100 80 GB with NVLink cut to 400 GB/s in both directions.
-    _gpu("A800-80GB", 312, 19.5, 2039, 81920, 108, 200),
+    _gpu("A800-80GB", 312, 19.5, 2039, 81920, 108, "nvlink3", 200),
     # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS FP16/BF16 with sparsity, half of it dense, 67 FP32, 3.35 TB/s, 80 GB,
     # NVLink 900 GB/s in both directions. 132 SMs: NVIDIA H100 Tensor Core GPU Architecture white paper.
-    _gpu("H100-80GB", 989.4, 66.9, 3350, 81559, 132, 450),
+    _gpu("H100-80GB", 989.4, 66.9, 3350, 81559, 132, "nvlink4", 450),
     # NVIDIA H200 data sheet, SXM: an H100 with 141 GB at 4.8 TB/s.
-    _gpu("H200-141GB", 989.4, 66.9, 4800, 143771, 132, 450),
+    _gpu("H200-141GB", 989.4, 66.9, 4800, 143771, 132, "nvlink4", 450),
     # NVIDIA L20 product brief: 119.5 TFLOPS FP16/BF16, 59.8 FP32, 864 GB/s, 48 GB, PCIe Gen4 64 GB/s in both
     # directions; 92 SMs (11,776 CUDA cores, 128 per SM).
-    _gpu("L20-48GB", 119.5, 59.8, 864, 46068, 92, 32, _PCIE_LATENCY),
+    _gpu("L20-48GB", 119.5, 59.8, 864, 46068, 92, "pcie", 32),
     # NVIDIA L40S data sheet: 362.05 TFLOPS FP16/BF16, 91.6 FP32, 864 GB/s, 48 GB, PCIe Gen4 64 GB/s in both directions;
     # 142 SMs (18,176 CUDA cores, 128 per SM).
-    _gpu("L40S-48GB", 362.05, 91.6, 864, 46068, 142, 32, _PCIE_LATENCY),
+    _gpu("L40S-48GB", 362.05, 91.6, 864, 46068, 142, "pcie", 32),
     # A stand-in, since CPUs differ more than GPUs do and virtual machines show a part of one: two cores at 3 GHz with
     # two 512-bit FMA units (Intel 64 and IA-32 Architectures Optimization Reference Manual: 64 FP32 operations per
     # cycle) and one channel of DDR5-4800 (JEDEC JESD79-5: 38.4 GB/s). bfloat16 counts as AMX gives it at that clock
@@ -101,7 +98,7 @@ _DEVICES = (
         16 << 30,
         2,
         38.4 * _G,
-        5e-6,
+        "memory",
     ),
 )
 
@@ -111,6 +108,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device
 _ALIASES = {
     "a100": "A100-80GB",
     "a100-sxm": "A100-80GB",
+    "a40": "A40-48GB",
     "a800": "A800-80GB",
     "h100": "H100-80GB",
     "h100-sxm": "H100-80GB",

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.calibration import Graphs
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
     """Where an engine runs: on `tp` devices of type `device` (a name of `costs.devices`), with `share` in (0, 1] of the
-    compute of each (SMs of a GPU, cores of a CPU), in `dtype`."""
+    compute of each (SMs of a GPU, cores of a CPU), in `dtype`. `graphs` says how a GPU's steps are launched: kernel by
+    kernel, in CUDA graphs between attention, or decode steps in one graph each."""
 
     device: str
     tp: int = 1
     share: float = 1.0
     dtype: str = "bfloat16"
+    graphs: Graphs = "piecewise"
 
 
 class Load(NamedTuple):

@@ -4,11 +4,11 @@ device's bandwidth, plus attention, plus all-reduces, and never less than the ho
 With W the weights of the layers on one device (n of them), t tokens, F the speed and B the bandwidth that the share
 gives (both times an efficiency), norm p:
 
-    linear  = ((2 W t / F)^p + (bytes(W) / B)^p)^(1/p)             and the same for the LM head, one row per sequence
+    linear  = ((2 W t / F)^p + (bytes(W) / B)^p)^(1/p) + L c       and the same for the LM head, one row per sequence
     prefill = linear + 4 L H d pairs / (n F_attention) + reduce(t)
     decode  = linear + kv_bytes context / B_kv + reduce(batch)
     reduce  = 2 L (2 (n-1)/n * t * hidden bytes / link + log2(n) latency)
-    step    = max(that, launches) + step_seconds
+    step    = max(that, launches) + host_step + host_sequence * sequences
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 
 from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
-from muxserve.costs.calibration import Calibration, calibration_of
+from muxserve.costs.calibration import LINKS, Calibration, calibration_of
 from muxserve.costs.devices import Device, device
 from muxserve.costs.interference import Interference, slowdown
 from muxserve.costs.latency import CostError, Decode, EngineShape, Load
@@ -72,31 +72,40 @@ class RooflineCosts:
         self._kv_bandwidth = on.bandwidth * by.kv_efficiency * by.bandwidth_share(shape.share)
         parallel = shape.tp > 1
         layers = architecture.layers
-        self._prefill_floor = layers * (by.prefill_launch + (by.prefill_launch_tp if parallel else 0.0))
-        self._decode_floor = layers * (by.decode_launch + (by.decode_launch_tp if parallel else 0.0))
-        self._step = by.step_seconds
+        self._prefill_floor, self._decode_floor = by.launch_seconds(shape.graphs, layers, parallel)
+        self._layer_seconds = layers * by.layer_seconds
+        self._host_step, self._host_sequence = by.host_step, by.host_sequence
+        link = LINKS[on.link]
         sent = 2.0 * (shape.tp - 1) / shape.tp * architecture.hidden * ITEM_BYTES[shape.dtype]
-        self._reduce_token = 2.0 * layers * sent / (on.link_bandwidth * by.link_efficiency)
-        self._reduce_fixed = 2.0 * layers * math.log2(shape.tp) * on.link_latency if parallel else 0.0
+        self._reduce_token = 2.0 * layers * sent / (on.link_bandwidth * link.efficiency)
+        self._reduce_fixed = 2.0 * layers * math.log2(shape.tp) * link.latency if parallel else 0.0
         self._kv_second = self.work.kv_bytes_per_token / self._kv_bandwidth
         self._batches: dict[int, tuple[Decode, Decode | None]] = {}
 
-    def _linear(self, tokens: int, rows: int) -> float:
+    def layers(self, tokens: int) -> float:
+        """Seconds of everything in the layers that is neither attention nor communication, for `tokens` tokens."""
         work, p = self.work, self._overlap
         compute = tokens * work.flops_per_token / self._speed
         memory = (work.weight_bytes(tokens) + tokens * work.activation_bytes) / self._bandwidth
-        layers = (compute**p + memory**p) ** (1.0 / p)
-        compute, memory = rows * work.head_flops / self._speed, work.head_bytes / self._bandwidth
-        return float(layers + (compute**p + memory**p) ** (1.0 / p))
+        return float((compute**p + memory**p) ** (1.0 / p)) + self._layer_seconds
 
-    def _reduce(self, tokens: int) -> float:
+    def all_reduces(self, tokens: int) -> float:
+        """Seconds of all that one step over `tokens` tokens sums up between devices."""
         return tokens * self._reduce_token + self._reduce_fixed
+
+    def _host(self, sequences: int) -> float:
+        return self._host_step + sequences * self._host_sequence
+
+    def _linear(self, tokens: int, rows: int) -> float:
+        work, p = self.work, self._overlap
+        compute, memory = rows * work.head_flops / self._speed, work.head_bytes / self._bandwidth
+        return self.layers(tokens) + float((compute**p + memory**p) ** (1.0 / p))
 
     def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
         """See `EngineCosts.prefill`."""
         attention = pairs * self.work.flops_per_pair / self._attention_speed
-        busy = self._linear(tokens, sequences) + attention + self._reduce(tokens)
-        return max(busy, self._prefill_floor) + self._step
+        busy = self._linear(tokens, sequences) + attention + self.all_reduces(tokens)
+        return max(busy, self._prefill_floor) + self._host(sequences)
 
     def decode(self, batch: int, context: int) -> Decode:
         """See `EngineCosts.decode`: flat while the host is slower than the device, then affine."""
@@ -107,11 +116,12 @@ class RooflineCosts:
         return flat if rising is None or context <= flat.until else rising
 
     def _pieces(self, batch: int) -> tuple[Decode, Decode | None]:
-        fixed = self._linear(batch, batch) + self._reduce(batch)
-        rising = Decode(fixed + self._step, self._kv_second)
+        fixed = self._linear(batch, batch) + self.all_reduces(batch)
+        host = self._host(batch)
+        rising = Decode(fixed + host, self._kv_second)
         if fixed >= self._decode_floor:
             return rising, None
-        return Decode(self._decode_floor + self._step, 0.0, (self._decode_floor - fixed) / self._kv_second), rising
+        return Decode(self._decode_floor + host, 0.0, (self._decode_floor - fixed) / self._kv_second), rising
 
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         """See `EngineCosts.prefill_load`; 1 is what the device really reaches, not its peak."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.calibration import Graphs
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.llama_tables import read_llama_tables
@@ -66,8 +67,18 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool) -> Demand:
         slo_tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1000,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
+        graphs=graphs_of(model),
         **_replicas(model),
     )
+
+
+def graphs_of(model: Model) -> Graphs:
+    """How a GPU engine of the model launches its steps, by its `engine_args`."""
+    compilation = model.engine_args.get("compilation_config")
+    mode = compilation.get("cudagraph_mode", "PIECEWISE") if isinstance(compilation, dict) else "PIECEWISE"
+    if model.engine_args.get("enforce_eager") or mode in ("NONE", None):
+        return "eager"
+    return "full" if "FULL" in str(mode) else "piecewise"
 
 
 def _replicas(model: Model) -> dict[str, int]:

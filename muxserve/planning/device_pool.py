@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from muxserve.config import AUTO, NETWORK
+from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape, LatencyModel
 from muxserve.planning.arrangements import arrangement
@@ -20,8 +21,6 @@ from placement.format import format_size
 from placement.memory import MemoryRules
 
 CPU = "CPU"
-# Of what a network carries, as in `benchmarks/paper/ecoserve.py`; a message between machines takes about this long.
-_NETWORK_SHARE, _NETWORK_LATENCY = 0.9, 50e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,9 @@ class GpuPool:
 
     def link(self, tp: int, crosses: bool) -> Link:
         """See `GpuDevices`."""
-        return Link(self.network * _NETWORK_SHARE, _NETWORK_LATENCY) if crosses else link_of(device(self.kind), tp)
+        if crosses:
+            return Link(self.network * LINKS["network"].efficiency, LINKS["network"].latency)
+        return link_of(device(self.kind), tp)
 
     def _groups(self, tp: int) -> list[int]:
         """The machine of each group of `tp` GPUs; tensors are not split between machines."""

@@ -117,7 +117,13 @@ def fleet_models(demands: Sequence[Demand], lengths: Mapping[str, int]) -> dict[
     own."""
     return {
         d.name: FleetModel(
-            d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, lengths.get(d.name)
+            d.name,
+            d.architecture,
+            d.dtype,
+            d.max_num_seqs,
+            d.max_num_batched_tokens,
+            lengths.get(d.name),
+            d.graphs,
         )
         for d in demands
     }

@@ -15,6 +15,7 @@ from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import device_name
 from muxserve.planning.arrangements import arrangement_of
+from muxserve.planning.demands import graphs_of
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.replicas.migration import MigrationRules
@@ -256,7 +257,7 @@ def _shape(plan: ResolvedUnit) -> EngineShape:
     demand, unit = plan.demands[0], plan.unit.models[0]
     if plan.gpu is not None:
         kind = device_name(plan.gpu.gpus[0]) or UNKNOWN_GPU
-        return EngineShape(kind, demand.tensor_parallel, 1.0, demand.resolved_dtype)
+        return EngineShape(kind, demand.tensor_parallel, 1.0, demand.resolved_dtype, graphs_of(plan.fleet.models[0]))
     # What an engine's threads get where those of all units compute at the same time.
     cores = (plan.fleet.cluster.cores if plan.fleet.cluster.cores != AUTO else plan.machine.cores) / plan.units
     # The figures of a CPU are those of a whole one with so many cores.

@@ -1,8 +1,9 @@
 """How a fleet of replicas is cut into macro instances as it grows and shrinks: EcoServe's mitosis scaling, section 3.5.
 
 Macro instances have between `lower` and `upper` members (N_l, N_u). One grows to N_u; the next replica splits N_l
-members off it. When replicas go, the smallest macro instance shrinks to N_l; from there on, it is merged with another
-one as soon as both fit into N_u.
+members off it. When replicas go, the smallest macro instance shrinks to N_l and stays there; then a full one shrinks,
+until both fit into N_u and are merged. So each has between N_l and N_u members as long as there are several; a single
+one goes down to nothing.
 """
 
 from __future__ import annotations
@@ -115,13 +116,12 @@ class Mitosis:
         return [Move(member, source, target) for member in moving]
 
     def shrink(self, loads: Mapping[str, float]) -> list[Change]:
-        """A replica less: of the smallest macro instance the one with the least load (`loads`: by replica).
-
-        Two macro instances that fit into one are merged where one would have fewer than N_l otherwise.
-        """
+        """A replica less: of the smallest macro instance that has more than N_l the one with the least load (`loads`:
+        by replica). Two macro instances are merged as soon as they fit into one."""
         if not self.macros:
             return []
-        macro = min(self.macros, key=lambda each: (len(self.macros[each]), each))
+        above = [name for name, members in self.macros.items() if len(members) > self.bounds.lower]
+        macro = min(above or self.macros, key=lambda each: (len(self.macros[each]), each))
         member = min(self.macros[macro], key=lambda each: (loads.get(each, 0.0), each))
         return self.gone(member)
 
@@ -135,25 +135,29 @@ class Mitosis:
         if not self.macros[macro]:
             del self.macros[macro]
             return [*changes, Dissolve(macro)]
-        return changes + self._merge(macro)
+        return changes + self._settle()
 
-    def _merge(self, small: str) -> list[Change]:
-        """Merge a macro instance that has got too small into the fullest one that has room for all of it."""
-        members = self.macros[small]
-        if len(members) > self.bounds.lower:
+    def _settle(self) -> list[Change]:
+        """Merge the smallest macro instance, once it is down to N_l, into the fullest one that has room for all of it.
+        Where none has, and a death left it with less than N_l, which the paper does not speak of, the fullest one gives
+        it members: handles move, no replica does."""
+        small = min(self.macros, key=lambda each: (len(self.macros[each]), each))
+        members, bounds = self.macros[small], self.bounds
+        others = [name for name in self.macros if name != small]
+        if not others or len(members) > bounds.lower:
             return []
-        room = [
-            name
-            for name, others in self.macros.items()
-            if name != small and len(others) + len(members) <= self.bounds.upper
-        ]
-        if not room:
-            return []
-        target = max(room, key=lambda each: (len(self.macros[each]), each))
-        moved: list[Change] = [Move(member, small, target) for member in members]
-        self.macros[target] += members
-        del self.macros[small]
-        return [*moved, Dissolve(small)]
+        room = [name for name in others if len(self.macros[name]) + len(members) <= bounds.upper]
+        if room:
+            target = max(room, key=lambda each: (len(self.macros[each]), each))
+            moved: list[Change] = [Move(member, small, target) for member in members]
+            self.macros[target] += members
+            del self.macros[small]
+            return [*moved, Dissolve(small)]
+        source = max(others, key=lambda each: (len(self.macros[each]), each))
+        moving = self.macros[source][: bounds.lower - len(members)]
+        self.macros[source] = self.macros[source][len(moving) :]
+        members += moving
+        return [Move(member, source, small) for member in moving]
 
     def _new(self) -> str:
         self._count += 1

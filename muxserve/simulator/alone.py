@@ -79,5 +79,5 @@ class Alone:
 
 
 def _costs(unit: SimUnit, model: SimModel, latency: LatencyModel) -> tuple[EngineCosts, int]:
-    shape = EngineShape(unit.device, unit.tp, 1.0, model.dtype)
+    shape = EngineShape(unit.device, unit.tp, 1.0, model.dtype, model.graphs)
     return latency.engine(model.architecture, shape), model.profile.max_num_batched_tokens

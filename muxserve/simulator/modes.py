@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from muxserve.costs import ModelArchitecture
+from muxserve.costs.calibration import Graphs
 from muxserve.scheduling.quotas import initial_quotas
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.clock import SimulationError
@@ -19,7 +20,7 @@ from placement.unit import share_out
 @dataclass(frozen=True, slots=True)
 class FleetModel:
     """What the simulator must know of a model of the fleet. `max_len` is the longest sequence in tokens (None: the
-    architecture's)."""
+    architecture's); `graphs` is as of `EngineShape`."""
 
     name: str
     architecture: ModelArchitecture
@@ -27,6 +28,7 @@ class FleetModel:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_len: int | None = None
+    graphs: Graphs = "piecewise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
             models[name].architecture,
             models[name].dtype,
             max_len=models[name].max_len or models[name].architecture.default_max_len,
+            graphs=models[name].graphs,
         )
         for name in placed
     )
@@ -191,7 +194,7 @@ def lone_unit(
         depth=pipeline.in_flight if pipeline is not None else 1,
         waiting_tokens=waiting_tokens,
     )
-    simulated = SimModel(profile, model.architecture, model.dtype, share, model.max_len)
+    simulated = SimModel(profile, model.architecture, model.dtype, share, model.max_len, model.graphs)
     policy = "rolling" if pipeline is None else "pipelined"
     return SimUnit(name, device, devices, (simulated,), (PoolProfile("pool0", pages),), policy, pipeline=pipeline)
 

@@ -74,7 +74,7 @@ class Ring(Replicas):
         self.scheduler = RollingScheduler(rules.objectives, rules.bounds)
         spec, (first,) = units[0].spec, units[0].spec.models
         share = first.profile.decode_share if first.cost_share is None else first.cost_share
-        shape = EngineShape(spec.device, spec.tp, share, first.dtype)
+        shape = EngineShape(spec.device, spec.tp, share, first.dtype, first.graphs)
         self._costs = engines_only(latency).engine(first.architecture, shape)
         self._step_seconds = units[0].overheads.prefill_step
         self._by_id: dict[str, SimRequest] = {}

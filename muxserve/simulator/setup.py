@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from muxserve.costs import ModelArchitecture
+from muxserve.costs.calibration import LINKS, Graphs
 from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 
@@ -16,7 +17,7 @@ class SimModel:
 
     `profile.prefill_share` and `decode_share` are what a lease takes of the unit. `cost_share`, if given, is the share
     of each device on which jobs really run, whatever lease they run under. Requests whose prompt and output together
-    are longer than `max_len` tokens (None: no limit of its own) are refused.
+    are longer than `max_len` tokens (None: no limit of its own) are refused. `graphs` is as of `EngineShape`.
     """
 
     profile: ModelProfile
@@ -24,6 +25,7 @@ class SimModel:
     dtype: str
     cost_share: float | None = None
     max_len: int | None = None
+    graphs: Graphs = "piecewise"
 
     @property
     def name(self) -> str:
@@ -36,12 +38,11 @@ class Link:
     """From one stage to the next: `bandwidth` bytes per second, `latency` seconds. Sending holds up neither side, since
     it is asynchronous; what is sent arrives that much later.
 
-    The default is PCIe 4.0 x16 as NCCL uses it between two GPUs without a direct path: about 9 GB/s of the 32, as in
-    `costs.calibration`.
+    The default is PCIe 4.0 x16 between two GPUs, as in `costs.calibration`.
     """
 
-    bandwidth: float = 9e9
-    latency: float = 15e-6
+    bandwidth: float = 32e9 * LINKS["pcie"].efficiency
+    latency: float = LINKS["pcie"].latency
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or self.latency < 0:

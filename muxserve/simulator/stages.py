@@ -93,7 +93,7 @@ class PipelineEngine(LeasedEngine):
         self.spec = spec
         profile = model.profile
         share = profile.decode_share if model.cost_share is None else model.cost_share
-        shape = EngineShape(unit.spec.device, unit.spec.tp, share, model.dtype)
+        shape = EngineShape(unit.spec.device, unit.spec.tp, share, model.dtype, model.graphs)
         self.stages = make_stages(spec, unit.latency, model.architecture, shape)
         self.record = MicroBatches(spec.stages)
         self.waiting: deque[SimRequest] = deque()

@@ -131,7 +131,7 @@ class Unit:
             part = share / WHOLE
         key = (model.name, part)
         if key not in self._costs:
-            shape = EngineShape(self.spec.device, self.spec.tp, part, model.dtype)
+            shape = EngineShape(self.spec.device, self.spec.tp, part, model.dtype, model.graphs)
             self._costs[key] = self.latency.engine(model.architecture, shape)
         return self._costs[key]
 

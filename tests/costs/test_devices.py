@@ -25,7 +25,7 @@ def test_names_are_taken_as_people_write_them(name: str, found: str) -> None:
 def test_unknown_device_is_answered_with_what_may_be_meant() -> None:
     with pytest.raises(CostError, match=r"did you mean H100-80GB") as error:
         device("h10")
-    assert "Known are A10, A100-40GB" in str(error.value)
+    assert "Known are A10, A40-48GB, A100-40GB" in str(error.value)
 
 
 def test_unknown_dtype_names_those_that_are_known() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from muxserve.costs.calibration import GPU
+from muxserve.costs.calibration import GPU, Launches
 from muxserve.costs.interference import slowdown
 from muxserve.costs.latency import CostError, EngineShape, Load
 from muxserve.costs.llama_tables import read_llama_tables
@@ -34,7 +34,7 @@ from muxserve.costs.roofline import Roofline
 from tests.costs.models import SEVEN_B, llama
 
 # A device that is not quite what the roofline thinks: 30 % less bandwidth, and a host that is slower.
-TRUE = Roofline(replace(GPU, bandwidth_efficiency=0.42, decode_launch=0.5e-3))
+TRUE = Roofline(replace(GPU, bandwidth_efficiency=0.58, launches={"piecewise": Launches(0.4e-3, 0.5e-3)}))
 SHARES = (0.3, 0.5, 0.7, 1.0)
 
 

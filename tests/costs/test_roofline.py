@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.costs.calibration import GPU
+from muxserve.costs.calibration import GPU, LINKS, Launches
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, EngineShape, Load
 from muxserve.costs.roofline import Roofline, RooflineCosts
 from muxserve.costs.work import layer_work
 from tests.costs.models import MIXTRAL, SEVEN_B, llama
 
-A100 = device("A100")
+NVLINK = LINKS[device("A100").link]
 # A device that reaches its peaks, and nothing else: what is left can be computed by hand.
 IDEAL = replace(
     GPU,
@@ -24,14 +24,12 @@ IDEAL = replace(
     bandwidth_efficiency=1.0,
     kv_efficiency=1.0,
     attention_efficiency=1.0,
-    link_efficiency=1.0,
     compute_shape=1.0,
     bandwidth_shape=1.0,
-    prefill_launch=0.0,
-    decode_launch=0.0,
-    prefill_launch_tp=0.0,
-    decode_launch_tp=0.0,
-    step_seconds=0.0,
+    layer_seconds=0.0,
+    host_step=0.0,
+    host_sequence=0.0,
+    launches={},
 )
 
 
@@ -60,7 +58,7 @@ def test_small_decode_is_bound_by_the_bytes_of_weights_and_kv() -> None:
 def test_tensor_parallelism_splits_the_work_and_adds_all_reduces() -> None:
     one, four = costs(by=IDEAL), costs(by=IDEAL, tp=4)
     tokens = 4096
-    exchanged = 2 * 32 * (2 * 3 / 4 * tokens * 4096 * 2) / 300e9 + 2 * 32 * 2 * A100.link_latency
+    exchanged = 2 * 32 * (2 * 3 / 4 * tokens * 4096 * 2) / (300e9 * NVLINK.efficiency) + 2 * 32 * 2 * NVLINK.latency
     split = one.prefill(tokens, 0, 1) / 4 + exchanged
     # Every device still reads and writes the whole residual stream.
     assert split < four.prefill(tokens, 0, 1) < 1.1 * split
@@ -99,12 +97,66 @@ def test_a_mixture_reads_only_the_experts_that_are_used() -> None:
 
 
 def test_launches_are_a_floor_and_decode_rises_after_it() -> None:
-    found = costs(by=replace(IDEAL, decode_launch=1e-3))
+    found = costs(by=replace(IDEAL, launches={"piecewise": Launches(decode=1e-3)}))
     flat = found.decode(1, 10)
     assert flat.seconds(10) == pytest.approx(32e-3)
     rising = found.decode(1, int(flat.until) + 1)
     assert flat.per_token == 0.0 < rising.per_token
     assert rising.seconds(flat.until) == pytest.approx(flat.seconds(flat.until))
+
+
+# Milliseconds per layer of everything but attention and communication, from Vidur's profiles (Microsoft,
+# data/profiling/compute, medians): device, KV heads, width of the MLP, tensor parallelism, tokens.
+KERNELS = [
+    ("A100", 32, 11008, 1, 1, 0.292),
+    ("A100", 32, 11008, 1, 128, 0.3855),
+    ("A100", 32, 11008, 1, 1024, 2.135),
+    ("A100", 32, 11008, 1, 4096, 8.1775),
+    ("A100", 8, 14336, 1, 64, 0.354),
+    ("A100", 8, 14336, 1, 2048, 4.5165),
+    ("H100", 32, 11008, 1, 1, 0.176),
+    ("H100", 32, 11008, 1, 128, 0.201),
+    ("H100", 32, 11008, 1, 2048, 1.278),
+]
+
+
+@pytest.mark.parametrize(("name", "kv_heads", "width", "tp", "tokens", "milliseconds"), KERNELS)
+def test_linear_layers_take_as_long_as_measured_kernels(
+    name: str, kv_heads: int, width: int, tp: int, tokens: int, milliseconds: float
+) -> None:
+    found = costs(replace(llama(kv_heads=kv_heads, intermediate=width), layers=1), device=name, tp=tp)
+    assert found.layers(tokens) == pytest.approx(milliseconds / 1e3, rel=0.15)
+
+
+def test_the_host_adds_to_each_step_and_for_each_sequence() -> None:
+    busy = costs(by=replace(IDEAL, host_step=2e-3, host_sequence=1e-4))
+    idle = costs(by=IDEAL)
+    assert busy.decode(8, 100).seconds(100) - idle.decode(8, 100).seconds(100) == pytest.approx(2.8e-3)
+    assert busy.prefill(512, 0, 4) - idle.prefill(512, 0, 4) == pytest.approx(2.4e-3)
+    # While the host works the device does not: neighbours have it.
+    assert busy.decode_load(8, 100).bandwidth < idle.decode_load(8, 100).bandwidth
+
+
+def test_graphs_take_the_launches_off_the_host() -> None:
+    def step(graphs: str) -> float:
+        small = llama(hidden=512, heads=4, kv_heads=4, intermediate=1408)
+        return costs(small, device="H100", graphs=graphs).decode(1, 100).seconds(100)
+
+    assert step("full") < step("piecewise") < step("eager")
+    # A large batch keeps the device busy for longer than its launches take.
+    large = {costs(graphs=graphs).decode(256, 100_000).seconds(100_000) for graphs in ("eager", "piecewise", "full")}
+    assert len(large) == 1
+
+
+def test_links_of_each_kind_have_constants_of_their_own() -> None:
+    def reduced(name: str) -> float:
+        on = device(name)
+        return costs(device=name, tp=2).all_reduces(100_000) * on.link_bandwidth
+
+    # gLLM (arXiv:2504.14775) measured 20.79 GB/s between L20 over PCIe, of 32.
+    assert 32e9 * LINKS["pcie"].efficiency == pytest.approx(20.79e9, rel=0.01)
+    assert len({LINKS[device(name).link].efficiency for name in ("L20", "A100", "H100")}) == 3
+    assert reduced("L20") < reduced("A100")
 
 
 @given(

@@ -39,18 +39,33 @@ def test_the_fullest_that_has_room_grows() -> None:
     assert mitosis.grow("u6") == [Join("u6", "m2")]
 
 
-def test_the_smallest_shrinks_by_its_least_loaded_and_is_merged_when_both_fit() -> None:
+def test_the_smallest_shrinks_to_the_lower_bound_then_a_full_one_until_both_fit() -> None:
     mitosis = grown(7, Bounds(2, 4))
     assert sizes(mitosis) == [3, 4]
-    changes = mitosis.shrink({"u0": 5.0, "u1": 1.0, "u6": 3.0})
-    assert changes == [Leave("u1", "m2")]
+    assert mitosis.shrink({"u0": 5.0, "u1": 1.0, "u6": 3.0}) == [Leave("u1", "m2")]
     assert sizes(mitosis) == [2, 4]
-    # Five do not fit one, so the smallest goes below N_l, until they do.
-    assert mitosis.shrink({}) == [Leave("u0", "m2")]
-    assert sizes(mitosis) == [1, 4]
-    assert mitosis.gone("u2") == [Leave("u2", "m1")]
-    assert sizes(mitosis) == [1, 3]
-    assert mitosis.gone("u3") == [Leave("u3", "m1"), Move("u4", "m1", "m2"), Move("u5", "m1", "m2"), Dissolve("m1")]
+    # The small one stays at N_l; the full one goes on until both fit into N_u.
+    assert mitosis.shrink({}) == [Leave("u2", "m1")]
+    assert sizes(mitosis) == [2, 3]
+    assert mitosis.shrink({}) == [Leave("u3", "m1"), Move("u4", "m1", "m2"), Move("u5", "m1", "m2"), Dissolve("m1")]
+    assert sizes(mitosis) == [4]
+
+
+def test_twenty_members_shrink_as_in_the_paper() -> None:
+    mitosis = grown(20, Bounds(4, 16))
+    seen = [sizes(mitosis)]
+    while mitosis.macros:
+        mitosis.shrink({})
+        seen.append(sizes(mitosis))
+    contraction = [[4, 16], [4, 15], [4, 14], [4, 13], [16]]
+    assert seen[-len(contraction) - 16 :] == [*contraction, *([left] for left in range(15, 0, -1)), []]
+
+
+def test_a_death_in_a_small_one_is_made_up_for_by_the_fullest() -> None:
+    mitosis = grown(6, Bounds(2, 4))
+    assert mitosis.macros == {"m1": ["u2", "u3", "u4", "u5"], "m2": ["u0", "u1"]}
+    assert mitosis.gone("u0") == [Leave("u0", "m2"), Move("u2", "m1", "m2")]
+    assert sizes(mitosis) == [2, 3]
 
 
 def test_the_last_one_dissolves() -> None:
@@ -106,4 +121,5 @@ def test_changes_describe_what_happens_and_bounds_hold(
             name: sorted(each) for name, each in mitosis.macros.items()
         }
         assert sorted(name for each in mirror.values() for name in each) == sorted(alive)
-        assert all(1 <= len(each) <= limits[1] for each in mirror.values())
+        least = limits[0] if len(mirror) > 1 else 1
+        assert all(least <= len(each) <= limits[1] for each in mirror.values())

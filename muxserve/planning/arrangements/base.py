@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from muxserve.config import AUTO, Fleet, Model, Problem
 from muxserve.costs.architecture import ITEM_BYTES
-from muxserve.costs.calibration import calibration_of
+from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import Device
 from muxserve.costs.latency import EngineShape, LatencyModel
 from muxserve.rolling.mitosis import Bounds
@@ -81,7 +81,7 @@ class Wanted:
     def fleet_model(self, max_len: int | None) -> FleetModel:
         """The model as the simulator wants it."""
         d = self.demand
-        return FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, max_len)
+        return FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, max_len, d.graphs)
 
 
 def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
@@ -344,7 +344,7 @@ def single_stage(pool: GpuDevices, wanted: Wanted, layout: Layout, rules: Memory
     free = pool.usable - own
     room = int(free / token_bytes(demand, tp))
     pool.check_room(wanted, room, layout, own)
-    shape = EngineShape(pool.kind, tp, 1.0, demand.dtype)
+    shape = EngineShape(pool.kind, tp, 1.0, demand.dtype, demand.graphs)
     return Place(layout, shape, tokens, (room // tokens,), free, own, link_bytes=link_bytes(demand, layout))
 
 
@@ -380,4 +380,5 @@ def link_bytes(demand: Demand, layout: Layout) -> float:
 
 def link_of(on: Device, tp: int) -> Link:
     """From one stage to the next within a machine, where `tp` devices send to as many."""
-    return Link(on.link_bandwidth * calibration_of(on.kind).link_efficiency * tp, on.link_latency)
+    use = LINKS[on.link]
+    return Link(on.link_bandwidth * use.efficiency * tp, use.latency)

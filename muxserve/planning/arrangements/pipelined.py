@@ -103,7 +103,7 @@ class Pipelined(Arrangement):
         kv_bytes = int(min(blocks) * tokens * token_bytes(demand, tp) * part / layers)
         return Place(
             layout,
-            EngineShape(pool.kind, tp, 1.0, demand.dtype),
+            EngineShape(pool.kind, tp, 1.0, demand.dtype, demand.graphs),
             tokens,
             blocks,
             kv_bytes,
