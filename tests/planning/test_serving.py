@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.planning.demands import demands_of
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.planfile import save_plan
 from muxserve.planning.unit_plan import ResolvedUnit
@@ -50,6 +52,22 @@ def test_pool_rates_and_threads_are_the_plans(fleet: Fleet, tmp_path: Path) -> N
     assert {model.name: (model.threads, model.share) for model in planned.unit.models} == dict.fromkeys(
         MODELS, (4, 0.5)
     )
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "graphs"),
+    [
+        ({}, "piecewise"),
+        ({"enforce_eager": True}, "eager"),
+        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, "full"),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, "eager"),
+        ({"compilation_config": {"level": 3}}, "piecewise"),
+    ],
+)
+def test_demands_say_how_steps_are_launched(fleet: Fleet, engine_args: dict[str, Any], graphs: str) -> None:
+    first = fleet.models[0].model_copy(update={"engine_args": engine_args})
+    (demand,) = demands_of(fleet.with_models([first]), ROOT / "configs")
+    assert demand.graphs == graphs
 
 
 def test_a_share_of_less_than_a_core_is_one_thread(fleet: Fleet, tmp_path: Path) -> None:
