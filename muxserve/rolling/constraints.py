@@ -39,14 +39,17 @@ def check(member: Member, demand: Demand, objectives: Objectives, now: float) ->
 
     TTFT: those that the member was given since its prefill window opened, and this one, must not exceed the objective.
     Who came first waits for all of them before it decodes.
-    TPOT: running decodes must have saved at least what they wait for: the prefills that are pending, and this one.
+    TPOT: running decodes must have saved at least what they wait for. With the mean, as in the paper, that is the same
+    sum as for TTFT; with a quantile the prefills that are pending still, and this one, since what is done has passed.
     Memory: what is promised to requests, and this one, must fit.
     """
     seconds = demand.prefill_seconds * member.bias
     window = member.window_seconds if member.window is Window.PREFILL else 0.0
-    if window + seconds > objectives.ttft:
+    total = window + seconds
+    if total > objectives.ttft:
         return Verdict.TTFT
-    if member.saved(now, objectives.spared) < member.pending_seconds + seconds:
+    waited_for = total if objectives.spared is None else member.pending_seconds + seconds
+    if member.saved(now, objectives.spared) < waited_for:
         return Verdict.TPOT
     if member.promised + demand.tokens > member.capacity:
         return Verdict.MEMORY

@@ -22,8 +22,9 @@ class Window(StrEnum):
 class Objectives:
     """The latencies to be met, seconds: time to first token, and time per output token after it.
 
-    `spared` says whose saved time decides whether decodes can be kept waiting: None, the mean of all (EcoServe); a
-    number in [0, 1), the one that this part of them has less than (0: the least of all), which is this project's.
+    `spared` says whose saved time decides whether decodes can be kept waiting: None, the mean of all (EcoServe's
+    Algorithm 2 to the letter); a number in [0, 1), the one that this part of them has less than (0: the least of all),
+    which is this project's.
 
     Raises:
         ValueError: an objective is not above zero, or `spared` is outside.
@@ -43,14 +44,17 @@ class Objectives:
 @dataclass(slots=True)
 class Admitted:
     """A request of a member: tokens of KV it holds in the end at most, its predicted prefill (seconds), whether that is
-    done, and once it decodes its place among the decodes (see `Member.places`), and since when it does. `predicted` is
-    the prefill before it was corrected."""
+    done, and once it decodes its place among the decodes (see `Member.places`), and since when it does. `token_at` is
+    when it got its first token, and `first_place` the place that it would have had it decoded since then. `predicted`
+    is the prefill before it was corrected."""
 
     tokens: int
     prefill_seconds: float
     prefilled: bool = False
     place: float | None = None
     since: float | None = None
+    token_at: float | None = None
+    first_place: float = 0.0
     predicted: float = 0.0
 
 
@@ -65,7 +69,8 @@ class Member:
 
     A sequence that decodes gets a token with each of the member's `steps`, so what it has saved,
     `L * SLO_TPOT - (now - since)`, is the same number for all, `steps * SLO_TPOT - now`, plus a constant of its own,
-    its place: `since - steps_at_since * SLO_TPOT`. `places` are those, sorted: no event touches more than one.
+    its place: `since - steps_at_since * SLO_TPOT`. `places` are those, sorted: no event touches more than one. Of the
+    places counted from first tokens, those of the open window included, a number and a sum are enough.
 
     `bias` corrects predicted prefills by what was observed, of which `usual` is the mean, predicted; `unattributed` are
     measured seconds of prefills of which none is done yet. A member that is `leaving` gets nothing more.
@@ -82,7 +87,8 @@ class Member:
     promised: int = 0
     steps: int = 0
     places: list[float] = field(default_factory=list)
-    sum_of_places: float = 0.0
+    first_tokens: int = 0
+    sum_of_first_places: float = 0.0
     bias: float = 1.0
     usual: float = 0.0
     unattributed: float = 0.0
@@ -102,17 +108,19 @@ class Member:
         return len(self.places)
 
     def saved(self, now: float, spared: float | None = None) -> float:
-        """Saved time of the running decodes, seconds: `L * SLO_TPOT - (now - first_token_time)` (EcoServe, section
-        3.4), the mean of all, or the one that a part `spared` of them has less than. Infinite without any: nobody is
-        kept waiting.
+        """Saved time of decodes, seconds: `L * SLO_TPOT - (now - first_token_time)` (EcoServe, section 3.4). Infinite
+        without any: nobody is kept waiting.
 
-        Time counts from the phase switch after the prefill, since the wait for it counts as time to first token. A
-        sequence of the window that is open has not begun.
+        With None it is the paper's mean over all that have their first token, those of the open window included. With a
+        number it is what this part of the running decodes has less than; there time counts from the phase switch after
+        the prefill, since the wait for it counts as time to first token, and the open window has none yet.
         """
+        if spared is None:
+            count = self.first_tokens
+            return self.steps * self.tpot - now + self.sum_of_first_places / count if count else float("inf")
         if not self.places:
             return float("inf")
-        place = self.sum_of_places / len(self.places) if spared is None else self.places[int(spared * len(self.places))]
-        return self.steps * self.tpot - now + place
+        return self.steps * self.tpot - now + self.places[int(spared * len(self.places))]
 
     # ------------------------------------------------------------ events
 
@@ -141,6 +149,7 @@ class Member:
         if request is None or request.prefilled:
             return
         request.prefilled = True
+        self._first_token(request, now, now - self.steps * self.tpot)
         self.fresh.append(request_id)
         self._done(request, now)
 
@@ -160,8 +169,10 @@ class Member:
             self.fresh.remove(request_id)
         else:
             del self.places[bisect_left(self.places, request.place)]
+        if request.prefilled:
+            self.first_tokens -= 1
             # Sums of floats leave something over.
-            self.sum_of_places = self.sum_of_places - request.place if self.places else 0.0
+            self.sum_of_first_places = self.sum_of_first_places - request.first_place if self.first_tokens else 0.0
         return request
 
     def found(self, request_id: str, tokens: int, since: float, now: float, place: float | None = None) -> None:
@@ -171,9 +182,10 @@ class Member:
             self.left(request_id, now)
         if place is None:
             place = now - self.steps * self.tpot
-        self.requests[request_id] = Admitted(tokens, 0.0, True, place, since)
+        self.requests[request_id] = request = Admitted(tokens, 0.0, True, place, since)
         self.promised += tokens
-        self._decodes(place)
+        self._first_token(request, since, place)
+        insort(self.places, place)
 
     def counted(self, steps: int) -> None:
         """So many decode steps there were in all. Fewer than before: it counts anew."""
@@ -183,8 +195,10 @@ class Member:
         shift = (self.steps - steps) * self.tpot
         self.steps = steps
         self.places = [place + shift for place in self.places]
-        self.sum_of_places = sum(self.places)
+        self.sum_of_first_places += shift * self.first_tokens
         for request in self.requests.values():
+            if request.prefilled:
+                request.first_place += shift
             if request.place is not None:
                 request.place += shift
 
@@ -195,8 +209,10 @@ class Member:
             if request.place is not None and request.since is not None:
                 steps = (request.since - request.place) / old
                 request.place = request.since - steps * tpot
+            if request.token_at is not None:
+                request.first_place = request.token_at - (request.token_at - request.first_place) / old * tpot
         self.places = sorted(r.place for r in self.requests.values() if r.place is not None)
-        self.sum_of_places = sum(self.places)
+        self.sum_of_first_places = sum(r.first_place for r in self.requests.values() if r.prefilled)
 
     def clear(self) -> None:
         """Forget its requests; what was observed of it stays."""
@@ -204,8 +220,8 @@ class Member:
         self.places.clear()
         self.fresh.clear()
         self.window = Window.DECODE
-        self.window_seconds = self.pending_seconds = self.sum_of_places = self.unattributed = 0.0
-        self.pending = self.promised = 0
+        self.window_seconds = self.pending_seconds = self.sum_of_first_places = self.unattributed = 0.0
+        self.pending = self.promised = self.first_tokens = 0
 
     def saved_by(self, request: Admitted, now: float) -> float:
         """Saved time of one of its requests, seconds; nothing before it decodes."""
@@ -231,9 +247,10 @@ class Member:
             self.observed(predicted, self.unattributed, min(_MOST_WEIGHT, _WEIGHT * predicted / self.usual))
             self.unattributed = 0.0
 
-    def _decodes(self, place: float) -> None:
-        insort(self.places, place)
-        self.sum_of_places += place
+    def _first_token(self, request: Admitted, at: float, place: float) -> None:
+        request.token_at, request.first_place = at, place
+        self.first_tokens += 1
+        self.sum_of_first_places += place
 
     def _done(self, request: Admitted, now: float) -> None:
         """A prefill is not pending any more."""
@@ -246,5 +263,5 @@ class Member:
         for request_id in self.fresh:
             decodes = self.requests[request_id]
             decodes.since, decodes.place = now, now - self.steps * self.tpot
-            self._decodes(decodes.place)
+            insort(self.places, decodes.place)
         self.fresh.clear()

@@ -11,7 +11,7 @@ from muxserve.rolling.macro_instance import MacroInstance
 from muxserve.rolling.member import Member, Objectives
 from muxserve.rolling.mitosis import Bounds, Change, Dissolve, Found, Join, Leave, Mitosis, Move
 
-VERSION = 2
+VERSION = 3
 
 
 class Handle(msgspec.Struct, frozen=True):

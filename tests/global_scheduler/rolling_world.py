@@ -606,7 +606,9 @@ def check_sums(member: Member) -> None:
     assert abs(member.pending_seconds - sum(r.prefill_seconds for r in requests if not r.prefilled)) < 1e-6
     places = sorted(each.place for each in requests if each.place is not None)
     assert member.places == places
-    assert abs(member.sum_of_places - sum(places)) < 1e-6 * max(1.0, abs(member.sum_of_places))
+    first = [each.first_place for each in member.requests.values() if each.prefilled]
+    assert member.first_tokens == len(first)
+    assert abs(member.sum_of_first_places - sum(first)) < 1e-6 * max(1.0, abs(member.sum_of_first_places))
     assert member.window == ("prefill" if member.pending else "decode")
     fresh = {key for key, each in member.requests.items() if each.prefilled and each.place is None}
     assert set(member.fresh) == fresh

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muxserve.rolling.constraints import Demand, Verdict, check
 from muxserve.rolling.member import Member, Objectives, Window
 
 
@@ -38,6 +39,40 @@ def test_saved_time_is_that_of_the_paper() -> None:
     assert member.saved(now) == pytest.approx((a + b) / 2)
     assert member.saved(now, spared=0.0) == pytest.approx(min(a, b))
     assert member.saved(now, spared=0.5) == pytest.approx(max(a, b))
+
+
+def test_the_mean_counts_from_first_tokens_also_while_the_window_is_open() -> None:
+    member = Member("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.5, now=0.0)
+    member.admitted("b", 10, 0.5, now=0.0)
+    member.prefilled("a", now=0.5)
+    assert member.saved(0.7) == pytest.approx(-0.2), "it has its first token and waits"
+    assert member.saved(0.7, spared=0.0) == math.inf, "nobody decodes"
+    member.prefilled("b", now=1.0)
+    member.stepped(4)
+    assert member.saved(1.2) == pytest.approx(((0.4 - 0.7) + (0.4 - 0.2)) / 2)
+    assert member.saved(1.2, spared=0.0) == pytest.approx(0.4 - 0.2)
+    member.retimed(0.2)
+    assert member.saved(1.2) == pytest.approx(((0.8 - 0.7) + (0.8 - 0.2)) / 2)
+    member.counted(0)
+    assert member.saved(1.2) == pytest.approx(((0.8 - 0.7) + (0.8 - 0.2)) / 2)
+    member.left("a", now=1.2)
+    assert member.saved(1.2) == pytest.approx(0.8 - 0.2)
+
+
+def test_algorithm_2_holds_the_mean_against_the_whole_window() -> None:
+    """What was prefilled since the switch counts in t_total; a quantile looks at what is pending only."""
+    for spared, verdict in ((None, Verdict.TPOT), (0.0, Verdict.FITS)):
+        member = Member("u0", 1000, 0.1)
+        member.admitted("a", 10, 0.1, now=0.0)
+        member.prefilled("a", now=0.1)
+        member.stepped(20)
+        for name in "bc":
+            member.admitted(name, 10, 0.6, now=1.1)
+        member.prefilled("b", now=1.2)
+        # Saved: a 0.9, b -0.1 s; given since the switch and new: 1.3 s; pending and new: 0.7 s.
+        objectives = Objectives(5.0, 0.1, spared)
+        assert check(member, Demand("d", 0.1, 10), objectives, now=1.3) is verdict
 
 
 def test_without_decodes_there_is_all_the_time_in_the_world() -> None:
@@ -96,7 +131,9 @@ def test_sums_are_those_of_the_requests(events: list[tuple[str, int]]) -> None:
         assert member.pending_seconds == pytest.approx(sum(each.prefill_seconds for each in pending), abs=1e-9)
         assert member.promised == sum(each.tokens for each in requests)
         assert member.places == sorted(each.place for each in requests if each.place is not None)
-        assert member.sum_of_places == pytest.approx(sum(member.places), abs=1e-9)
+        first = [each.first_place for each in requests if each.prefilled]
+        assert member.first_tokens == len(first)
+        assert member.sum_of_first_places == pytest.approx(sum(first), abs=1e-9)
         assert (member.window is Window.PREFILL) == bool(pending)
         assert len(member.fresh) + len(member.places) + len(pending) == len(member.requests)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from muxserve.costs import EngineShape, ModelArchitecture
 from muxserve.costs.architecture import split_layers
+from muxserve.costs.calibration import GPU
 from muxserve.costs.roofline import Roofline
 from muxserve.simulator import Link, Pipeline
 from muxserve.simulator.stages import Stage, Work, kv_blocks, make_stages, stage_architectures
@@ -78,7 +79,7 @@ def test_layers_may_be_assigned() -> None:
         ]
         for layers in ((12,) * 4, split)
     )
-    assert max(assigned) - min(assigned) < 0.6 * (max(even) - min(even))
+    assert max(assigned) - min(assigned) < 0.7 * (max(even) - min(even))
     with pytest.raises(ValueError, match="48 layers over 4 stages are not 12, 12, 12, 13"):
         make_stages(Pipeline((12, 12, 12, 13), (Link(),) * 3), Roofline(), MODEL, SHAPE)
     with pytest.raises(ValueError, match="over 4 stages are not 24, 24"):
@@ -117,7 +118,7 @@ def test_a_step_that_waits_for_the_host_waits_once() -> None:
     quick = replace(MODEL, hidden=512, intermediate=512, heads=4, kv_heads=4)
     stage = make_stages(FOUR, Roofline(), quick, SHAPE)[0]
     floor = stage.seconds(Work(1, 1, 1, 0, 0))
-    assert stage.seconds(Work(8, 1, 36, 8, 1000)) == pytest.approx(floor)
+    assert stage.seconds(Work(8, 1, 36, 8, 1000)) == pytest.approx(floor + 8 * GPU.host_sequence)
 
 
 def test_latency_models_that_know_no_pairs_add_the_reading_of_kv() -> None:
