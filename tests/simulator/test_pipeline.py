@@ -296,10 +296,10 @@ def test_throttling_evens_micro_batches_out_and_fills_bubbles(rate: float) -> No
 def test_each_half_of_the_prefill_throttle_has_its_effect(without: str) -> None:
     # A small cache that fills up, and prompts that come faster than they can be answered.
     profile = FOUR.models[0].profile
-    pages = 400 * profile.pages_per_block
+    pages = 150 * profile.pages_per_block
     model = replace(FOUR.models[0], profile=replace(profile, quota_pages=pages, floor_pages=pages))
     small = replace(FOUR, models=(model,), pools=(replace(FOUR.pools[0], pages=pages),))
-    workload = chats(12.0, 12.0)
+    workload = chats(30.0, 12.0)
     whole, part = (Played(small, Roofline(), make_token_budget(n), workload) for n in ("token_throttling", without))
     if without.endswith("wt"):
         assert (
