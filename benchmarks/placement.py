@@ -162,7 +162,7 @@ def estimates() -> dict[str, object]:
             demands = fleet(6, rate, seed, 1.3)
             options = PlanOptions(local=ImproveLimits(kicks=10))
             plan = plan_cluster(demands, cluster, latency, memory_of(cluster), options)
-            simulated = predict(plan.placement, demands, latency, 120.0)
+            simulated = predict(plan, latency, 120.0)
             error = plan.throughput / simulated.throughput - 1.0
             row = {
                 "seed": seed,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How prefill and decode of a unit's models are arranged. The latter two are of units with one model.
-Arrangement = Literal["multiplexed", "rolling", "pipelined"]
+PhasesName = Literal["multiplexed", "rolling", "pipelined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PlacedUnit:
     devices: tuple[int, ...]
     models: tuple[PlacedModel, ...]
     kv_bytes: int
-    phases: Arrangement = "multiplexed"
+    phases: PhasesName = "multiplexed"
     stages: int = 1
 
 

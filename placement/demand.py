@@ -15,8 +15,8 @@ class Demand:
 
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
-    `graphs` is as of `EngineShape`. It is placed with `least` replicas at least and `most` at most (None: as many as
-    are worth it), or not at all.
+    It is placed with `least` replicas at least and `most` at most (None: as many as are worth it), or not at all.
+    `graphs` is as of `EngineShape`, `max_len` its longest sequence in tokens (None: as long as the architecture allows).
     """
 
     name: str
@@ -33,6 +33,7 @@ class Demand:
     least: int = 1
     most: int | None = None
     graphs: Graphs = "piecewise"
+    max_len: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= (self.least if self.most is None else self.most):

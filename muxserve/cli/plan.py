@@ -9,8 +9,7 @@ from pathlib import Path
 
 from muxserve.cli.comparing import working
 from muxserve.cli.output import errors, escape, print_error, print_problems
-from muxserve.cli.plan_phases import documents, show_comparisons
-from muxserve.cli.plan_steps import ATTAINMENT, SEARCH_SECONDS, Made, Planning, UsageError, options_of
+from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
 from muxserve.cli.plan_tables import show_plan, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
@@ -19,7 +18,16 @@ from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.planning.arrangements import may_be_dedicated
 from muxserve.planning.demands import ClusterError, cluster_of, format_latency, latency_model
 from muxserve.planning.document import document, parse_sweep
-from muxserve.planning.planfile import save_plan
+from muxserve.planning.plan_file import save_plan
+from muxserve.planning.planner import (
+    ATTAINMENT,
+    SEARCH_SECONDS,
+    PlannedFleet,
+    Planner,
+    Progress,
+    UsageError,
+    options_of,
+)
 from placement.exact import TooLargeError
 from placement.planner import PlanOptions
 
@@ -75,24 +83,22 @@ def _plan(arguments: PlanArguments) -> int:
     )
     began = time.monotonic()
     with working("planning") as (told, alone):
-        planning = Planning(
+        planner = Planner(
             file=arguments.fleet,
             fleet=fleet,
             latency=latency,
             options=options,
             seconds=arguments.seconds,
             simulate=arguments.simulate,
-            seed=arguments.seed,
             compare=compare,
-            network=fleet.cluster.network if arguments.network is None else arguments.network * 1e9 / 8,
-            told=told,
-            alone=alone,
+            network=None if arguments.network is None else arguments.network * 1e9 / 8,
+            progress=Progress(told, lambda: comparison_bar(alone)),
         )
         if cluster is None:
             _check_cpu(arguments)
-            made = planning.on_cpu()
+            made = planner.on_cpu()
         else:
-            made = planning.swept(sizes, cluster) if sizes else planning.on_gpus(cluster)
+            made = planner.swept(sizes, cluster) if sizes else planner.on_gpus(cluster)
     _tell(arguments, fleet, made, time.monotonic() - began)
     if any(map(may_be_dedicated, fleet.models)) and made.arrangements is None:
         why = "a sweep" if sizes else f"--mode {options.mode}"
@@ -100,7 +106,7 @@ def _plan(arguments: PlanArguments) -> int:
     return EXIT_UNPLACED if made.plan.missing else EXIT_OK
 
 
-def _tell(arguments: PlanArguments, fleet: Fleet, made: Made, seconds: float) -> None:
+def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: float) -> None:
     """Print the plan, and write it where it was asked for."""
     costs = format_latency(arguments.profile)
     about = f"{arguments.fleet.name}, objective {made.plan.objective.name}, costs: {costs}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,8 +19,9 @@ _WIDE = 220
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[float, str], None]]:
-    """A bar on the terminal; nothing elsewhere."""
+def comparison_bar(alone: Callable[[], AbstractContextManager[None]]) -> Iterator[Callable[[float, str], None]]:
+    """A bar on the terminal while arrangements are compared, nothing elsewhere; `alone` takes what is there off the
+    screen for a while."""
     if not errors.is_terminal:
         yield lambda *_: None
         return
@@ -30,7 +31,7 @@ def progress() -> Iterator[Callable[[float, str], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=errors, transient=True) as bar:
+    with alone(), Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("comparing arrangements", total=1.0)
         yield lambda part, text: bar.update(task, completed=part, description=escape(text))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from muxserve.cli.plan_steps import SEARCH_SECONDS, Planning, options_of
+from muxserve.cli.plan_phases import comparison_bar
 from muxserve.cluster.machine import this_machine
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
@@ -17,9 +17,10 @@ from muxserve.planning.arrangements.base import NoPlaceError
 from muxserve.planning.demands import cluster_of, demands_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
 from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.planfile import load_plan
+from muxserve.planning.plan_file import load_plan
+from muxserve.planning.planner import SEARCH_SECONDS, Planner, Progress, options_of
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
-from muxserve.planning.this_machine import plan_machine
+from muxserve.planning.this_machine import as_served, plan_machine
 from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
@@ -36,7 +37,7 @@ class PlacesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How placements are looked for, within about `seconds` each. `told` and `alone`: see `plan_steps.Planning`."""
+    """How placements are looked for, within about `seconds` each. `told` and `alone`: as in `comparison_bar`."""
 
     seconds: float = SEARCH_SECONDS
     seed: int = 0
@@ -74,12 +75,12 @@ class Places:
 
     def _on_gpus(self, kind: str) -> Simulated:
         assert self.cluster is not None
-        made = self._planning(kind).on_gpus(self.cluster)
+        made = self._planner(kind).on_gpus(self.cluster)
         self._check(made.plan.missing, kind)
         for each in made.arrangements.comparisons if made.arrangements else ():
             self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
         self.notes += made.arrangements.notes if made.arrangements else []
-        return self.complete(made.plan.placement, self.demands, {}, self._origin(kind, made.spare))
+        return self.complete(made.plan.placement, self.demands, self._origin(kind, made.spare))
 
     def _origin(self, kind: str, spare: Mapping[str, float]) -> str:
         mode = "" if kind == _MUXSERVE else f" --mode {kind}"
@@ -90,29 +91,25 @@ class Places:
     def _on_cpu(self, kind: str) -> Simulated:
         """All modes have the same cores. Baselines have one unit."""
         if kind == _MUXSERVE or (not any(map(may_be_dedicated, self.fleet.models)) and self._units == 1):
-            made = self._planning(_MUXSERVE).on_cpu()
+            made = self._planner(_MUXSERVE).on_cpu()
             self._check(made.plan.missing, kind)
             for each in made.arrangements.comparisons if made.arrangements else ():
                 self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
-            return self.complete(made.plan.placement, made.plan.demands, made.lengths, self._origin(_MUXSERVE, {}))
+            return self.complete(made.plan.placement, made.plan.demands, self._origin(_MUXSERVE, {}))
         planned = resolve_unit(load_fleet(self.file).multiplexed(), this_machine())
-        models = planned.unit.models
-        demands = [replace(demand, dtype=model.dtype) for demand, model in zip(self.demands, models, strict=True)]
+        demands = [as_served(demand, [planned]) for demand in self.demands]
         try:
             placement = plan_machine([planned], demands, self.latency, Objective()).placement
         except ValueError as error:
             raise PlacesError(str(error)) from None
-        lengths = {model.name: model.max_len for model in models}
-        return self.complete(placement, demands, lengths, "placement of all models in one multiplexed unit")
+        return self.complete(placement, demands, "placement of all models in one multiplexed unit")
 
     @property
     def _units(self) -> int:
         return units_at_start(self.fleet)
 
-    def complete(
-        self, placement: Placement, demands: Sequence[Demand], lengths: Mapping[str, int], origin: str
-    ) -> Simulated:
-        """A placement with its models. `lengths` are of the longest sequences, where they are not the models' own.
+    def complete(self, placement: Placement, demands: Sequence[Demand], origin: str) -> Simulated:
+        """A placement with its models.
 
         Raises:
             PlacesError: a unit has no room for its model.
@@ -120,27 +117,25 @@ class Places:
         own = self.fleet.cluster
         around = Surroundings(MemoryRules.served(own.gpu_memory), own.network, self.machine)
         try:
-            return replace(simulated_of(placement, self.fleet, demands, lengths, around), origin=origin)
+            return replace(simulated_of(placement, self.fleet, demands, around), origin=origin)
         except NoPlaceError as error:
             raise PlacesError(str(error)) from None
 
-    def _planning(self, kind: str) -> Planning:
-        own, search = self.fleet.cluster, self.search
+    def _planner(self, kind: str) -> Planner:
+        search = self.search
         options = options_of(self.fleet, kind, search.seed)
         # As `muxserve plan` does it: there a plan that falls short in its own simulation is made again with spare.
         tried = self.cluster is not None and options.objective.name != "throughput"
-        return Planning(
+        return Planner(
             file=self.file,
             fleet=self.fleet,
             latency=self.latency,
             options=options,
             seconds=search.seconds,
             simulate=None if tried else 0.0,
-            seed=search.seed,
-            compare=(),
-            network=own.network,
-            told=lambda text: search.told(f"placing for {kind}: {text}"),
-            alone=search.alone,
+            progress=Progress(
+                lambda text: search.told(f"placing for {kind}: {text}"), lambda: comparison_bar(search.alone)
+            ),
             goodputs=False,
         )
 
@@ -217,14 +212,11 @@ def _given(places: Places, placement: Placement, plan: Path | None) -> Simulated
     """The placement of a plan file; on a CPU with what `muxserve deploy` would make of it."""
     origin = f"placement of {plan}"
     if places.cluster is not None:
-        return places.complete(placement, places.demands, {}, origin)
+        return places.complete(placement, places.demands, origin)
     load_fleet(places.file)
     units = FleetPlanner(places.fleet, this_machine(), _no_gpus).at_start(plan)
-    served = [model for unit in units for model in unit.unit.models]
-    types = {model.name: model.dtype for model in served}
-    lengths = {model.name: model.max_len for model in sorted(served, key=lambda model: -model.max_len)}
-    demands = [replace(demand, dtype=types.get(demand.name, demand.dtype)) for demand in places.demands]
-    return places.complete(placement, demands, lengths, origin)
+    demands = [as_served(demand, units) for demand in places.demands]
+    return places.complete(placement, demands, origin)
 
 
 def _no_gpus() -> NoReturn:

@@ -18,11 +18,11 @@ from muxserve.planning.arrangements import ARRANGEMENTS, arrangement, is_open, m
 from muxserve.planning.arrangements.base import DevicePool, Layout, NoPlaceError, Place, wanted_of
 from muxserve.planning.comparison import Comparison, Figures, Tell, compare, places_of, silent
 from muxserve.planning.device_pool import CpuPool, GpuPool
+from muxserve.planning.prediction import Surroundings
 from muxserve.spec import PhasesName
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand, Member, Mesh
 from placement.estimator import ModelEstimate, UnitEstimate
-from placement.memory import MemoryRules
 from placement.objective import Objective
 from placement.planner import ClusterPlan, notes_of
 
@@ -66,18 +66,26 @@ def concerns(fleet: Fleet, asked: Sequence[str] = ()) -> bool:
     return bool(asked) or any(map(may_be_dedicated, fleet.models))
 
 
+@dataclass(frozen=True, slots=True)
+class TrialOptions:
+    """How arrangements are compared: with which costs and seed. `asked` are models to be compared although the file
+    says how they are arranged; that stays. Without `goodputs` that of what is not compared with anything is not looked
+    for; see `compare`. `tell` is told how far it is."""
+
+    latency: LatencyModel
+    asked: Sequence[str] = ()
+    goodputs: bool = True
+    seed: int = 0
+    tell: Tell = silent
+
+
 def arrange(
     fleet: Fleet,
     demands: Sequence[Demand],
     pool_of: Callable[[str], DevicePool],
     take: Take,
-    latency: LatencyModel,
-    *,
-    asked: Sequence[str] = (),
+    options: TrialOptions,
     free: bool = True,
-    goodputs: bool = True,
-    seed: int = 0,
-    tell: Tell = silent,
 ) -> Arrangements:
     """Compare what is open, and give every model that is rolling or pipelined devices to itself.
 
@@ -85,12 +93,10 @@ def arrange(
         demands: of the fleet's models, in their order.
         pool_of: the devices that the model of a name is compared on.
         take: takes devices away.
-        asked: models to be compared although the file says how they are arranged; that stays.
         free: see `choose_phases`.
-        goodputs: look for the goodput also of what is not compared with anything; see `compare`.
     """
     found = Arrangements()
-    open_models = [model.name for model in fleet.models if may_be_dedicated(model) or model.name in asked]
+    open_models = [model.name for model in fleet.models if may_be_dedicated(model) or model.name in options.asked]
     for model, demand in zip(fleet.models, demands, strict=True):
         if model.name not in open_models:
             found.shared.append(demand)
@@ -98,12 +104,12 @@ def arrange(
         number = open_models.index(model.name)
 
         def told(part: float, text: str, number: int = number) -> None:
-            tell((number + part) / len(open_models), text)
+            options.tell((number + part) / len(open_models), text)
 
         wanted, pool = wanted_of(model, demand, free), pool_of(model.name)
-        whole = is_open(model) or model.name in asked
+        whole = is_open(model) or model.name in options.asked
         only = ARRANGEMENTS if model.phases == "auto" or whole else (model.phases,)
-        comparison = compare(wanted, pool, latency, seed, told, only, goodputs or whole)
+        comparison = compare(wanted, pool, options.latency, options.seed, told, only, options.goodputs or whole)
         if whole:
             found.comparisons.append(comparison)
         phases = comparison.recommended if model.phases == "auto" else model.phases
@@ -339,24 +345,12 @@ class Divided:
 
 
 def divide_gpus(
-    fleet: Fleet,
-    demands: Sequence[Demand],
-    made: ClusterPlan,
-    latency: LatencyModel,
-    rules: MemoryRules,
-    network: float,
-    asked: Sequence[str] = (),
-    seed: int = 0,
-    tell: Tell = silent,
-    goodputs: bool = True,
+    fleet: Fleet, demands: Sequence[Demand], made: ClusterPlan, around: Surroundings, options: TrialOptions
 ) -> Divided:
     """Give every rolling or pipelined model GPUs to itself.
 
     Args:
         made: the plan as if all models were multiplexed: what they have there is what they are compared on.
-        network: bytes per second between machines.
-        asked: models to be compared whatever the file says.
-        goodputs: see `arrange`.
     """
     cluster = made.placement.cluster
     free = FreeDevices(cluster)
@@ -364,7 +358,7 @@ def divide_gpus(
 
     def pool_of(name: str) -> DevicePool:
         kind, nodes = part_of(made, name)
-        part = GpuPool(kind, nodes, device(kind).memory_bytes, rules, network)
+        part = GpuPool(kind, nodes, device(kind).memory_bytes, around.rules, around.network)
         model = fleet.model(name)
         if model.phases == "auto":
             return part
@@ -380,36 +374,16 @@ def divide_gpus(
     def take(pool: DevicePool, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
         return free.take(pool.kind, layout)
 
-    found = arrange(fleet, demands, pool_of, take, latency, asked=asked, seed=seed, tell=tell, goodputs=goodputs)
+    found = arrange(fleet, demands, pool_of, take, options)
     left, numbers = free.rest()
     return Divided(cluster, found, left, numbers)
 
 
-def divide_cpu(
-    fleet: Fleet,
-    demands: Sequence[Demand],
-    pool: CpuPool,
-    latency: LatencyModel,
-    asked: Sequence[str] = (),
-    seed: int = 0,
-    tell: Tell = silent,
-    goodputs: bool = True,
-) -> Arrangements:
+def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, options: TrialOptions) -> Arrangements:
     """How models are arranged on the CPU of one machine, each compared as if it were there alone. The machine stands
     for as many devices as there are units; which those are is not said yet (`planning.machine`)."""
 
     def take(_: DevicePool, layout: Layout) -> tuple[tuple[int, ...], ...]:
         return ((0,),) * layout.replicas
 
-    return arrange(
-        fleet,
-        demands,
-        lambda _: pool,
-        take,
-        latency,
-        asked=asked,
-        free=False,
-        seed=seed,
-        tell=tell,
-        goodputs=goodputs,
-    )
+    return arrange(fleet, demands, lambda _: pool, take, options, free=False)

@@ -68,6 +68,7 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool) -> Demand:
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         graphs=graphs_of(model),
+        max_len=model.max_len if isinstance(model.max_len, int) else None,
         **_replicas(model),
     )
 

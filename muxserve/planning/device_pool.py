@@ -143,7 +143,7 @@ class CpuPool:
             demand.architecture,
             demand.dtype,
             demand.rate,
-            wanted.max_len,
+            demand.max_len,
             demand.max_num_seqs,
             ranks=ranks,
             stages=layout.stages,

@@ -25,7 +25,7 @@ from muxserve.planning.auto_phases import arranged_by_simulation
 from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, fetch
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit
-from muxserve.planning.planfile import load_plan
+from muxserve.planning.plan_file import load_plan
 from muxserve.planning.specs import planned_unit, scaling_of
 from muxserve.planning.unit_plan import (
     ResolvedUnit,

@@ -20,7 +20,7 @@ from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.arrangements.base import Layout, NoPlaceError, Place, Wanted, wanted_of
+from muxserve.planning.arrangements.base import Layout, NoPlaceError, Place, Wanted, fleet_model, wanted_of
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.replicas.priorities import Levels
@@ -45,7 +45,7 @@ from muxserve.workload.lengths import FixedLength
 from placement.cluster import PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
-from placement.planner import ClusterPlan, ModeName
+from placement.planner import ClusterPlan
 
 # Rolling replicas that prefill for less of their time than this are one too many, as for the live global scheduler.
 _IDLE = 0.1
@@ -112,27 +112,8 @@ class Simulated:
         return found
 
 
-def fleet_models(demands: Sequence[Demand], lengths: Mapping[str, int]) -> dict[str, FleetModel]:
-    """The models as the simulator wants them. `lengths` are of the longest sequences, where they are not the models'
-    own."""
-    return {
-        d.name: FleetModel(
-            d.name,
-            d.architecture,
-            d.dtype,
-            d.max_num_seqs,
-            d.max_num_batched_tokens,
-            lengths.get(d.name),
-            d.graphs,
-        )
-        for d in demands
-    }
-
-
-def simulated_of(
-    placement: Placement, fleet: Fleet, demands: Sequence[Demand], lengths: Mapping[str, int], around: Surroundings
-) -> Simulated:
-    """A placement of the fleet's models, of which `demands` are; `lengths` as of `fleet_models`.
+def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], around: Surroundings) -> Simulated:
+    """A placement of the fleet's models, of which `demands` are.
 
     Raises:
         NoPlaceError: a unit has no room for its model.
@@ -142,7 +123,7 @@ def simulated_of(
         for placed in unit.models:
             by_model.setdefault(placed.model, []).append(unit)
     by_name = {demand.name: demand for demand in demands}
-    models = fleet_models(demands, lengths)
+    models = {demand.name: fleet_model(demand) for demand in demands}
     scaling, free = scaling_of(fleet), _Free(placement)
     others: list[SimUnit] = []
     rules: dict[str, ReplicaRules | RingRules] = {}
@@ -289,30 +270,24 @@ def falls_short(plan: ClusterPlan, simulated: Prediction) -> list[str]:
 
 
 def predict(
-    placement: Placement,
-    demands: Sequence[Demand],
+    plan: ClusterPlan,
     latency: LatencyModel,
     seconds: float,
     seed: int = 0,
-    mode: ModeName = "muxserve",
-    max_len: Mapping[str, int] | None = None,
-    progress: Callable[[int, int], None] | None = None,
     simulated: Simulated | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Prediction:
-    """Simulate `seconds` of Poisson arrivals at the demands' rates on the placement, with log-normal lengths of the
-    demands' means, and sum up.
-
-    `max_len` caps sequences, prompt and output, by model (the architecture's own length otherwise). `simulated` is what
-    is simulated of the placement, where it has other units than multiplexed ones, or replicas work together by rules of
-    the fleet's.
+    """Simulate `seconds` of Poisson arrivals at the demands' rates on the plan's placement, with log-normal lengths of
+    the demands' means, and sum up. `simulated` is what `simulated_of` makes of it, where it has other units than
+    multiplexed ones, or replicas work together by rules of the fleet's.
 
     Raises:
         SimulationError: a unit cannot run.
         CostError: the latency model does not know a model.
     """
-    simulated = simulated or Simulated(placement, {})
-    lengths_of = {**(max_len or {}), **simulated.longest}
-    longest = {d.name: lengths_of.get(d.name, d.architecture.max_len) for d in demands}
+    demands, simulated = plan.demands, simulated or Simulated(plan.placement, {})
+    own = simulated.longest
+    longest = {d.name: own.get(d.name) or d.max_len or d.architecture.max_len for d in demands}
     loads = {
         d.name: ModelLoad(
             d.rate,
@@ -321,9 +296,9 @@ def predict(
         )
         for d in demands
     }
-    simulated = replace(simulated, models=fleet_models(demands, longest))
+    simulated = replace(simulated, models={d.name: fleet_model(d, longest[d.name]) for d in demands})
     # Memory-greedy placements are served as MuxServe's own are.
-    how = mode_of("muxserve" if mode == "memory" else mode)
+    how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
     workload = generate(loads, seconds, seed)
     result = simulate(simulated.units(how), workload, latency, rules=simulated.rules_of(how), progress=progress)
     summary = summarise(

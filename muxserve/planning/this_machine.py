@@ -4,8 +4,8 @@ will deliver."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from muxserve.config import Fleet
@@ -27,14 +27,6 @@ from placement.objective import Objective
 from placement.planner import ClusterPlan
 
 
-@dataclass(frozen=True, slots=True)
-class MachinePlan:
-    """`plan` has one device for each unit. `lengths` is the longest sequence of each multiplexed model, tokens."""
-
-    plan: ClusterPlan
-    lengths: Mapping[str, int]
-
-
 def plan_this_machine(
     fleet: Fleet,
     demands: Sequence[Demand],
@@ -42,8 +34,8 @@ def plan_this_machine(
     pool: CpuPool,
     latency: LatencyModel,
     objective: Objective,
-) -> MachinePlan:
-    """Plan as many units as the fleet begins with.
+) -> ClusterPlan:
+    """Plan as many units as the fleet begins with; the plan has one device for each.
 
     Args:
         fleet: as declared.
@@ -57,11 +49,7 @@ def plan_this_machine(
     """
     plans = _served(fleet, found, pool.machine)
     shared = [plan for plan in plans if not arrangement_of(plan.fleet.models[0]).dedicated]
-    types = {model.name: model.dtype for plan in shared for model in plan.unit.models}
-    found.shared = [replace(demand, dtype=types[demand.name]) for demand in found.shared]
-    lengths: dict[str, int] = {}
-    for model in (model for plan in shared for model in plan.unit.models):
-        lengths[model.name] = min(model.max_len, lengths.get(model.name, model.max_len))
+    found.shared = [as_served(demand, shared) for demand in found.shared]
     made = plan_machine(shared, found.shared, latency, objective, len(plans)) if shared else None
     found.arranged = _placed(fleet, found.arranged, plans[len(shared) :], len(shared), pool)
     machine = Cluster((Node(CPU, max(1, len(plans))),))
@@ -71,7 +59,15 @@ def plan_this_machine(
         whole = Divided(machine, found, left, list(range(len(shared)))).joined(made, objective)
     named = [replace(plan, name=unit.name) for plan, unit in zip(plans, whole.placement.units, strict=True)]
     notes = (*whole.placement.notes, *(notes_of(named) if named else ()))
-    return MachinePlan(replace(whole, placement=replace(whole.placement, notes=notes)), lengths)
+    return replace(whole, placement=replace(whole.placement, notes=notes))
+
+
+def as_served(demand: Demand, units: Sequence[ResolvedUnit]) -> Demand:
+    """A demand with the type and the length, tokens, that all of these units have its model in."""
+    models = [model for unit in units for model in unit.unit.models if model.name == demand.name]
+    if not models:
+        return demand
+    return replace(demand, dtype=models[0].dtype, max_len=min(model.max_len for model in models))
 
 
 def _served(fleet: Fleet, found: Arrangements, machine: Machine) -> list[ResolvedUnit]:

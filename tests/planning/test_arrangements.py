@@ -21,12 +21,12 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.checkpoints import BUILT_IN
 from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, ScaleOut, notes_of
-from muxserve.planning.planfile import load_plan, save_plan
+from muxserve.planning.plan_file import load_plan, save_plan
 from muxserve.planning.specs import fleet_spec_of, planned_unit, prefill_seconds
 from muxserve.planning.unit_plan import ResolvedUnit, possible_units, resolve_unit, units_at_start
-from muxserve.spec import FleetSpec, UnitSpec
+from muxserve.spec import FleetSpec, PhasesName, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
-from placement.cluster import Arrangement, Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import weight_bytes
 
@@ -299,10 +299,10 @@ class TestGpus:
             planner.unit("u2", ["arithmetic"], full)
 
 
-ROLLED: tuple[str, Arrangement, int] = ("arithmetic", "rolling", 1)
+ROLLED: tuple[str, PhasesName, int] = ("arithmetic", "rolling", 1)
 
 
-def saved(path: Path, *units: tuple[str, Arrangement, int], device: str = "CPU", each: int = 1) -> Path:
+def saved(path: Path, *units: tuple[str, PhasesName, int], device: str = "CPU", each: int = 1) -> Path:
     """A plan whose units have one model on `each` devices of their own."""
     placed = tuple(
         PlacedUnit(
@@ -360,7 +360,7 @@ class TestPlanFiles:
         ],
     )  # fmt: skip
     def test_must_agree_with_the_fleet_file(
-        self, tmp_path: Path, keys: str, planned: tuple[Arrangement, int], expected: str
+        self, tmp_path: Path, keys: str, planned: tuple[PhasesName, int], expected: str
     ) -> None:
         assert expected in refused(only(keys), saved(tmp_path / "plan.yaml", ("arithmetic", *planned)))
 

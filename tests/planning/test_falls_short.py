@@ -21,7 +21,7 @@ def demand(rate: float, ttft: float) -> Demand:
 def short(rate: float, ttft: float) -> list[str]:
     cluster, memory = Cluster((Node("A100-80GB", 1),)), {"A100-80GB": device("A100-80GB").memory_bytes}
     plan = plan_cluster([demand(rate, ttft)], cluster, Roofline(), memory, PlanOptions(objective=Objective("slo")))
-    return falls_short(plan, predict(plan.placement, plan.demands, Roofline(), seconds=60.0))
+    return falls_short(plan, predict(plan, Roofline(), seconds=60.0))
 
 
 def test_an_easy_load_is_borne_out() -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from muxserve.cli.app import app
 from muxserve.config import FleetError, load_fleet
 from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.planfile import load_plan
+from muxserve.planning.plan_file import load_plan
 from muxserve.planning.specs import rolling_of
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.simulator import simulate

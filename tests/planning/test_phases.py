@@ -177,7 +177,7 @@ class TestLoad:
         assert Load(wanted(), seed=4).requests(2.0) != slow
 
     def test_no_sequence_is_longer_than_the_model_allows(self) -> None:
-        short = replace(wanted(), max_len=300)
+        short = with_demand(wanted(), max_len=300)
         requests = Load(with_demand(short, prompt_tokens=280), seed=0).requests(10.0)
         assert max(r.prompt_tokens + r.output_tokens for r in requests) <= 300
 

@@ -16,7 +16,7 @@ from muxserve.config import load_fleet
 from muxserve.planning.arrangements.base import Layout, Wanted
 from muxserve.planning.comparison import Compared, Comparison, Figures, Spread
 from muxserve.planning.dedicated_units import Arrangements, DedicatedModel, Divided, FreeDevices, part_of
-from muxserve.planning.planfile import load_plan
+from muxserve.planning.plan_file import load_plan
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.memory import MemoryRules

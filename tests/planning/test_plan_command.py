@@ -8,13 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from muxserve.cli.app import app
-from muxserve.cli.plan_steps import UsageError
 from muxserve.config import FleetError, load_fleet
-from muxserve.planning import dedicated_units
+from muxserve.planning import planner
 from muxserve.planning.checkpoints import BUILT_IN, planned_architecture
 from muxserve.planning.demands import ClusterError, cluster_of, demands_of, equal_nodes
 from muxserve.planning.document import parse_sweep
-from muxserve.planning.planfile import load_plan, plan_text, save_plan
+from muxserve.planning.plan_file import load_plan, plan_text, save_plan
+from muxserve.planning.planner import UsageError
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 runner = CliRunner()
@@ -133,19 +133,19 @@ class TestCommand:
     def test_the_network_is_the_one_of_the_file_or_the_command_line(
         self, file: str, option: tuple[str, ...], bytes_per_second: float, fleet: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        grounds: list[float] = []
+        networks: list[float] = []
 
         def divided(*given: object) -> NoReturn:
-            grounds.append(given[5])  # type: ignore[arg-type]
+            networks.append(given[3].network)  # type: ignore[attr-defined]
             raise UsageError("seen")
 
-        monkeypatch.setattr(dedicated_units, "divide_gpus", divided)
+        monkeypatch.setattr(planner, "divide_gpus", divided)
         network = f", network: {file}" if file else ""
         fleet.write_text(
             FLEET.replace("gpus: 4", f"gpus: 4{network}").replace("rate: 4", "rate: 4\n    phases: pipelined")
         )
         code, _, err = run(fleet, "--seconds", 0, *(("--network", *option) if option else ()))
-        assert (code, grounds) == (2, [bytes_per_second]), err
+        assert (code, networks) == (2, [bytes_per_second]), err
 
     def test_a_fleet_without_gpus_is_planned_for_this_machine(self) -> None:
         root = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.demands import demands_of
 from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.planfile import save_plan
+from muxserve.planning.plan_file import save_plan
 from muxserve.planning.unit_plan import ResolvedUnit
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement

@@ -15,7 +15,7 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.planning.demands import demands_of
 from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, notes_of
-from muxserve.planning.planfile import save_plan
+from muxserve.planning.plan_file import save_plan
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit, possible_units, units_at_start
 from muxserve.replicas.scaling import ScalingRules

@@ -14,10 +14,10 @@ from muxserve.cli.app import app
 from muxserve.cli.simulate_places import Search, places_of
 from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
-from muxserve.planning import dedicated_units, prediction
+from muxserve.planning import dedicated_units, planner
 from muxserve.planning.arrangements import ARRANGEMENTS
 from muxserve.planning.comparison import Comparison, compare
-from muxserve.planning.planfile import save_plan
+from muxserve.planning.plan_file import save_plan
 from muxserve.planning.prediction import Verified
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -197,7 +197,7 @@ def test_the_default_placement_is_the_one_that_plan_makes(tmp_path: Path, monkey
         made = plan(more)
         return Verified(made, simulate(made), {"chat": 1.5})
 
-    monkeypatch.setattr(prediction, "verified", again)
+    monkeypatch.setattr(planner, "verified", again)
     result = CliRunner().invoke(app, ["plan", str(file), "--seconds", "0", "-o", str(plan)])
     assert result.exit_code == 0, result.output
     given = places_of(file, None, None, None, plan, Roofline(), QUICK).placed("muxserve")

@@ -32,7 +32,7 @@ def planner(gpus: int, objective: Literal["gpus", "slo"] = "gpus"):
 
 
 def simulated(plan: ClusterPlan):
-    return predict(plan.placement, plan.demands, Roofline(), seconds=60.0)
+    return predict(plan, Roofline(), seconds=60.0)
 
 
 def test_a_plan_that_is_borne_out_is_left_alone() -> None:

@@ -205,7 +205,7 @@ DEMAND = Demand(
     slo_tpot=0.05,
     max_num_seqs=256,
 )
-WANTED = Wanted(DEMAND, max_len=2048)
+WANTED = Wanted(replace(DEMAND, max_len=2048))
 RULES = {"a": arrangement("rolling").ring(WANTED)}
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from muxserve.cli.app import app
-from muxserve.planning.planfile import save_plan
+from muxserve.planning.plan_file import save_plan
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 FLEET = """

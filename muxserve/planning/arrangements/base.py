@@ -56,14 +56,12 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One model as it is asked for. `replicas` and `stages` are None where they may be chosen; `max_len` is the longest
-    sequence in tokens. `spared` and `bounds` are for rolling prefill, `throttle` for a pipeline's steps (None: a fixed
-    budget)."""
+    """One model as it is asked for. `replicas` and `stages` are None where they may be chosen. `spared` and
+    `bounds` are for rolling prefill, `throttle` for a pipeline's steps (None: a fixed budget)."""
 
     demand: Demand
     replicas: int | None = None
     stages: int | None = None
-    max_len: int | None = None
     spared: float | None = 0.25
     bounds: Bounds = field(default_factory=Bounds)
     throttle: Throttle | None = field(default_factory=Throttle)
@@ -71,17 +69,19 @@ class Wanted:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return self.max_len or self.demand.architecture.default_max_len
+        return self.demand.max_len or self.demand.architecture.default_max_len
 
     @property
     def has_objectives(self) -> bool:
         """Whether there is one for the first token and one for those after it."""
         return self.demand.slo_ttft is not None and self.demand.slo_tpot is not None
 
-    def fleet_model(self, max_len: int | None) -> FleetModel:
-        """The model as the simulator wants it."""
-        d = self.demand
-        return FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, max_len, d.graphs)
+
+def fleet_model(demand: Demand, max_len: int | None = None) -> FleetModel:
+    """A model as the simulator wants it; `max_len` in place of the demand's own."""
+    d = demand
+    longest = max_len or d.max_len
+    return FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, longest, d.graphs)
 
 
 def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
@@ -98,7 +98,6 @@ def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
         demand=demand,
         replicas=None if free and given.max == 1 else max(1, given.at_start),
         stages=model.stages if isinstance(model.stages, int) else None,
-        max_len=model.max_len if isinstance(model.max_len, int) else None,
         spared=rolling.quantile,
         bounds=Bounds(rolling.lower, rolling.upper),
         throttle=throttle,
@@ -284,7 +283,7 @@ class Arrangement(ABC):
             name,
             place.shape.device,
             devices,
-            wanted.fleet_model(place.max_len or wanted.longest),
+            fleet_model(wanted.demand, place.max_len or wanted.longest),
             min(place.blocks),
             place.block_tokens,
             place.shape.share,

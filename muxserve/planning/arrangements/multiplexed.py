@@ -14,6 +14,7 @@ from muxserve.planning.arrangements.base import (
     NoPlaceError,
     Place,
     Wanted,
+    fleet_model,
     single_stage,
 )
 from muxserve.simulator import SimulationError, SimUnit, sim_unit
@@ -50,7 +51,7 @@ class Multiplexed(Arrangement):
         models = (PlacedModel(demand.name, rate, prefill, decode),)
         unit = PlacedUnit("unit", place.shape.device, tuple(range(place.layout.tp)), models, place.kv_bytes)
         try:
-            simulated = sim_unit(unit, {demand.name: wanted.fleet_model(wanted.max_len)})
+            simulated = sim_unit(unit, {demand.name: fleet_model(demand)})
         except SimulationError as error:
             raise NoPlaceError(str(error)) from None
         if place.cost_share is None:

@@ -17,7 +17,8 @@ from muxserve.config.source import Source, parse_yaml
 from muxserve.config.values import NAME_PATTERN, Section
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.device_pool import CPU
-from placement.cluster import Arrangement, Cluster, Node, PlacedModel, PlacedUnit, Placement
+from muxserve.spec import PhasesName
+from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 VERSION = 1
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -47,7 +48,7 @@ class PlanUnit(Section):
     device: str = Field(min_length=1)
     devices: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     kv_bytes: int = Field(ge=1)
-    phases: Arrangement = "multiplexed"
+    phases: PhasesName = "multiplexed"
     stages: int = Field(default=1, ge=1)
     models: list[PlanModel] = Field(min_length=1)
 

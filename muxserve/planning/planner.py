@@ -1,20 +1,26 @@
-"""The steps of `muxserve plan`: a plan on GPUs or on this machine's CPU, its simulation, and the arrangements of
-prefill and decode in it."""
+"""A plan of a fleet: on GPUs, for growing numbers of them, or on this machine's CPU; its simulation, and the
+arrangements of prefill and decode in it. `muxserve plan` prints it, `muxserve simulate` runs a workload on it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from muxserve.cli.plan_phases import progress
+from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.planning.arrangements.base import NoPlaceError
+from muxserve.planning.comparison import Tell, silent
+from muxserve.planning.dedicated_units import Arrangements, TrialOptions, concerns, divide_cpu, divide_gpus
 from muxserve.planning.demands import demands_of, equal_nodes, memory_of
+from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
+from muxserve.planning.prediction import Prediction, Surroundings, predict, simulated_of, verified
+from muxserve.planning.this_machine import plan_this_machine
+from muxserve.simulator import SimulationError
 from placement.cluster import Cluster
 from placement.demand import Demand
 from placement.format import enumerate_words
@@ -23,12 +29,6 @@ from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
 from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
 
-if TYPE_CHECKING:
-    from muxserve.planning.dedicated_units import Arrangements
-    from muxserve.planning.device_pool import CpuPool
-    from muxserve.planning.prediction import Prediction
-
-Tell = Callable[[str], None]
 _SIMULATED_REQUESTS, _SIMULATED_SECONDS = 5000, 300.0
 
 
@@ -72,11 +72,19 @@ class UsageError(ValueError):
     """The command line is wrong."""
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Who hears how far planning is: `told` what goes on, and what `comparing` gives how far the comparison of
+    arrangements is (a part in 0..1, and what is simulated)."""
+
+    told: Callable[[str], None] = lambda text: None
+    comparing: Callable[[], AbstractContextManager[Tell]] = lambda: nullcontext(silent)
+
+
 @dataclass(slots=True)
-class Made:
+class PlannedFleet:
     """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
-    which rates were raised in planning. `lengths` is the longest sequence of models of which this machine says it,
-    tokens."""
+    which rates were raised in planning."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -84,60 +92,55 @@ class Made:
     points: list[SweepPoint] = field(default_factory=list)
     spare: Mapping[str, float] = field(default_factory=dict)
     arrangements: Arrangements | None = None
-    lengths: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Planning:
-    """One run of the command. `seconds` may be spent on the local search; `simulate` is how long the plan is simulated
-    (None: as long as makes sense). `compare` are the models whose arrangements are compared whatever the file says,
-    `network` is bytes per second between machines. Without `goodputs` that of arrangements is looked for only where
-    several are compared. `told` is told what goes on; `alone` takes that off the screen for a
-    while."""
+class Planner:
+    """Plans `fleet`, which `file` declares. `seconds` may be spent on the local search; `simulate` is how long the plan
+    is simulated (None: as long as makes sense). `compare` are the models whose arrangements are compared whatever the
+    file says, `network` is bytes per second between machines (None: as the file says). Without `goodputs` that of
+    arrangements is looked for only where several are compared."""
 
     file: Path
     fleet: Fleet
     latency: LatencyModel
     options: PlanOptions
-    seconds: float
-    simulate: float | None
-    seed: int
-    compare: tuple[str, ...]
-    network: float
-    told: Tell
-    alone: Callable[[], AbstractContextManager[None]]
+    seconds: float = SEARCH_SECONDS
+    simulate: float | None = None
+    compare: tuple[str, ...] = ()
+    network: float | None = None
+    progress: Progress = field(default_factory=Progress)
     goodputs: bool = True
+
+    @property
+    def seed(self) -> int:
+        """Of the local search and the simulations."""
+        return self.options.local.seed
+
+    def _trials(self, tell: Tell) -> TrialOptions:
+        return TrialOptions(self.latency, self.compare, self.goodputs, self.seed, tell)
+
+    def _surroundings(self, pool: CpuPool | None = None) -> Surroundings:
+        network = self.fleet.cluster.network if self.network is None else self.network
+        return Surroundings(self.options.rules, network, pool)
 
     @property
     def arranges(self) -> bool:
         """Whether some model is not simply multiplexed. Baselines know nothing but that."""
-        from muxserve.planning.dedicated_units import concerns
 
         return self.options.mode == "muxserve" and concerns(self.fleet, self.compare)
 
     # ------------------------------------------------------------ GPUs
 
-    def on_gpus(self, cluster: Cluster) -> Made:
+    def on_gpus(self, cluster: Cluster) -> PlannedFleet:
         """A plan for a cluster."""
         demands = demands_of(self.fleet, self.file.parent)
         made = self._place(demands, cluster)
         if not self.arranges:
             return self._borne_out(made, demands, cluster)
-        from muxserve.planning.dedicated_units import divide_gpus
 
-        with self.alone(), progress() as tell:
-            divided = divide_gpus(
-                self.fleet,
-                demands,
-                made,
-                self.latency,
-                self.options.rules,
-                self.network,
-                self.compare,
-                self.seed,
-                tell,
-                self.goodputs,
-            )
+        with self.progress.comparing() as tell:
+            divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self._trials(tell))
         if not divided.has_dedicated:
             found = self._borne_out(made, demands, cluster)
         else:
@@ -152,13 +155,13 @@ class Planning:
                     f"{names}: multiplexed after all, or other models would have no place"
                 )
             else:
-                found = rest or Made(made)
+                found = rest or PlannedFleet(made)
                 found.plan = divided.joined(rest.plan if rest else None, self.options.objective)
                 found.simulated, found.why_not = self._simulated(found.plan)
         found.arrangements = divided.arrangements
         return found
 
-    def swept(self, sizes: Sequence[int], cluster: Cluster) -> Made:
+    def swept(self, sizes: Sequence[int], cluster: Cluster) -> PlannedFleet:
         """A plan for every size; the first that meets everything, else the last."""
         demands = demands_of(self.fleet, self.file.parent)
         points: list[SweepPoint] = []
@@ -172,7 +175,7 @@ class Planning:
                 chosen = made
         assert chosen is not None
         simulated, why_not = self._simulated(chosen)
-        return Made(chosen, simulated, why_not, points)
+        return PlannedFleet(chosen, simulated, why_not, points)
 
     def _place(
         self, demands: Sequence[Demand], cluster: Cluster, seconds: float | None = None, before: str = ""
@@ -185,15 +188,14 @@ class Planning:
             memory_of(cluster),
             self.options,
             lambda: time.monotonic() >= until,
-            lambda text: self.told(before + text),
+            lambda text: self.progress.told(before + text),
         )
 
-    def _borne_out(self, first: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> Made:
+    def _borne_out(self, first: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
         """The plan, or one with spare for models that fall short in its simulation."""
         simulated, why_not = self._simulated(first)
         if simulated is None or self.options.objective.name == "throughput":
-            return Made(first, simulated, why_not)
-        from muxserve.planning.prediction import verified
+            return PlannedFleet(first, simulated, why_not)
 
         known = {id(first): simulated}
 
@@ -206,43 +208,32 @@ class Planning:
             return prediction
 
         again = verified(demands, plan, simulate)
-        return Made(again.plan, again.prediction, spare=again.spare)
+        return PlannedFleet(again.plan, again.prediction, spare=again.spare)
 
     # ------------------------------------------------------------ CPU
 
-    def on_cpu(self) -> Made:
+    def on_cpu(self) -> PlannedFleet:
         """A plan for this machine."""
-        from muxserve.cluster.machine import this_machine
-        from muxserve.planning.dedicated_units import Arrangements, divide_cpu
-        from muxserve.planning.device_pool import cpu_pool
-        from muxserve.planning.this_machine import plan_this_machine
 
         resolved, own = load_fleet(self.file), self.fleet.cluster
         demands = demands_of(self.fleet, self.file.parent, gpu=False)
         pool = cpu_pool(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
         found = Arrangements(shared=list(demands))
         if self.arranges:
-            with self.alone(), progress() as tell:
-                found = divide_cpu(
-                    self.fleet, demands, pool, self.latency, self.compare, self.seed, tell, self.goodputs
-                )
+            with self.progress.comparing() as tell:
+                found = divide_cpu(self.fleet, demands, pool, self._trials(tell))
         try:
             made = plan_this_machine(resolved, demands, found, pool, self.latency, self.options.objective)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        simulated, why_not = self._simulated(made.plan, made.lengths, pool)
+        simulated, why_not = self._simulated(made, pool)
         arrangements = found if self.arranges else None
-        return Made(made.plan, simulated, why_not, arrangements=arrangements, lengths=made.lengths)
+        return PlannedFleet(made, simulated, why_not, arrangements=arrangements)
 
     # ------------------------------------------------------------ simulation
 
-    def _simulated(
-        self, made: ClusterPlan, max_len: Mapping[str, int] | None = None, pool: CpuPool | None = None
-    ) -> tuple[Prediction | None, str]:
+    def _simulated(self, made: ClusterPlan, pool: CpuPool | None = None) -> tuple[Prediction | None, str]:
         """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for."""
-        from muxserve.planning.arrangements.base import NoPlaceError
-        from muxserve.planning.prediction import Surroundings, predict, simulated_of
-        from muxserve.simulator import SimulationError
 
         seconds = self.simulate
         if seconds is None:
@@ -250,26 +241,13 @@ class Planning:
             seconds = min(_SIMULATED_SECONDS, _SIMULATED_REQUESTS / made.asked)
         if seconds <= 0 or not made.placement.units:
             return None, ""
-        self.told("simulating")
+        self.progress.told("simulating")
 
         def count(done: int, total: int) -> None:
-            self.told(f"simulating, {done} of {total} requests")
+            self.progress.told(f"simulating, {done} of {total} requests")
 
-        around = Surroundings(self.options.rules, self.network, pool)
         try:
-            return (
-                predict(
-                    made.placement,
-                    made.demands,
-                    self.latency,
-                    seconds,
-                    self.seed,
-                    made.mode,
-                    max_len or {},
-                    count,
-                    simulated_of(made.placement, self.fleet, made.demands, max_len or {}, around),
-                ),
-                "",
-            )
+            units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
+            return predict(made, self.latency, seconds, self.seed, units, count), ""
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)
