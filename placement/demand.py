@@ -16,7 +16,7 @@ class Demand:
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
     It is placed with `least` replicas at least and `most` at most (None: as many as are worth it), or not at all.
-    `graphs` is as of `EngineShape`, `max_len` its longest sequence in tokens (None: as long as the architecture allows).
+    `graphs` is as of `EngineShape`, `max_len` its longest sequence in tokens (None: as the architecture says).
     """
 
     name: str
