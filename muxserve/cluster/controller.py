@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import zmq
+
 from muxserve import wire
 from muxserve.cluster.changes import Changes
 from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Progress, Ready, Stopping, Up
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
 from muxserve.cluster.launcher import WarmParents
 from muxserve.cluster.log_tail import LogTail, Said
-from muxserve.cluster.peer import SchedulerLink
 from muxserve.cluster.processes import adopt_orphans
 from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.steps import Planner
@@ -24,6 +25,7 @@ from muxserve.cluster.unit_set import Unit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.cluster.watch import Watch
 from muxserve.control.server import ControlServer
+from muxserve.net.peer import AsyncPeer
 from muxserve.spec import FleetSpec, save_fleet
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class Controller:
             self.units, planner, self._tell_scheduler, lambda text: self._emit(Progress(SCHEDULER, text))
         )
         self._control = control(self.changes) if control is not None else None
-        self._link: SchedulerLink | None = None
+        self._scheduler: AsyncPeer | None = None
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
@@ -132,7 +134,16 @@ class Controller:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self.reaper.reap)
         self._failure = loop.create_future()
-        self._link = SchedulerLink(self.fleet.scheduler_address, self._on_scheduler)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # What is said while it is being started again is for the next one.
+        self._scheduler = AsyncPeer(
+            context,
+            "the global scheduler",
+            self.fleet.scheduler_address,
+            "controller",
+            keeps=True,
+            on_message=self._on_scheduler,
+        )
         began = time.monotonic()
         stopping: asyncio.Task[object] = asyncio.create_task(self._stopping.wait())
         code = EXIT_OK
@@ -157,7 +168,8 @@ class Controller:
             await asyncio.gather(*others, return_exceptions=True)
             await self._stop_all()
             loop.remove_signal_handler(signal.SIGCHLD)
-            await self._link.close()
+            self._scheduler.close()
+            context.term()
             await self._starts.close()
         return code
 
@@ -242,8 +254,8 @@ class Controller:
         await self.changes.resend()
 
     async def _tell_scheduler(self, message: wire.Message) -> None:
-        if self._link is not None:
-            await self._link.send(message)
+        if self._scheduler is not None:
+            self._scheduler.send(message)
 
     # ------------------------------------------------------------ deaths
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 from muxserve.cluster.events import Event, PartId, Progress, Starting
-from muxserve.cluster.peer import until_reachable
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, while_running
 from muxserve.cluster.units import UNIT_FILE
 from muxserve.cluster.warm_link import WarmLink
+from muxserve.net.sockets import until_reachable
 from muxserve.spec import FleetSpec, UnitSpec
 
 VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")

@@ -244,7 +244,7 @@ class UnitHost:
         """Tell the unit scheduler; one that is being started knows of nobody, and must not hear it late."""
         unit = self._starts.unit
         if unit is not None and self.parts[UNIT].up.is_set() and self._starts.runs(UNIT):
-            await unit.send(message)
+            unit.send(message)
 
     async def state(self) -> dict[str, object]:
         """The unit scheduler's own account of the unit; waits until there is one that answers."""

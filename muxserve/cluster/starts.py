@@ -8,13 +8,16 @@ measured, the size of the pools; and only then everything that reads it.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING
 
+import zmq
+
+from muxserve import wire
 from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
-from muxserve.cluster.peer import UnitLink, until_reachable
 from muxserve.cluster.processes import Process, children, exit_words
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import GaveUp, Part, PartDied, while_running
@@ -22,6 +25,8 @@ from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu import mps
 from muxserve.gpu.budget import WAITING, Needs
 from muxserve.gpu.unit import PoolSizer, SizingError
+from muxserve.net.peer import AsyncPeer
+from muxserve.net.sockets import until_reachable
 from muxserve.spec import UnitSpec
 from placement.format import format_size
 
@@ -40,6 +45,47 @@ _START_SECONDS = {
     "engine": 1800.0,
 }
 _LAST_WORDS_SECONDS = 0.1
+_ASK_AGAIN_SECONDS = 1.0
+
+
+class UnitPeer:
+    """The controller's connection to a unit scheduler. Messages wait for one that is being started again. Made inside
+    a running event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._waiting: set[asyncio.Future[dict[str, object]]] = set()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        identity = f"controller/{os.getpid()}"
+        name = "the unit scheduler"
+        self._peer = AsyncPeer(self._context, name, address, identity, keeps=True, on_message=self._answered)
+
+    def send(self, message: wire.Message) -> None:
+        """Send it."""
+        self._peer.send(message)
+
+    async def state(self) -> dict[str, object]:
+        """The unit's state; waits until there is a unit scheduler that answers."""
+        future: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            while not future.done():
+                # What was sent to a scheduler that has died since is gone, hence again.
+                self.send(wire.StateRequest())
+                await asyncio.wait([future], timeout=_ASK_AGAIN_SECONDS)
+            return future.result()
+        finally:
+            self._waiting.discard(future)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._peer.close()
+        self._context.term()
+
+    def _answered(self, message: wire.Message) -> None:
+        if isinstance(message, wire.UnitState):
+            for future in self._waiting:
+                if not future.done():
+                    future.set_result(message.state)
 
 
 class Starts:
@@ -70,7 +116,7 @@ class Starts:
             raise ValueError("on GPUs the pools are sized by what is measured")
         self.unit_spec = unit_spec
         self.warm: WarmLink | None = None
-        self.unit: UnitLink | None = None
+        self.unit: UnitPeer | None = None
         # Which warm parent a part was forked from.
         self.parent_of: dict[PartId, WarmLink] = {}
         self.sized = asyncio.Event()
@@ -161,7 +207,7 @@ class Starts:
 
     def open(self) -> None:
         """Make what needs a running event loop."""
-        self.unit = UnitLink(self.unit_spec.unit_address)
+        self.unit = UnitPeer(self.unit_spec.unit_address)
         if self.unit_spec.gpu is None:
             self.sized.set()
         else:
@@ -174,7 +220,7 @@ class Starts:
         """Close all that is open to the parts; they end for it at the latest."""
         await self.drop_warm()
         if self.unit is not None:
-            await self.unit.close()
+            self.unit.close()
         self.forget_memory()
 
     async def drop_warm(self) -> None:

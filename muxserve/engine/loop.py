@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
-from zmq.utils.monitor import recv_monitor_message
 
 from muxserve.engine.binding import Binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
@@ -22,9 +21,9 @@ from muxserve.engine.requests import EngineRequests, internal_id
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
-from muxserve.net import sockets
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.net.inbox import ImpossibleMessageError, Inbox
+from muxserve.net.peer import Peer
 from muxserve.net.process import IdleTrim, words
 from muxserve.spec import UnitSpec
 from muxserve.wire import (
@@ -46,7 +45,6 @@ from muxserve.wire import (
     StepFailed,
     Stop,
     decode,
-    encode,
 )
 
 log = logging.getLogger(__name__)
@@ -126,19 +124,21 @@ class EngineLoop:
         self._hand_offs = 0
 
         context = zmq.Context()
-        self._unit = context.socket(zmq.DEALER)
-        self._unit.identity = f"{binding.model.name}/{binding.phase}".encode()
-        self._unit.linger = 0
-        self._unit.sndhwm = self._unit.rcvhwm = 0
-        # A restarted unit scheduler knows no engine: greet it each time the connection is made.
-        self._monitor = self._unit.get_monitor_socket(zmq.EVENT_CONNECTED)
-        sockets.connect(self._unit, unit_spec.unit_address)
+        self._poller = zmq.Poller()
+        # A restarted unit scheduler knows no engine. What was meant for the one before does it no harm, and may name
+        # hand-offs that it is to give up.
+        self._unit = Peer(
+            context,
+            self._poller,
+            "the unit scheduler",
+            unit_spec.unit_address,
+            f"{binding.model.name}/{binding.phase}",
+            hello=EngineHello(binding.model.name, binding.phase, os.getpid()),
+            keeps=True,
+        )
         self._tokens = TokenSender(
             context, binding.model.name, engine=0 if binding.phase == "prefill" else 1, keys=unit_spec.keys
         )
-        self._poller = zmq.Poller()
-        self._poller.register(self._unit, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
 
     # ------------------------------------------------------------ the loop
 
@@ -168,21 +168,14 @@ class EngineLoop:
 
     def _receive(self, patience: int) -> None:
         for socket, _ in self._poller.poll(patience):
-            if socket is self._monitor:
-                recv_monitor_message(self._monitor)
-                self._send(EngineHello(self.binding.model.name, self.binding.phase, os.getpid()))
+            if socket is self._unit.monitor:
+                self._unit.ended()
                 continue
-            while True:
-                try:
-                    frames = self._unit.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                message = self._inbox.read(frames[-1], "the unit scheduler")
-                if message is not None:
-                    self._inbox.handle(message, "the unit scheduler", self._handle, message)
+            for message in self._unit.messages():
+                self._inbox.handle(message, self._unit.name, self._handle, message)
 
     def _send(self, message: Message) -> None:
-        self._unit.send(encode(message), zmq.NOBLOCK)
+        self._unit.send(message)
 
     # ------------------------------------------------------------ messages
 

@@ -9,18 +9,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 import zmq
 
 from muxserve.gateway.fleet_links import FleetLinks
-from muxserve.gateway.link import SchedulerLink
 from muxserve.gateway.measure import Measures, Outcome
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.requests import Output, RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
+from muxserve.net.peer import AsyncPeer
 from muxserve.spec import FleetSpec
 from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState, Waits
 
@@ -35,7 +36,7 @@ class Questions:
     def __init__(self) -> None:
         self._waiting: dict[str, list[asyncio.Future[Answer]]] = {}
 
-    async def ask(self, unit: str, send: Callable[[], None], timeout: float) -> Answer:
+    async def ask(self, unit: str, send: Callable[[], object], timeout: float) -> Answer:
         """The answer of `unit`; None if there is none within `timeout` seconds.
 
         Args:
@@ -161,7 +162,7 @@ class Broker:
     # ------------------------------------------------------------ from the front ends
 
     @property
-    def scheduler(self) -> SchedulerLink | None:
+    def scheduler(self) -> AsyncPeer | None:
         """The connection to the global scheduler, where there is something to choose."""
         return self._links.scheduler
 
@@ -206,7 +207,7 @@ class Broker:
         link = self._links.units.get(unit)
         if link is None or not link.up:
             return None
-        return await self._states.ask(unit, lambda: link.send(StateRequest()), timeout)
+        return await self._states.ask(unit, partial(link.send, StateRequest()), timeout)
 
     # ------------------------------------------------------------ from the links
 

@@ -8,13 +8,15 @@ from typing import Protocol
 
 import zmq
 
-from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.tokens import TokensSocket
+from muxserve.net.peer import AsyncPeer
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, UnitEntry
-from muxserve.wire import Message
+from muxserve.wire import AnyMessage, GatewayHello, Message, UnitHello
 
 log = logging.getLogger(__name__)
+
+LINGER_MS = 200
 
 
 class Listener(Protocol):
@@ -51,8 +53,8 @@ class FleetLinks:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], tokens: TokensSocket, index: int, epoch: str, listener: Listener
     ) -> None:
-        self.units: dict[str, UnitLink] = {}
-        self.scheduler: SchedulerLink | None = None
+        self.units: dict[str, AsyncPeer] = {}
+        self.scheduler: AsyncPeer | None = None
         self._context = context
         self._tokens = tokens
         self._index = index
@@ -66,7 +68,7 @@ class FleetLinks:
         for name, link in list(self.units.items()):
             if addresses.get(name) != link.address:
                 log.info("unit %s is gone from the fleet", name)
-                link.close()
+                link.close(LINGER_MS)
                 del self.units[name]
                 self._listener.unit_down(name)
         unreachable: NetworkError | None = None
@@ -82,46 +84,44 @@ class FleetLinks:
     def close(self) -> None:
         """Close all."""
         for link in self.units.values():
-            link.close()
+            link.close(LINGER_MS)
         if self.scheduler is not None:
-            self.scheduler.close()
+            self.scheduler.close(LINGER_MS)
 
     def _open(self, unit: UnitEntry, fleet: FleetSpec) -> None:
         name, reply_to = unit.name, self._tokens.address
         if unit.remote and fleet.keys is not None:
             reply_to = self._tokens.open_tcp(fleet.tokens_host, fleet.keys)
-        link = UnitLink(
+        self.units[name] = AsyncPeer(
             self._context,
-            name,
-            self._epoch,
-            self._index,
+            f"the unit scheduler of {name}",
             unit.unit_address,
-            reply_to,
+            f"gateway/{self._epoch}",
             fleet.keys,
-            on_up=partial(self._listener.unit_up, name),
+            hello=GatewayHello(self._epoch, reply_to, self._index),
+            answer=UnitHello,
+            on_up=partial(self._unit_up, name),
             on_down=partial(self._listener.unit_down, name),
             on_message=partial(self._listener.unit_said, name),
         )
-        try:
-            link.start()
-        except NetworkError:
-            link.close()
-            raise
-        self.units[name] = link
+
+    def _unit_up(self, name: str, answer: AnyMessage | None) -> None:
+        assert isinstance(answer, UnitHello)
+        self._listener.unit_up(name, answer.epoch)
 
     def _learn_scheduler(self, fleet: FleetSpec) -> None:
         wanted = any(fleet.placed_by_scheduler(model.name) for model in fleet.models)
         if wanted and self.scheduler is None:
-            self.scheduler = SchedulerLink(
+            self.scheduler = AsyncPeer(
                 self._context,
-                self._epoch,
+                "the global scheduler",
                 fleet.scheduler_address,
-                on_up=self._listener.scheduler_up,
+                f"gateway/{self._epoch}",
+                on_up=lambda _: self._listener.scheduler_up(),
                 on_down=self._listener.scheduler_down,
                 on_message=self._listener.scheduler_said,
             )
-            self.scheduler.start()
         elif not wanted and self.scheduler is not None:
-            self.scheduler.close()
+            self.scheduler.close(LINGER_MS)
             self.scheduler = None
             self._listener.scheduler_down()

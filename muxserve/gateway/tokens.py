@@ -8,8 +8,8 @@ from pathlib import Path
 
 import zmq
 
-from muxserve.gateway.reader import Reader
 from muxserve.net.inbox import Inbox
+from muxserve.net.reader import Reader
 from muxserve.net.sockets import bind_local, bind_tcp, tcp_address
 from muxserve.spec import Keys
 from muxserve.wire import TokensHeader, decode

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from muxserve.global_scheduler.model_scheduler import ModelScheduler
 from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
-from muxserve.global_scheduler.outbox import Client, Outbox, Peer, Unit
+from muxserve.global_scheduler.outbox import Client, Destination, Outbox, Unit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.net.sockets import tcp_address
 from muxserve.spec import FleetSpec, UnitEntry
@@ -79,7 +79,7 @@ class SchedulerCore:
 
     # ------------------------------------------------------------ the two sides
 
-    def handle(self, peer: Peer, message: Message, now: float) -> None:
+    def handle(self, peer: Destination, message: Message, now: float) -> None:
         """Take in a message."""
         match peer, message:
             case Unit(name), Loads():
@@ -104,7 +104,7 @@ class SchedulerCore:
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
 
-    def turn(self, now: float) -> list[tuple[Peer, Message]]:
+    def turn(self, now: float) -> list[tuple[Destination, Message]]:
         """Decide on what has been heard; returns messages and whom to send them to, in order."""
         if now >= self._tick_at:
             self._tick_at = now + TICK_SECONDS
@@ -128,7 +128,7 @@ class SchedulerCore:
             log.warning("unit %s is gone", unit)
             self._down(unit, seen, now)
 
-    def returned(self, peer: Peer, message: Message) -> None:
+    def returned(self, peer: Destination, message: Message) -> None:
         """A message could not be sent, since there is nobody of that identity."""
         if isinstance(peer, Client):
             self._out.returned(peer.identity, message)

@@ -21,14 +21,14 @@ class Client:
     identity: bytes
 
 
-Peer = Unit | Client
+Destination = Unit | Client
 
 
 class Outbox:
     """Messages in the order in which they are to be sent. Those for the controller are kept until it has greeted."""
 
     def __init__(self) -> None:
-        self._messages: list[tuple[Peer, Message]] = []
+        self._messages: list[tuple[Destination, Message]] = []
         self._controller: Client | None = None
         self._kept: list[Message] = []
 
@@ -60,7 +60,7 @@ class Outbox:
             self._controller = None
             self._kept.append(message)
 
-    def take(self) -> list[tuple[Peer, Message]]:
+    def take(self) -> list[tuple[Destination, Message]]:
         """Everything, and begin anew."""
         messages, self._messages = self._messages, []
         return messages

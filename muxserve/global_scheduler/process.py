@@ -1,41 +1,33 @@
 """The global scheduler process: `python -m muxserve.global_scheduler.process --fleet PATH`.
 
-A ROUTER for gateways and the controller, a DEALER per unit, and a loop around `SchedulerCore`: it takes in every
-message that is there, decides once, and sends. SIGHUP: the fleet file is another one. SIGTERM: leave.
+A ROUTER for gateways and the controller, a peer per unit, and a loop around `SchedulerCore`: it takes in every message
+that is there, decides once, and sends. SIGHUP: the fleet file is another one. SIGTERM: leave.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import logging
-import math
 import secrets
 import signal
 import sys
 import time
-from typing import Any
 
-import msgspec
 import zmq
 
 from muxserve.global_scheduler.core import SchedulerCore
-from muxserve.global_scheduler.links import UnitSockets
-from muxserve.global_scheduler.outbox import Client, Peer, Unit
-from muxserve.net import sockets
-from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
-from muxserve.net.inbox import Inbox
-from muxserve.net.process import Signals, die_with_parent, log_to_stderr
+from muxserve.global_scheduler.outbox import Client, Destination, Unit
+from muxserve.net.heartbeat import heartbeat_file
+from muxserve.net.peer import Peer
+from muxserve.net.process import Signals
+from muxserve.net.server import RouterLoop, ServerProgram
+from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, load_fleet
-from muxserve.wire import decode, encode
+from muxserve.wire import Message, SchedulerHello
 
 log = logging.getLogger("muxserve.global_scheduler")
 
-# Messages taken in from one socket before others get their turn.
-BATCH = 64
 
-
-class Server:
+class GlobalScheduler:
     """The sockets and the loop.
 
     Args:
@@ -46,68 +38,49 @@ class Server:
         PriorityError: the fleet's priority levels contradict each other.
     """
 
-    def __init__(self, path: str, fleet: FleetSpec, signals: Signals) -> None:
+    def __init__(self, fleet: FleetSpec, path: str, signals: Signals) -> None:
         self._path = path
-        self._signals = signals
-        self._inbox = Inbox(log, decode)
-        epoch = secrets.token_hex(8)
-        self._core = SchedulerCore(fleet, epoch, time.monotonic())
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.setsockopt(zmq.MAX_SOCKETS, 65535)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.SNDHWM, 0)
-        self._router.setsockopt(zmq.RCVHWM, 0)
-        # A gateway that is gone is found out when it is answered.
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._poller = zmq.Poller()
-        sockets.bind_local(self._router, fleet.scheduler_address)
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(signals.fileno(), zmq.POLLIN)
-        self._units = UnitSockets(self._context, self._poller, epoch, self._gone)
-        self._units.change(fleet.units, fleet.keys)
-        self._heartbeat = Heartbeat(heartbeat_file(fleet.run_dir, "scheduler"))
-        log.info("%d models in %d units, epoch %s", len(fleet.models), len(fleet.units), epoch)
+        self._epoch = secrets.token_hex(8)
+        self._core = SchedulerCore(fleet, self._epoch, time.monotonic())
+        heartbeat = heartbeat_file(fleet.run_dir, "scheduler")
+        self._loop = RouterLoop(signals, heartbeat, fleet.scheduler_address, on_hangup=self._read_again)
+        self._units: dict[str, Peer] = {}
+        self._connect(fleet)
+        log.info("%d models in %d units, epoch %s", len(fleet.models), len(fleet.units), self._epoch)
 
     def run(self) -> None:
         """Serve until SIGTERM."""
-        # What exists now stays; looking at it again and again would only lengthen the pauses.
-        gc.collect()
-        gc.freeze()
-        while True:
-            self._heartbeat.beat()
-            wait = min(max(self._core.wakeup() - time.monotonic(), 0.0), PERIOD_SECONDS)
-            ready = dict(self._poller.poll(math.ceil(wait * 1000)))
-            if self._signals.fileno() in ready:
-                signals = self._signals.take()
-                if signals & {signal.SIGTERM, signal.SIGINT}:
-                    log.info("stopped")
-                    return
-                if signal.SIGHUP in signals:
-                    self._read_again()
-            for unit, connection in self._units.readable(ready):
-                self._take_in(connection, Unit(unit))
-            if self._router in ready:
-                self._take_in(self._router, None)
-            for peer, message in self._core.turn(time.monotonic()):
-                if isinstance(peer, Unit):
-                    self._units.send(peer.name, message)
-                else:
-                    try:
-                        self._router.send_multipart((peer.identity, encode(message)), zmq.NOBLOCK)
-                    except zmq.ZMQError as error:
-                        log.info("%r is not there to be told of %s: %s", peer.identity, type(message).__name__, error)
-                        self._core.returned(peer, message)
+        loop, core = self._loop, self._core
+        while (ready := loop.wait(core.wakeup())) is not None:
+            for name, unit in list(self._units.items()):
+                if unit.socket in ready:
+                    for message in unit.messages():
+                        self._take_in(Unit(name), message)
+                if unit.monitor in ready and unit.ended():
+                    core.unit_gone(name, time.monotonic())
+            if loop.router in ready:
+                for identity, message in loop.messages():
+                    self._take_in(Client(identity), message)
+            for destination, answer in core.turn(time.monotonic()):
+                self._send(destination, answer)
 
     def close(self) -> None:
         """Close all sockets."""
-        self._units.close()
-        self._router.close(linger=0)
-        self._context.term()
+        for unit in self._units.values():
+            unit.close()
+        self._loop.close()
 
-    def _gone(self, unit: str) -> None:
-        self._core.unit_gone(unit, time.monotonic())
+    def _take_in(self, source: Destination, message: Message) -> None:
+        self._loop.inbox.handle(message, source, self._core.handle, source, message, time.monotonic())
+
+    def _send(self, destination: Destination, message: Message) -> None:
+        if isinstance(destination, Client):
+            if not self._loop.send(destination.identity, message):
+                log.info("%r is not there to be told of %s", destination.identity, type(message).__name__)
+                self._core.returned(destination, message)
+        elif destination.name in self._units:
+            # What a unit does not hear is said again in the next round.
+            self._units[destination.name].send(message)
 
     def _read_again(self) -> None:
         try:
@@ -116,57 +89,42 @@ class Server:
         except (OSError, ValueError) as error:
             log.error("%s: %s; going on with what was in it before", self._path, error)
             return
-        self._units.change(fleet.units, fleet.keys)
+        self._connect(fleet)
         log.info("fleet file %d: %d models in %d units", fleet.generation, len(fleet.models), len(fleet.units))
 
-    def _take_in(self, connection: zmq.Socket[Any], unit: Unit | None) -> None:
-        for _ in range(BATCH):
+    def _connect(self, fleet: FleetSpec) -> None:
+        """Connect to the units that are new, and let go of those that are gone."""
+        wanted = {unit.name: unit.unit_address for unit in fleet.units}
+        for name, unit in list(self._units.items()):
+            if wanted.get(name) != unit.address or unit.keys != fleet.keys:
+                unit.close()
+                del self._units[name]
+        for name in wanted.keys() - self._units.keys():
             try:
-                frames = connection.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            peer: Peer = unit or Client(frames[0])
-            if len(frames) != (1 if unit else 2):
-                self._inbox.drop("frames", f"a message of {len(frames)} frames from {peer} ignored")
-                continue
-            message = self._inbox.read(frames[-1], peer)
-            if message is not None:
-                self._inbox.handle(message, peer, self._core.handle, peer, message, time.monotonic())
+                self._units[name] = Peer(
+                    self._loop.context,
+                    self._loop.poller,
+                    f"unit {name}",
+                    wanted[name],
+                    f"scheduler/{self._epoch}",
+                    fleet.keys,
+                    hello=SchedulerHello(self._epoch),
+                )
+            except (NetworkError, zmq.ZMQError) as error:
+                log.error("unit %s cannot be reached: %s", name, error)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0 stopped, 2 bad input, 3 could not start."""
-    parser = argparse.ArgumentParser(
-        prog="python -m muxserve.global_scheduler.process", description="The global scheduler."
-    )
-    parser.add_argument("--fleet", required=True, help="fleet.json, written by the controller")
-    parser.add_argument("--die-with-parent", action="store_true", help="stop when the process that started this ends")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    options = parser.parse_args(arguments)
-    if options.die_with_parent and not die_with_parent():
-        return 0
-    log_to_stderr(options.log_level)
-    # From the first moment on: SIGHUP would end a process that does not expect it.
-    signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-    try:
-        fleet = load_fleet(options.fleet)
-    except (OSError, msgspec.DecodeError) as error:
-        print(f"{options.fleet}: not a fleet: {error}", file=sys.stderr)
-        return 2
-    try:
-        server = Server(options.fleet, fleet, signals)
-    except ValueError as error:
-        print(f"{options.fleet}: {error}", file=sys.stderr)
-        return 2
-    except (zmq.ZMQError, sockets.NetworkError) as error:
-        print(f"cannot listen on {fleet.scheduler_address}: {error}", file=sys.stderr)
-        return 3
-    try:
-        server.run()
-    finally:
-        server.close()
-    return 0
-
+PROGRAM = ServerProgram(
+    module="muxserve.global_scheduler.process",
+    description="The global scheduler.",
+    option="fleet",
+    what="a fleet",
+    load=load_fleet,
+    address=lambda fleet: fleet.scheduler_address,
+    make=GlobalScheduler,
+    signals=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
-from muxserve.migration.local_pool import Home
-from muxserve.migration.remote_pools import Neighbours
+from muxserve.migration.local_pool import LocalPool
+from muxserve.migration.remote_pools import RemotePools
 from muxserve.migration.tasks import CopyOver, Failed, Gather, Join, Leave, Outcome, Task, Tidy, Write
 
 log = logging.getLogger(__name__)
@@ -71,12 +71,12 @@ class Worker:
             os.eventfd_write(self.done_fd, 1)
 
 
-class Hands:
+class CopyExecutor:
     """Carries out tasks one after another; nothing is raised."""
 
-    def __init__(self, home: Home, neighbours: Neighbours) -> None:
-        self._home = home
-        self._neighbours = neighbours
+    def __init__(self, local: LocalPool, remote: RemotePools) -> None:
+        self._local = local
+        self._remote = remote
 
     def do(self, task: Task) -> Outcome:
         """Carry out one task."""
@@ -91,19 +91,19 @@ class Hands:
     def _do(self, task: Task) -> Outcome:
         match task:
             case CopyOver():
-                source = self._home.pages(task.model)
-                with self._neighbours.writing(task.move, task.model) as destination:
+                source = self._local.pages(task.model)
+                with self._remote.writing(task.move, task.model) as destination:
                     for ours, theirs in zip(source, destination, strict=True):
                         ours.copy_to(task.source, theirs, task.destination)
             case Gather():
-                return [pages.gather(task.source) for pages in self._home.pages(task.model)]
+                return [pages.gather(task.source) for pages in self._local.pages(task.model)]
             case Write():
-                with self._home.writing(task.model, task.life) as pages:
+                with self._local.writing(task.model, task.life) as pages:
                     pages[task.rank].scatter(task.data, task.blocks)
             case Join():
-                return self._neighbours.join(task)
+                return self._remote.join(task)
             case Leave():
-                self._neighbours.leave(task.move)
+                self._remote.leave(task.move)
             case Tidy():
-                self._neighbours.tidy()
+                self._remote.tidy()
         return None

@@ -56,7 +56,7 @@ class Store(Protocol):
         """Give a hand-off up, if it is still there."""
 
 
-class Actions(Protocol):
+class IncomingEffects(Protocol):
     """What a move can bring about."""
 
     def tell_unit(self, message: Message) -> bool:
@@ -120,14 +120,14 @@ class Incoming:
         ranks: int,
         machine: str,
         store: Store,
-        actions: Actions,
+        effects: IncomingEffects,
     ) -> None:
         self.arrivals: dict[str, Arrival] = {}
         self._shapes = shapes
         self._ranks = ranks
         self._machine = machine
         self._store = store
-        self._actions = actions
+        self._effects = effects
         self._ending: dict[tuple[bytes, str], Arrival] = {}
         self._shown: dict[str, int] | None = None
 
@@ -141,7 +141,7 @@ class Incoming:
         arrival = self.arrivals.get(getattr(message, "move", ""))
         if arrival is None or arrival.peer != peer:
             if isinstance(message, (PeerStaged, PeerCommit)):
-                self._actions.answer(peer, PeerRefused(message.move, "the move is over"))
+                self._effects.answer(peer, PeerRefused(message.move, "the move is over"))
             return
         arrival.heard = now
         match message:
@@ -173,17 +173,17 @@ class Incoming:
                 reason = f"{message.model!r} has its KV as {shape.layout} here, and as {message.layout} there"
             elif (peer, message.move) in self._ending:
                 reason = "the move is over"
-            elif not self._actions.unit_there():
+            elif not self._effects.unit_there():
                 reason = "the unit scheduler is not there"
             if reason:
-                self._actions.answer(peer, PeerRefused(message.move, reason))
+                self._effects.answer(peer, PeerRefused(message.move, reason))
                 return
             arrival = Arrival(
                 message.move, peer, message.unit, message.epoch, message.model, self._store.life, now, now
             )
             self.arrivals[message.move] = arrival
         elif arrival.peer != peer or arrival.key:
-            self._actions.answer(peer, PeerRefused(message.move, "the move is another's", uncertain=bool(arrival.key)))
+            self._effects.answer(peer, PeerRefused(message.move, "the move is another's", uncertain=bool(arrival.key)))
             return
         arrival.heard = now
         key = ""
@@ -206,7 +206,7 @@ class Incoming:
             self.memory_lost()
             return
         opened = PeerOpened(message.move, blocks, self._machine, self._store.socket, self._store.life, key)
-        if not self._actions.answer(peer, opened):
+        if not self._effects.answer(peer, opened):
             self._end(arrival)
         self._show()
 
@@ -221,13 +221,13 @@ class Incoming:
         else:
             arrival.writes += 1
             blocks = tuple(arrival.blocks[message.since : end])
-            self._actions.start(
+            self._effects.start(
                 Write(arrival.peer, arrival.move, arrival.model, message.rank, blocks, arrival.life, data)
             )
 
     def _acknowledge(self, arrival: Arrival, until: int) -> None:
         arrival.until = max(arrival.until, until)
-        if not self._actions.answer(arrival.peer, PeerStaged(arrival.move, until)):
+        if not self._effects.answer(arrival.peer, PeerStaged(arrival.move, until)):
             self._end(arrival)
 
     def _commit(self, arrival: Arrival, message: PeerCommit, now: float) -> None:
@@ -252,7 +252,7 @@ class Incoming:
             arrival.key = ""  # nobody was told of it
             self.memory_lost()
             return
-        if not self._actions.tell_unit(TakeOver(arrival.move, arrival.key, count, request)):
+        if not self._effects.tell_unit(TakeOver(arrival.move, arrival.key, count, request)):
             self._refuse(arrival, "the unit scheduler is not there")
 
     # ------------------------------------------------------------ the unit scheduler
@@ -266,7 +266,7 @@ class Incoming:
             self._refuse(arrival, message.reason)
             return
         del self.arrivals[arrival.move]
-        self._actions.answer(arrival.peer, PeerCommitted(arrival.move))
+        self._effects.answer(arrival.peer, PeerCommitted(arrival.move))
         self._show()
 
     def unit_lost(self) -> None:
@@ -306,7 +306,7 @@ class Incoming:
                 self._refuse(arrival, "nothing was heard for too long")
             elif now - arrival.looked >= LOOK_SECONDS:
                 arrival.looked = now
-                if not self._actions.answer(arrival.peer, PeerThere(arrival.move)):
+                if not self._effects.answer(arrival.peer, PeerThere(arrival.move)):
                     self._end(arrival)
         self._show()
 
@@ -323,7 +323,7 @@ class Incoming:
         self._refuse(arrival, reason, uncertain=bool(arrival.key))
 
     def _refuse(self, arrival: Arrival, reason: str, uncertain: bool = False) -> None:
-        self._actions.answer(arrival.peer, PeerRefused(arrival.move, reason, uncertain))
+        self._effects.answer(arrival.peer, PeerRefused(arrival.move, reason, uncertain))
         self._end(arrival)
 
     def _end(self, arrival: Arrival) -> None:
@@ -363,5 +363,5 @@ class Incoming:
 
     def _show(self) -> None:
         moves = dict(Counter(arrival.model for arrival in self.arrivals.values()))
-        if moves != self._shown and self._actions.tell_unit(MovingIn(moves)):
+        if moves != self._shown and self._effects.tell_unit(MovingIn(moves)):
             self._shown = moves

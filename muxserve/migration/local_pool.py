@@ -19,7 +19,7 @@ CLIENT_NAME = "migrator"
 TIMEOUT_SECONDS = 2.0
 
 
-class Home:
+class LocalPool:
     """Implements `incoming.Store`. Blocks are reserved and released by the thread of the loop; pages are read and
     written by the worker, which asks for them by the life that granted them."""
 

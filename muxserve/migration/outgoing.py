@@ -1,7 +1,7 @@
 """Moves from this unit to others: what is sent when, and what is done when something goes wrong.
 
 No socket, no clock, no page: messages of the unit scheduler and of other migrators and outcomes of tasks come in, with
-the time; messages and tasks go out through `Actions`.
+the time; messages and tasks go out through `OutgoingEffects`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-from muxserve.migration.bandwidth import TokenBucket
-from muxserve.migration.chunks import Chunks, Move, State
+from muxserve.migration.chunks import Chunks, Move, State, TokenBucket
 from muxserve.migration.pages import ModelShape
 from muxserve.migration.tasks import CopyOver, Failed, Gather, Join, Leave, Outcome, Task
 from muxserve.wire import (
@@ -43,7 +42,7 @@ SIGN_SECONDS = 2.0
 IDLE_SECONDS = 30.0
 
 
-class Actions(Protocol):
+class OutgoingEffects(Protocol):
     """What a move can bring about."""
 
     def tell_unit(self, message: Message) -> object:
@@ -72,14 +71,14 @@ class Outgoing:
         shapes: Mapping[str, ModelShape],
         ranks: int,
         bandwidth: TokenBucket,
-        actions: Actions,
+        effects: OutgoingEffects,
     ) -> None:
         self.moves: dict[str, Move] = {}
         self._unit = unit
         self._epoch = epoch
         self._machine = machine
         self._shapes = shapes
-        self._actions = actions
+        self._effects = effects
         self._chunks = Chunks(self.moves, shapes, ranks, bandwidth)
 
     # ------------------------------------------------------------ the unit scheduler
@@ -89,10 +88,10 @@ class Outgoing:
         move = self.moves.get(message.move)
         if move is None:
             if message.since:
-                self._actions.tell_unit(MoveFailed(message.move, "the move is over already"))
+                self._effects.tell_unit(MoveFailed(message.move, "the move is over already"))
                 return
             if message.model not in self._shapes:
-                self._actions.tell_unit(MoveFailed(message.move, f"this unit has no model {message.model!r}"))
+                self._effects.tell_unit(MoveFailed(message.move, f"this unit has no model {message.model!r}"))
                 return
             move = Move(message.move, message.model, message.address, message, now, now, now, now)
             self.moves[message.move] = move
@@ -117,7 +116,7 @@ class Outgoing:
         """The unit scheduler wants the request handed over."""
         move = self.moves.get(message.move)
         if move is None:
-            self._actions.tell_unit(MoveFailed(message.move, "the move is over already"))
+            self._effects.tell_unit(MoveFailed(message.move, "the move is over already"))
         elif move.state is not State.IDLE:
             self._fail(move, "it was to be handed over before its last stage was over")
         else:
@@ -153,7 +152,7 @@ class Outgoing:
             case PeerCommitted():
                 if move.state is State.COMMITTING:
                     del self.moves[move.move]
-                    self._actions.tell_unit(MoveCommitted(move.move))
+                    self._effects.tell_unit(MoveCommitted(move.move))
             case PeerRefused():
                 self._end(move, tell_peer=False, reason=message.reason, uncertain=message.uncertain)
 
@@ -202,7 +201,7 @@ class Outgoing:
         for move in list(self.moves.values()):
             self._mind(move, now)
         while (chunk := self._chunks.next(now)) is not None:
-            self._actions.start(chunk)
+            self._effects.start(chunk)
 
     def wakeup(self, now: float) -> float:
         """When `turn` is due although nothing happened."""
@@ -237,7 +236,7 @@ class Outgoing:
         move.held += message.blocks
         if message.machine == self._machine and message.key and not move.streamed:
             self._enter(move, State.JOINING, now)
-            self._actions.start(
+            self._effects.start(
                 Join(
                     move.move,
                     move.model,
@@ -273,14 +272,14 @@ class Outgoing:
         move.until = max(move.until, move.end)
         self._enter(move, State.IDLE, now)
         size = len(move.stage.blocks) * self._chunks.block_bytes(move)
-        self._actions.tell_unit(MoveStaged(move.move, move.end, now - move.began, size))
+        self._effects.tell_unit(MoveStaged(move.move, move.end, now - move.began, size))
 
     def _enter(self, move: Move, state: State, now: float) -> None:
         move.state, move.since = state, now
 
     def _tell(self, move: Move, message: Message, now: float, pages: object = None) -> None:
         move.signed = now
-        self._actions.tell_peer(move.address, message, pages)
+        self._effects.tell_peer(move.address, message, pages)
 
     def _tell_staged(self, move: Move, until: int, now: float, pages: bool = False) -> None:
         if not move.sent:
@@ -298,13 +297,13 @@ class Outgoing:
     def _end(self, move: Move, tell_peer: bool, reason: str = "", uncertain: bool = False) -> None:
         del self.moves[move.move]
         if tell_peer:
-            self._actions.tell_peer(move.address, PeerAbort(move.move))
+            self._effects.tell_peer(move.address, PeerAbort(move.move))
         self._leave(move)
         if reason:
-            self._actions.tell_unit(MoveFailed(move.move, reason, uncertain))
+            self._effects.tell_unit(MoveFailed(move.move, reason, uncertain))
 
     def _leave(self, move: Move) -> None:
         # Tasks are done in order: by then nothing is written for the move any more.
         if move.joined:
-            self._actions.start(Leave(move.move))
+            self._effects.start(Leave(move.move))
             move.joined = False

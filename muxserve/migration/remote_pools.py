@@ -29,7 +29,7 @@ KEEP_SECONDS = 60.0
 
 
 @dataclass(slots=True)
-class Neighbour:
+class RemotePool:
     """One connection. `moves` are those under way, with model and blocks; `counters` tell whether the manager lives."""
 
     client: MemoryClient
@@ -44,15 +44,15 @@ class Neighbour:
         return self.counters.generation == self.client.generation
 
 
-class Neighbours:
+class RemotePools:
     """All of them, used by the worker's thread only."""
 
     def __init__(self, name: str, ranks: int, make_pages: MakePages) -> None:
         self._name = name
         self._ranks = ranks
         self._make_pages = make_pages
-        self._by_socket: dict[str, Neighbour] = {}
-        self._of_move: dict[str, Neighbour] = {}
+        self._by_socket: dict[str, RemotePool] = {}
+        self._of_move: dict[str, RemotePool] = {}
 
     def join(self, task: Join) -> bool:
         """Hold the blocks of `task.key` as well; false if that memory cannot be reached from here.
@@ -61,18 +61,18 @@ class Neighbours:
             MemoryManagerError, MemoryManagerGone: it was reached, and the blocks are not there any more.
         """
         try:
-            neighbour = self._reach(task)
+            pool = self._reach(task)
         except (OSError, MemoryManagerError, RuntimeError, ValueError) as error:
             log.warning("%s cannot be written to directly: %s", task.memory_socket, error)
             return False
-        if neighbour.client.generation != task.generation:
+        if pool.client.generation != task.generation:
             raise MemoryManagerGone("the other unit's memory manager has started anew")
         known = self._of_move.get(task.move)
-        if known is not None and known is not neighbour:
+        if known is not None and known is not pool:
             raise MemoryManagerGone("the other unit's memory manager has started anew")
-        blocks = neighbour.client.adopt(task.model, task.key).tolist()
-        neighbour.moves[task.move].append((task.model, blocks))
-        self._of_move[task.move] = neighbour
+        blocks = pool.client.adopt(task.model, task.key).tolist()
+        pool.moves[task.move].append((task.model, blocks))
+        self._of_move[task.move] = pool
         if blocks != list(task.blocks):
             raise MemoryManagerError("INVALID", "the other migrator names other blocks than it shares")
         return True
@@ -84,37 +84,37 @@ class Neighbours:
         Raises:
             MemoryManagerGone: nothing was joined, or the memory manager over there has died.
         """
-        neighbour = self._of_move.get(move)
-        if neighbour is None:
+        pool = self._of_move.get(move)
+        if pool is None:
             raise MemoryManagerGone("the other unit's memory manager is gone")
-        with neighbour.client.writing():
-            yield neighbour.pages[model]
+        with pool.client.writing():
+            yield pool.pages[model]
 
     def leave(self, move: str) -> None:
         """Let go of what was joined for `move`."""
-        neighbour = self._of_move.pop(move, None)
-        if neighbour is None:
+        pool = self._of_move.pop(move, None)
+        if pool is None:
             return
         with contextlib.suppress(MemoryManagerGone, MemoryManagerError):  # then it is not held any more
-            for model, blocks in neighbour.moves.pop(move):
-                neighbour.client.step(model, release=np.array(blocks, dtype=np.int32))
+            for model, blocks in pool.moves.pop(move):
+                pool.client.step(model, release=np.array(blocks, dtype=np.int32))
 
     def tidy(self) -> None:
         """Close connections that have not been used for a while, and let go of the memory of managers that are gone."""
         now = time.monotonic()
-        for socket, neighbour in list(self._by_socket.items()):
-            if not neighbour.moves and (not neighbour.lives or now - neighbour.used_at > KEEP_SECONDS):
-                neighbour.client.close()
+        for socket, pool in list(self._by_socket.items()):
+            if not pool.moves and (not pool.lives or now - pool.used_at > KEEP_SECONDS):
+                pool.client.close()
                 del self._by_socket[socket]
 
     def close(self) -> None:
         """Let go of everything."""
-        for neighbour in self._by_socket.values():
-            neighbour.client.close()
+        for pool in self._by_socket.values():
+            pool.client.close()
         self._by_socket.clear()
         self._of_move.clear()
 
-    def _reach(self, task: Join) -> Neighbour:
+    def _reach(self, task: Join) -> RemotePool:
         known = self._by_socket.get(task.memory_socket)
         if known is not None and not known.lives:
             # What was held in that life of the manager is gone.
@@ -123,7 +123,7 @@ class Neighbours:
         if known is None:
             client = MemoryClient(task.memory_socket, self._name, TIMEOUT_SECONDS)
             counters = client.map(task.model).counters
-            known = self._by_socket[task.memory_socket] = Neighbour(client, counters, 0.0)
+            known = self._by_socket[task.memory_socket] = RemotePool(client, counters, 0.0)
         if task.model not in known.pages:
             known.pages[task.model] = of_all_ranks(known.client, task.model, self._ranks, self._make_pages)
         known.used_at = time.monotonic()

@@ -13,6 +13,7 @@ closed: without one nobody is let in.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hmac
@@ -41,6 +42,7 @@ SILENCE_MS = 3_000
 # Who connects and does not prove itself is cut off.
 HANDSHAKE_MS = 5_000
 RECONNECT_MS = 20
+PAUSE_SECONDS = 0.02
 RECONNECT_MAX_MS = 1_000
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _LOCAL = "ipc://"
@@ -242,6 +244,23 @@ def probe(address: str, keys: Keys, seconds: float) -> None:
     if connected:
         raise NetworkError(f"what listens at {address} did not answer within {seconds:g} s")
     raise NetworkError(f"nobody listens at {address}, or a firewall is between (waited {seconds:g} s)")
+
+
+async def until_reachable(address: str) -> None:
+    """Until a process listens at `address`, which is ZeroMQ's `ipc://PATH`."""
+    while not reachable(address):
+        await asyncio.sleep(PAUSE_SECONDS)
+
+
+def reachable(address: str) -> bool:
+    """Whether a process listens at `address` now. A file that a dead one has left is not enough."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as client:
+        client.setblocking(False)
+        try:
+            client.connect(address.removeprefix("ipc://"))
+        except OSError:
+            return False
+    return True
 
 
 class Authenticator:

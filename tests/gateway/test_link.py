@@ -12,9 +12,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from muxserve.gateway.link import SchedulerLink, UnitLink
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.net import sockets
+from muxserve.net.peer import AsyncPeer
 from muxserve.wire import Cancel, GatewayHello, Lost, Message, Placed, TokensHeader, UnitHello, Unplace, decode, encode
 from tests.support.patience import PATIENCE
 
@@ -61,18 +61,6 @@ class Linked:
         self.tokens_address = f"ipc://{directory}/tokens"
         self.told: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.link = UnitLink(
-            self.context,
-            "u0",
-            "me",
-            3,
-            self.address,
-            self.tokens_address,
-            None,
-            on_up=lambda epoch: self.told.put_nowait(("up", epoch)),
-            on_down=lambda: self.told.put_nowait(("down", None)),
-            on_message=self._message,
-        )
         self.tokens = TokensSocket(
             self.context,
             "me",
@@ -82,12 +70,26 @@ class Linked:
 
     def start(self) -> None:
         self.tokens.start()
-        self.link.start()
+        self.link = AsyncPeer(
+            self.context,
+            "u0",
+            self.address,
+            "gateway/me",
+            hello=GatewayHello("me", self.tokens_address, 3),
+            answer=UnitHello,
+            on_up=self._up,
+            on_down=lambda: self.told.put_nowait(("down", None)),
+            on_message=self._message,
+        )
 
     def close(self) -> None:
         self.link.close()
         self.tokens.close()
         self.context.term()
+
+    def _up(self, answer: Message | None) -> None:
+        assert isinstance(answer, UnitHello)
+        self.told.put_nowait(("up", answer.epoch))
 
     def _message(self, message: Message) -> None:
         if isinstance(message, Lost) and message.reason == "trouble":
@@ -172,15 +174,15 @@ async def test_the_global_scheduler_comes_and_goes(directory: Path) -> None:
     told: asyncio.Queue[str] = asyncio.Queue()
     address = f"ipc://{directory}/scheduler"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = SchedulerLink(
+    link = AsyncPeer(
         context,
-        "me",
+        "the global scheduler",
         address,
-        on_up=lambda: told.put_nowait("up"),
+        "gateway/me",
+        on_up=lambda _: told.put_nowait("up"),
         on_down=lambda: told.put_nowait("down"),
         on_message=lambda message: told.put_nowait(type(message).__name__),
     )
-    link.start()
     try:
         for _ in range(3):
             scheduler = Unit(address)

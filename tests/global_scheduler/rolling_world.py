@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from muxserve.global_scheduler.core import SchedulerCore
-from muxserve.global_scheduler.outbox import Client, Peer, Unit
+from muxserve.global_scheduler.outbox import Client, Destination, Unit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.replicas.migration import MigrationRules
 from muxserve.rolling.member import Member
@@ -155,7 +155,7 @@ class RollingWorld:
         for peer, message in self.core.turn(self.now):
             self.send(peer, decode(encode(message)))
 
-    def send(self, peer: Peer, message: Message) -> None:
+    def send(self, peer: Destination, message: Message) -> None:
         if isinstance(peer, Unit):
             if self.units[peer.name].linked:
                 self.units[peer.name].inbox.append(message)
@@ -165,7 +165,7 @@ class RollingWorld:
         else:
             self.from_core.append(message)
 
-    def hear(self, peer: Peer, message: Message) -> None:
+    def hear(self, peer: Destination, message: Message) -> None:
         self.core.handle(peer, decode(encode(message)), self.now)
         self.flush()
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from muxserve.global_scheduler.core import SchedulerCore
-from muxserve.global_scheduler.outbox import Client, Peer, Unit
+from muxserve.global_scheduler.outbox import Client, Destination, Unit
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
@@ -89,14 +89,14 @@ class World:
     def __init__(self, deployed: FleetSpec, now: float = 100.0) -> None:
         self.now = now
         self.core = SchedulerCore(deployed, "s1", now)
-        self.sent: list[tuple[Peer, Message]] = []
+        self.sent: list[tuple[Destination, Message]] = []
         self.turn()
 
     def turn(self) -> None:
         # Everything goes over the wire.
         self.sent += [(peer, decode(encode(message))) for peer, message in self.core.turn(self.now)]
 
-    def say(self, peer: Peer, message: Message) -> None:
+    def say(self, peer: Destination, message: Message) -> None:
         self.core.handle(peer, decode(encode(message)), self.now)
         self.turn()
 
@@ -118,7 +118,7 @@ class World:
             self.turn()
         self.now = end
 
-    def heard(self, kind: type[M], peer: Peer | None = None) -> list[M]:
+    def heard(self, kind: type[M], peer: Destination | None = None) -> list[M]:
         """Messages of that kind since the last call, and forget all that was sent."""
         found = [m for p, m in self.sent if isinstance(m, kind) and (peer is None or p == peer)]
         self.sent = []

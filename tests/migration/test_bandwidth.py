@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from muxserve.migration.bandwidth import TokenBucket
+from muxserve.migration.chunks import TokenBucket
 
 
 def test_no_limit() -> None:

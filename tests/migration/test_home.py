@@ -10,14 +10,14 @@ import pytest
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.view import ModelView
-from muxserve.migration.local_pool import Home
+from muxserve.migration.local_pool import LocalPool
 from muxserve.migration.pages import HostPages, Pages
 from muxserve.spec import UnitSpec
 from tests.memory.conftest import Start, manager, small, start  # noqa: F401 (fixtures)
 
 
 def test_it_waits_for_a_manager(start: Start, small: UnitSpec) -> None:  # noqa: F811
-    home = Home(small, HostPages)
+    home = LocalPool(small, HostPages)
     assert not home.connect()
     assert not home.look()
     with pytest.raises(MemoryManagerGone):
@@ -32,7 +32,7 @@ def test_it_waits_for_a_manager(start: Start, small: UnitSpec) -> None:  # noqa:
 
 
 def test_blocks_and_pages(manager: subprocess.Popen[bytes], small: UnitSpec) -> None:  # noqa: F811
-    home = Home(small, HostPages)
+    home = LocalPool(small, HostPages)
     assert home.connect()
     blocks = home.reserve("a", 3)
     assert len(blocks) == 3
@@ -53,7 +53,7 @@ def test_blocks_and_pages(manager: subprocess.Popen[bytes], small: UnitSpec) -> 
 
 
 def test_a_manager_that_dies(manager: subprocess.Popen[bytes], start: Start, small: UnitSpec) -> None:  # noqa: F811
-    home = Home(small, HostPages)
+    home = LocalPool(small, HostPages)
     assert home.connect()
     life = home.life
     manager.kill()
@@ -78,7 +78,7 @@ def test_pools_that_cannot_be_used_are_told_once(
     def lost(view: ModelView) -> Pages:
         raise RuntimeError("the GPU is lost")
 
-    home = Home(small, lost)
+    home = LocalPool(small, lost)
     with caplog.at_level(logging.ERROR):
         assert not home.connect()
         assert not home.connect()

@@ -14,7 +14,7 @@ from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
 from muxserve.migration import remote_pools as module
 from muxserve.migration.pages import HostPages
-from muxserve.migration.remote_pools import Neighbours
+from muxserve.migration.remote_pools import RemotePools
 from muxserve.migration.tasks import Join
 from muxserve.spec import UnitSpec
 from tests.memory.conftest import Start, connect, manager, small, start  # noqa: F401 (fixtures)
@@ -23,8 +23,8 @@ Connect = Callable[[str], MemoryClient]
 
 
 @pytest.fixture
-def others() -> Neighbours:
-    return Neighbours("tester", 1, HostPages)
+def others() -> RemotePools:
+    return RemotePools("tester", 1, HostPages)
 
 
 def shared(client: MemoryClient, key: str, count: int = 2) -> Join:
@@ -43,7 +43,7 @@ def free(client: MemoryClient) -> int:
     return int(client.stats()["pools"][0]["free_pages"])
 
 
-def test_both_hold_the_blocks(connect: Connect, small: UnitSpec, others: Neighbours) -> None:  # noqa: F811
+def test_both_hold_the_blocks(connect: Connect, small: UnitSpec, others: RemotePools) -> None:  # noqa: F811
     migrator, other = connect("migrator"), connect("other")
     before = free(other)
     assert others.join(at(shared(migrator, "k1"), small))
@@ -59,11 +59,11 @@ def test_both_hold_the_blocks(connect: Connect, small: UnitSpec, others: Neighbo
     others.leave("move")  # twice does no harm
 
 
-def test_nobody_reaches_it(others: Neighbours, small: UnitSpec) -> None:  # noqa: F811
+def test_nobody_reaches_it(others: RemotePools, small: UnitSpec) -> None:  # noqa: F811
     assert not others.join(Join("move", "a", small.memory_socket, 1, "k", (1,)))
 
 
-def test_what_is_not_there_any_more(connect: Connect, small: UnitSpec, others: Neighbours) -> None:  # noqa: F811
+def test_what_is_not_there_any_more(connect: Connect, small: UnitSpec, others: RemotePools) -> None:  # noqa: F811
     migrator = connect("migrator")
     join = at(shared(migrator, "k"), small)
     with pytest.raises(MemoryManagerGone, match="started anew"):
@@ -82,7 +82,7 @@ def test_a_manager_that_started_anew(
     connect: Connect,  # noqa: F811
     start: Start,  # noqa: F811
     small: UnitSpec,  # noqa: F811
-    others: Neighbours,
+    others: RemotePools,
 ) -> None:
     assert others.join(at(shared(connect("migrator"), "k"), small))
     manager.kill()
@@ -104,7 +104,7 @@ def test_memory_is_let_go_of(
     manager: subprocess.Popen[bytes],  # noqa: F811
     connect: Connect,  # noqa: F811
     small: UnitSpec,  # noqa: F811
-    others: Neighbours,
+    others: RemotePools,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def pools() -> set[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
-from muxserve.migration.bandwidth import TokenBucket
+from muxserve.migration.chunks import TokenBucket
 from muxserve.migration.incoming import Incoming
 from muxserve.migration.outgoing import Outgoing
 from muxserve.migration.pages import ModelShape
