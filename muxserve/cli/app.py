@@ -58,18 +58,22 @@ def deploy(
     plan: Annotated[
         Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
     ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Keep logs here, in a directory for each run (the last ten).", show_default=False),
+    ] = None,
 ) -> None:
     """Serve a fleet until Ctrl-C.
 
     Everything is checked before anything starts. The first Ctrl-C (or SIGTERM) lets running requests finish, the second
     ends at once.
 
-    Exit codes: 0 stopped as asked, 2 the fleet file or the command line is wrong, 3 something could not start, 4 a part
-    kept dying, 130 ended by a second Ctrl-C.
+    Exit codes: 0 stopped as asked, 2 the fleet file or the command line is wrong, 3 something could not start, 130
+    ended by a second Ctrl-C.
     """
     from muxserve.cli.deploy import deploy as run
 
-    raise typer.Exit(run(fleet, host=host, port=port, demo=demo, plan_file=plan))
+    raise typer.Exit(run(fleet, host=host, port=port, demo=demo, plan_file=plan, log_dir=log_dir))
 
 
 @app.command()

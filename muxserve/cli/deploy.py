@@ -34,7 +34,13 @@ from muxserve.planning.fleet_planner import FleetPlanner, ScaleOut, notes_of
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import FleetSpec
-from muxserve.spec.run_dir import RunDir, RunDirError
+from muxserve.spec.run_dir import RunDir, RunDirError, why_not_runtime
+
+_CAUSES = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP (the terminal was closed, or somebody sent it)",
+}
 
 
 class Refused(Exception):  # noqa: N818
@@ -45,7 +51,14 @@ class Refused(Exception):  # noqa: N818
         self.code = code
 
 
-def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file: Path | None = None) -> int:
+def deploy(
+    file: Path,
+    host: str | None,
+    port: int | None,
+    demo: bool,
+    plan_file: Path | None = None,
+    log_dir: Path | None = None,
+) -> int:
     """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended."""
     try:
         fleet = load_fleet(file)
@@ -64,10 +77,14 @@ def deploy(file: Path, host: str | None, port: int | None, demo: bool, plan_file
         print_error(str(error))
         return error.code
     try:
-        run_dir = RunDir()
+        run_dir = RunDir(log_dir=log_dir)
     except RunDirError as error:
         print_error(str(error))
         return EXIT_START
+    if reason := why_not_runtime():
+        console.print(f"- XDG_RUNTIME_DIR {reason}; sockets and logs are below {escape(str(run_dir.base))} instead")
+    if log_dir is not None:
+        console.print(f"- logs are kept in {escape(str(run_dir.logs.resolve()))}")
     try:
         plans = [_with_sharing(plan.with_paths(planner.fleet), run_dir) for plan in plans]
     except Refused as error:
@@ -128,8 +145,8 @@ async def _serve(planner: FleetPlanner, fleet: FleetSpec, units: Sequence[Planne
         lambda changes: ControlServer(changes, lambda: url),
     )
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, controller.stop)
+    for number, cause in _CAUSES.items():
+        loop.add_signal_handler(number, controller.stop, cause)
     announcing = asyncio.create_task(_announce(controller, planner.fleet, demo))
     try:
         return await controller.run()

@@ -45,7 +45,7 @@ def renderer(console: Console) -> Renderer:
 
 
 class Lines:
-    """One line per event, with the seconds since the start."""
+    """One line per event, with the time of day and the seconds since the start."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -54,7 +54,8 @@ class Lines:
     def __call__(self, event: Event) -> None:
         text = describe(event)
         if text:
-            self._console.print(f"{time.monotonic() - self._began:7.1f} s  {escape(text)}")
+            clock = time.strftime("%H:%M:%S")
+            self._console.print(f"{clock} {time.monotonic() - self._began:7.1f} s  {escape(text)}")
         if isinstance(event, Failed) and event.tail:
             self._console.print(f"last lines of {escape(str(event.log))}:")
             for line in event.tail:
@@ -140,10 +141,11 @@ def describe(event: Event) -> str:
             return f"{again} (its last {failed_starts} starts failed{degraded})"
         case Ready(seconds):
             return f"ready after {seconds:.1f} s"
-        case Draining(seconds):
-            return f"no new requests; running ones have {seconds:g} s to finish (Ctrl-C again: end now)"
-        case Stopping():
-            return "stopping"
+        case Draining(seconds, cause):
+            because = f"{cause}: " if cause else ""
+            return f"{because}no new requests; running ones have {seconds:g} s to finish (Ctrl-C again: end now)"
+        case Stopping(cause):
+            return f"stopping ({cause})" if cause else "stopping"
         case Failed(_, message):
             return f"failed: {message}"
     return ""

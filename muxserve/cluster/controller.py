@@ -70,6 +70,7 @@ class Controller:
         self._tell_user = emit
         self._log_tail = LogTail(fleet.log_dir)
         self._stops = 0
+        self._cause = ""
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
         self._starts = FleetStarts(
@@ -116,9 +117,10 @@ class Controller:
             self._spawn(self._greet())
         self._tell_user(event)
 
-    def stop(self) -> None:
-        """Drain and end; at once when called again."""
+    def stop(self, cause: str = "") -> None:
+        """Drain and end, because of `cause`; at once when called again."""
         self._stops += 1
+        self._cause = self._cause or cause
         self._stopping.set()
         if self._stops > 1:
             self._forced.set()
@@ -291,7 +293,7 @@ class Controller:
         if not gateways or self._forced.is_set():
             return
         if any(part.up.is_set() for part in gateways):
-            self._emit(Draining(seconds))
+            self._emit(Draining(seconds, self._cause))
         for part in gateways:
             self._tasks[part.id].cancel()
         await drain(gateways, seconds, self._forced)
@@ -299,7 +301,7 @@ class Controller:
     async def _stop_all(self) -> None:
         """Everything that still runs: who brings requests, who sends them around, who serves them, what they were
         forked from."""
-        self._emit(Stopping())
+        self._emit(Stopping(self._cause))
         for group in (self._starts.gateways, [self._starts.scheduler]):
             await stop_parts(group)
         await self.units.stop()

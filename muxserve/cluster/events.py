@@ -155,14 +155,17 @@ class Ready:
 
 @dataclass(frozen=True)
 class Draining:
-    """The gateways take no more requests; running ones have `seconds` to finish."""
+    """The gateways take no more requests; running ones have `seconds` to finish. `cause`: what asked for the end."""
 
     seconds: float
+    cause: str = ""
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """The remaining parts are being stopped."""
+    """The remaining parts are being stopped, if `cause` says so because that asked for the end."""
+
+    cause: str = ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu.unit import GpuPlan, PoolSizer
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import UnitEntry, UnitSpec, save
+from muxserve.spec.run_dir import make_log_dir
 
 UNIT_FILE = "unit.json"
 
@@ -222,9 +223,10 @@ class LocalUnit:
 
 def write_unit_spec(unit_spec: UnitSpec) -> Path:
     """Make the unit's directory and write the unit's spec where its processes read it; returns the file."""
-    for directory in (Path(unit_spec.run_dir), unit_spec.log_dir):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = Path(unit_spec.run_dir) / UNIT_FILE
+    directory = Path(unit_spec.run_dir)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_log_dir(directory)
+    file = directory / UNIT_FILE
     save(unit_spec, file)
     return file
 

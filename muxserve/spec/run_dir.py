@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 LOCK = "lock"
+LOGS = "logs"
+LOG_DIRS_KEPT = 10
+_KEPT = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _SOCKET_LIMIT = 107
 _LONGEST_SOCKET = "u100/weights-10-7.sock"
 
@@ -27,8 +32,9 @@ class RunDirError(Exception):
 class RunDir:
     """A fresh run directory, ours until `remove` or the end of the process."""
 
-    def __init__(self, base: Path | None = None) -> None:
-        """Create it under `base` (by default $XDG_RUNTIME_DIR/muxserve, or muxserve-<uid> among the temporary files).
+    def __init__(self, base: Path | None = None, log_dir: Path | None = None) -> None:
+        """Create it under `base` (by default `default_base()`). With `log_dir` logs are written to a directory below
+        that, which stays; `LOG_DIRS_KEPT` of them are kept.
 
         Raises:
             RunDirError: the base cannot be made, belongs to someone else, or its path is too long.
@@ -40,8 +46,11 @@ class RunDir:
         if len(os.fsencode(self.path / _LONGEST_SOCKET)) > _SOCKET_LIMIT:
             raise RunDirError(f"{self.base} is too long a path for Unix sockets; set XDG_RUNTIME_DIR to a shorter one")
         self.path.mkdir(mode=0o700)
-        self.logs = self.path / "logs"
-        self.logs.mkdir(mode=0o700)
+        self.logs = self.path / LOGS
+        if log_dir is None:
+            self.logs.mkdir(mode=0o700)
+        else:
+            self.logs.symlink_to(_kept_log_dir(log_dir, self.path.name))
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -56,12 +65,48 @@ class RunDir:
             os.close(self._lock)
 
 
+def make_log_dir(directory: Path) -> Path:
+    """Where the processes of a unit write their logs, whose directory is below a fleet's: in it, or where the fleet's
+    logs are kept."""
+    logs, of_fleet = directory / LOGS, directory.parent / LOGS
+    if of_fleet.is_symlink() and not logs.exists():
+        kept = of_fleet.resolve() / directory.name
+        kept.mkdir(mode=0o700, exist_ok=True)
+        logs.symlink_to(kept)
+    logs.mkdir(mode=0o700, exist_ok=True)
+    return logs
+
+
+def _kept_log_dir(base: Path, run: str) -> Path:
+    """A fresh directory below `base` for the logs of a run; the oldest of earlier runs are removed."""
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        made = base.resolve() / f"{time.strftime('%Y%m%d-%H%M%S')}-{run}"
+        made.mkdir(mode=0o700)
+        earlier = sorted(each for each in base.iterdir() if _KEPT.fullmatch(each.name) and each.name != made.name)
+        for old in earlier[: 1 - LOG_DIRS_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise RunDirError(f"cannot write logs to {base}: {error.strerror}") from None
+    return made
+
+
 def default_base() -> Path:
-    """Where run directories are made."""
+    """Where run directories are made: $XDG_RUNTIME_DIR/muxserve, or muxserve-<uid> among the temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK):
+    if runtime and not why_not_runtime():
         return Path(runtime) / "muxserve"
     return Path(tempfile.gettempdir()) / f"muxserve-{os.getuid()}"
+
+
+def why_not_runtime() -> str:
+    """Why $XDG_RUNTIME_DIR, which is set, cannot hold run directories; empty if it can, or is not set."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if not runtime:
+        return ""
+    if not os.path.isdir(runtime):
+        return "is no directory"
+    return "" if os.access(runtime, os.W_OK) else "cannot be written to"
 
 
 def sweep(base: Path) -> list[Path]:

@@ -94,9 +94,25 @@ def test_it_shows_everything_serves_and_drains(fleet_file: Path, runtime: Path) 
     deploy.process.send_signal(signal.SIGINT)
     code, text = deploy.end()
     assert code == 0, text
-    assert "no new requests" in text
+    assert "Ctrl-C: no new requests" in text
+    assert "stopping (Ctrl-C)" in text
     assert "Traceback" not in text
     assert deploy.run_dirs() == []
+
+
+def test_logs_are_kept_where_they_are_wanted(fleet_file: Path, runtime: Path, tmp_path: Path) -> None:
+    nowhere = {"XDG_RUNTIME_DIR": str(runtime / "nowhere"), "TMPDIR": str(runtime)}
+    deploy = Deploy(runtime, str(fleet_file), "--port", "0", "--log-dir", str(tmp_path / "logs"), env=nowhere)
+    deploy.until("serving at")
+    (run_dir,) = (runtime / f"muxserve-{os.getuid()}").iterdir()
+    deploy.process.terminate()
+    code, text = deploy.end()
+    assert code == 0, text
+    assert f"XDG_RUNTIME_DIR is no directory; sockets and logs are below {run_dir.parent} instead" in text
+    assert not run_dir.exists()
+    (kept,) = (tmp_path / "logs").iterdir()
+    assert f"logs are kept in {kept}" in text
+    assert (kept / "u0/unit.log").exists()
 
 
 def test_sigterm_drains_too_and_a_second_signal_ends_at_once(fleet_file: Path, runtime: Path) -> None:

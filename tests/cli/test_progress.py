@@ -32,7 +32,7 @@ STORY: list[Event] = [
     Down(ENGINE, "killed by SIGKILL", 0.5),
     Up(ENGINE, 18, 1.5),
     Ready(3.0),
-    Draining(30),
+    Draining(30, "SIGTERM"),
     Stopping(),
 ]
 
@@ -52,7 +52,7 @@ def test_lines() -> None:
         "engine one/decode: killed by SIGKILL; starting it again in 0.5 s",
         "engine one/decode: up (pid 18, 1.5 s)",
         "ready after 3.0 s",
-        "no new requests; running ones have 30 s to finish (Ctrl-C again: end now)",
+        "SIGTERM: no new requests; running ones have 30 s to finish (Ctrl-C again: end now)",
         "stopping",
     ]
 

@@ -22,7 +22,7 @@ from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.supervision import GaveUp, Part, PartFailed, Supervisor
 from muxserve.cluster.watch import Watch
 from muxserve.gpu import nvml
-from muxserve.spec.run_dir import RunDir, RunDirError, default_base
+from muxserve.spec.run_dir import LOG_DIRS_KEPT, RunDir, RunDirError, default_base, make_log_dir
 
 
 def test_the_first_restart_is_quick_and_the_last_death_is_final() -> None:
@@ -199,6 +199,26 @@ def test_what_a_dead_controller_left_is_swept_and_what_is_in_use_stays(tmp_path:
     RunDir(tmp_path)
     assert in_use.path.exists()
     assert not dead.path.exists()
+
+
+def test_logs_that_are_kept_outlive_the_run_and_the_last_runs_stay(tmp_path: Path) -> None:
+    kept = tmp_path / "logs"
+    for number in range(LOG_DIRS_KEPT + 2):
+        run_dir = RunDir(tmp_path / "base", kept)
+        unit = run_dir.path / "u0"
+        unit.mkdir()
+        assert make_log_dir(unit) == make_log_dir(unit) == unit / "logs"
+        (run_dir.logs / "vllm.log").write_text(f"run {number}")
+        (unit / "logs/memory.log").write_text("of the unit")
+        run_dir.remove()
+    assert not unit.exists()
+    assert len(list(kept.iterdir())) == LOG_DIRS_KEPT
+    last = next(kept.glob(f"*-{run_dir.path.name}"))
+    assert (last / "vllm.log").read_text() == f"run {number}"
+    assert (last / "u0/memory.log").read_text() == "of the unit"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match=r"cannot write logs to .*file"):
+        RunDir(tmp_path / "base", tmp_path / "file")
 
 
 def test_a_base_that_is_not_ours_is_refused(tmp_path: Path) -> None:
