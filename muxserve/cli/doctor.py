@@ -200,7 +200,9 @@ def _packages() -> Iterator[Check]:
         extra_version = version_of(extra)
         if extra_version and torch and ("+cpu" in torch) != ("+cpu" in extra_version):
             advice = f"pip uninstall {extra}: text models do not need it, and a build for another torch breaks vLLM"
-            yield Check(extra, "note", f"{extra_version} beside torch {torch}", advice)
+            # vLLM imports torchvision where it finds it, and cannot start then; the others it leaves alone.
+            verdict: Verdict = "missing" if extra == "torchvision" else "note"
+            yield Check(extra, verdict, f"{extra_version} beside torch {torch}", advice)
     yield Check("muxserve", "ok", version_of("muxserve") or "from a source tree")
 
 

