@@ -71,6 +71,27 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         raise CheckpointError(f"cannot be served: {error}") from None
 
 
+def without_chat_template(model: Model) -> str:
+    """A note for the user if a local checkpoint has no chat template, and the fleet file gives none; else empty."""
+    directory = Path(model.path or "")
+    if model.path is None or not directory.is_dir() or "chat_template" in model.engine_args:
+        return ""
+    if any(
+        (directory / name).exists()
+        for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    ):
+        return ""
+    try:
+        if "chat_template" in json.loads((directory / "tokenizer_config.json").read_bytes()):
+            return ""
+    except (OSError, ValueError, TypeError):
+        pass
+    return (
+        f"{model.name} has no chat template: completions work, chat is refused; "
+        "`engine_args: {chat_template: FILE}` gives it one"
+    )
+
+
 _HUB_ERRORS = {
     "GatedRepoError": "access to it must be asked for on its page, and HF_TOKEN must be set",
     "RepositoryNotFoundError": "there is no such repository, or it is private and HF_TOKEN is not set",

@@ -22,7 +22,14 @@ from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import Machine as GpuMachine
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.auto_phases import arranged_by_simulation
-from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, fetch
+from muxserve.planning.checkpoints import (
+    CheckpointError,
+    Hub,
+    HuggingFaceHub,
+    architecture_of,
+    fetch,
+    without_chat_template,
+)
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit
 from muxserve.planning.plan_file import load_plan
@@ -372,6 +379,8 @@ class ScaleOut:
         for reason in self._planner.reasons[told:]:
             tell(reason)
         (model,) = declared.models
+        if note := without_chat_template(model):
+            tell(note)
         self._planner.declare(declared)
         units: list[PlannedUnit] = []
         try:

@@ -18,7 +18,7 @@ from muxserve.gpu.budget import BudgetError
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.unit import GpuPlan, GpuUnit
 from muxserve.planning.arrangements import arrangement, arrangement_of
-from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of
+from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, without_chat_template
 from muxserve.planning.device_pool import CPU
 from muxserve.spec import ModelSpec, PolicyName
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
@@ -204,7 +204,8 @@ class ResolvedUnit:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was decided for the user, in words."""
-        return (*(self.gpu.describe() if self.gpu else self._on_cpu()), *self.unit.notes)
+        templates = filter(None, map(without_chat_template, self.fleet.models))
+        return (*(self.gpu.describe() if self.gpu else self._on_cpu()), *self.unit.notes, *templates)
 
     def _on_cpu(self) -> Iterator[str]:
         model, demand = self.fleet.models[0], self.demands[0]

@@ -120,3 +120,23 @@ def test_overrides_of_the_config_count(tmp_path: Path) -> None:
         "models: [{name: a, hub: org/a, max_len: 4096, engine_args: {hf_overrides: {max_position_embeddings: 4096}}}]"
     )
     assert resolve_unit(parsed, MACHINE, FakeHub(tmp_path)).unit.models[0].max_len == 4096
+
+
+def test_a_checkpoint_without_a_chat_template_is_told(tmp_path: Path) -> None:
+    def notes(more: str = "") -> list[str]:
+        parsed = fleet(f"models: [{{name: a, hub: org/a{more}}}]")
+        hub = FakeHub(tmp_path)
+        plan = resolve_unit(parsed, MACHINE, hub).with_paths(fetch(parsed, lambda _: None, hub))
+        return [note for note in plan.notes if "chat template" in note]
+
+    tokenizer = tmp_path / "org-a/tokenizer_config.json"
+    (note,) = notes()
+    assert note.startswith("a has no chat template: completions work, chat is refused")
+    assert not notes(", engine_args: {chat_template: /x.jinja}")
+    tokenizer.write_text('{"eos_token": "<|end|>"}')
+    assert notes()
+    tokenizer.write_text('{"chat_template": "{{ messages }}"}')
+    assert not notes()
+    tokenizer.unlink()
+    (tmp_path / "org-a/chat_template.jinja").write_text("{{ messages }}")
+    assert not notes()
