@@ -26,6 +26,7 @@ from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
+from muxserve.control.client import running_fleets
 from muxserve.control.server import ControlServer
 from muxserve.gpu.sharing import SharingError, settle
 from muxserve.net.sockets import new_keys
@@ -182,7 +183,7 @@ def _usable_port(host: str, port: int) -> int:
         ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is taken by another program; stop it, or give another one with --port"
+            message = f"port {port} on {host} is taken by {_holder_of(port)}; stop it, or give another one with --port"
         elif error.errno == errno.EACCES:
             message = f"port {port} needs more rights than this user has; give one above 1023 with --port"
         elif error.errno == errno.EADDRNOTAVAIL:
@@ -190,6 +191,15 @@ def _usable_port(host: str, port: int) -> int:
         else:
             message = f"cannot listen on {host} port {port}: {error.strerror}"
         raise Refused(message, EXIT_BAD_INPUT) from None
+
+
+def _holder_of(port: int) -> str:
+    """Who listens there, as far as that can be known."""
+    for fleet in running_fleets():
+        spec = fleet.spec()
+        if spec is not None and spec.gateway.port == port:
+            return f"another fleet of yours, {fleet}"
+    return "another program"
 
 
 def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:

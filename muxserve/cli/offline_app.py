@@ -91,7 +91,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
     plotly: PlotlyLibrary = "beside",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the plan as YAML.", show_default=False)
+        Path | None, typer.Option("-o", "--out", "--output", help="Write the plan as YAML.", show_default=False)
     ] = None,
 ) -> None:
     """Plan which models share which GPUs, and predict what they will deliver.

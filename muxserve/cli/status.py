@@ -47,7 +47,7 @@ def status(url: str | None, key: str | None, as_json: bool) -> int:
 
 def _running_here() -> dict[str, list[str]]:
     """The endpoints of this user's fleets on this machine, and their models."""
-    deployed = [fleet.unit_spec() for fleet in running_fleets()]
+    deployed = [fleet.spec() for fleet in running_fleets()]
     return {endpoint(fleet.gateway): [model.name for model in fleet.models] for fleet in deployed if fleet is not None}
 
 

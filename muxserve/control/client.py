@@ -60,14 +60,14 @@ class RunningFleet:
             os.close(lock)
         return False
 
-    def unit_spec(self) -> FleetSpec | None:
+    def spec(self) -> FleetSpec | None:
         """What its file says; None if it cannot be read (any more)."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
             return load_fleet(self.path / FILE)
         return None
 
     def __str__(self) -> str:
-        fleet = self.unit_spec()
+        fleet = self.spec()
         if fleet is None:
             return self.name
         models = ", ".join(model.name for model in fleet.models)

@@ -89,6 +89,12 @@ def test_it_shows_everything_serves_and_drains(fleet_file: Path, runtime: Path) 
         assert answer.status == 200
     (run_dir,) = deploy.run_dirs()
     assert run_dir.stat().st_mode & 0o777 == 0o700
+    port = url.rpartition(":")[2]
+    code, second = Deploy(runtime, str(fleet_file), "--port", port).end()
+    assert code == 2
+    assert (
+        f"port {port} on 127.0.0.1 is taken by another fleet of yours, {run_dir.name} (port {port}: one, two)" in second
+    )
     for file in ("fleet.json", "u0/unit.json"):
         assert (run_dir / file).stat().st_mode & 0o777 == 0o600
     deploy.process.send_signal(signal.SIGINT)
