@@ -154,7 +154,7 @@ def main() -> int:
         fleet = load_fleet(file)
         measured = load_profile(options.profile) if options.profile else profile(file, folder / "profile.json")
         latency = ProfileModel(measured, beyond=Roofline())
-        demands = demands_of(fleet, folder, gpu=False)
+        demands = demands_of(fleet, folder)
         planned = resolve_unit(fleet, this_machine())
         placement = plan_machine([planned], demands, latency, Objective()).placement
         models = {

@@ -14,7 +14,7 @@ from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
 from muxserve.planning.arrangements.base import NoPlaceError
-from muxserve.planning.demands import cluster_of, demands_of
+from muxserve.planning.demands import cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
@@ -186,7 +186,7 @@ def places_of(
         fleet = arranged(fleet, plan or "", given.units)
     else:
         cluster = cluster_of(fleet, gpus, gpu_type, nodes)
-    demands = demands_of(fleet, file.parent, gpu=cluster is not None)
+    demands = demands_of(fleet, file.parent, gpus=memory_of(cluster).items() if cluster else ())
     places = Places(
         _words(fleet, cluster), fleet, file, demands, latency, cluster, _machine(fleet, cluster), search or Search()
     )

@@ -340,11 +340,10 @@ def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
                 first.setdefault(name, path)
         yield from _origin(source, at, model, base, serving)
         yield from _engine_args(source, at, model)
-        seqs, tokens = model.get("max_num_seqs", 64), model.get("max_num_batched_tokens", 2048)
+        seqs, tokens = model.get("max_num_seqs"), model.get("max_num_batched_tokens")
         if type(seqs) is int and type(tokens) is int and 1 <= tokens < seqs:
-            key = "max_num_batched_tokens" if "max_num_batched_tokens" in model else "max_num_seqs"
             yield source.problem(
-                (*at, key),
+                (*at, "max_num_batched_tokens"),
                 f"one step must have room for a token of each sequence, but {tokens} tokens < {seqs} sequences",
             )
 

@@ -385,9 +385,13 @@ class Model(Section):
         default=AUTO,
         description="Longest sequence (prompt and output) in tokens; auto: the model's, or what the pool can hold",
     )
-    max_num_seqs: int = Field(default=64, ge=1, description="Sequences in one batch")
-    max_num_batched_tokens: int = Field(
-        default=2048, ge=1, description="Tokens in one step; longer prompts run in chunks"
+    max_num_seqs: CountOrAuto = Field(
+        default=AUTO,
+        description="Sequences in one batch; auto: 64 on CPU, on GPUs vLLM's default (256 or 1024)",
+    )
+    max_num_batched_tokens: CountOrAuto = Field(
+        default=AUTO,
+        description="Tokens in one step; longer prompts run in chunks; auto: 2048, on large GPUs as vLLM has it",
     )
     prefix_caching: bool = Field(default=True, description="Reuse the KV cache of equal prompt prefixes")
     threads: CountOrAuto = Field(default=AUTO, description="CPU threads of each engine of this model")

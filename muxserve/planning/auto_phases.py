@@ -75,7 +75,7 @@ def choose_at_deploy(
             if pool is None:
                 return {}
             pools[model.name] = pool
-    demands = demands_of(fleet, Path(), hub, gpu=bool(gpus))
+    demands = demands_of(fleet, Path(), hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
     return choose_phases(fleet, demands, pools.__getitem__, latency or Roofline(), tell=tell)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture
@@ -21,15 +23,52 @@ from placement.demand import Demand
 _NODES = re.compile(r"(?:(\d+)x)?(\d+)(?::(.+))?")
 
 
-def demands_of(fleet: Fleet, base: Path, hub: Hub | None = None, gpu: bool = True) -> list[Demand]:
-    """What each model of the fleet asks for. `base` is the fleet file's directory.
+class Batch(NamedTuple):
+    """What a step may hold: sequences, and tokens of them."""
+
+    seqs: int
+    tokens: int
+
+
+CPU_BATCH = Batch(64, 2048)
+
+
+def gpu_batch(name: str, memory_bytes: int) -> Batch:
+    """What vLLM's API server gives a step on a GPU (`EngineArgs.get_batch_defaults`; a test compares them)."""
+    if memory_bytes >= 160 << 30:
+        return Batch(1024, 16384)
+    if memory_bytes >= 70 << 30 and "a100" not in name.lower():
+        return Batch(1024, 8192)
+    return Batch(256, 2048)
+
+
+def least_batch(gpus: Iterable[tuple[str, int]]) -> Batch:
+    """The smallest of several GPUs' defaults, of which names and bytes are given; of none that of a CPU."""
+    return min((gpu_batch(name, memory) for name, memory in gpus), default=CPU_BATCH)
+
+
+def batch_of(model: Model, default: Batch) -> Batch:
+    """What a step of a model holds: as the fleet file says, else the default, made to fit what it says."""
+    seqs, tokens = model.max_num_seqs, model.max_num_batched_tokens
+    if isinstance(seqs, int):
+        return Batch(seqs, tokens if isinstance(tokens, int) else max(seqs, default.tokens))
+    if isinstance(tokens, int):
+        return Batch(min(default.seqs, tokens), tokens)
+    return default
+
+
+def demands_of(
+    fleet: Fleet, base: Path, hub: Hub | None = None, gpus: Collection[tuple[str, int]] = ()
+) -> list[Demand]:
+    """What each model of the fleet asks for. `base` is the fleet file's directory, `gpus` are names and bytes of the
+    devices that it may be served on (none: the CPU).
 
     On a GPU, checkpoints in float32 whose dtype is auto are planned in bfloat16, as nobody serves them otherwise there.
 
     Raises:
         FleetError: a model's architecture cannot be had or served; with file and line.
     """
-    hub = hub or HuggingFaceHub()
+    hub, default = hub or HuggingFaceHub(), least_batch(gpus)
     problems: list[Problem] = []
     demands: list[Demand] = []
     for index, model in enumerate(fleet.models):
@@ -39,7 +78,7 @@ def demands_of(fleet: Fleet, base: Path, hub: Hub | None = None, gpu: bool = Tru
         except (CheckpointError, ValueError) as error:
             problems.append(fleet.problem(("models", index, key), str(error)))
             continue
-        demands.append(_demand(model, architecture, gpu))
+        demands.append(_demand(model, architecture, bool(gpus), batch_of(model, default)))
     if problems:
         raise FleetError(problems)
     return demands
@@ -51,7 +90,7 @@ def _architecture(model: Model, base: Path, hub: Hub) -> ModelArchitecture:
     return architecture_of(model, hub)
 
 
-def _demand(model: Model, architecture: ModelArchitecture, gpu: bool) -> Demand:
+def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Batch) -> Demand:
     dtype = architecture.dtype if model.dtype == AUTO else model.dtype
     if gpu and model.dtype == AUTO and dtype == "float32":
         dtype = "bfloat16"
@@ -65,8 +104,8 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool) -> Demand:
         dtype=dtype,
         slo_ttft=None if slo.ttft_ms is None else slo.ttft_ms / 1000,
         slo_tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1000,
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
+        max_num_seqs=batch.seqs,
+        max_num_batched_tokens=batch.tokens,
         graphs=graphs_of(model),
         max_len=model.max_len if isinstance(model.max_len, int) else None,
         **_replicas(model),

@@ -47,7 +47,7 @@ def gpu_unit(fleet: Fleet, found: Machine, hub: Hub | None = None, placed: Place
     except GpuChoiceError as error:
         raise FleetError([fleet.problem(("cluster", error.key), str(error))]) from None
     # Checkpoints have been found before, so that no directory is asked for here.
-    demands = demands_of(fleet, Path(), hub)
+    demands = demands_of(fleet, Path(), hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
     how = arrangement_of(fleet.models[0])
     rules = MemoryRules.served(fleet.cluster.gpu_memory, engines=1 if how.dedicated else 2)
     stages, problem = how.stages(fleet, fleet.models[0], demands[0].architecture.layers, len(gpus))

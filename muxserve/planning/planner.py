@@ -134,7 +134,7 @@ class Planner:
 
     def on_gpus(self, cluster: Cluster) -> PlannedFleet:
         """A plan for a cluster."""
-        demands = demands_of(self.fleet, self.file.parent)
+        demands = demands_of(self.fleet, self.file.parent, gpus=memory_of(cluster).items())
         made = self._place(demands, cluster)
         if not self.arranges:
             return self._borne_out(made, demands, cluster)
@@ -163,7 +163,7 @@ class Planner:
 
     def swept(self, sizes: Sequence[int], cluster: Cluster) -> PlannedFleet:
         """A plan for every size; the first that meets everything, else the last."""
-        demands = demands_of(self.fleet, self.file.parent)
+        demands = demands_of(self.fleet, self.file.parent, gpus=memory_of(cluster).items())
         points: list[SweepPoint] = []
         chosen: ClusterPlan | None = None
         each = max(0.5, self.seconds / len(sizes))
@@ -216,7 +216,7 @@ class Planner:
         """A plan for this machine."""
 
         resolved, own = load_fleet(self.file), self.fleet.cluster
-        demands = demands_of(self.fleet, self.file.parent, gpu=False)
+        demands = demands_of(self.fleet, self.file.parent)
         pool = cpu_pool(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
         found = Arrangements(shared=list(demands))
         if self.arranges:

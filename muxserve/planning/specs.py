@@ -15,7 +15,7 @@ from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import device_name
 from muxserve.planning.arrangements import arrangement_of
-from muxserve.planning.demands import graphs_of
+from muxserve.planning.demands import CPU_BATCH, batch_of, graphs_of
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.replicas.migration import MigrationRules
@@ -96,6 +96,7 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
 
 def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelSpec:
     assert model.path is not None, "fetch() gives every model a path"
+    batch = batch_of(model, CPU_BATCH)
     return ModelSpec(
         name=model.name,
         path=model.path,
@@ -110,8 +111,8 @@ def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelSpec:
         floor_pages=plan.floor_pages,
         max_len=plan.max_len,
         rate=model.rate,
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
+        max_num_seqs=batch.seqs,
+        max_num_batched_tokens=batch.tokens,
         prefix_caching=model.prefix_caching,
         threads=plan.threads,
         prefill_share=plan.share,
@@ -233,7 +234,7 @@ def rolling_of(plan: ResolvedUnit, latency: LatencyModel | None = None) -> Rolli
     costs = (latency or Roofline()).engine(plan.demands[0].architecture, _shape(plan))
     longest = plan.unit.models[0].max_len
     lengths = [1, *takewhile(lambda n: n < longest, (_FIRST * _FACTOR**n for n in range(32))), longest]
-    step = model.max_num_batched_tokens
+    step = batch_of(model, CPU_BATCH).tokens
     return RollingRules(
         ttft=ttft / 1000,
         tpot=tpot / 1000,

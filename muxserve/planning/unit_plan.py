@@ -19,6 +19,7 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.unit import GpuPlan, GpuUnit
 from muxserve.planning.arrangements import arrangement, arrangement_of
 from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, without_chat_template
+from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch
 from muxserve.planning.device_pool import CPU
 from muxserve.spec import ModelSpec, PolicyName
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
@@ -267,8 +268,14 @@ def resolve_unit(
     """
     if len(fleet.models) > 1 and any(arrangement_of(model).dedicated for model in fleet.models):
         raise ValueError("rolling and pipelined models have units to themselves")
+    default = least_batch((each.name, each.memory_bytes) for each in gpu.gpus) if gpu else CPU_BATCH
+    fleet = fleet.with_models([_with_batch(model, batch_of(model, default)) for model in fleet.models])
     demands = model_demands(fleet, machine, hub, gpu, block_tokens or {}, units)
     return ResolvedUnit(fleet, _unit(fleet, demands, machine, gpu, units), demands, machine, gpu, units=units)
+
+
+def _with_batch(model: Model, batch: Batch) -> Model:
+    return model.model_copy(update={"max_num_seqs": batch.seqs, "max_num_batched_tokens": batch.tokens})
 
 
 def model_demands(
@@ -351,7 +358,7 @@ def _demand(
         dtype=None if model.dtype == AUTO else model.dtype,
         rate=model.rate,
         max_len=_known(model.max_len),
-        max_num_seqs=model.max_num_seqs,
+        max_num_seqs=batch_of(model, CPU_BATCH).seqs,
         threads=_known(model.threads) or threads,
         ranks=ranks,
         block_tokens=block_tokens,

@@ -133,7 +133,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"{ONE}    rate: -1.5\n", "fleet.yaml:4: models[0].rate: must be more than 0, not -1.5"),
         (f"{ONE}    rate: .nan\n", "fleet.yaml:4: models[0].rate: must be a finite number, not nan"),
         (f"{ONE}    rate: often\n", "fleet.yaml:4: models[0].rate: must be a number, not the text 'often'"),
-        (f"{ONE}    max_num_seqs: 2.5\n", "fleet.yaml:4: models[0].max_num_seqs: must be a whole number, not 2.5"),
+        (f"{ONE}    max_num_seqs: 2.5\n", "fleet.yaml:4: models[0].max_num_seqs: must be a whole number of at least 1, or auto, not 2.5"),
         (f"{ONE}    prefix_caching: 'on'\n", "fleet.yaml:4: models[0].prefix_caching: must be true or false, not the text 'on'"),
         (f"{ONE}    slo:\n      ttft_ms: 0\n", "fleet.yaml:5: models[0].slo.ttft_ms: must be more than 0, not 0"),
         (f"{ONE}    slo: {{ttft: 5}}\n", 'fleet.yaml:4: models[0].slo.ttft: unknown key; did you mean "ttft_ms"?'),

@@ -10,7 +10,7 @@ import pytest
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
-from muxserve.planning.demands import demands_of
+from muxserve.planning.demands import batch_of, demands_of, gpu_batch, least_batch
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.unit_plan import ResolvedUnit
@@ -100,3 +100,23 @@ def test_a_plan_for_gpus_gives_shares_and_rates(fleet: Fleet, tmp_path: Path) ->
 def test_a_plan_must_be_for_the_gpus_that_are_there(fleet: Fleet, tmp_path: Path) -> None:
     with pytest.raises(FleetError, match="plan is for A100-80GB, but this machine has NVIDIA H200"):
         plan(fleet, saved(tmp_path / "plan.yaml", "A100-80GB"), 4, H200)
+
+
+@pytest.mark.parametrize(
+    ("given", "seqs", "tokens"),
+    [
+        ({}, 256, 2048),
+        ({"max_num_seqs": 4096}, 4096, 4096),
+        ({"max_num_batched_tokens": 128}, 128, 128),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 512}, 8, 512),
+    ],
+)
+def test_batches_fit_what_the_fleet_file_says(fleet: Fleet, given: dict[str, int], seqs: int, tokens: int) -> None:
+    model = fleet.models[0].model_copy(update=given)
+    assert batch_of(model, gpu_batch("A100-80GB", 80 << 30)) == (seqs, tokens)
+
+
+def test_the_smallest_of_several_gpus_says_what_a_batch_holds() -> None:
+    assert least_batch([("H100-80GB", 80 << 30), ("L20-48GB", 48 << 30)]) == (256, 2048)
+    assert least_batch([("H100-80GB", 80 << 30)]) == (1024, 8192)
+    assert least_batch([]) == (64, 2048)
