@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
+import hashlib
 import io
 import math
 import pstats
@@ -25,7 +26,7 @@ from report import machine, write_report
 
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.roofline import Roofline
-from muxserve.simulator import FleetModel, SimUnit, mode_of, simulate, units_of
+from muxserve.simulator import FleetModel, FleetResult, SimUnit, mode_of, simulate, units_of
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -126,6 +127,16 @@ def load(rate: dict[str, float], count: int, seed: int = 1) -> list[TraceRequest
     return requests
 
 
+def digest(result: FleetResult) -> str:
+    """Of all that came of the requests and engines, to the last bit."""
+    told: list[object] = [
+        tuple(getattr(record, name) for name in record.__struct_fields__) for record in result.records
+    ]
+    for unit in result.units:
+        told += [(each.jobs, each.tokens, each.busy_seconds) for each in unit.engines] + [unit.pages, unit.busy_seconds]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
 def measure(units: list[SimUnit], requests: list[TraceRequest], profile: bool) -> dict[str, object]:
     """One run."""
     latency = Roofline()
@@ -155,6 +166,7 @@ def measure(units: list[SimUnit], requests: list[TraceRequest], profile: bool) -
         "simulated_seconds": round(result.seconds, 1),
         "completed": sum(record.ok for record in result.records),
         "preemptions": sum(record.preemptions for record in result.records),
+        "digest": digest(result),
         "mean_batch": round(sum(r.output_tokens for r in result.records) / max(1, decode), 1),
     }
 

@@ -51,7 +51,7 @@ def max_min(pages: int, claims: Sequence[Claim]) -> list[int]:
     if floors > pages:
         raise ValueError(f"the pool has {pages} pages, and the models need at least {floors} between them")
     shares = _fill(pages, claims)
-    left = pages - sum(shares)
+    left = pages - sum(shares, 0.0)
     if left > 1e-6 * pages:
         shares = _fill(pages, [Claim(c.weight, 0) for c in claims], shares)
     return _whole(pages, shares)
@@ -61,7 +61,7 @@ def _fill(pages: int, claims: Sequence[Claim], least: Sequence[float] | None = N
     """Raise the level until the shares sum to `pages` or every claim has its most."""
     floors = [float(claim.floor) for claim in claims] if least is None else list(least)
     shares = list(floors)
-    left = pages - sum(floors)
+    left = pages - sum(floors, 0.0)
     # The sum grows linearly in the level between the levels at which a claim joins (its floor is reached) or leaves.
     events = []
     for index, claim in enumerate(claims):

@@ -83,7 +83,7 @@ class LiveRequest:
         self.group = request.group
         self.place = QUEUED
         self.lease_id = 0
-        self.entered_at: float = 0
+        self.entered_at = 0.0
         self.decoding_since: float | None = None
         self.blocks = model.blocks_of(self.tokens)
         self.key: QueueKey = (0, 0, 0, 0.0, 0)

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from muxserve.costs import EngineCosts
 from muxserve.scheduling.engines import EngineState, LeaseState
 from muxserve.scheduling.policy import Renewals
 from muxserve.scheduling.quanta import Length
 from muxserve.scheduling.types import BOTH, PREFILL, Phase, share_units
-from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, Engine, StepEngine
+from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, StepEngine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import SimModel
@@ -39,34 +38,14 @@ class Lease(NamedTuple):
     admit: list[SimRequest]
 
 
-class Report(NamedTuple):
-    """An engine's `StepReport`: `steps` steps of `seconds` and `tokens` in all (of prompts, and in steps of nothing
-    else, as the ledger wants it of engines of both phases), `left` steps of the lease, and `remaining` requests.
-    Requests that are `through` have their first token."""
+class LeasedEngine(StepEngine):
+    """An engine that holds a lease."""
 
-    engine: LeasedEngine
-    lease_id: int
-    left: int
-    seconds: float
-    tokens: int
-    steps: int
-    remaining: int
-    finished: list[SimRequest]
-    through: list[SimRequest]
-    returned: list[SimRequest]
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-
-
-class LeasedEngine(Engine):
-    """The part of an engine that holds a lease."""
-
-    unit: ScheduledUnit
     account: EngineState
-    _costs: EngineCosts | None
 
     def __init__(self, unit: ScheduledUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
         super().__init__(unit, model, phase, pages)
+        self.scheduler = unit
         self.lease_id = 0
         self.lease_phase = phase
         self._pending: Lease | None = None
@@ -126,7 +105,26 @@ class LeasedEngine(Engine):
         return True
 
 
-class PhaseEngine(StepEngine, LeasedEngine):
+class Report(NamedTuple):
+    """An engine's `StepReport`: `steps` steps of `seconds` and `tokens` in all (of prompts, and in steps of nothing
+    else, as the ledger wants it of engines of both phases), `left` steps of the lease, and `remaining` requests.
+    Requests that are `through` have their first token."""
+
+    engine: LeasedEngine
+    lease_id: int
+    left: int
+    seconds: float
+    tokens: int
+    steps: int
+    remaining: int
+    finished: list[SimRequest]
+    through: list[SimRequest]
+    returned: list[SimRequest]
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+
+
+class PhaseEngine(LeasedEngine):
     """An engine of one phase, or one of both that does one of them at a time.
 
     A decode lease has `_steps` steps, begun at `_begun`, and is over with step `_end` or at `_deadline`. Up to step
@@ -279,7 +277,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
         returned, self.returned = self.returned, []
         remaining = len(self.prompts) + len(batch.running)
         tokens, spent = done.tokens, seconds if stalled or not steps else now - self._started
-        self.unit.report(
+        self.scheduler.report(
             Report(
                 self, self.lease_id, left, seconds, tokens + decoded, steps + 1, remaining, done.finished, done.through,
                 returned, tokens, spent,
@@ -318,7 +316,9 @@ class PhaseEngine(StepEngine, LeasedEngine):
         self.jobs += steps
         self.tokens += tokens
         remaining = len(self.prompts) + len(batch.running)
-        self.unit.report(Report(self, self.lease_id, left, seconds, tokens, steps, remaining, finished, [], returned))
+        self.scheduler.report(
+            Report(self, self.lease_id, left, seconds, tokens, steps, remaining, finished, [], returned)
+        )
 
     def _stalled(self, now: float) -> None:
         """A step that lost all its sequences is over."""
@@ -329,7 +329,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
         self.state = BOUNDARY
         self.jobs += 1
         seconds = self.unit.overheads.stall
-        self.unit.report(Report(self, self.lease_id, left, seconds, 0, 1, len(self.prompts), [], [], returned))
+        self.scheduler.report(Report(self, self.lease_id, left, seconds, 0, 1, len(self.prompts), [], [], returned))
         self.unit.at_boundary(self)
 
     def _decode(self, now: float) -> None:
@@ -447,7 +447,7 @@ class PhaseEngine(StepEngine, LeasedEngine):
         if report >= planned or batch.time_of(report) > now:
             return
         size, time_of, stepped = len(batch.running), batch.time_of, state.stepped
-        quanta, contended = self.unit.policy.quanta, self._contended
+        quanta, contended = self.scheduler.policy.quanta, self._contended
         told, told_at, told_tokens = self._told_counter, self._told_at, self._told_generated
         # New sequences were not in the steps before this leap.
         before = batch.generated - size * batch.counter
@@ -494,7 +494,9 @@ class PhaseEngine(StepEngine, LeasedEngine):
         state = self.account
         lease = state.lease
         assert lease is not None
-        self._renewed(lease, self.batch.counter, self.unit.policy.quanta.decode(state.step_seconds, contended), now)
+        self._renewed(
+            lease, self.batch.counter, self.scheduler.policy.quanta.decode(state.step_seconds, contended), now
+        )
 
     def _next_report(self) -> int:
         """After which step of a leap over renewals there is something to report."""

@@ -6,6 +6,7 @@ It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, p
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from typing import ClassVar
 
 from muxserve.costs import LatencyModel
 from muxserve.replicas.priorities import NORMAL
@@ -36,7 +37,7 @@ class ScheduledUnit(Unit):
         ValueError: the policy is for models with other engines.
     """
 
-    phase_engine: type[PhaseEngine] = PhaseEngine
+    phase_engine: ClassVar[type[PhaseEngine]] = PhaseEngine
 
     def __init__(
         self,

@@ -159,6 +159,12 @@ class PipelineEngine(LeasedEngine):
             self.planned_time = first.free_at
         self.unit.look(self)
 
+    def plan(self) -> float:
+        return self.planned_time
+
+    def interrupt(self, now: float) -> None:
+        """The next boundary is near anyway."""
+
     def retime(self, slow: float, now: float) -> None:
         # Micro-batches that are under way are not stretched any more.
         self.slow = slow
@@ -294,7 +300,7 @@ class PipelineEngine(LeasedEngine):
         if steps:
             self._told_at = now
         self._untold_steps = self._untold_tokens = self._untold_prompts = 0
-        self.unit.report(
+        self.scheduler.report(
             Report(
                 self, self.lease_id, left, seconds, tokens, steps, remaining, finished, through, returned, prompts
             )
@@ -317,7 +323,7 @@ class PipelineEngine(LeasedEngine):
                 return None
             # Nothing will ever end: all memory lies with prompts that have begun and cannot go on. The last gives way.
             if len(self._returned) == returned:
-                self._preempt(self.begun[-1], now)
+                self._gives_way(self.begun[-1], now)
         return None
 
     def _decode(self, batch: MicroBatch, most: int, now: float) -> None:
@@ -327,7 +333,7 @@ class PipelineEngine(LeasedEngine):
             if request.computed == request.blocks * tokens:
                 if not self.pages.take(1, now, self.order):
                     # Perhaps the request itself; then the next one is looked at.
-                    self._preempt(self.unit.victim([r for r in self.running if not r.flying]), now)
+                    self._gives_way(self.unit.victim([r for r in self.running if not r.flying]), now)
                     continue
                 request.blocks += 1
             ready.popleft()
@@ -379,7 +385,7 @@ class PipelineEngine(LeasedEngine):
         del self.running[request]
         self.unit.freed(self.pages, self.unit.clock.now)
 
-    def _preempt(self, request: SimRequest, now: float) -> None:
+    def _gives_way(self, request: SimRequest, now: float) -> None:
         """It loses its blocks and is given back."""
         if request.computed < request.tokens and request in self.begun:
             self.begun.remove(request)

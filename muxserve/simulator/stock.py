@@ -8,6 +8,7 @@ split of phases.
 from __future__ import annotations
 
 from collections import deque
+from typing import ClassVar
 
 from muxserve.costs import LatencyModel
 from muxserve.replicas.views import InstanceLoad
@@ -110,7 +111,7 @@ class StockEngine(StepEngine):
 class StockUnit(Unit):
     """Simulates a unit whose models are stock engines."""
 
-    stock_engine: type[StockEngine] = StockEngine
+    stock_engine: ClassVar[type[StockEngine]] = StockEngine
 
     def __init__(
         self,

@@ -1,0 +1,54 @@
+"""A copy of this checkout in which scheduling and the simulator are compiled by mypyc, to see what that brings.
+
+    python compile.py build/compiled
+    python benchmarks/simulator_ab.py . build/compiled
+
+Nothing but speed may differ: `simulator_ab.py` compares what came of every request. A wheel that is built with
+`-C cmake.define.MUXSERVE_COMPILE=ON` has the compiled modules in it; an editable install has none, since they would
+hide the sources that are edited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PACKAGES = ("muxserve/scheduling", "muxserve/simulator")
+# What refers to numpy or is no part of a step stays as it is.
+LEFT = {"__init__", "alone", "micro_batches", "modes", "result", "timeline"}
+SETUP = """
+import sys
+from mypyc.build import mypycify
+from setuptools import setup
+modules = mypycify(["--config-file=pyproject.toml", *sys.argv[1:]], opt_level="3", group_name="muxserve_compiled")
+setup(name="compiled", packages=[], ext_modules=modules, script_args=["-q", "build_ext", "--inplace"])
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path, help="directory to make; what is there is removed")
+    target = parser.parse_args().target.resolve()
+    shutil.rmtree(target, ignore_errors=True)
+    for name in ("muxserve", "placement", "benchmarks", "tests"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    # Without what setuptools would read of it.
+    config = (ROOT / "pyproject.toml").read_text()
+    (target / "pyproject.toml").write_text(config[config.index("[tool.mypy]") : config.index("[tool.pytest")])
+    modules = [
+        str(path.relative_to(target))
+        for package in PACKAGES
+        for path in sorted((target / package).glob("*.py"))
+        if path.stem not in LEFT
+    ]
+    done = subprocess.run([sys.executable, "-c", SETUP, *modules], cwd=target, env={**os.environ, "CFLAGS": "-w"})
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()
