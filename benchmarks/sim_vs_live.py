@@ -202,7 +202,7 @@ def main() -> int:
                     requests = workload(names, rate, options.duration, options.seed)
                     write_trace(folder / "trace.jsonl", names, requests)
                     live = replay(server.url, folder / "trace.jsonl", folder / "live.json")
-                    result = simulate(units, requests, costs, Options(overheads=overheads), seed=options.seed)
+                    result = simulate(units, requests, costs, Options(overheads=overheads))
                     rows = compared(live, summarise(result.records))
                     report["rates"][str(rate)] = rows
                     print(f"\n{rate:g} requests/s: {len(requests)} requests, {live.overall.failed} failed")

@@ -28,6 +28,8 @@ SLO_SCALES = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
 SIZES_19 = ("7b",) * 12 + ("13b",) * 4 + ("30b",) * 2 + ("65b",)
 # The fewest A100-80GB that hold a model and leave room for its KV.
 ALONE_ON = {"7b": 1, "13b": 1, "30b": 2, "65b": 4}
+# The meshes of its spatial baseline (benchmark/chatlmsys/muxserve2spatial.py of the MuxServe repository).
+AUTHORS_MESH = {"7b": 1, "13b": 2, "30b": 2, "65b": 4}
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,24 @@ def place(scenario: Scenario, mode: ModeName, latency: LatencyModel) -> ClusterP
     return plan_cluster(scenario.demands, scenario.cluster, latency, memory, PlanOptions(mode=mode))
 
 
+def authors_spatial(scenario: Scenario) -> Placement:
+    """Spatial partitioning by the rule of MuxServe's own baseline: meshes whose size follows from the model's size
+    alone, whatever its rate. GPUs that this leaves over stay idle.
+
+    Raises:
+        ValueError: there are too few GPUs.
+    """
+    units, first = [], 0
+    for name, size in scenario.sizes.items():
+        gpus = AUTHORS_MESH[size]
+        model = fleet_model(name, size)
+        units.append(placed_unit(name, first, gpus, {name: (model, scenario.rates[name], 1.0, 1.0)}))
+        first += gpus
+    if first > sum(scenario.nodes):
+        raise ValueError(f"{first} GPUs are needed, and there are {sum(scenario.nodes)}")
+    return Placement(scenario.cluster, tuple(units))
+
+
 def run(scenario: Scenario, placement: Placement, mode: str, latency: LatencyModel) -> Summary:
     """Simulate the scenario's load on the placement."""
     lengths = {
@@ -82,7 +102,7 @@ def run(scenario: Scenario, placement: Placement, mode: str, latency: LatencyMod
     loads = {name: ModelLoad(rate, lengths["prompt"], lengths["output"]) for name, rate in scenario.rates.items()}
     models = {name: fleet_model(name, size) for name, size in scenario.sizes.items()}
     units = units_of(placement, models, mode_of(mode))
-    result = simulate(units, generate(loads, scenario.seconds, scenario.seed), latency, seed=scenario.seed)
+    result = simulate(units, generate(loads, scenario.seconds, scenario.seed), latency)
     return summarise(result.records, rates=scenario.rates, reference=alone(scenario, latency), slo_scales=SLO_SCALES)
 
 
@@ -116,7 +136,7 @@ def figures(summary: Summary, scale: float = 8.0) -> dict[str, Any]:
     }
 
 
-__all__ = ["SLO_SCALES", "Scenario", "alone", "costs", "figures", "place", "run", "synthetic"]
+__all__ = ["SLO_SCALES", "Scenario", "alone", "authors_spatial", "costs", "figures", "place", "run", "synthetic"]
 
 
 def by_hand(
