@@ -1,9 +1,12 @@
-"""EcoServe's evaluation in simulation (arXiv:2504.18154): 32 L20 with 10 GbE and 16 A800 with 25 GbE.
+"""EcoServe's evaluation in simulation (arXiv:2504.18154): 32 L20 with 10 GbE and 16 A800 with 25 GbE, all on PCIe.
 
-    python benchmarks/paper/ecoserve.py [--only PART,PART] [--systems NAME/NAME] [--seconds FACTOR] [--out FILE]
+    python benchmarks/paper/ecoserve.py [--only PART,PART] [--systems NAME/NAME] [--settings CLUSTER,MODEL,LENGTHS]
+        [--seeds N] [--step FACTOR] [--seconds FACTOR] [--out FILE]
 
 Parts: goodput, static, dynamic, handles, ablation. With `--systems` the goodput of these alone is looked for anew, and
-that of the others is what the result file has.
+that of the others is what the result file has. Requests come for five minutes, with three seeds: after a minute a
+system that cannot keep up may not show it yet. Attainment is not monotone in the rate, so that all rates of a grid are
+tried. Eighteen settings take hours; `--settings` runs one.
 
 Every part prints a table and is written to the result file as soon as it is there. docs/phases.md discusses them beside
 the paper's claims. Step times come from the roofline of the two GPUs: nothing here ran on one.
@@ -18,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +62,8 @@ from muxserve.simulator import (
 )
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.stages import Work, make_stages
-from muxserve.workload import LogNormalLengths, ModelLoad, TraceRequest, generate
+from muxserve.workload import ModelLoad, TraceRequest, generate
+from muxserve.workload.lengths import QuantileLengths
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COSTS = Roofline()
@@ -89,19 +93,17 @@ class Cluster:
 
 CLUSTERS = {
     "L20": Cluster("L20-48GB", 4, 1.25e9, {"Llama-30B": 4, "CodeLlama2-34B": 4, "Qwen2-72B": 4}),
-    "A800": Cluster("A800-80GB", 2, 3.125e9, {"Llama-30B": 2, "CodeLlama2-34B": 2, "Qwen2-72B": 4}),
+    "A800": Cluster("A800-80GB-PCIe", 2, 3.125e9, {"Llama-30B": 2, "CodeLlama2-34B": 2, "Qwen2-72B": 4}),
 }
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Lengths, the paper's objective for the first token, and for how long requests come: several times the objective,
-    or queues would not have the time to show."""
+    """Lengths, and the paper's objective for the first token, seconds."""
 
-    prompt: LogNormalLengths
-    output: LogNormalLengths
+    prompt: QuantileLengths
+    output: QuantileLengths
     ttft: float
-    seconds: float
 
     def means(self) -> tuple[int, int]:
         """Of prompts and answers, tokens, of 4,000 draws."""
@@ -112,13 +114,19 @@ class Dataset:
         )
 
 
-# Log-normals: the data sets are not at hand. Medians and spreads are chosen for the means that are known of them, about
-# 20 and 160 tokens (Alpaca-GPT4), 340 and 240 (ShareGPT), 2,700 and 100 (LongBench); docs/phases.md says so.
+def _lengths(mean: float, median: float, low: int, high: int) -> QuantileLengths:
+    return QuantileLengths(mean, {0.5: median}, low, high)
+
+
+# The data sets are not at hand: means and medians are those of the paper's table 4, prompts are cut at 4,096 tokens as
+# there; the other bounds are chosen.
 DATASETS = {
-    "Alpaca": Dataset(LogNormalLengths(17, 0.55, 4, 200), LogNormalLengths(120, 0.85, 2, 1024), 1.0, 60.0),
-    "ShareGPT": Dataset(LogNormalLengths(150, 1.3, 4, 2048), LogNormalLengths(155, 1.05, 2, 1024), 5.0, 100.0),
-    "LongBench": Dataset(LogNormalLengths(2400, 0.5, 256, 8192), LogNormalLengths(45, 1.2, 2, 512), 15.0, 200.0),
+    "Alpaca": Dataset(_lengths(20.63, 17, 4, 512), _lengths(163.80, 119, 2, 1024), 1.0),
+    "ShareGPT": Dataset(_lengths(343.76, 148, 4, 4096), _lengths(237.20, 152, 2, 2048), 5.0),
+    "LongBench": Dataset(_lengths(2686.89, 2736.5, 256, 4096), _lengths(101.78, 19, 2, 1024), 15.0),
 }
+# For how long requests come, seconds; those after the first quarter count.
+SECONDS = 300.0
 TPOT = 0.1
 # Batches in which Sarathi's budget is looked for.
 BUDGETS = (128, 256, 512, 1024, 2048)
@@ -135,8 +143,8 @@ PAPER = {VLLM: 0.82, SARATHI: 0.86, DISTSERVE: 1.23, MOONCAKE: 1.27}
 Row = dict[str, Any]
 
 
-# A good figure of the engines of 2024: what the host takes for each step, seconds.
-STEP = 5e-3
+# A good figure of the engines of 2024 is 5 ms of the host for each step, of which the roofline has one.
+STEP = 4e-3
 OPTIONS = Options(Overheads(prefill_step=STEP, decode_step=STEP), sample_seconds=0.0)
 
 
@@ -249,28 +257,41 @@ def independent(cluster: Cluster, model: str, budget: int | None = None) -> Syst
 
 
 def split(cluster: Cluster, model: str, dataset: str, within_node: bool) -> System:
-    """DistServe or MoonCake, divided as `division` says."""
+    """DistServe or MoonCake. Of the divisions around what `division` says the one is taken that meets the objectives
+    best in a trial of a minute, at the rate that `division` expects of it."""
+    if not within_node and cluster.device.startswith("L20"):
+        # One instance per node, so that all KV crosses the network.
+        cluster = replace(cluster, tp={**cluster.tp, model: 8})
     unit, costs = replace(unit_of(cluster, model), combined=True), costs_of(cluster, model)
     prompt, output = DATASETS[dataset].means()
     tp = cluster.tp[model]
     each = 8 // tp
-    peer = device(cluster.device).link_bandwidth * LINKS[device(cluster.device).link].efficiency * tp
-    inside, outside = Link(peer, 1e-3), Link(cluster.network * LINKS["network"].efficiency, 1e-3)
-    if within_node:
-        p, d = division(costs, unit, STEP, each, prompt, output, TPOT)
-        counts, decode = (p,) * cluster.nodes, (d,) * cluster.nodes
-    else:
-        p, _ = division(costs, unit, STEP, cluster.nodes * each, prompt, output, TPOT)
-        # Prefill instances are spread over the nodes, so that all network cards are used for sending and for receiving.
-        counts = tuple(p // cluster.nodes + (n < p % cluster.nodes) for n in range(cluster.nodes))
-        decode = tuple(each - count for count in counts)
-    how = SplitOptions(counts, decode, inside, outside, within_node, streamed=not within_node)
+    on = device(cluster.device)
+    inside = Link(on.link_bandwidth * LINKS[on.link].efficiency * tp, 1e-3)
+    outside = Link(cluster.network * LINKS["network"].efficiency, 1e-3)
+    among = each if within_node else cluster.nodes * each
+    first, rate = division(costs, unit, STEP, among, prompt, output, TPOT)
 
-    def play(requests: list[TraceRequest]) -> Outcome:
-        arrangement = Split(unit, COSTS, how, OPTIONS)
-        return Outcome(arrangement.run(requests), arrangement.transfers)
+    def divided(prefill: int) -> System:
+        if within_node:
+            counts, decode = (prefill,) * cluster.nodes, (each - prefill,) * cluster.nodes
+        else:
+            # Prefill instances are spread over the nodes, so that all network cards send and receive.
+            counts = tuple(prefill // cluster.nodes + (n < prefill % cluster.nodes) for n in range(cluster.nodes))
+            decode = tuple(each - count for count in counts)
+        # MoonCake's KV goes through its pool, over the network also within a node.
+        how = SplitOptions(counts, decode, inside if within_node else outside, outside, within_node, not within_node)
 
-    return play
+        def play(requests: list[TraceRequest]) -> Outcome:
+            arrangement = Split(unit, COSTS, how, OPTIONS)
+            return Outcome(arrangement.run(requests), arrangement.transfers)
+
+        return play
+
+    trial = workload(dataset, rate * (cluster.nodes if within_node else 1), 60.0)
+    candidates = [p for p in (first, first - 1, first + 1) if 0 < p < among]
+    best = max(candidates, key=lambda p: divided(p)(trial).attained(objectives(dataset)))
+    return divided(best)
 
 
 def sarathi(cluster: Cluster, model: str, dataset: str) -> System:
@@ -309,55 +330,71 @@ def workload(dataset: str, rate: float, seconds: float, seed: int = 1) -> list[T
     return list(generate({"m": ModelLoad(rate, data.prompt, data.output)}, seconds, seed))
 
 
-class Search:
-    """Goodput of one system in one setting: the largest rate at which so many requests meet both objectives. Rates are
-    tried once for all percentiles, on a geometric grid."""
+@dataclass(frozen=True)
+class Effort:
+    """How long requests come, how often, and the grid of rates."""
 
-    def __init__(self, make: Callable[[], System], dataset: str, seconds: float, step: float) -> None:
-        self.make, self.dataset, self.seconds, self.step = make, dataset, seconds, step
+    seconds: float = SECONDS
+    seeds: int = 3
+    step: float = 1.07
+
+
+class Scan:
+    """Goodput of one system in one setting: the largest rate of a geometric grid at which so many requests meet both
+    objectives, on average over the seeds. Attainment goes up and down with the rate, so all rates are tried."""
+
+    def __init__(self, make: Callable[[], System], dataset: str, effort: Effort) -> None:
+        self.system, self.dataset, self.effort = make(), dataset, effort
         self.found: dict[int, dict[bool, float]] = {}
 
     def attained(self, place: int, switch: bool) -> float:
         """At the rate step**place."""
         if place not in self.found:
-            result = self.make()(workload(self.dataset, self.step**place, self.seconds))
+            effort = self.effort
+            results = [
+                self.system(workload(self.dataset, effort.step**place, effort.seconds, seed + 1))
+                for seed in range(effort.seeds)
+            ]
             self.found[place] = {
-                with_wait: result.attained(objectives(self.dataset), with_wait, after=self.seconds / 4)
+                with_wait: statistics.mean(
+                    each.attained(objectives(self.dataset), with_wait, after=effort.seconds / 4) for each in results
+                )
                 for with_wait in (True, False)
             }
         return self.found[place][switch]
 
-    def goodput(self, share: float, switch: bool, start: int) -> int:
-        """The place of the largest rate that attains `share`, looked for from `start` on; the attainment falls with the
-        rate, so one crossing is looked for."""
-        place, stride = start, 4
-        good = self.attained(place, switch) >= share
-        while True:
-            following = place + (stride if good else -stride)
-            if self.step**following < 0.02:
-                return following
-            if (self.attained(following, switch) >= share) != good:
-                low, high = min(place, following), max(place, following)
+    def over(self, start: float) -> None:
+        """Try the rates around `start`: upwards until even half of the requests fail at two in a row, downwards until
+        99 of 100 meet the objectives at two in a row, or a fifth of `start` is reached."""
+        first = round(math.log(start, self.effort.step))
+        place = first
+        while max(self.attained(each, True) for each in (place, place + 1)) >= SHARES["P50"]:
+            place += 1
+        place = first
+        while min(self.attained(each, True) for each in (place, place - 1)) < SHARES["P99"]:
+            place -= 1
+            if self.effort.step**place < start / 5:
                 break
-            place = following
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.attained(middle, switch) >= share else (low, middle)
-        return low
+
+    def goodput(self, share: float, switch: bool) -> float:
+        """Requests per second; 0 if no rate that was tried attains `share`."""
+        places = [place for place, attained in self.found.items() if attained[switch] >= share]
+        return round(self.effort.step ** max(places), 3) if places else 0.0
 
 
-def goodput_of(make: Callable[[], System], dataset: str, seconds: float, start: float, step: float = 1.07) -> Row:
-    """Rates, requests per second, by percentile, with and without the wait for the phase switch."""
-    search = Search(make, dataset, seconds, step)
-    row: Row = {"with": {}, "without": {}}
-    place = round(math.log(start, step))
-    for switch, kind in ((True, "with"), (False, "without")):
-        for name in ("P90", "P50", "P99"):
-            if kind == "without" and name != "P90":
-                continue
-            place = search.goodput(SHARES[name], switch, place)
-            row[kind][name] = round(step**place, 3) if step**place >= 0.02 else 0.0
-    row["simulations"] = len(search.found)
+def goodput_of(make: Callable[[], System], dataset: str, effort: Effort, start: float) -> Row:
+    """Rates, requests per second, by percentile, with and without the wait for the phase switch; and the curves."""
+    scan = Scan(make, dataset, effort)
+    scan.over(start)
+    row: Row = {
+        "with": {name: scan.goodput(share, True) for name, share in SHARES.items()},
+        "without": {"P90": scan.goodput(SHARES["P90"], False)},
+        "attained": {
+            f"{effort.step**place:.3f}": [round(found[True], 4), round(found[False], 4)]
+            for place, found in sorted(scan.found.items())
+        },
+    }
+    row["simulations"] = len(scan.found) * effort.seeds
     return row
 
 
@@ -377,38 +414,45 @@ def look(system: System, dataset: str, rate: float, seconds: float) -> Row:
     return row | {"preemptions": preemptions, "transfers": result.transfers}
 
 
-def part_goodput(factor: float, keep: Callable[[Row], None], known: Row | None = None, only: str = "") -> Row:
+def part_goodput(
+    effort: Effort, keep: Callable[[Row], None], known: Row | None = None, only: str = "", setting: str = ""
+) -> Row:
     """P50, P90 and P99 of seven systems, three models, three data sets, two clusters; and times at one rate.
 
     Args:
         known: earlier results, which are taken for all systems but `only` these.
+        setting: cluster, model and lengths of the only one to run.
     """
     found: Row = {"settings": [], "improvement": {}}
     before = {(r["cluster"], r["model"], r["dataset"]): r for r in (known or {}).get("settings", ())}
     again = only.split("/") if only else [ROLLING, SPARING, *OTHERS]
     for name, cluster in CLUSTERS.items():
         for model in MODELS:
-            for dataset, data in DATASETS.items():
-                seconds = data.seconds * factor
+            for dataset in DATASETS:
+                if setting and setting != f"{name},{model},{dataset}":
+                    continue
                 row: Row = {"cluster": name, "model": model, "dataset": dataset, "systems": {}}
                 old: Row = before.get((name, model, dataset), {})
                 start = 4.0 if dataset == "LongBench" else 20.0
                 for system, make in systems(cluster, model, dataset).items():
-                    if system in again or not old:
+                    if system in again:
                         began = time.perf_counter()
-                        figures = goodput_of(make, dataset, seconds, start)
+                        figures = goodput_of(make, dataset, effort, start)
                         figures["seconds"] = round(time.perf_counter() - began, 1)
-                    else:
+                    elif old:
                         figures = old["systems"][system]
+                    else:
+                        continue
                     row["systems"][system] = figures
                     start = max(0.5, figures["with"]["P90"])
                 rate = row["systems"][ROLLING]["with"]["P90"]
                 row["at"] = rate
                 row["times"] = {
-                    s: look(make(), dataset, rate, seconds)
-                    if s in again or not old or old["at"] != rate
+                    s: look(make(), dataset, rate, effort.seconds)
+                    if s in again or old["at"] != rate
                     else old["times"][s]
                     for s, make in systems(cluster, model, dataset).items()
+                    if s in row["systems"]
                 }
                 found["settings"].append(row)
                 found["improvement"] = improvements(found["settings"])
@@ -416,7 +460,7 @@ def part_goodput(factor: float, keep: Callable[[Row], None], known: Row | None =
                 cells = "  ".join(
                     f"{s} {'/'.join(f'{v:.2f}' for v in r['with'].values())}" for s, r in row["systems"].items()
                 )
-                print(f"{name:4} {model:15} {dataset:9} P90/P50/P99  {cells}", flush=True)
+                print(f"{name:4} {model:15} {dataset:9} P50/P90/P99, wait in TPOT  {cells}", flush=True)
     return found
 
 
@@ -430,7 +474,9 @@ def improvements(settings: list[Row]) -> Row:
                 cell = found.setdefault(ours, {}).setdefault(f"{share} {kind} wait", {})
                 for other in OTHERS:
                     pairs = [
-                        (row["systems"][ours][kind][share], row["systems"][other][kind][share]) for row in settings
+                        (row["systems"][ours][kind][share], row["systems"][other][kind][share])
+                        for row in settings
+                        if ours in row["systems"] and other in row["systems"]
                     ]
                     ratios = [mine / theirs for mine, theirs in pairs if mine > 0 and theirs > 0]
                     if ratios:
@@ -446,7 +492,7 @@ def improvements(settings: list[Row]) -> Row:
     return found
 
 
-def part_static(factor: float, keep: Callable[[Row], None]) -> Row:
+def part_static(effort: Effort, keep: Callable[[Row], None]) -> Row:
     """Goodput of 1 to 4 instances in one macro instance, against as many times that of one."""
     found: Row = {}
     for model, dataset, spared in (
@@ -459,9 +505,8 @@ def part_static(factor: float, keep: Callable[[Row], None]) -> Row:
             figures = goodput_of(
                 partial(rolling, CLUSTERS["L20"], model, dataset, count, spared),
                 dataset,
-                DATASETS[dataset].seconds * factor,
+                replace(effort, step=1.03),
                 2.0 * count if dataset == "ShareGPT" else 0.5 * count,
-                step=1.03,
             )
             rate = figures["with"]["P90"]
             alone = rows[0]["P90"] if rows else rate
@@ -474,10 +519,10 @@ def part_static(factor: float, keep: Callable[[Row], None]) -> Row:
     return found
 
 
-def part_dynamic(factor: float, keep: Callable[[Row], None]) -> Row:
+def part_dynamic(effort: Effort, keep: Callable[[Row], None]) -> Row:
     """From 20 to 50 requests per second in steps of 5; instances are added while too few requests meet objectives."""
     cluster, model, dataset = CLUSTERS["L20"], "CodeLlama2-34B", "ShareGPT"
-    each = 40.0 * factor
+    each = 40.0 * effort.seconds / SECONDS
     requests: list[TraceRequest] = []
     for number, rate in enumerate(range(20, 55, 5)):
         for request in workload(dataset, rate, each, seed=number + 1):
@@ -508,10 +553,9 @@ def part_dynamic(factor: float, keep: Callable[[Row], None]) -> Row:
     return found
 
 
-def part_ablation(factor: float, keep: Callable[[Row], None]) -> Row:
+def part_ablation(effort: Effort, keep: Callable[[Row], None]) -> Row:
     """What each constraint of Algorithm 2 is worth, in one setting: goodput without it."""
     cluster, model, dataset = CLUSTERS["L20"], "CodeLlama2-34B", "ShareGPT"
-    seconds = DATASETS[dataset].seconds * factor
     found: Row = {}
     ttft = DATASETS[dataset].ttft
     variants: dict[str, RollingObjectives] = {
@@ -525,13 +569,13 @@ def part_ablation(factor: float, keep: Callable[[Row], None]) -> Row:
     }
     for name, limits in variants.items():
         make = partial(rolling, cluster, model, dataset, limits=limits)
-        found[name] = goodput_of(make, dataset, seconds, 20.0)
+        found[name] = goodput_of(make, dataset, effort, 20.0)
         print(f"ablation {name}: {found[name]}", flush=True)
         keep(found)
     return found
 
 
-def part_handles(factor: float, keep: Callable[[Row], None]) -> Row:
+def part_handles(effort: Effort, keep: Callable[[Row], None]) -> Row:
     """What it takes to hand a replica with 256 requests to another macro instance: to bytes, and back."""
     member = Member("u0", 100_000, TPOT)
     for number in range(256):
@@ -566,14 +610,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
     parser.add_argument("--systems", default="", help="of goodput, with slashes; the others are as they were")
+    parser.add_argument("--settings", default="", help="of goodput: the only cluster, model and lengths, with commas")
     parser.add_argument("--seconds", type=float, default=1.0, help="factor on how long requests come")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--step", type=float, default=1.07, help="factor between two rates of the grid")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_ecoserve.json")
     given = parser.parse_args()
     report: Row = json.loads(given.out.read_text()) if given.out.exists() else {}
     report["machine"] = machine()
     report.pop("command", None)
     commands: Row = report.setdefault("commands", {})
-    factors: Row = report.setdefault("factor_on_seconds", {})
+    efforts: Row = report.setdefault("efforts", {})
+    effort = Effort(SECONDS * given.seconds, given.seeds, given.step)
     for name in given.only.split(","):
 
         def keep(found: Row, name: str = name) -> None:
@@ -581,17 +629,21 @@ def main() -> None:
             write_report_quietly(given.out, report)
 
         began = time.perf_counter()
-        factors[name] = given.seconds
+        efforts[name] = asdict(effort)
         part = PARTS[name]
+        options = f"--seconds {given.seconds:g} --seeds {given.seeds} --step {given.step:g}"
+        if name == "goodput" and given.settings:
+            options += f' --settings "{given.settings}"'
+            part = partial(part_goodput, setting=given.settings)
         if name == "goodput" and given.systems:
             # The command of the others stays as it was.
-            part = partial(part_goodput, known=report.get("goodput"), only=given.systems)
+            part = partial(part_goodput, known=report.get("goodput"), only=given.systems, setting=given.settings)
             key = f"goodput of {given.systems}"
         else:
             key = name
         systems_too = f' --systems "{given.systems}"' if key != name else ""
-        commands[key] = f"python benchmarks/paper/ecoserve.py --only {name}{systems_too} --seconds {given.seconds:g}"
-        part(given.seconds, keep)
+        commands[key] = f"python benchmarks/paper/ecoserve.py --only {name}{systems_too} {options}"
+        part(effort, keep)
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
     write_report(given.out, report)
 

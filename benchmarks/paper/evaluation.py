@@ -80,7 +80,7 @@ def figure5(latency: LatencyModel, quick: bool) -> Row:
 
 
 def baselines(latency: LatencyModel) -> Row:
-    """The throughput of figure 5 over two spatial baselines: placed as well as our planner can, and by the authors' rule."""
+    """Figure 5's throughput over two spatial baselines: placed as well as our planner can, and by the authors' rule."""
     print("Figure 5 over two spatial baselines (the paper: up to 1.8x the throughput)")
     rows: Row = {}
     for alpha, top in itertools.product(ALPHAS, HIGHEST[1::2]):

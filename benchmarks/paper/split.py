@@ -234,8 +234,9 @@ def _queued(engine: StockEngine) -> int:
 
 def division(
     costs: EngineCosts, unit: SimUnit, step_seconds: float, instances: int, prompt: int, output: int, tpot: float
-) -> tuple[int, int]:
-    """How many of `instances` should prefill and how many decode: the division whose slower side serves most requests.
+) -> tuple[int, float]:
+    """How many of `instances` should prefill, the others decoding: the division whose slower side serves most requests;
+    and how many per second it serves.
 
     An instance prefills prompts of `prompt` tokens one after the other, and decodes answers of `output` tokens in the
     largest batch that has room and keeps `tpot` seconds per step.
@@ -248,6 +249,4 @@ def division(
     while batch > 1 and costs.decode(batch, batch * length).seconds(batch * length) + step_seconds > tpot:
         batch -= 1
     decode = output * (costs.decode(batch, batch * length).seconds(batch * length) + step_seconds) / batch
-    return max(
-        ((p, instances - p) for p in range(1, instances)), key=lambda pair: min(pair[0] / prefill, pair[1] / decode)
-    )
+    return max(((p, min(p / prefill, (instances - p) / decode)) for p in range(1, instances)), key=lambda pair: pair[1])

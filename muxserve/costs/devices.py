@@ -75,6 +75,8 @@ _DEVICES = (
     _gpu("A100-80GB", 312, 19.5, 2039, 81920, 108, "nvlink3", 300),
     # NVIDIA A800 data sheet: an A100 80 GB with NVLink cut to 400 GB/s in both directions.
     _gpu("A800-80GB", 312, 19.5, 2039, 81920, 108, "nvlink3", 200),
+    # The same data sheet: as a PCIe card, 1,935 GB/s, PCIe Gen4 64 GB/s in both directions.
+    _gpu("A800-80GB-PCIe", 312, 19.5, 1935, 81920, 108, "pcie", 32),
     # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS FP16/BF16 with sparsity, half of it dense, 67 FP32, 3.35 TB/s, 80 GB,
     # NVLink 900 GB/s in both directions. 132 SMs: NVIDIA H100 Tensor Core GPU Architecture white paper.
     _gpu("H100-80GB", 989.4, 66.9, 3350, 81559, 132, "nvlink4", 450),
