@@ -56,7 +56,7 @@ from placement.cluster import Cluster, Node, Placement
 ROOT = Path(__file__).resolve().parent.parent.parent
 LENGTHS = "MUXSERVE_CHATLMSYS_LENGTHS"
 # Seconds of the host for each step, and for each sequence in it.
-HOST = (0.0, 0.0)
+HOST = (8e-3, 1.5e-4)
 # How much of a unit's SMs jobs beside each other may ask for: their `overload_threshold` is two tenths of a GPU.
 OVERLOAD = 1.2
 

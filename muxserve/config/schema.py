@@ -85,10 +85,10 @@ class Priority(Section):
     """One priority level."""
 
     rank: int = Field(ge=-1000, le=1000, description="Higher ranks go first")
-    target_load: int | None = Field(
+    target_load: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
         default=None,
-        ge=0,
-        description="Tokens that a replica should hold at most while it runs a request of this level; else all it can",
+        description="Tokens that a replica should hold at most while it runs a request of this level; auto: as many as "
+        "leave its steps almost at their shortest; else all it can",
     )
 
 

@@ -15,6 +15,7 @@ from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, R
 from muxserve.global_scheduler.outbox import Client, Destination, Outbox, Unit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.net.sockets import tcp_address
+from muxserve.replicas.priorities import Levels
 from muxserve.spec import FleetSpec, UnitEntry
 from muxserve.wire import (
     ControllerHello,
@@ -199,19 +200,17 @@ class SchedulerCore:
         Raises:
             ValueError: rules contradict each other.
         """
-        levels = fleet.priority_levels()
         for rolling in fleet.rolling.values():
             _ = rolling.objectives, rolling.bounds
-        # Levels that are equal are one object: what they have worked out is kept, and nothing is built anew.
-        for model_scheduler in self._model_schedulers.values():
-            known = model_scheduler.rules.levels
-            if [*known] == [*levels] and known.default == levels.default:
-                levels = known
-                break
         return {
-            model.name: Rules(levels, fleet.migration, fleet.scaling.get(model.name), fleet.rolling.get(model.name))
-            for model in fleet.models
+            name: Rules(self._levels(fleet, name), fleet.migration, fleet.scaling.get(name), fleet.rolling.get(name))
+            for name in (model.name for model in fleet.models)
         }
+
+    def _levels(self, fleet: FleetSpec, model: str) -> Levels:
+        """The model's levels; the ones that it has if they are equal, which keep what they have worked out."""
+        levels, known = fleet.priority_levels(model), self._model_schedulers.get(model)
+        return known.rules.levels if known is not None and known.rules.levels == levels else levels
 
     def state(self, now: float) -> dict[str, object]:
         """Everything as JSON-ready data."""

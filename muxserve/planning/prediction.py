@@ -16,7 +16,8 @@ from itertools import groupby
 
 from muxserve.config import NETWORK, Fleet
 from muxserve.costs.devices import device
-from muxserve.costs.latency import LatencyModel
+from muxserve.costs.latency import EngineShape, LatencyModel, target_load
+from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.arrangements import arrangement
@@ -132,9 +133,10 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         first = mine[0]
         more = free.take(first, scaling[name].maximum - len(mine)) if name in scaling else []
         how = arrangement(first.phases)
+        levels = _levels(fleet, first, by_name[name])
         if not how.dedicated:
             if len(mine) > 1 or name in scaling:
-                rules[name] = _replica_rules(fleet, scaling.get(name), around)
+                rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
             only = tuple(placed for placed in first.models if placed.model == name)
             alone = replace(first, models=only)
             spares[name] = tuple(
@@ -151,9 +153,9 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         )
         ring = how.ring(wanted)
         if ring is not None:
-            rules[name] = _with_scaling(ring, fleet, scaling.get(name), around)
+            rules[name] = _with_scaling(ring, fleet, levels, scaling.get(name), around)
         elif len(mine) > 1 or name in scaling:
-            rules[name] = _replica_rules(fleet, scaling.get(name), around)
+            rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
     return Simulated(placement, models, tuple(others), rules, spares)
 
 
@@ -179,8 +181,10 @@ class _Free:
         return found
 
 
-def _levels(fleet: Fleet) -> Levels:
-    return Levels(levels_of(fleet), fleet.default_level)
+def _levels(fleet: Fleet, unit: PlacedUnit, demand: Demand) -> Levels:
+    tp = 1 if unit.device == CPU else len(unit.devices) // unit.stages
+    costs = Roofline().engine(demand.architecture, EngineShape(unit.device, tp, 1.0, demand.dtype, demand.graphs))
+    return Levels(levels_of(fleet), fleet.default_level, target_load(costs))
 
 
 def _copying(fleet: Fleet, around: Surroundings) -> MigrationCosts:
@@ -188,16 +192,18 @@ def _copying(fleet: Fleet, around: Surroundings) -> MigrationCosts:
     return MigrationCosts(bandwidth=min(around.network, limit or around.network))
 
 
-def _replica_rules(fleet: Fleet, scaling: ScalingRules | None, around: Surroundings) -> ReplicaRules:
+def _replica_rules(fleet: Fleet, levels: Levels, scaling: ScalingRules | None, around: Surroundings) -> ReplicaRules:
     return ReplicaRules(
         migration=migration_of(fleet),
         scaling=scaling,
-        levels=_levels(fleet),
+        levels=levels,
         copying=_copying(fleet, around),
     )
 
 
-def _with_scaling(rules: RingRules, fleet: Fleet, scaling: ScalingRules | None, around: Surroundings) -> RingRules:
+def _with_scaling(
+    rules: RingRules, fleet: Fleet, levels: Levels, scaling: ScalingRules | None, around: Surroundings
+) -> RingRules:
     rolling = None
     if scaling is not None:
         least, most = max(1, scaling.minimum), scaling.maximum
@@ -206,7 +212,7 @@ def _with_scaling(rules: RingRules, fleet: Fleet, scaling: ScalingRules | None, 
         rules,
         scaling=rolling,
         migration=migration_of(fleet),
-        levels=_levels(fleet),
+        levels=levels,
         copying=_copying(fleet, around),
     )
 

@@ -9,9 +9,9 @@ from itertools import takewhile
 import msgspec
 
 from muxserve.cluster.units import PlannedUnit
-from muxserve.config import AUTO, Fleet, Model
+from muxserve.config import AUTO, Fleet
 from muxserve.costs.devices import device
-from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel
+from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel, target_load
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import device_name
 from muxserve.planning.arrangements import arrangement_of
@@ -34,7 +34,6 @@ from muxserve.spec import (
     WatchdogRules,
     offered,
 )
-from placement import ModelDemand, ModelPlan
 
 # Stands for a GPU of which nothing is known. What is observed corrects predictions within some prefills.
 UNKNOWN_GPU = "A100-80GB"
@@ -45,7 +44,7 @@ _FIRST, _FACTOR = 16, 4
 def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port: int | None = None) -> UnitSpec:
     """The unit's spec of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
     pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
-    models = [_model(*of) for of in zip(plan.fleet.models, plan.unit.models, plan.demands, strict=True)]
+    models = [_model(plan, index) for index in range(len(plan.unit.models))]
     if plan.gpu is not None:
         shares = plan.gpu.shares
         models = [
@@ -94,7 +93,8 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
     )
 
 
-def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelSpec:
+def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
+    model, plan, demand = unit.fleet.models[index], unit.unit.models[index], unit.demands[index]
     assert model.path is not None, "fetch() gives every model a path"
     batch = batch_of(model, CPU_BATCH)
     return ModelSpec(
@@ -126,6 +126,7 @@ def _model(model: Model, plan: ModelPlan, demand: ModelDemand) -> ModelSpec:
         phases=arrangement_of(model).name,
         batching=arrangement_of(model).batching(model),
         aliases=tuple(model.aliases),
+        target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
     )
 
 
@@ -254,11 +255,13 @@ def prefill_seconds(costs: EngineCosts, tokens: int, step: int) -> float:
     return seconds
 
 
-def _shape(plan: ResolvedUnit) -> EngineShape:
-    demand, unit = plan.demands[0], plan.unit.models[0]
+def _shape(plan: ResolvedUnit, index: int = 0) -> EngineShape:
+    demand, unit = plan.demands[index], plan.unit.models[index]
     if plan.gpu is not None:
         kind = device_name(plan.gpu.gpus[0]) or UNKNOWN_GPU
-        return EngineShape(kind, demand.tensor_parallel, 1.0, demand.resolved_dtype, graphs_of(plan.fleet.models[0]))
+        return EngineShape(
+            kind, demand.tensor_parallel, 1.0, demand.resolved_dtype, graphs_of(plan.fleet.models[index])
+        )
     # What an engine's threads get where those of all units compute at the same time.
     cores = (plan.fleet.cluster.cores if plan.fleet.cluster.cores != AUTO else plan.machine.cores) / plan.units
     # The figures of a CPU are those of a whole one with so many cores.

@@ -7,9 +7,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 NORMAL = "normal"
 HIGH = "high"
+AUTO: Literal["auto"] = "auto"
+# Llumnix's target load for its high level, of LLaMA-7B on an A10. Where a latency model is at hand, it says what the
+# same is elsewhere (`costs.target_load`).
+TARGET_LOAD = 1600
 
 
 class PriorityError(ValueError):
@@ -21,27 +26,29 @@ class Level:
     """One level. Higher `rank` goes first.
 
     `target_load` is how many tokens of KV an instance should hold at most while it runs a request of this level, so
-    that its steps stay short; None: as many as it can.
+    that its steps stay short; `auto`: as many as the replica's own costs allow, None: as many as it can.
     """
 
     name: str
     rank: int
-    target_load: int | None = None
+    target_load: int | Literal["auto"] | None = None
 
-    def headroom(self, capacity: int) -> int:
+    def headroom(self, capacity: int, auto: int = TARGET_LOAD) -> int:
         """Tokens that an instance of that capacity keeps free for this level: the capacity less the target load
-        (Llumnix, section 4.4.2)."""
-        return 0 if self.target_load is None else max(0, capacity - self.target_load)
+        (Llumnix, section 4.4.2). `auto` is what such a target load comes to."""
+        if self.target_load is None:
+            return 0
+        return max(0, capacity - (auto if self.target_load == AUTO else self.target_load))
 
 
 class Levels:
-    """The levels of a fleet, by name.
+    """The levels of a fleet, by name, as one model has them: `auto` is what automatic target loads come to there.
 
     Raises:
         PriorityError: no level, a name or rank twice, a target load below zero, or no level called `default`.
     """
 
-    def __init__(self, levels: Iterable[Level], default: str = NORMAL) -> None:
+    def __init__(self, levels: Iterable[Level], default: str = NORMAL, auto: int = TARGET_LOAD) -> None:
         ordered = sorted(levels, key=lambda level: -level.rank)
         self._levels = {level.name: level for level in ordered}
         if len(self._levels) < len(ordered):
@@ -49,7 +56,7 @@ class Levels:
         if len({level.rank for level in ordered}) < len(ordered):
             raise PriorityError("two priority levels have the same rank; which goes first must be clear")
         for level in ordered:
-            if level.target_load is not None and level.target_load < 0:
+            if isinstance(level.target_load, int) and level.target_load < 0:
                 raise PriorityError(
                     f"priority level {level.name!r}: the target load is in tokens and cannot be below 0, "
                     f"it is {level.target_load}"
@@ -57,6 +64,7 @@ class Levels:
         if default not in self._levels:
             raise PriorityError(f"the default priority level {default!r} is not declared; {self._known()}")
         self.default = default
+        self.auto = auto
         # Headrooms by capacity: asked for with every report of an instance, and capacities are few.
         self._headrooms: dict[int, dict[str, int]] = {}
 
@@ -67,6 +75,14 @@ class Levels:
             close = difflib.get_close_matches(name, self._levels, 1)
             hint = f"did you mean {close[0]!r}?" if close else self._known()
             raise PriorityError(f"there is no priority level {name!r}; {hint}") from None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Levels):
+            return NotImplemented
+        return (self._levels, self.default, self.auto) == (other._levels, other.default, other.auto)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.default, self.auto))
 
     def __iter__(self) -> Iterator[Level]:
         """From the highest rank to the lowest."""
@@ -79,7 +95,7 @@ class Levels:
         """Level -> tokens that an instance of that capacity keeps free for it; only levels that have any."""
         found = self._headrooms.get(capacity)
         if found is None:
-            each = ((level.name, level.headroom(capacity)) for level in self)
+            each = ((level.name, level.headroom(capacity, self.auto)) for level in self)
             found = self._headrooms[capacity] = {name: tokens for name, tokens in each if tokens}
         return found
 
@@ -87,5 +103,4 @@ class Levels:
         return f"declared are {', '.join(self._levels) or 'none'}"
 
 
-# The paper's target load for its high level: 1,600 tokens on an A10, where decode steps are almost at their shortest.
-DEFAULT_LEVELS = Levels((Level(HIGH, 1, 1600), Level(NORMAL, 0)))
+DEFAULT_LEVELS = Levels((Level(HIGH, 1, AUTO), Level(NORMAL, 0)))

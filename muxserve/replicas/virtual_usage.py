@@ -31,7 +31,7 @@ def virtual_usage(request: RequestView, instance: InstanceView, levels: Levels) 
 def headroom_share(level: str, instance: InstanceView, levels: Levels) -> float:
     """The level's headroom divided by its running requests on the instance (Algorithm 1, GetHeadroom)."""
     count = sum(1 for request in instance.running if request.execution == level)
-    return levels[level].headroom(instance.capacity) / count if count else 0.0
+    return levels[level].headroom(instance.capacity, levels.auto) / count if count else 0.0
 
 
 def freeness_of(instance: InstanceView, levels: Levels) -> float:

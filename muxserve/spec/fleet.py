@@ -18,7 +18,7 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec.network import Keys
-from muxserve.spec.unit import GatewaySpec, ModelSpec, UnitSpec, WatchdogRules, write
+from muxserve.spec.unit import GatewaySpec, ModelSpec, UnitSpec, WatchdogRules, levels_of_model, write
 
 FILE = "fleet.json"
 
@@ -105,9 +105,9 @@ class FleetSpec(msgspec.Struct, frozen=True):
         choose, and gateways do not ask."""
         return model in self.scaling or model in self.rolling or len(self.replicas(model)) != 1
 
-    def priority_levels(self) -> Levels:
-        """The levels as the policies want them."""
-        return Levels(self.levels, self.default_level)
+    def priority_levels(self, model: str | None = None) -> Levels:
+        """The levels as the policies of that model want them."""
+        return levels_of_model(self.levels, self.default_level, self.models, model)
 
     @property
     def scheduler_address(self) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from muxserve.replicas.migration import MigrationRules
-from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
+from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, TARGET_LOAD, Level, Levels
 from muxserve.spec.network import Keys, Listen
 
 PolicyName = Literal["adbs", "fcfs", "round_robin", "rolling", "pipelined"]
@@ -98,6 +99,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     batching: Batching = Batching()
     # Other names that requests may have for it.
     aliases: tuple[str, ...] = ()
+    # What automatic target loads of priority levels come to, in tokens of KV.
+    target_load: int = TARGET_LOAD
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:
@@ -175,9 +178,9 @@ class UnitSpec(msgspec.Struct, frozen=True):
     # None: nobody looks whether a process hangs.
     watchdog: WatchdogRules | None = WatchdogRules()
 
-    def priority_levels(self) -> Levels:
-        """The levels as the policies want them."""
-        return Levels(self.levels, self.default_level)
+    def priority_levels(self, model: str | None = None) -> Levels:
+        """The levels as the policies of that model want them."""
+        return levels_of_model(self.levels, self.default_level, self.models, model)
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -251,6 +254,11 @@ class UnitSpec(msgspec.Struct, frozen=True):
     def log_dir(self) -> Path:
         """One log file per process."""
         return Path(self.run_dir) / "logs"
+
+
+def levels_of_model(levels: Iterable[Level], default: str, models: Iterable[ModelSpec], name: str | None) -> Levels:
+    """A fleet's levels with the target loads of one of its `models`; None: of none in particular."""
+    return Levels(levels, default, next((each.target_load for each in models if each.name == name), TARGET_LOAD))
 
 
 def save(unit_spec: UnitSpec, path: str | os.PathLike[str]) -> None:

@@ -200,7 +200,7 @@ class Departures:
         self.request_table = request_table
         self.memory = memory
         self.out = out
-        self.pairs = Pairs(unit_spec, ledger, unit_spec.priority_levels(), load_of, SPARE_BLOCKS)
+        self.pairs = Pairs(unit_spec, ledger, load_of, SPARE_BLOCKS)
         self.moves = Moves()
         self.downtimes: dict[str, Downtime] = {}
         self.migrator_up = False

@@ -8,7 +8,6 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from muxserve.replicas.migration import choose_request
-from muxserve.replicas.priorities import Levels
 from muxserve.replicas.views import InstanceLoad
 from muxserve.replicas.virtual_usage import freeness, score
 from muxserve.scheduling.ledger import UnitLedger
@@ -66,14 +65,13 @@ class Pairs:
         self,
         unit_spec: UnitSpec,
         ledger: UnitLedger,
-        levels: Levels,
         load_of: Callable[[ModelState], Load],
         growth: int,
     ) -> None:
         self._unit = unit_spec.unit
         self._rules = unit_spec.migration
         self._ledger = ledger
-        self._levels = levels
+        self._levels = {model.name: unit_spec.priority_levels(model.name) for model in unit_spec.models}
         self._load_of = load_of
         self._growth = growth
         self._pairs: dict[str, Pair] = {}
@@ -115,7 +113,7 @@ class Pairs:
     def _choose(
         self, model: ModelState, pair: Pair, now: float, staying: Set[str]
     ) -> tuple[LiveRequest, Pair, int] | None:
-        rules, levels = self._rules, self._levels
+        rules, levels = self._rules, self._levels[model.name]
         load = self._load_of(model)
         if not model.decode.takes_work or load.moving_out >= rules.in_flight or pair.load.moving_in >= rules.in_flight:
             return None

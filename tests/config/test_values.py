@@ -87,6 +87,7 @@ gateway: {count: 2, api_keys: [{key: env:GOLD, priority: gold}, plain, {key: oth
         "base": (-1, None),
     }
     alone = parse_fleet(f"gateway: {{api_keys: {{key: k, priority: high}}}}\n{ONE}", "f", Path("/"), {})
+    assert alone.priorities["high"].target_load == "auto"
     assert alone.gateway.key_priorities == {"k": "high"}
 
 

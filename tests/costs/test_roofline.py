@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from muxserve.costs.calibration import GPU, LINKS, Launches
 from muxserve.costs.devices import device
-from muxserve.costs.latency import CostError, EngineShape, Load
+from muxserve.costs.latency import CostError, EngineShape, Load, target_load
 from muxserve.costs.roofline import Roofline, RooflineCosts
 from muxserve.costs.work import layer_work
 from tests.costs.models import MIXTRAL, SEVEN_B, llama
@@ -186,6 +186,18 @@ def test_more_work_on_less_device_never_takes_less(
     for load in (less.prefill_load(batch, pairs, 1), less.decode_load(batch, context)):
         assert 0 <= load.bandwidth <= 1
         assert 0 <= load.compute <= 1
+
+
+def test_the_target_load_is_llumnixs_on_its_gpu_and_follows_costs_elsewhere() -> None:
+    # arXiv:2406.03243, section 6.4: 1,600 tokens, LLaMA-7B on an A10.
+    assert target_load(costs(device="A10")) == pytest.approx(1600, rel=0.02)
+    # More bandwidth for KV beside the same time on the host; a quarter of the KV per token.
+    assert target_load(costs(device="H200")) > 1.4 * target_load(costs(device="A10"))
+    assert target_load(costs(llama(kv_heads=8))) > 3 * target_load(costs())
+    model = costs(device="H100", tp=2, graphs="eager")
+    tokens = target_load(model)
+    least, at, beyond = (model.decode(1, n).seconds(n) for n in (1, tokens, tokens + 1))
+    assert at <= 1.065 * least < beyond
 
 
 @given(st.integers(1, 256), st.integers(1, 50_000), st.integers(1, 500))

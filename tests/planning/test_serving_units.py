@@ -131,6 +131,11 @@ migration: {bandwidth: 1MiB, source_below: 10, destination_above: 20, in_flight:
         ("gold", 5, 500),
         ("normal", 0, None),
     ]
+    # Automatic target loads are each model's own.
+    loads = {model.name: model.target_load for model in told.models}
+    assert len(set(loads.values())) == len(loads) == 3
+    assert all(told.priority_levels(name).auto == load for name, load in loads.items())
+    assert all(unit.unit_spec.priority_levels("atlas").auto == loads["atlas"] for unit in told.units[:1])
     assert [(unit.name, unit.serves, unit.unit_spec.run_dir) for unit in told.units] == [
         ("u0", ["arithmetic", "atlas", "frontdesk"], "/run/u0"),
         ("u1", ["arithmetic"], "/run/u1"),

@@ -12,6 +12,13 @@ def test_headroom_is_capacity_less_target_load_and_never_negative() -> None:
     assert Level("normal", 0).headroom(13_616) == 0
 
 
+def test_an_automatic_target_load_is_the_models() -> None:
+    levels = (Level("high", 1, "auto"), Level("urgent", 2, 500), Level("normal", 0))
+    assert Levels(levels, auto=2000).headrooms(10_000) == {"urgent": 9_500, "high": 8_000}
+    assert Levels(levels).headrooms(10_000) == {"urgent": 9_500, "high": 8_400}
+    assert Levels(levels) != Levels(levels, auto=2000)
+
+
 def test_levels_come_from_high_to_low_and_only_some_have_headroom() -> None:
     levels = Levels((Level("batch", -5), Level("normal", 0, 9_000), Level("high", 3, 1_000)))
     assert [level.name for level in levels] == ["high", "normal", "batch"]
