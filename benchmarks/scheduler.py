@@ -33,7 +33,7 @@ from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES, make_policy
 from muxserve.scheduling.types import ModelProfile, Phase, PoolProfile, QueuedRequest
-from muxserve.unit.loads import load_of, view_of
+from muxserve.unit.replicas import load_of, view_of
 
 TARGET_P99_US = 100.0
 

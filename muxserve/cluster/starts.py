@@ -82,7 +82,7 @@ class UnitPeer:
         self._context.term()
 
     def _answered(self, message: wire.Message) -> None:
-        if isinstance(message, wire.UnitState):
+        if isinstance(message, wire.StateReply):
             for future in self._waiting:
                 if not future.done():
                     future.set_result(message.state)

@@ -24,7 +24,7 @@ _PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
 
 
 def live_requests(state: dict[str, object], model: str) -> int:
-    """The requests of `model` in the unit whose `UnitState` is given."""
+    """The requests of `model` in the unit whose `StateReply` is given."""
     models = state.get("models")
     of = models.get(model) if isinstance(models, dict) else None
     return sum(int(of.get(place, 0)) for place in _PLACES) if isinstance(of, dict) else 0

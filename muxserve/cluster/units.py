@@ -77,7 +77,7 @@ class UnitHandle(Protocol):
         """Tell its unit scheduler, if that is up."""
 
     async def state(self) -> dict[str, object]:
-        """What `UnitState` says; waits for a unit scheduler that answers."""
+        """What `StateReply` says; waits for a unit scheduler that answers."""
 
     async def start_model(self, model: str) -> None:
         """Start the engines of a model that it declares; returns when they are up.

@@ -23,7 +23,7 @@ from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.net.peer import AsyncPeer
 from muxserve.spec import FleetSpec
-from muxserve.wire import Message, NotPlaced, Placed, StateRequest, TokensHeader, UnitState, Waits
+from muxserve.wire import Message, NotPlaced, Placed, StateReply, StateRequest, TokensHeader, Waits
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Broker:
         """See `Listener`."""
         if self.router.take(unit, message, time.monotonic()):
             self._flush()
-        elif isinstance(message, UnitState):
+        elif isinstance(message, StateReply):
             self._states.answer(unit, message.state)
         else:
             log.warning("unexpected %s from the unit scheduler of %s", type(message).__name__, unit)

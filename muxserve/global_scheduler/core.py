@@ -28,9 +28,9 @@ from muxserve.wire import (
     RollingReport,
     SchedulerHello,
     StartFailed,
+    StateReply,
     StateRequest,
     StopReplica,
-    UnitState,
     Unplace,
 )
 
@@ -101,7 +101,7 @@ class SchedulerCore:
             case Client(), DrainReplicas():
                 self._drain(message, now)
             case Client(identity), StateRequest():
-                self._out.to_client(identity, UnitState(self.state(now)))
+                self._out.to_client(identity, StateReply(self.state(now)))
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
 

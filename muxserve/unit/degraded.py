@@ -9,11 +9,9 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.hand_offs import HandOffs
-from muxserve.unit.outbox import Outbox
 from muxserve.unit.request_table import UnitRequestTable
+from muxserve.unit.state import UnitState
 from muxserve.wire import Degraded
 
 log = logging.getLogger(__name__)
@@ -29,11 +27,9 @@ class Trouble(NamedTuple):
 class DegradedModels:
     """Those of one unit."""
 
-    def __init__(self, ledger: UnitLedger, request_table: UnitRequestTable, hand_offs: HandOffs, out: Outbox) -> None:
-        self._ledger = ledger
-        self._request_table = request_table
-        self._hand_offs = hand_offs
-        self._out = out
+    def __init__(self, state: UnitState, table: UnitRequestTable) -> None:
+        self._state = state
+        self._table = table
         self._models: dict[str, Trouble] = {}
 
     @property
@@ -43,7 +39,7 @@ class DegradedModels:
 
     def told(self, message: Degraded, now: float) -> None:
         """The host says how a model fails."""
-        model = self._ledger.by_name.get(message.model)
+        model = self._state.ledger.by_name.get(message.model)
         if model is None:
             log.warning("%r is no model of this unit", message.model)
             return
@@ -54,12 +50,12 @@ class DegradedModels:
     def greeted(self, gateway: bytes, now: float) -> None:
         """A gateway must know as well."""
         for name, trouble in self._models.items():
-            self._out.send(gateway, Degraded(name, trouble.reason, max(0.0, trouble.due - now)))
+            self._state.send(gateway, Degraded(name, trouble.reason, max(0.0, trouble.due - now)))
 
     def turn(self, now: float) -> None:
         """See who is up again, and give back what waits for the others."""
         for name in list(self._models):
-            model = self._ledger.by_name[name]
+            model = self._state.ledger.by_name[name]
             if model.up or model.retired:
                 del self._models[name]
                 log.info("%s is no longer degraded", name)
@@ -69,12 +65,12 @@ class DegradedModels:
 
     def _give_back(self, model: ModelState, trouble: Trouble, now: float) -> None:
         if model.queue:
-            self._request_table.give_back(model, now)
+            self._table.give_back(model, now)
         if model.handed and not model.decode.up:
             waiting = [*model.handed]
-            self._hand_offs.give_up(waiting, model)
-            self._request_table.tell_lost(self._ledger.lost(waiting, now), trouble.reason)
+            self._table.give_up_hand_offs(waiting, model)
+            self._table.tell_lost(self._state.ledger.lost(waiting, now), trouble.reason)
 
     def _tell(self, message: Degraded) -> None:
-        for gateway in self._request_table.gateways:
-            self._out.send(gateway, message)
+        for gateway in self._table.gateways:
+            self._state.send(gateway, message)

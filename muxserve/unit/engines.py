@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import cast
 
 from muxserve.net.inbox import ImpossibleMessageError
-from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.quarantine import is_culprit
+from muxserve.net.server import shown
+from muxserve.scheduling.quarantine import Turn, is_culprit
 from muxserve.scheduling.types import Grant, Phase, Place
-from muxserve.unit.hand_offs import HandOffs
-from muxserve.unit.memory import Memory
-from muxserve.unit.outbox import Outbox, shown
+from muxserve.spec import EnginePhase
 from muxserve.unit.pages import Pages
-from muxserve.unit.reconcile import Peer, Reconciliation
+from muxserve.unit.reconcile import EngineProcess, Reconciliation
 from muxserve.unit.request_table import UnitRequestTable
+from muxserve.unit.state import UnitState
 from muxserve.wire import (
     Cause,
     EngineDown,
@@ -23,6 +23,7 @@ from muxserve.wire import (
     EngineLost,
     EngineSuspect,
     HeldRequests,
+    Lease,
     Reset,
     StepFailed,
     StepReport,
@@ -41,50 +42,34 @@ class Engines:
     `failures` counts crashes of engines and steps that failed, `culprits` the requests that turned out to be the cause,
     by model.
 
-    Args:
-        grant: gives an engine a lease.
     """
 
-    def __init__(
-        self,
-        ledger: UnitLedger,
-        request_table: UnitRequestTable,
-        hand_offs: HandOffs,
-        memory: Memory,
-        pages: Pages,
-        out: Outbox,
-        epoch: str,
-        grant: Callable[[Grant, float], None],
-        now: float,
-    ) -> None:
-        self._ledger = ledger
-        self._request_table = request_table
-        self._hand_offs = hand_offs
-        self._memory = memory
+    def __init__(self, state: UnitState, table: UnitRequestTable, pages: Pages) -> None:
+        self._state = state
+        self._table = table
         self._pages = pages
-        self._out = out
-        self._epoch = epoch
-        self._grant = grant
-        self._due = now
-        self._first_lease = int(now * 1_000_000)
+        self._due = state.started
+        # Lease ids start from the time, so that an id is never used again by a later unit scheduler while a report of
+        # an earlier lease may still come.
+        self._first_lease = self._lease_id = int(state.started * 1_000_000)
         self.failures: Counter[str] = Counter()
         self.culprits: Counter[str] = Counter()
-        self._peers: dict[bytes, Peer] = {}
-        for model in ledger.models:
+        self._engines: dict[bytes, EngineProcess] = {}
+        for model in state.ledger.models:
             for engine in model.engines:
                 address = f"{model.name}/{engine.phase}".encode()
-                self._peers[address] = Peer(model, engine, address)
-        self.reconciliation = Reconciliation(ledger, request_table, hand_offs, out, self._peers.values(), now)
+                self._engines[address] = EngineProcess(model, engine, address)
+        self.reconciliation = Reconciliation(state, table, self._engines.values())
 
     @property
     def pids(self) -> dict[str, int]:
         """Of the engines that are there, by MODEL/PHASE."""
-        return {peer.name: peer.pid for peer in self._peers.values() if peer.pid is not None}
+        return {peer.name: peer.pid for peer in self._engines.values() if peer.pid is not None}
 
     @property
     def bubbles(self) -> dict[str, list[float]]:
         """Of models on several stages, seconds of each in which it had nothing to compute."""
-        return {peer.model.name: peer.bubbles for peer in self._peers.values() if peer.bubbles}
+        return {peer.model.name: peer.bubbles for peer in self._engines.values() if peer.bubbles}
 
     def turn(self, now: float) -> None:
         """Look after engines that are silent, and after what they have."""
@@ -95,50 +80,50 @@ class Engines:
     def wakeup(self) -> float:
         """When `turn` is due although no message came."""
         due = self.reconciliation.wakeup()
-        return min(due, self._due) if self._ledger.share_used else due
+        return min(due, self._due) if self._state.ledger.share_used else due
 
     # ------------------------------------------------------------ what is heard
 
     def hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
         """An engine is there, and has nothing."""
-        engine = self._peers.get(peer)
+        engine = self._engines.get(peer)
         if engine is None or engine.name != f"{hello.model}/{hello.phase}":
             log.warning("an engine %s/%s of identity %s is none of this unit", hello.model, hello.phase, shown(peer))
             return
         lost = [*engine.state.inside]
-        self._hand_offs.give_up(lost, engine.model)
-        gone = self._ledger.engine_up(hello.model, engine.state.phase, now)
-        self._request_table.tell_lost(gone, f"engine {shown(peer)} started anew")
+        self._table.give_up_hand_offs(lost, engine.model)
+        gone = self._state.ledger.engine_up(hello.model, engine.state.phase, now)
+        self._table.tell_lost(gone, f"engine {shown(peer)} started anew")
         engine.anew(hello.pid)
-        self._out.send(peer, Reset(self._epoch))
+        self._state.send(peer, Reset(self._state.epoch))
         log.info("engine %s is up, pid %d", shown(peer), hello.pid)
 
     def down(self, down: EngineDown, now: float) -> None:
         """The controller saw an engine die."""
-        engine = self._peers.get(f"{down.model}/{down.phase}".encode())
+        engine = self._engines.get(f"{down.model}/{down.phase}".encode())
         if engine is None:
             log.warning("%s/%s is no engine of this unit", down.model, down.phase)
             return
         model = engine.model
         self._blame(engine, self._batch(engine), down.cause)
-        self._hand_offs.give_up([*engine.state.inside, *engine.state.incoming], model)
-        gone = self._ledger.engine_down(down.model, engine.state.phase, now)
+        self._table.give_up_hand_offs([*engine.state.inside, *engine.state.incoming], model)
+        gone = self._state.ledger.engine_down(down.model, engine.state.phase, now)
         engine.anew(None)
         log.warning("engine %s/%s is down: %s", down.model, down.phase, down.reason)
-        self._request_table.tell_lost(gone, f"engine {down.model}/{down.phase} died: {down.reason}")
+        self._table.tell_lost(gone, f"engine {down.model}/{down.phase} died: {down.reason}")
 
     def suspect(self, message: EngineSuspect) -> None:
         """The controller has no sign of life of an engine, or has it again."""
-        engine = self._peers.get(f"{message.model}/{message.phase}".encode())
+        engine = self._engines.get(f"{message.model}/{message.phase}".encode())
         if engine is None:
             log.warning("%s/%s is no engine of this unit", message.model, message.phase)
             return
         log.warning("engine %s %s", engine.name, "gives no sign of life" if message.on else "gives signs of life again")
-        self._ledger.engine_suspect(engine.model.name, engine.state.phase, message.on)
+        self._state.ledger.engine_suspect(engine.model.name, engine.state.phase, message.on)
 
     def step_failed(self, peer: bytes, message: StepFailed, now: float) -> None:
         """A step of an engine raised an exception. The engine goes on, without the requests of that step."""
-        engine = self._peers.get(peer)
+        engine = self._engines.get(peer)
         if engine is None or not engine.state.up:
             return
         inside, name = engine.state.inside, engine.model.name
@@ -148,12 +133,12 @@ class Engines:
         self._blame(engine, batch, Cause.CRASH)
         lost = [r for r in message.lost if r in inside]
         # The engine has dropped it.
-        self._ledger.lease_void(name, engine.state.phase, now)
-        gone = self._ledger.lost([*batch, *lost], now)
-        self._request_table.tell_lost(gone, f"a step of engine {engine.name} failed: {message.reason}")
+        self._state.ledger.lease_void(name, engine.state.phase, now)
+        gone = self._state.ledger.lost([*batch, *lost], now)
+        self._table.tell_lost(gone, f"a step of engine {engine.name} failed: {message.reason}")
 
     @staticmethod
-    def _batch(engine: Peer) -> list[str]:
+    def _batch(engine: EngineProcess) -> list[str]:
         """The requests that an engine computes, as far as its lease tells."""
         # One that was just sent may not have reached it.
         state, model = engine.state, engine.model
@@ -168,58 +153,58 @@ class Engines:
             return [*(model.prefilling if lease.phase is Phase.PREFILL else model.decoding)]
         return [*state.inside]
 
-    def _blame(self, engine: Peer, batch: list[str], cause: Cause) -> None:
+    def _blame(self, engine: EngineProcess, batch: list[str], cause: Cause) -> None:
         """An engine failed while it computed these requests."""
-        quarantine, name = self._request_table.quarantine, engine.model.name
+        quarantine, name = self._table.quarantine, engine.model.name
         self.failures[name] += cause is Cause.CRASH
         quarantine.failed(batch, cause)
         self.culprits[name] += sum(is_culprit(quarantine.record(request_id)) for request_id in batch)
 
     def lost(self, peer: bytes, message: EngineLost, now: float) -> None:
         """An engine dropped requests, most likely with the memory manager that had their pages."""
-        engine = self._peers.get(peer)
+        engine = self._engines.get(peer)
         if engine is None or not engine.state.up:
             return
-        if not self._memory.alive():
+        if not self._state.memory.alive():
             self._pages.gone(now)
             # The engine has let go of its lease, and waits for the memory manager as well.
-            self._ledger.lease_void(engine.model.name, engine.state.phase, now)
+            self._state.ledger.lease_void(engine.model.name, engine.state.phase, now)
         mine = [r for r in message.request_ids if r in engine.state.inside]
-        self._request_table.tell_lost(self._ledger.lost(mine, now), message.reason)
+        self._table.tell_lost(self._state.ledger.lost(mine, now), message.reason)
         if not engine.state.inside:
             # Also when all that it lost had been cancelled: it has nothing to use its lease on.
-            self._ledger.lease_void(engine.model.name, engine.state.phase, now)
+            self._state.ledger.lease_void(engine.model.name, engine.state.phase, now)
 
     def reported(self, peer: bytes, report: StepReport, now: float) -> None:
         """An engine tells of its steps, and of what became of requests in them."""
-        engine = self._peers.get(peer)
+        engine = self._engines.get(peer)
         if engine is None or not engine.state.up:
             # Last words of an engine that was given up, or that does not know this unit scheduler yet.
             if engine is not None:
                 for late in report.handed:
-                    self._memory.drop(engine.model.name, late.key)
+                    self._state.memory.drop(engine.model.name, late.key)
             return
         # One that was up before this unit scheduler was has a lease of an earlier one, whose ids are all smaller.
         if report.lease_id > max(engine.state.last_lease, self._first_lease):
             raise ImpossibleMessageError(f"lease {report.lease_id} was not given to it")
         if report.seconds > 0.0 and not report.steps:
             raise ImpossibleMessageError(f"{report.seconds} s without a step")
-        ledger, request_table, name, inside = self._ledger, self._request_table, engine.model.name, engine.state.inside
+        ledger, table, name, inside = self._state.ledger, self._table, engine.model.name, engine.state.inside
         for request_id in report.finished:
             if ledger.finished(request_id, engine.state.phase, report.lease_id, now):
-                request_table.finished(request_id)
+                table.finished(request_id)
         # What is not in it was cancelled meanwhile; what somebody else has is not for it to speak of.
         for each in report.handed:
             if each.request_id in inside:
-                request_table.handed_over(name, each, now)
+                table.handed_over(name, each, now)
             else:
-                self._memory.drop(name, each.key)
+                self._state.memory.drop(name, each.key)
         for first in report.prefilled:
             if first.request_id in inside:
-                request_table.prefilled(first, now)
+                table.prefilled(first, now)
         for back in report.returned:
             if back.request_id in inside:
-                request_table.returned(back, now)
+                table.returned(back, now)
         if report.bubbles:
             known = engine.bubbles or [0.0] * len(report.bubbles)
             engine.bubbles = [sum(pair) for pair in zip(known, report.bubbles, strict=False)]
@@ -227,7 +212,7 @@ class Engines:
         if lease is not None and lease.alone and lease.lease_id == report.lease_id:
             live = ledger.requests.get(lease.alone)
             if live is not None and live.place is Place.DECODING:
-                request_table.quarantine.decoded(lease.alone, report.steps)
+                table.quarantine.decoded(lease.alone, report.steps)
         ledger.stepped(
             name,
             engine.state.phase,
@@ -245,7 +230,7 @@ class Engines:
 
     def held(self, peer: bytes, message: HeldRequests, now: float) -> None:
         """An engine says which requests it has."""
-        engine = self._peers.get(peer)
+        engine = self._engines.get(peer)
         if engine is not None and engine.state.up:
             self.reconciliation.heard(engine, message, now)
 
@@ -258,7 +243,7 @@ class Engines:
         requests were all cancelled answers that; if the answer does not come, its lease ends some time after.
         """
         self._due = now + ENGINE_CHECK_SECONDS
-        for peer in self._peers.values():
+        for peer in self._engines.values():
             state = peer.state
             lease = state.lease
             if lease is None or state.suspect:
@@ -266,7 +251,31 @@ class Engines:
             if not state.inside:
                 if now > lease.deadline + max(EMPTY_SECONDS, 20 * state.step_seconds):
                     log.warning("engine %s did not say that it is empty", shown(peer.address))
-                    self._ledger.lease_void(peer.model.name, state.phase, now)
+                    self._state.ledger.lease_void(peer.model.name, state.phase, now)
             elif now > lease.deadline + SILENCE_SECONDS:
                 length = 2 * max(lease.deadline - lease.granted_at, SILENCE_SECONDS)
-                self._grant(Grant(peer.model.name, lease.phase, 1, length, lease.share), now)
+                self.grant(Grant(peer.model.name, lease.phase, 1, length, lease.share), now)
+
+    # ------------------------------------------------------------ leases
+
+    def grant(self, grant: Grant, now: float) -> None:
+        """Give an engine a lease."""
+        self._lease_id += 1
+        turn = self._turn_of(grant, now) if self._table.quarantine else None
+        if turn is not None:
+            grant = grant._replace(steps=min(grant.steps, turn.steps))
+        alone = turn.request_id if turn is not None else ""
+        self._state.ledger.granted(grant, self._lease_id, now, alone)
+        admits = [self._table.admit(self._state.ledger.requests[request_id]) for request_id in grant.admit]
+        phase = cast(EnginePhase, str(grant.phase))
+        lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone)
+        engine = self._state.ledger.by_name[grant.model].engine(grant.phase)
+        self._state.send(f"{grant.model}/{engine.phase}".encode(), lease)
+
+    def _turn_of(self, grant: Grant, now: float) -> Turn | None:
+        """Which suspect an engine computes alone under that lease, of those that it has or takes in."""
+        model = self._state.ledger.by_name[grant.model]
+        inside: Iterable[str] = model.engine(grant.phase).inside
+        if model.both and grant.phase is not Phase.BOTH:
+            inside = model.prefilling if grant.phase is Phase.PREFILL else model.decoding
+        return self._table.quarantine.turn({*inside, *grant.admit}, now)

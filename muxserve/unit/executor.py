@@ -7,27 +7,23 @@ between is the memory manager, behind `Memory`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import cast
+from collections.abc import Callable
 
+from muxserve import wire
 from muxserve.net.inbox import ImpossibleMessageError
+from muxserve.net.server import shown
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.quarantine import Turn
-from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
-from muxserve.scheduling.types import Grant, ModelProfile, Phase, PoolProfile
-from muxserve.spec import EnginePhase, ModelSpec, UnitSpec
-from muxserve.unit.arrivals import Arrivals
+from muxserve.spec import UnitSpec
 from muxserve.unit.degraded import DegradedModels
 from muxserve.unit.engines import Engines
-from muxserve.unit.hand_offs import HandOffs
 from muxserve.unit.memory import Memory
 from muxserve.unit.moving import MIGRATOR, Departures
-from muxserve.unit.outbox import Outbox, shown
 from muxserve.unit.pages import Pages
 from muxserve.unit.replicas import Replicas
 from muxserve.unit.report import unit_state
 from muxserve.unit.request_table import UnitRequestTable
+from muxserve.unit.state import UnitState
 from muxserve.wire import (
     Blocks,
     Cancel,
@@ -40,7 +36,6 @@ from muxserve.wire import (
     GatewayDown,
     GatewayHello,
     HeldRequests,
-    Lease,
     Message,
     MigratorHello,
     MoveCommitted,
@@ -59,52 +54,10 @@ from muxserve.wire import (
     TakenOver,
     TakeOver,
     Terminating,
-    UnitState,
     Unpaired,
 )
 
 log = logging.getLogger(__name__)
-
-
-def model_profile(model: ModelSpec, stages: int = 1) -> ModelProfile:
-    """The profile of a model that is deployed on so many stages."""
-    return ModelProfile(
-        name=model.name,
-        pool=model.pool,
-        rate=model.rate,
-        layers=model.layers,
-        kv_heads=model.kv_heads,
-        block_tokens=model.block_tokens,
-        quota_pages=model.quota_pages,
-        floor_pages=model.floor_pages,
-        prefill_share=model.prefill_share,
-        decode_share=model.decode_share,
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
-        both=model.phases != "multiplexed",
-        depth=stages,
-        waiting_tokens=_waiting_tokens(model, stages),
-    )
-
-
-def _waiting_tokens(model: ModelSpec, stages: int) -> int:
-    """Prompt tokens that may be in an engine before they are computed."""
-    given = model.batching
-    throttle = None
-    if given.policy == "throttled":
-        throttle = Throttle(given.iterations, given.max_prefill, given.min_prefill, given.kv_threshold)
-    return prompt_tokens_ahead(stages, model.max_num_batched_tokens, throttle)
-
-
-def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
-    """An empty ledger of the unit's unit.
-
-    Raises:
-        ValueError: the unit's spec contradicts itself.
-    """
-    # The null page of a pool is never handed out.
-    pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in unit_spec.pools]
-    return UnitLedger([model_profile(model, unit_spec.stages) for model in unit_spec.models], pools)
 
 
 class UnitExecutor:
@@ -112,8 +65,7 @@ class UnitExecutor:
 
     Args:
         epoch: new for each process; gateways and engines tell by it that the queues are lost.
-        now: seconds of the machine's monotonic clock. Lease ids start from it, so that an id is never used again by a
-            later unit scheduler while a report of an earlier lease may still come.
+        now: seconds of the machine's monotonic clock.
         gpus: tells the state of the unit's GPUs, for those who cannot ask for it themselves.
 
     Raises:
@@ -129,43 +81,20 @@ class UnitExecutor:
         now: float,
         gpus: Callable[[], list[dict[str, object]]] | None = None,
     ) -> None:
-        self.unit_spec = unit_spec
-        self.policy = policy
-        self.memory = memory
+        self._state = state = UnitState(unit_spec, policy, memory, epoch, now)
         self.epoch = epoch
-        self.ledger = unit_ledger(unit_spec)
-        policy.check(self.ledger)
-        self.ledger.memory_up = False
         self._gpus = gpus
-        self._started = now
-        self._lease_id = int(now * 1_000_000)
-        self._out = Outbox()
-        self.request_table = UnitRequestTable(unit_spec, self.ledger, policy, memory, self._out, epoch)
-        self.replicas = Replicas(
-            unit_spec,
-            self.ledger,
-            policy,
-            self.request_table,
-            self._out,
-            epoch,
-            lambda name: self.moving.moving_out(name),
-        )
-        self.moving = Departures(
-            unit_spec,
-            self.ledger,
-            self.request_table,
-            memory,
-            self._out,
-            epoch,
-            lambda model: self.replicas.load(model),
-        )
-        self._arrivals = Arrivals(self.ledger, policy, self.request_table, self._out)
-        hand_offs = HandOffs(self.request_table.held, memory)
-        self.degraded = DegradedModels(self.ledger, self.request_table, hand_offs, self._out)
-        self._pages = Pages(self.ledger, policy, memory, self.request_table, hand_offs, self.moving, now)
-        self.engines = Engines(
-            self.ledger, self.request_table, hand_offs, memory, self._pages, self._out, epoch, self._grant, now
-        )
+        self.request_table = UnitRequestTable(state)
+        self.replicas = Replicas(state, self.request_table)
+        self.moving = Departures(state, self.request_table)
+        self.degraded = DegradedModels(state, self.request_table)
+        self._pages = Pages(state, self.request_table, self.moving)
+        self.engines = Engines(state, self.request_table, self._pages)
+
+    @property
+    def ledger(self) -> UnitLedger:
+        """Of the unit."""
+        return self._state.ledger
 
     # ------------------------------------------------------------ the two sides
 
@@ -200,13 +129,13 @@ class UnitExecutor:
                 log.warning("the controller says that gateway %d died", message.gateway)
                 self.request_table.gateway_down(message.gateway, now)
             case StateRequest():
-                self._out.send(peer, UnitState(self.state(now)))
+                self._state.send(peer, wire.StateReply(self.state(now)))
             case MoveStaged() | MoveCommitted() | MoveFailed() | TakeOver() | MovingIn() if peer != MIGRATOR:
                 raise ImpossibleMessageError("it is not the unit's migrator")
             case Blocks() | Detached() | MoveStaged() | MoveCommitted() | MoveFailed():
                 self.moving.heard(peer, message, now)
             case TakeOver():
-                self._out.send(peer, TakenOver(message.move, self._arrivals.take_over(message, now)))
+                self._state.send(peer, TakenOver(message.move, self.request_table.take_over(message, now)))
             case MovingIn():
                 self.replicas.migrating(message)
             case Paired():
@@ -231,17 +160,16 @@ class UnitExecutor:
         self.degraded.turn(now)
         self.moving.turn(now)
         self._pages.rebalance(now)
-        for grant in self.policy.decide(self.ledger, now):
-            self._grant(grant, now)
+        for grant in self._state.policy.decide(self._state.ledger, now):
+            self.engines.grant(grant, now)
         self.replicas.turn(now)
-        messages, self._out.messages = self._out.messages, []
-        return messages
+        return self._state.take_messages()
 
     def wakeup(self, now: float) -> float:
         """When `turn` is due although no message came."""
         return min(
             self._pages.due,
-            self.policy.wakeup(self.ledger, now),
+            self._state.policy.wakeup(self._state.ledger, now),
             self.moving.wakeup(),
             self.replicas.wakeup(),
             self.engines.wakeup(),
@@ -249,22 +177,11 @@ class UnitExecutor:
 
     def state(self, now: float) -> dict[str, object]:
         """The unit as JSON-ready data."""
-        if self.memory.connected:
-            self.memory.read(self.ledger)
+        if self._state.memory.connected:
+            self._state.memory.read(self._state.ledger)
         gpus = {} if self._gpus is None else {"gpus": self._gpus()}
-        return gpus | unit_state(
-            self.unit_spec,
-            self.ledger,
-            self.policy,
-            self.epoch,
-            now - self._started,
-            now,
-            len(self.request_table.gateways),
-            self.replicas.terminating,
-            self.moving,
-            self.engines,
-            self.degraded.reasons,
-        )
+        reasons = self.degraded.reasons
+        return gpus | unit_state(self._state, self.request_table, self.moving, self.engines, reasons, now)
 
     def _migrator_hello(self, peer: bytes, hello: MigratorHello, now: float) -> None:
         if peer != MIGRATOR:
@@ -273,10 +190,10 @@ class UnitExecutor:
         log.info("the migrator is up, pid %d", hello.pid)
         self.moving.migrator_new(now)
         self.replicas.migrator_new()
-        self._out.send(peer, Reset(self.epoch))
+        self._state.send(peer, Reset(self._state.epoch))
 
     def _retire(self, message: Retire | Revive, now: float) -> None:
-        model = self.ledger.by_name.get(message.model)
+        model = self._state.ledger.by_name.get(message.model)
         if model is None:
             log.warning("%r is no model of this unit", message.model)
         elif isinstance(message, Retire):
@@ -285,28 +202,5 @@ class UnitExecutor:
             self._pages.retire(model)
         else:
             log.info("%s is put back into service", model.name)
-            self.replicas.terminating.discard(model.name)
+            self._state.terminating.discard(model.name)
             self._pages.revive(model)
-
-    # ------------------------------------------------------------ leases
-
-    def _grant(self, grant: Grant, now: float) -> None:
-        self._lease_id += 1
-        turn = self._turn_of(grant, now) if self.request_table.quarantine else None
-        if turn is not None:
-            grant = grant._replace(steps=min(grant.steps, turn.steps))
-        alone = turn.request_id if turn is not None else ""
-        self.ledger.granted(grant, self._lease_id, now, alone)
-        admits = [self.request_table.admit(self.ledger.requests[request_id]) for request_id in grant.admit]
-        phase = cast(EnginePhase, str(grant.phase))
-        lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone)
-        engine = self.ledger.by_name[grant.model].engine(grant.phase)
-        self._out.send(f"{grant.model}/{engine.phase}".encode(), lease)
-
-    def _turn_of(self, grant: Grant, now: float) -> Turn | None:
-        """Which suspect an engine computes alone under that lease, of those that it has or takes in."""
-        model = self.ledger.by_name[grant.model]
-        inside: Iterable[str] = model.engine(grant.phase).inside
-        if model.both and grant.phase is not Phase.BOTH:
-            inside = model.prefilling if grant.phase is Phase.PREFILL else model.decoding
-        return self.request_table.quarantine.turn({*inside, *grant.admit}, now)

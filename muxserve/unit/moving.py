@@ -17,24 +17,24 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, KeysView
-from dataclasses import dataclass
+from collections.abc import KeysView, Set
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from muxserve.net.inbox import ImpossibleMessageError
+from muxserve.replicas.migration import choose_request
+from muxserve.replicas.views import InstanceLoad
+from muxserve.replicas.virtual_usage import freeness, score
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, Place
-from muxserve.spec import UnitSpec
-from muxserve.unit.memory import Memory
-from muxserve.unit.outbox import Outbox
-from muxserve.unit.pairs import Pair, Pairs
+from muxserve.unit.replicas import instance_of, load_of_replica, view_of
 from muxserve.unit.request_table import UnitRequestTable
+from muxserve.unit.state import UnitState
 from muxserve.wire import (
     Blocks,
     Detach,
     Detached,
-    Load,
     Lost,
     Message,
     MoveAbort,
@@ -44,6 +44,7 @@ from muxserve.wire import (
     MoveStage,
     MoveStaged,
     Moving,
+    Paired,
     ShowBlocks,
 )
 
@@ -127,9 +128,10 @@ class Downtime:
 
 
 class Moves:
-    """The moves under way, by their names."""
+    """The moves under way, by their names. `by_model` counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_model: Counter[str]) -> None:
+        self._by_model = by_model
         self._by_name: dict[str, Move] = {}
         self._by_request: dict[str, Move] = {}
 
@@ -159,12 +161,141 @@ class Moves:
     def add(self, move: Move) -> None:
         """A move begins."""
         self._by_name[move.name] = self._by_request[move.live.request_id] = move
+        self._by_model[move.live.model.name] += 1
 
     def remove(self, move: Move) -> None:
         """A move is over."""
         del self._by_name[move.name]
+        self._by_model[move.live.model.name] -= 1
         if self._by_request.get(move.live.request_id) is move:
             del self._by_request[move.live.request_id]
+
+
+# Blocks set aside over there beyond those that there are: what the request fills while its first ones are copied.
+SPARE_BLOCKS = 1
+# A pair that was not repeated for so long is over.
+PAIR_SECONDS = 2.0
+# How often a paired replica looks whether it should give a request away; if it should and none fits the other one,
+# which says anew how it stands ten times a second; and after a move that failed: doubled up to the latter.
+CHOOSE_SECONDS = 0.02
+NONE_FITS_SECONDS = 0.1
+RETRY_SECONDS = 0.1
+LONGEST_RETRY_SECONDS = 2.0
+# A request that could not be moved is left alone for a while.
+SKIP_SECONDS = 1.0
+# For how long the other replica's report may still count a move that has ended: it goes by way of the global scheduler.
+STALE_SECONDS = 0.3
+
+
+@dataclass(slots=True)
+class Pair:
+    """Where a replica's requests go. `load` is the other one's last report, and what was sent there since; `flying`
+    requests are on their way there from here, and others ended at the times in `ended`."""
+
+    destination: str
+    address: str
+    load: InstanceLoad
+    heard_at: float
+    try_at: float = 0.0
+    retry: float = RETRY_SECONDS
+    flying: int = 0
+    ended: list[float] = field(default_factory=list)
+
+    def end(self, now: float) -> None:
+        """A move there has ended, one way or the other."""
+        self.flying = max(0, self.flying - 1)
+        self.load.moving_in = max(0, self.load.moving_in - 1)
+        self.ended.append(now)
+
+
+class Pairs:
+    """The pairs of this unit's replicas, by model."""
+
+    def __init__(self, state: UnitState) -> None:
+        self._state = state
+        self._unit = state.unit_spec.unit
+        self._rules = state.unit_spec.migration
+        self._pairs: dict[str, Pair] = {}
+        self._skipped: dict[str, float] = {}
+
+    def paired(self, message: Paired, now: float) -> None:
+        """The global scheduler wants requests moved, or still does."""
+        if message.model not in self._state.ledger.by_name or message.destination == self._unit:
+            log.warning("%s of this unit cannot be paired with %s", message.model, message.destination)
+            return
+        pair = Pair(message.destination, message.address, instance_of(message.destination, message.load), now)
+        known = self._pairs.get(message.model)
+        if known is not None and known.destination == pair.destination:
+            pair.try_at, pair.retry, pair.flying = known.try_at, known.retry, known.flying
+            pair.ended = [at for at in known.ended if now - at < STALE_SECONDS]
+            pair.load.moving_in = max(pair.flying, pair.load.moving_in - len(pair.ended))
+        else:
+            log.info("requests of %s may move to %s", message.model, message.destination)
+        self._pairs[message.model] = pair
+
+    def unpaired(self, model: str) -> None:
+        """No more requests are to leave; those under way arrive."""
+        self._pairs.pop(model, None)
+
+    def choose(self, now: float, staying: Set[str]) -> list[tuple[LiveRequest, Pair, int]]:
+        """Requests that are to move now, none of `staying`, each with the KV that it takes (tokens)."""
+        chosen = []
+        for name, pair in list(self._pairs.items()):
+            if now - pair.heard_at > PAIR_SECONDS:
+                log.info("the global scheduler does not pair %s with %s any more", name, pair.destination)
+                del self._pairs[name]
+            elif now >= pair.try_at:
+                pair.try_at = now + CHOOSE_SECONDS
+                found = self._choose(self._state.ledger.by_name[name], pair, now, staying)
+                if found is not None:
+                    chosen.append(found)
+        return chosen
+
+    def _choose(
+        self, model: ModelState, pair: Pair, now: float, staying: Set[str]
+    ) -> tuple[LiveRequest, Pair, int] | None:
+        rules, levels = self._rules, self._state.levels[model.name]
+        load = load_of_replica(self._state, model)
+        if not model.decode.takes_work or load.moving_out >= rules.in_flight or pair.load.moving_in >= rules.in_flight:
+            return None
+        # As `choose_request` asks, but without looking at every request.
+        if not load.terminating and freeness(instance_of(self._unit, load), levels) >= rules.source_below:
+            return None
+        if self._skipped:
+            self._skipped = {request: until for request, until in self._skipped.items() if until > now}
+        view = view_of(self._unit, model, load, levels, staying | self._skipped.keys())
+        request = choose_request(view, score(pair.load, levels), rules, levels, SPARE_BLOCKS * model.block_tokens)
+        if request is None:
+            pair.try_at = now + NONE_FITS_SECONDS
+            return None
+        pair.flying += 1
+        pair.load.moving_in += 1
+        return self._state.ledger.requests[request.request_id], pair, request.usage
+
+    def arrived(self, model: str, destination: str, usage: int, level: str, now: float) -> None:
+        """A request has moved; the next one may."""
+        pair = self._pairs.get(model)
+        if pair is not None and pair.destination == destination:
+            pair.retry, pair.try_at = RETRY_SECONDS, now
+            pair.end(now)
+            load = pair.load
+            # Until the next report says so.
+            load.used += usage
+            load.running += 1
+            load.levels[level] = load.levels.get(level, 0) + 1
+
+    def failed(self, model: str, destination: str, request_id: str, now: float) -> None:
+        """A move has come to nothing: others are not tried at once, and this request not for a while."""
+        self._skipped[request_id] = now + SKIP_SECONDS
+        pair = self._pairs.get(model)
+        if pair is not None and pair.destination == destination:
+            pair.end(now)
+            pair.try_at = now + pair.retry
+            pair.retry = min(2 * pair.retry, LONGEST_RETRY_SECONDS)
+
+    def wakeup(self) -> float:
+        """When `choose` is due."""
+        return min((pair.try_at for pair in self._pairs.values()), default=math.inf)
 
 
 MIGRATOR = b"migrator"
@@ -175,8 +306,6 @@ SILENCE_SECONDS = 10.0
 LAST_SECONDS = 3.0
 # Copying is at least as fast as this (bytes/s), or something is wrong.
 SLOWEST_COPY = 20e6
-# Blocks set aside over there beyond those that there are: what the request fills while its first ones are copied.
-SPARE_BLOCKS = 1
 # When the gateway is told that a request left, for the case that the other unit died before it could say `TookOver`.
 # A gateway that has heard it takes no notice.
 FAREWELL_SECONDS = 2.0
@@ -185,32 +314,15 @@ FAREWELL_SECONDS = 2.0
 class Departures:
     """All moves from this unit. `downtimes` is by model; what was moved and aborted is in the ledger's tallies."""
 
-    def __init__(
-        self,
-        unit_spec: UnitSpec,
-        ledger: UnitLedger,
-        request_table: UnitRequestTable,
-        memory: Memory,
-        out: Outbox,
-        epoch: str,
-        load_of: Callable[[ModelState], Load],
-    ) -> None:
-        self.unit_spec = unit_spec
-        self.ledger = ledger
-        self.request_table = request_table
-        self.memory = memory
-        self.out = out
-        self.pairs = Pairs(unit_spec, ledger, load_of, SPARE_BLOCKS)
-        self.moves = Moves()
+    def __init__(self, state: UnitState, table: UnitRequestTable) -> None:
+        self._state = state
+        self._table = table
+        self.pairs = Pairs(state)
+        self.moves = Moves(state.moving_out)
         self.downtimes: dict[str, Downtime] = {}
         self.migrator_up = False
-        self._epoch = epoch
         self._departed: deque[tuple[float, str, int, bytes]] = deque()
         self._count = 0
-
-    def moving_out(self, model: str) -> int:
-        """How many of the model's requests are on their way."""
-        return len(self.moves.of_model(model)) if self.moves else 0
 
     def under_way(self, model: str) -> dict[str, int]:
         """How many of the model's moves wait for what."""
@@ -264,19 +376,19 @@ class Departures:
     def turn(self, now: float) -> None:
         """End moves whose requests have gone another way or that take too long, and begin others."""
         for move in self.moves.all():
-            if not move.as_expected(self.ledger):
+            if not move.as_expected(self._state.ledger):
                 if move.step is Step.DETACHING:
                     # Its engine may have left them there and died.
-                    self.memory.drop(move.live.model.name, move.key)
+                    self._state.memory.drop(move.live.model.name, move.key)
                 self._end(move, now, tell=move.step is not Step.COMMITTING)
             elif now >= move.deadline:
                 who = "the engine" if move.step in (Step.SHOWING, Step.DETACHING) else "the migrator"
                 self._fail(move, f"{who} does not answer", now, uncertain=move.step is Step.COMMITTING)
         while self._departed and self._departed[0][0] <= now:
             _, request_id, attempt, gateway = self._departed.popleft()
-            if request_id not in self.request_table.held and gateway in self.request_table.gateways:
-                self.out.send(gateway, Lost([request_id], [attempt], "it went to a unit that has not spoken of it"))
-        if self.migrator_up and self.memory.connected:
+            if request_id not in self._table.held and gateway in self._table.gateways:
+                self._state.send(gateway, Lost([request_id], [attempt], "it went to a unit that has not spoken of it"))
+        if self.migrator_up and self._state.memory.connected:
             for live, pair, usage in self.pairs.choose(now, self.moves.requests()):
                 self._begin(live, pair, usage, now)
 
@@ -285,13 +397,13 @@ class Departures:
         due = min((move.deadline for move in self.moves.all()), default=math.inf)
         if self._departed:
             due = min(due, self._departed[0][0])
-        return min(due, self.pairs.wakeup()) if self.migrator_up and self.memory.connected else due
+        return min(due, self.pairs.wakeup()) if self.migrator_up and self._state.memory.connected else due
 
     # ------------------------------------------------------------ one move, step by step
 
     def _begin(self, live: LiveRequest, pair: Pair, usage: int, now: float) -> None:
         self._count += 1
-        name = f"{self.unit_spec.unit}:{self._epoch}:{self._count}"
+        name = f"{self._state.unit_spec.unit}:{self._state.epoch}:{self._count}"
         move = Move(name, live, live.lease_id, pair.destination, pair.address, usage)
         self.moves.add(move)
         log.debug("%s: %s of %s moves to %s", name, live.request_id, live.model.name, pair.destination)
@@ -318,17 +430,17 @@ class Departures:
             needed += SPARE_BLOCKS
         reserve = max(0, needed - move.held)
         move.held += reserve
-        copied = len(blocks) * model.pages_per_block * self._page_bytes(model) * self.unit_spec.ranks
-        limit = self.unit_spec.migration_bandwidth
+        copied = len(blocks) * model.pages_per_block * self._page_bytes(model) * self._state.unit_spec.ranks
+        limit = self._state.unit_spec.migration_bandwidth
         slowest = min(limit, SLOWEST_COPY) if limit > 0.0 else SLOWEST_COPY
         # Moves of other models may be before it.
         patience = LAST_SECONDS if step is Step.LAST else SILENCE_SECONDS
         move.step, move.deadline = step, now + patience + len(self.moves) * copied / slowest
         stage = MoveStage(move.name, model.name, move.address, move.until, blocks, reserve)
-        self.out.send(MIGRATOR, stage)
+        self._state.send(MIGRATOR, stage)
 
     def _staged(self, move: Move, message: MoveStaged, now: float) -> None:
-        if not move.as_expected(self.ledger):
+        if not move.as_expected(self._state.ledger):
             return  # cancelled in the same turn, perhaps submitted anew
         if move.step is Step.LAST and message.until >= move.total:
             self._commit(move, now)
@@ -350,22 +462,22 @@ class Departures:
                 self._fail(move, "it does not run in its engine", now)
             return
         name = peer.decode(errors="replace").rsplit("/", 1)[0]
-        live = self.ledger.requests.get(request_id)
+        live = self._state.ledger.requests.get(request_id)
         if live is not None and live.model.name != name:
             raise ImpossibleMessageError(f"request {request_id} is in no engine of {name}")
-        if not self.ledger.detached(request_id, message.incarnation, len(message.output_tokens), now):
+        if not self._state.ledger.detached(request_id, message.incarnation, len(message.output_tokens), now):
             # It was cancelled meanwhile, and this is the engine's answer to that.
-            self.memory.drop(name, message.key)
-            model = self.ledger.by_name.get(name)
+            self._state.memory.drop(name, message.key)
+            model = self._state.ledger.by_name.get(name)
             if model is not None and not model.decode.inside:
-                self.ledger.lease_void(name, Phase.DECODE, now)
+                self._state.ledger.lease_void(name, Phase.DECODE, now)
             return
-        held = self.request_table.held[request_id]
+        held = self._table.held[request_id]
         held.key, held.output_tokens, held.foreign = message.key, message.output_tokens, False
         held.computed_tokens = message.computed_tokens
         if move is None or message.since != move.until:
             # The move was given up meanwhile.
-            self.ledger.stays(request_id, now)
+            self._state.ledger.stays(request_id, now)
             return
         move.detached_at = now
         move.total = -(-message.computed_tokens // move.live.model.block_tokens)
@@ -373,8 +485,8 @@ class Departures:
         self._stage(move, blocks, move.total, Step.LAST, now)
 
     def _commit(self, move: Move, now: float) -> None:
-        live, held = move.live, self.request_table.held[move.live.request_id]
-        gateway = self.request_table.gateways[held.gateway]
+        live, held = move.live, self._table.held[move.live.request_id]
+        gateway = self._table.gateways[held.gateway]
         move.step, move.deadline = Step.COMMITTING, now + SILENCE_SECONDS
         request = Moving(
             request_id=live.request_id,
@@ -392,17 +504,19 @@ class Departures:
             computed_tokens=held.computed_tokens,
             moves=held.moves + 1,
         )
-        self.out.send(MIGRATOR, MoveCommit(move.name, request))
+        self._state.send(MIGRATOR, MoveCommit(move.name, request))
 
     def _committed(self, move: Move, now: float) -> None:
         live, model = move.live, move.live.model
         self.moves.remove(move)
-        if self.ledger.requests.get(live.request_id) is not live or not self.ledger.moved(live.request_id, now):
+        if self._state.ledger.requests.get(live.request_id) is not live or not self._state.ledger.moved(
+            live.request_id, now
+        ):
             return  # cancelled in the same turn
-        held = self.request_table.held[live.request_id]
-        self.request_table.forget(live.request_id)
+        held = self._table.held[live.request_id]
+        self._table.forget(live.request_id)
         if held.key:
-            self.memory.drop(model.name, held.key)
+            self._state.memory.drop(model.name, held.key)
         self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.attempt, held.gateway))
         downtime = self.downtimes.setdefault(model.name, Downtime())
         downtime.add(now - move.detached_at)
@@ -415,19 +529,19 @@ class Departures:
         """The move is over. Its request stays, or is lost if the other unit may have it (`uncertain`)."""
         request_id, model = move.live.request_id, move.live.model
         log.warning("%s of %s does not move to %s: %s", request_id, model.name, move.destination, reason)
-        expected = move.as_expected(self.ledger)
+        expected = move.as_expected(self._state.ledger)
         detached = move.detached
         self._end(move, now, tell and move.step is not Step.COMMITTING)
         if not (expected and detached):
             return  # it is in its engine, or not here at all
-        held = self.request_table.held[request_id]
+        held = self._table.held[request_id]
         if not uncertain and held.key:
-            self.ledger.stays(request_id, now)
+            self._state.ledger.stays(request_id, now)
             return
         if held.key:
-            self.memory.drop(model.name, held.key)
+            self._state.memory.drop(model.name, held.key)
         why = f"its unit did not hear whether {move.destination} has it" if uncertain else "the memory manager died"
-        self.request_table.tell_lost(self.ledger.lost([request_id], now), why)
+        self._table.tell_lost(self._state.ledger.lost([request_id], now), why)
 
     def _end(self, move: Move, now: float, tell: bool) -> None:
         """Forget the move, and count it as aborted; the migrator is told if it may know of it."""
@@ -435,12 +549,12 @@ class Departures:
         model = move.live.model
         model.tally.moves_aborted += 1
         if tell and move.stages:
-            self.out.send(MIGRATOR, MoveAbort(move.name))
+            self._state.send(MIGRATOR, MoveAbort(move.name))
         self.pairs.failed(model.name, move.destination, move.live.request_id, now)
 
     def _tell_engine(self, move: Move, message: Message) -> None:
         model = move.live.model
-        self.out.send(f"{model.name}/{model.decode.phase}".encode(), message)
+        self._state.send(f"{model.name}/{model.decode.phase}".encode(), message)
 
     def _page_bytes(self, model: ModelState) -> int:
-        return self.unit_spec.pool(model.pool.profile.name).page_bytes
+        return self._state.unit_spec.pool(model.pool.profile.name).page_bytes

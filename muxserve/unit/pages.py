@@ -3,53 +3,43 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterable, Mapping
 
-from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.hand_offs import HandOffs
-from muxserve.unit.memory import Memory
 from muxserve.unit.moving import Departures
 from muxserve.unit.request_table import UnitRequestTable
+from muxserve.unit.state import UnitState
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.05
 CHECK_SECONDS = 1.0
+# What a migrator leaves for another one to hold as well: MOVE/NUMBER. It has a short time limit of its own.
+_SHARED = re.compile(r"[^:]+:[0-9a-f]+:\d+/\d+")
 
 
 class Pages:
     """Keeps the ledger's counts and the manager's quotas in line."""
 
-    def __init__(
-        self,
-        ledger: UnitLedger,
-        policy: Policy,
-        memory: Memory,
-        request_table: UnitRequestTable,
-        hand_offs: HandOffs,
-        moving: Departures,
-        now: float,
-    ) -> None:
-        self.due = now
-        self._ledger = ledger
-        self._policy = policy
-        self._memory = memory
-        self._request_table = request_table
-        self._hand_offs = hand_offs
+    def __init__(self, state: UnitState, table: UnitRequestTable, moving: Departures) -> None:
+        self.due = state.started
+        self._state = state
+        self._table = table
         self._moving = moving
         self._quotas: dict[str, int] | None = None
+        self._orphans: set[tuple[str, str]] = set()
 
     def turn(self, now: float) -> None:
         """Look after the manager, read its counts, and change quotas if the policy wants to."""
-        if now >= self.due or not self._memory.connected:
+        if now >= self.due or not self._state.memory.connected:
             self._mind(now)
-        if self._memory.connected:
-            self._memory.read(self._ledger)
+        if self._state.memory.connected:
+            self._state.memory.read(self._state.ledger)
 
     def rebalance(self, now: float) -> None:
         """Change quotas if the policy wants to."""
-        changes = self._policy.rebalance(self._ledger, now)
+        changes = self._state.policy.rebalance(self._state.ledger, now)
         if changes:
             self._set({change.model: change.pages for change in changes})
 
@@ -67,19 +57,19 @@ class Pages:
 
     def gone(self, now: float) -> None:
         """The manager died, and its hand-offs with it. What is in engines, the engines report themselves."""
-        self._ledger.memory_up = False
+        self._state.ledger.memory_up = False
         self.due = now
-        handed = [request_id for model in self._ledger.models for request_id in model.handed]
+        handed = [request_id for model in self._state.ledger.models for request_id in model.handed]
         on_their_way = self._moving.memory_gone(now)
-        self._hand_offs.void([*handed, *(r for m in self._ledger.models for r in m.moving)])
-        self._request_table.tell_lost(self._ledger.lost([*handed, *on_their_way], now), "the memory manager died")
+        self._table.void_hand_offs([*handed, *(r for m in self._state.ledger.models for r in m.moving)])
+        self._table.tell_lost(self._state.ledger.lost([*handed, *on_their_way], now), "the memory manager died")
 
     def _mind(self, now: float) -> None:
-        memory, ledger = self._memory, self._ledger
+        memory, ledger = self._state.memory, self._state.ledger
         if memory.connected and now >= self.due:
             waiting = memory.hand_offs()
             if waiting is not None:
-                self._hand_offs.drop_orphans(waiting)
+                self._drop_orphans(waiting)
         if ledger.memory_up and not memory.connected:
             self.gone(now)
         if not memory.connected:
@@ -97,7 +87,25 @@ class Pages:
         self.due = now + CHECK_SECONDS
 
     def _set(self, wanted: dict[str, int]) -> None:
-        if self._memory.set_quotas(wanted):
+        if self._state.memory.set_quotas(wanted):
             log.debug("quotas: %s", wanted)
-            self._memory.read(self._ledger)
-            self._quotas = {model.name: model.quota for model in self._ledger.models} | wanted
+            self._state.memory.read(self._state.ledger)
+            self._quotas = {model.name: model.quota for model in self._state.ledger.models} | wanted
+
+    def _drop_orphans(self, waiting: Mapping[str, Iterable[str]]) -> None:
+        """Give up hand-offs (keys by model) that no request here knows.
+
+        An engine that dies between handing over and saying so leaves one, and so does a unit scheduler that dies. What
+        is met for the first time may be on its way, so it goes only when it is still unknown at the next look.
+        """
+        known = {held.key for held in self._table.held.values()}
+        unknown = {
+            (model, key)
+            for model, keys in waiting.items()
+            for key in keys
+            if key not in known and not _SHARED.fullmatch(key)
+        }
+        for model, key in unknown & self._orphans:
+            log.warning("giving up the hand-off %s of %s, which no request waits for", key, model)
+            self._state.memory.drop(model, key)
+        self._orphans = unknown

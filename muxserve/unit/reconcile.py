@@ -18,11 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from muxserve.scheduling.engines import EngineState
-from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState
-from muxserve.unit.hand_offs import HandOffs
-from muxserve.unit.outbox import Outbox
 from muxserve.unit.request_table import UnitRequestTable
+from muxserve.unit.state import UnitState
 from muxserve.wire import Abort, HeldRequests, ShowRequests, StepReport
 
 log = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ RECONCILE_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class EngineProcess:
     """What is known of an engine beside its ledger entry: its process. `bubbles` are
     seconds of each stage of a pipeline. `remaining` is how many requests it said to have; `asked`: it is to list them;
     `strays` are those, (id, incarnation), that it had last time and should not have."""
@@ -63,82 +61,72 @@ class Reconciliation:
     """Finds requests that engines have lost, and such as they should not have any more. `missing` and `strays` count
     them by model."""
 
-    def __init__(
-        self,
-        ledger: UnitLedger,
-        request_table: UnitRequestTable,
-        hand_offs: HandOffs,
-        out: Outbox,
-        peers: Iterable[Peer],
-        now: float,
-    ) -> None:
+    def __init__(self, state: UnitState, table: UnitRequestTable, engines: Iterable[EngineProcess]) -> None:
         self.missing: Counter[str] = Counter()
         self.strays: Counter[str] = Counter()
-        self._ledger = ledger
-        self._request_table = request_table
-        self._hand_offs = hand_offs
-        self._out = out
-        self._peers = list(peers)
-        self._due = now + RECONCILE_SECONDS
+        self._state = state
+        self._table = table
+        self._engines = list(engines)
+        self._due = state.started + RECONCILE_SECONDS
 
-    def reported(self, peer: Peer, report: StepReport) -> None:
+    def reported(self, engine: EngineProcess, report: StepReport) -> None:
         """An engine has reported; what it told of is in the ledger already."""
-        peer.remaining = report.running + report.waiting
-        state, model = peer.state, peer.model
+        engine.remaining = report.running + report.waiting
+        state, model = engine.state, engine.model
         if report.lease_id < state.entered_with:
             return  # what came in since is not counted
         believed = len(model.prefilling) + len(model.decoding) if model.both else len(state.inside)
-        if peer.remaining < believed:
-            self._ask(peer)
+        if engine.remaining < believed:
+            self._ask(engine)
 
     def turn(self, now: float) -> None:
         """Ask whom it is time to ask."""
         if now < self._due:
             return
         self._due = now + RECONCILE_SECONDS
-        for peer in self._peers:
-            if peer.state.up and (peer.remaining or peer.state.inside):
-                self._ask(peer)
+        for engine in self._engines:
+            if engine.state.up and (engine.remaining or engine.state.inside):
+                self._ask(engine)
 
     def wakeup(self) -> float:
         """When `turn` is due although no message came."""
-        busy = self._ledger.requests or any(peer.remaining for peer in self._peers)
+        busy = self._state.ledger.requests or any(engine.remaining for engine in self._engines)
         return self._due if busy else float("inf")
 
-    def _ask(self, peer: Peer) -> None:
-        if not peer.asked:
-            peer.asked = True
-            self._out.send(peer.address, ShowRequests())
+    def _ask(self, engine: EngineProcess) -> None:
+        if not engine.asked:
+            engine.asked = True
+            self._state.send(engine.address, ShowRequests())
 
-    def heard(self, peer: Peer, message: HeldRequests, now: float) -> None:
+    def heard(self, engine: EngineProcess, message: HeldRequests, now: float) -> None:
         """An engine's list."""
-        peer.asked = False
-        peer.remaining = len(message.request_ids)
+        engine.asked = False
+        engine.remaining = len(message.request_ids)
         there = set(zip(message.request_ids, message.incarnations, strict=False))
-        inside = {(request_id, live.lease_id) for request_id, live in peer.state.inside.items()}
+        inside = {(request_id, live.lease_id) for request_id, live in engine.state.inside.items()}
         missing = [life for life in inside - there if life[1] <= message.lease_id]
         if missing:
-            self._missing(peer, missing, now)
+            self._missing(engine, missing, now)
         unwanted = there - inside
-        again = unwanted & peer.strays
+        again = unwanted & engine.strays
         if again:
-            log.error("engine %s still has requests that it should not have: %s", peer.name, _ids(again))
-            self.strays[peer.model.name] += len(again)
-            self._abort(peer, again)
-        peer.strays = unwanted - again
+            log.error("engine %s still has requests that it should not have: %s", engine.name, _ids(again))
+            self.strays[engine.model.name] += len(again)
+            self._abort(engine, again)
+        engine.strays = unwanted - again
 
-    def _missing(self, peer: Peer, lives: list[tuple[str, int]], now: float) -> None:
+    def _missing(self, engine: EngineProcess, lives: list[tuple[str, int]], now: float) -> None:
         ids = _ids(lives)
-        log.error("engine %s does not have the requests that it should have: %s", peer.name, ids)
-        self.missing[peer.model.name] += len(ids)
+        log.error("engine %s does not have the requests that it should have: %s", engine.name, ids)
+        self.missing[engine.model.name] += len(ids)
         # Whatever may be left of them there goes, and what they were to adopt.
-        self._abort(peer, lives)
-        self._hand_offs.give_up(ids, peer.model)
-        self._request_table.tell_lost(self._ledger.lost(ids, now), f"engine {peer.name} does not have them")
+        self._abort(engine, lives)
+        self._table.give_up_hand_offs(ids, engine.model)
+        self._table.tell_lost(self._state.ledger.lost(ids, now), f"engine {engine.name} does not have them")
 
-    def _abort(self, peer: Peer, lives: Iterable[tuple[str, int]]) -> None:
+    def _abort(self, engine: EngineProcess, lives: Iterable[tuple[str, int]]) -> None:
         ids, incarnations = zip(*sorted(lives), strict=True)
-        self._out.send(peer.address, Abort(list(ids), list(incarnations)))
+        self._state.send(engine.address, Abort(list(ids), list(incarnations)))
 
 
 def _ids(lives: Iterable[tuple[str, int]]) -> list[str]:

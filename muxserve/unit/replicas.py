@@ -1,20 +1,23 @@
-"""What the unit tells the global scheduler, and what it hears from it and from the controller about its replicas."""
+"""How the unit's models stand as replicas, and what the global scheduler and the unit tell each other about them.
+
+Loads are in the terms of `muxserve.replicas`: tokens of KV. The capacity of a replica is the most that its model can
+ever be given. What others of the unit hold of that counts as used, so that a replica is as free as it really is; where
+all seats are taken, everything is. All sums are at hand: a report costs the same however many requests there are.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Collection
 
 from muxserve.replicas.priorities import Levels
-from muxserve.scheduling.ledger import UnitLedger
+from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
-from muxserve.spec import UnitSpec
-from muxserve.unit.loads import load_of, worth_telling
-from muxserve.unit.outbox import Outbox
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.rolling import RollingReports
+from muxserve.unit.state import UnitState
 from muxserve.wire import Load, Loads, MovingIn, SchedulerHello, Terminating
 
 log = logging.getLogger(__name__)
@@ -22,37 +25,125 @@ log = logging.getLogger(__name__)
 # Changes within this time are told together; without any, the global scheduler hears that the unit lives.
 REPORT_SECONDS = 0.02
 SILENCE_SECONDS = 1.0
+# A report that differs from the last one only in `used`, and by less than this part of the capacity, is not worth it.
+_WORTH_TELLING = 1 / 64
+
+
+def load_of(
+    model: ModelState,
+    policy: Policy,
+    layout: str,
+    terminating: bool = False,
+    moving_in: int = 0,
+    moving_out: int = 0,
+) -> Load:
+    """The replica as the global scheduler is to see it."""
+    block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
+    capacity = policy.capacity(model)
+    left = min(capacity - model.used - model.promised, pool.available - pool.promised)
+    if model.in_engines >= model.max_seqs:
+        left = 0  # room for KV is no use to a request without a seat
+    most = capacity // per_block
+    return Load(
+        model=model.name,
+        capacity=most * block,
+        layout=layout,
+        used=(most - max(0, left) // per_block) * block,
+        running=model.in_engines,
+        waiting=len(queue),
+        head_demand=queue.head().blocks * block if queue else 0,
+        queued_demand=queue.blocks * block,
+        levels=dict(model.levels),
+        terminating=terminating,
+        moving_in=moving_in,
+        moving_out=moving_out,
+    )
+
+
+def load_of_replica(state: UnitState, model: ModelState) -> Load:
+    """How the replica stands now."""
+    name = model.name
+    layout, terminating = state.unit_spec.layout(name), name in state.terminating
+    return load_of(model, state.policy, layout, terminating, state.moving_in.get(name, 0), state.moving_out[name])
+
+
+def instance_of(unit: str, load: Load) -> InstanceLoad:
+    """The load as the policies have it."""
+    return InstanceLoad(
+        name=unit,
+        capacity=load.capacity,
+        model=load.model,
+        used=load.used,
+        running=load.running,
+        waiting=load.waiting,
+        head_demand=load.head_demand,
+        queued_demand=load.queued_demand,
+        levels=dict(load.levels),
+        terminating=load.terminating,
+        moving_in=load.moving_in,
+        moving_out=load.moving_out,
+        layout=load.layout,
+    )
+
+
+def view_of(unit: str, model: ModelState, load: Load, levels: Levels, staying: Collection[str]) -> InstanceView:
+    """The replica as it sees itself, request by request, with the sums of `load`. Requests that decode can be moved,
+    those in `staying` apart. Takes time in proportion to the requests that have a seat."""
+    block = model.block_tokens
+    known = {level.name for level in levels}
+    running = []
+    for live in model.decoding.values():
+        usage = model.blocks_of(model.tokens_of(live)) * block
+        level = live.execution if live.execution in known else levels.default
+        running.append(RequestView(live.request_id, usage, execution=level, movable=live.request_id not in staying))
+    # What they hold is in the sums; only how many there are, and of which level, must be known.
+    for others in (model.prefilling, model.handed, model.moving):
+        for live in others.values():
+            level = live.execution if live.execution in known else levels.default
+            running.append(RequestView(live.request_id, execution=level, movable=False))
+    return InstanceView(
+        name=unit,
+        capacity=load.capacity,
+        model=model.name,
+        running=running,
+        waiting=[RequestView("", demand=load.head_demand, queued=True)] if load.waiting else [],
+        # Negative where requests share blocks: what they hold together is less than the sum.
+        reserved=load.used - sum(view.usage for view in running),
+        terminating=load.terminating,
+        moving_in=load.moving_in,
+        moving_out=load.moving_out,
+    )
+
+
+def worth_telling(known: list[Load], now: list[Load]) -> bool:
+    """Whether a report says more than the last one."""
+    if len(known) != len(now):
+        return True
+    for old, new in zip(known, now, strict=True):
+        if abs(old.used - new.used) >= max(1.0, _WORTH_TELLING * new.capacity):
+            return True
+        if (
+            old.model != new.model
+            or old.capacity != new.capacity
+            or old.running != new.running
+            or old.waiting != new.waiting
+            or old.head_demand != new.head_demand
+            or old.terminating != new.terminating
+            or old.moving_in != new.moving_in
+            or old.moving_out != new.moving_out
+            or old.levels != new.levels
+        ):
+            return True
+    return False
 
 
 class Replicas:
-    """The unit's models as replicas.
+    """The unit's models as replicas."""
 
-    Args:
-        moving_out: how many requests of that model are on their way to other units.
-    """
-
-    def __init__(
-        self,
-        unit_spec: UnitSpec,
-        ledger: UnitLedger,
-        policy: Policy,
-        request_table: UnitRequestTable,
-        out: Outbox,
-        epoch: str,
-        moving_out: Callable[[str], int],
-    ) -> None:
-        self.levels: Levels = unit_spec.priority_levels()
-        self.terminating: set[str] = set()
-        self.moving_in: dict[str, int] = {}
-        self._unit = unit_spec.unit
-        self._layouts = {model.name: unit_spec.layout(model.name) for model in unit_spec.models}
-        self._ledger = ledger
-        self._policy = policy
-        self._request_table = request_table
-        self._out = out
-        self._epoch = epoch
-        self._moving_out = moving_out
-        self._rolling = RollingReports(unit_spec, ledger, out, epoch)
+    def __init__(self, state: UnitState, table: UnitRequestTable) -> None:
+        self._state = state
+        self._table = table
+        self._rolling = RollingReports(state)
         self._scheduler: bytes | None = None
         self._told: list[Load] = []
         self._told_at = -math.inf
@@ -68,40 +159,30 @@ class Replicas:
 
     def migrating(self, message: MovingIn) -> None:
         """The migrator says what is on its way in."""
-        self.moving_in = dict(message.moves)
+        self._state.moving_in = dict(message.moves)
 
     def migrator_new(self) -> None:
         """What was on its way in is not any more."""
-        self.moving_in = {}
+        self._state.moving_in = {}
 
     def drain(self, message: Terminating, now: float) -> None:
         """A replica is, or is no longer, being drained; what waits is given back."""
-        model = self._ledger.by_name.get(message.model)
+        model = self._state.ledger.by_name.get(message.model)
         if model is None:
             log.warning("%r, which is to be drained, is no model of this unit", message.model)
         elif message.on:
-            self.terminating.add(model.name)
-            self._request_table.give_back(model, now)
+            self._state.terminating.add(model.name)
+            self._table.give_back(model, now)
         else:
-            self.terminating.discard(model.name)
-
-    def load(self, model: ModelState) -> Load:
-        """How the replica stands now."""
-        name = model.name
-        return load_of(
-            model,
-            self._policy,
-            self._layouts[name],
-            name in self.terminating,
-            self.moving_in.get(name, 0),
-            self._moving_out(name),
-        )
+            self._state.terminating.discard(model.name)
 
     def loads(self) -> list[Load]:
         """How all replicas stand that can serve."""
-        if not self._ledger.memory_up:
+        if not self._state.ledger.memory_up:
             return []
-        return [self.load(model) for model in self._ledger.models if model.up and not model.retired]
+        return [
+            load_of_replica(self._state, model) for model in self._state.ledger.models if model.up and not model.retired
+        ]
 
     def turn(self, now: float) -> None:
         """Report if there is something to report."""
@@ -125,5 +206,5 @@ class Replicas:
 
     def _tell(self, loads: list[Load], now: float) -> None:
         assert self._scheduler is not None
-        self._out.send(self._scheduler, Loads(self._unit, self._epoch, loads))
+        self._state.send(self._scheduler, Loads(self._state.unit_spec.unit, self._state.epoch, loads))
         self._told, self._told_at, self._due = loads, now, now + SILENCE_SECONDS

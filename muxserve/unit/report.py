@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from muxserve.scheduling.engines import EngineState
-from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE
-from muxserve.spec import UnitSpec
 from muxserve.unit.engines import Engines
 from muxserve.unit.moving import Departures, Downtime
+from muxserve.unit.request_table import UnitRequestTable
+from muxserve.unit.state import UnitState
 
 
 def unit_state(
-    unit_spec: UnitSpec,
-    ledger: UnitLedger,
-    policy: Policy,
-    epoch: str,
-    uptime: float,
-    now: float,
-    gateways: int,
-    terminating: Collection[str],
+    state: UnitState,
+    table: UnitRequestTable,
     moving: Departures,
     engines: Engines,
     degraded: Mapping[str, str],
+    now: float,
 ) -> dict[str, object]:
     """JSON-ready. Times are seconds, shares fractions of the unit's compute, pages those of the model's pool."""
+    unit_spec, ledger, policy, terminating = state.unit_spec, state.ledger, state.policy, state.terminating
     pids, idle, reconciliation = engines.pids, engines.bubbles, engines.reconciliation
     return {
         "unit": unit_spec.unit,
         "policy": policy.name,
-        "epoch": epoch,
-        "uptime_seconds": round(uptime, 3),
+        "epoch": state.epoch,
+        "uptime_seconds": round(now - state.started, 3),
         "cores": unit_spec.cores,
         "budget_used": ledger.share_used / WHOLE,
         "memory_connected": ledger.memory_up,
-        "gateways": gateways,
+        "gateways": len(table.gateways),
         "models": {
             model.name: _model(model, policy, now)
             | _both(model, idle.get(model.name, []))

@@ -9,14 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 
-from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy
+from muxserve.net.server import shown
 from muxserve.scheduling.quarantine import Quarantine, is_culprit, is_known
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Place, QueuedRequest
-from muxserve.spec import UnitSpec
-from muxserve.unit.memory import Memory
-from muxserve.unit.outbox import Outbox, shown
+from muxserve.unit.state import UnitState
 from muxserve.wire import (
     Abort,
     Admit,
@@ -30,6 +27,7 @@ from muxserve.wire import (
     RequestFailed,
     Returned,
     Submit,
+    TakeOver,
     TookOver,
     UnitHello,
 )
@@ -68,22 +66,15 @@ class Gateway:
 class UnitRequestTable:
     """Every live request of the ledger, with what only its gateway and its engines understand."""
 
-    def __init__(
-        self, unit_spec: UnitSpec, ledger: UnitLedger, policy: Policy, memory: Memory, out: Outbox, epoch: str
-    ) -> None:
+    def __init__(self, state: UnitState) -> None:
         self.held: dict[str, RequestEntry] = {}
         self.gateways: dict[bytes, Gateway] = {}
         self.quarantine = Quarantine()
-        self._unit_spec = unit_spec
-        self._ledger = ledger
-        self._policy = policy
-        self._memory = memory
-        self._out = out
-        self._epoch = epoch
+        self._state = state
 
     def greeted(self, peer: bytes, hello: GatewayHello, now: float) -> None:
         """A gateway is there."""
-        if hello.reply_to.startswith("tcp://") and self._unit_spec.keys is None:
+        if hello.reply_to.startswith("tcp://") and self._state.unit_spec.keys is None:
             log.error("gateway %s is on another machine, and this unit has no keys to reach it: ignored", hello.epoch)
             return
         for address, known in list(self.gateways.items()):
@@ -91,12 +82,12 @@ class UnitRequestTable:
             if known.epoch != hello.epoch and known.number == hello.gateway:
                 self.forget_gateway(address, now)
         self.gateways[peer] = Gateway(hello.epoch, hello.reply_to, hello.gateway)
-        self._out.send(peer, UnitHello(self._epoch))
+        self._state.send(peer, UnitHello(self._state.epoch))
         log.info("gateway %d, %s", hello.gateway, hello.epoch)
         for request_id, held in self.held.items():
             if held.moves and held.gateway == peer:
                 # It may not have heard: it greets again when the connection was lost.
-                self._out.send(peer, TookOver(request_id, held.attempt, held.moves))
+                self._state.send(peer, TookOver(request_id, held.attempt, held.moves))
 
     def gateway_down(self, number: int, now: float) -> None:
         """The gateway of that number has died."""
@@ -117,19 +108,19 @@ class UnitRequestTable:
                 return
             # It has not heard yet that this unit scheduler is a new one; when it has, it greets and submits again.
             log.info("a request from %s, which has not greeted yet", shown(peer))
-            self._out.send(peer, UnitHello(self._epoch))
+            self._state.send(peer, UnitHello(self._state.epoch))
             return
         known = self.held.get(submit.request_id)
         if known is not None:
             if known.attempt >= submit.attempt:
                 return
             self.drop([submit.request_id], now)
-        model = self._ledger.by_name.get(submit.model)
+        model = self._state.ledger.by_name.get(submit.model)
         if model is None:
             self._refuse(peer, submit.request_id, submit.attempt, f"this unit has no model {submit.model!r}")
             return
         if model.retired:
-            self._out.send(peer, Elsewhere([submit.request_id], [submit.attempt]))
+            self._state.send(peer, Elsewhere([submit.request_id], [submit.attempt]))
             return
         done = len(submit.output_tokens)
         # The last token is not computed upon, so it needs no place; one token is generated whatever was asked for.
@@ -140,7 +131,7 @@ class UnitRequestTable:
             peer, submit.attempt, submit.body, submit.output_tokens, scheduling=submit.scheduling
         )
         self.quarantine.came(submit.request_id, submit.failures, done)
-        self._ledger.arrived(
+        self._state.ledger.arrived(
             QueuedRequest(
                 submit.request_id,
                 submit.model,
@@ -162,14 +153,14 @@ class UnitRequestTable:
         """What waits in the model's queue is to be served by other units."""
         waiting = [live.request_id for live in model.queue.first(len(model.queue))]
         for request_id in waiting:
-            self._ledger.given_back(request_id, now)
+            self._state.ledger.given_back(request_id, now)
         for gateway, (ids, attempts) in self._let_go(waiting).items():
             log.info("%d requests of %s go elsewhere", len(ids), model.name)
-            self._out.send(gateway, Elsewhere(ids, attempts))
+            self._state.send(gateway, Elsewhere(ids, attempts))
 
     def too_long(self, gateway: bytes, request_id: str, attempt: int, model: ModelState, tokens: int) -> bool:
         """Refuse a request for which the pool has not enough pages even when the model has all it can get."""
-        capacity = self._policy.capacity(model)
+        capacity = self._state.policy.capacity(model)
         pages = pages_for(model, tokens)
         if pages <= capacity:
             return False
@@ -183,7 +174,7 @@ class UnitRequestTable:
 
     def _refuse(self, gateway: bytes, request_id: str, attempt: int, text: str) -> None:
         log.warning("request %s refused: %s", request_id, text)
-        self._out.send(gateway, Refused(request_id, attempt, text))
+        self._state.send(gateway, Refused(request_id, attempt, text))
 
     def cancel(self, peer: bytes, message: Cancel, now: float) -> None:
         """A gateway does not want these requests of its own any more."""
@@ -198,20 +189,20 @@ class UnitRequestTable:
         """Requests are not wanted any more, wherever they are."""
         aborts: defaultdict[bytes, list[str]] = defaultdict(list)
         for request_id in request_ids:
-            live = self._ledger.requests.get(request_id)
+            live = self._state.ledger.requests.get(request_id)
             held = self.forget(request_id)
             if live is None or held is None:
                 continue
             model = live.model
-            place = self._ledger.cancelled(request_id, now)
+            place = self._state.ledger.cancelled(request_id, now)
             if place in (Place.HANDED, Place.MOVING):
                 if held.key:
-                    self._memory.drop(model.name, held.key)
+                    self._state.memory.drop(model.name, held.key)
             elif place in (Place.PREFILLING, Place.DECODING):
                 engine = model.prefill if place is Place.PREFILLING else model.decode
                 aborts[f"{model.name}/{engine.phase}".encode()].append(request_id)
         for address, ids in aborts.items():
-            self._out.send(address, Abort(ids))
+            self._state.send(address, Abort(ids))
 
     def tell_lost(self, request_ids: Iterable[str], reason: str) -> None:
         """Tell the gateways about requests that the ledger has lost already. Their hand-offs are given up."""
@@ -222,14 +213,14 @@ class UnitRequestTable:
         for gateway, (ids, attempts) in self._let_go(known).items():
             log.warning("%d requests lost: %s", len(ids), reason)
             failures = [known[request_id] for request_id in ids]
-            self._out.send(gateway, Lost(ids, attempts, reason, failures if any(map(is_known, failures)) else []))
+            self._state.send(gateway, Lost(ids, attempts, reason, failures if any(map(is_known, failures)) else []))
 
     def _end_culprit(self, request_id: str, reason: str) -> None:
         held = self.forget(request_id)
         if held is not None:
             log.error("request %s makes engines fail: %s", request_id, reason)
             text = f"the request makes the engine fail, also when it is computed alone: {reason}"
-            self._out.send(held.gateway, RequestFailed(request_id, held.attempt, text))
+            self._state.send(held.gateway, RequestFailed(request_id, held.attempt, text))
 
     def forget(self, request_id: str) -> RequestEntry | None:
         """A request is no longer here; returns what was kept of it."""
@@ -253,8 +244,8 @@ class UnitRequestTable:
 
     def handed_over(self, name: str, message: HandOver, now: float) -> None:
         """A prefill engine of model `name` is done with a request."""
-        if not self._ledger.handed_over(message.request_id, message.incarnation, len(message.output_tokens), now):
-            self._memory.drop(name, message.key)  # cancelled while it was prefilled
+        if not self._state.ledger.handed_over(message.request_id, message.incarnation, len(message.output_tokens), now):
+            self._state.memory.drop(name, message.key)  # cancelled while it was prefilled
             return
         held = self.held[message.request_id]
         held.key = message.key
@@ -264,19 +255,79 @@ class UnitRequestTable:
 
     def prefilled(self, message: Prefilled, now: float) -> None:
         """An engine of both phases has the first token of a request."""
-        if self._ledger.prefilled(message.request_id, message.incarnation, len(message.output_tokens), now):
+        if self._state.ledger.prefilled(message.request_id, message.incarnation, len(message.output_tokens), now):
             self.held[message.request_id].output_tokens = message.output_tokens
 
     def returned(self, message: Returned, now: float) -> None:
         """An engine had no pages for a request; it queues again, unless it outgrew what its model can ever have."""
-        if not self._ledger.returned(message.request_id, message.incarnation, len(message.output_tokens), now):
+        if not self._state.ledger.returned(message.request_id, message.incarnation, len(message.output_tokens), now):
             return
         held = self.held[message.request_id]
         held.output_tokens = message.output_tokens
         held.key = ""
-        live = self._ledger.requests[message.request_id]
+        live = self._state.ledger.requests[message.request_id]
         if self.too_long(held.gateway, live.request_id, held.attempt, live.model, live.tokens):
             self.drop([live.request_id], now)
+
+    def take_over(self, message: TakeOver, now: float) -> str:
+        """A request comes from another unit with its KV, under a hand-off. Returns why not, or nothing."""
+        request = message.request
+        address = next((a for a, g in self.gateways.items() if g.epoch == request.gateway_epoch), None)
+        if address is None:
+            return f"its gateway {request.gateway_epoch} is not known here"
+        model = self._state.ledger.by_name.get(request.model)
+        if model is None or model.retired or not model.up:
+            return f"model {request.model!r} is not up here"
+        if not self._state.ledger.memory_up:
+            return "the memory manager is not up"
+        done = len(request.output_tokens)
+        most = request.prompt_tokens + max(request.max_tokens, done + 1) - 1
+        if pages_for(model, most) > self._state.policy.capacity(model):
+            return f"it can grow to {most} tokens, for which there is no room here"
+        known = self.held.get(request.request_id)
+        if known is not None:
+            if known.attempt >= request.attempt:
+                return "it is here already"
+            self.drop([request.request_id], now)
+        self.held[request.request_id] = RequestEntry(
+            address,
+            request.attempt,
+            request.body,
+            request.output_tokens,
+            message.key,
+            request.computed_tokens,
+            request.scheduling,
+            foreign=True,
+            moves=request.moves,
+        )
+        self._state.ledger.taken_over(
+            QueuedRequest(
+                request.request_id,
+                request.model,
+                request.prompt_tokens,
+                request.max_tokens,
+                now - request.waited,
+                request.priority,
+                done,
+                True,
+                request.execution,
+            ),
+            now,
+        )
+        self._state.send(address, TookOver(request.request_id, request.attempt, request.moves))
+        return ""
+
+    def give_up_hand_offs(self, request_ids: Iterable[str], model: ModelState) -> None:
+        """Of requests that are about to be lost: a decode engine may have died before it adopted them."""
+        for request_id in request_ids:
+            held = self.held.get(request_id)
+            if held is not None and held.key:
+                self._state.memory.drop(model.name, held.key)
+
+    def void_hand_offs(self, request_ids: Iterable[str]) -> None:
+        """The memory manager died, and these hand-offs with it."""
+        for request_id in request_ids:
+            self.held[request_id].key = ""
 
     def admit(self, live: LiveRequest) -> Admit:
         """What tells the engine that the ledger has put the request into to take it in."""

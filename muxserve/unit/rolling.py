@@ -10,11 +10,9 @@ import logging
 import math
 from dataclasses import dataclass
 
-from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import Event, LiveRequest, ModelState, Note
 from muxserve.scheduling.types import Phase, Place
-from muxserve.spec import UnitSpec
-from muxserve.unit.outbox import Outbox
+from muxserve.unit.state import UnitState
 from muxserve.wire import RollingReport, RollingRequest
 
 log = logging.getLogger(__name__)
@@ -24,7 +22,7 @@ REPORT_SECONDS = 0.02
 
 
 @dataclass(slots=True)
-class _Told:
+class _Reported:
     """What the global scheduler knows of one replica. `whole`: nothing yet, or not any more."""
 
     whole: bool = True
@@ -40,15 +38,13 @@ class _Told:
 class RollingReports:
     """The unit's reports on its rolling replicas; there are none in most units."""
 
-    def __init__(self, unit_spec: UnitSpec, ledger: UnitLedger, out: Outbox, epoch: str) -> None:
-        self._unit = unit_spec.unit
-        self._ledger = ledger
-        self._out = out
-        self._epoch = epoch
+    def __init__(self, state: UnitState) -> None:
+        self._state = state
+        self._unit = state.unit_spec.unit
         self._scheduler: bytes | None = None
         self._due = math.inf
-        names = {model.name for model in unit_spec.models if model.phases == "rolling"}
-        self._replicas = [(model, _Told()) for model in ledger.models if model.name in names]
+        names = {model.name for model in state.unit_spec.models if model.phases == "rolling"}
+        self._replicas = [(model, _Reported()) for model in state.ledger.models if model.name in names]
         for model, _ in self._replicas:
             model.journal = []
 
@@ -65,7 +61,7 @@ class RollingReports:
         for model, told in self._replicas:
             journal = model.journal
             assert journal is not None
-            if self._scheduler is None or not self._ledger.memory_up or not model.up or model.retired:
+            if self._scheduler is None or not self._state.ledger.memory_up or not model.up or model.retired:
                 told.whole = True
                 told.steps_before = model.decode.jobs
             elif told.whole or told.lost != model.tally.lost:
@@ -87,27 +83,27 @@ class RollingReports:
 
     # ------------------------------------------------------------ reports
 
-    def _tell_whole(self, model: ModelState, told: _Told, now: float) -> None:
+    def _tell_whole(self, model: ModelState, told: _Reported, now: float) -> None:
         queued = model.queue.first(len(model.queue))
         inside = (model.prefilling, model.handed, model.decoding, model.moving)
         requests = [_request(live, now) for live in (*queued, *(r for each in inside for r in each.values()))]
         told.whole, told.lost = False, model.tally.lost
-        self._send(model, told, RollingReport(self._unit, self._epoch, model.name, True, requests), now)
+        self._send(model, told, RollingReport(self._unit, self._state.epoch, model.name, True, requests), now)
 
-    def _tell(self, model: ModelState, told: _Told, journal: list[Note], now: float) -> None:
+    def _tell(self, model: ModelState, told: _Reported, journal: list[Note], now: float) -> None:
         for report in self._in_order(model, journal):
             self._send(model, told, report, now)
 
     def _in_order(self, model: ModelState, journal: list[Note]) -> list[RollingReport]:
         """The journal as reports, each of which is right if what came is taken first and what left last: one that left
         and came again does so in the next."""
-        reports = [RollingReport(self._unit, self._epoch, model.name)]
+        reports = [RollingReport(self._unit, self._state.epoch, model.name)]
         left: set[str] = set()
         for event, request_id, tokens, max_tokens, with_kv in journal:
             if event is Event.CAME:
                 if request_id in left:
                     left.clear()
-                    reports.append(RollingReport(self._unit, self._epoch, model.name))
+                    reports.append(RollingReport(self._unit, self._state.epoch, model.name))
                 # What comes with its KV decodes as soon as it is adopted.
                 since = 0.0 if with_kv else None
                 reports[-1].requests.append(RollingRequest(request_id, tokens, max_tokens, with_kv, since))
@@ -118,7 +114,7 @@ class RollingReports:
                 reports[-1].left.append(request_id)
         return reports
 
-    def _send(self, model: ModelState, told: _Told, report: RollingReport, now: float) -> None:
+    def _send(self, model: ModelState, told: _Reported, report: RollingReport, now: float) -> None:
         assert self._scheduler is not None
         engine, prefills = model.decode, model.prefill.of(Phase.PREFILL)
         report.steps = engine.jobs - told.steps_before
@@ -126,7 +122,7 @@ class RollingReports:
         report.prefill_seconds = prefills.busy_seconds - told.prefill_seconds
         told.at, told.steps = now, engine.jobs
         told.prefill_tokens, told.prefill_seconds = prefills.tokens, prefills.busy_seconds
-        self._out.send(self._scheduler, report)
+        self._state.send(self._scheduler, report)
 
 
 def _request(live: LiveRequest, now: float) -> RollingRequest:

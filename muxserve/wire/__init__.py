@@ -84,6 +84,7 @@ from muxserve.wire.unit import (
     Returned,
     Revive,
     ShowRequests,
+    StateReply,
     StateRequest,
     StepFailed,
     StepReport,
@@ -91,7 +92,6 @@ from muxserve.wire.unit import (
     Submit,
     TokensHeader,
     UnitHello,
-    UnitState,
 )
 
 __all__ = [
@@ -157,6 +157,7 @@ __all__ = [
     "ShowRequests",
     "StartFailed",
     "StartReplicas",
+    "StateReply",
     "StateRequest",
     "StepFailed",
     "StepReport",
@@ -169,7 +170,6 @@ __all__ = [
     "TokensHeader",
     "TookOver",
     "UnitHello",
-    "UnitState",
     "Unpaired",
     "Unplace",
     "Waits",
@@ -179,7 +179,7 @@ __all__ = [
 
 AnyMessage = Union[
     GatewayHello, Submit, Cancel, UnitHello, Lost, Refused, Lease, Abort, Reset, Stop, EngineHello, EngineLost,
-    StepReport, EngineDown, GatewayDown, StateRequest, UnitState, TokensHeader, SchedulerHello, Loads, Paired,
+    StepReport, EngineDown, GatewayDown, StateRequest, StateReply, TokensHeader, SchedulerHello, Loads, Paired,
     Unpaired, Terminating, Elsewhere, TookOver, Place, Unplace, Placed, NotPlaced, ControllerHello, StartReplicas,
     StopReplica, StartFailed, DrainReplicas, ShowBlocks, Blocks, Detach, Detached, MigratorHello, MoveStage,
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,

@@ -349,10 +349,10 @@ class Revive(Message):
 
 
 class StateRequest(Message):
-    """Asks for a `UnitState`."""
+    """Asks for a `StateReply`."""
 
 
-class UnitState(Message):
+class StateReply(Message):
     """The unit as JSON-ready data, for `/fleet`, `/metrics` and `muxserve status`."""
 
     state: dict[str, object]

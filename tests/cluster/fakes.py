@@ -129,7 +129,7 @@ def unit(file: str, journal: Journal) -> None:
             count = int(busy.read_text()) if busy else 0
             models = {model["name"]: {"decoding": count} for model in unit_spec["models"]}
             state = {"pid": os.getpid(), "models": models}
-            sock.send_multipart([identity, wire.encode(wire.UnitState(state=state))])
+            sock.send_multipart([identity, wire.encode(wire.StateReply(state=state))])
         else:
             about = getattr(message, "model", getattr(message, "gateway", ""))
             journal.write(f"{name} got {type(message).__name__} {about}")

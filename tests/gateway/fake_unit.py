@@ -43,12 +43,12 @@ from muxserve.wire import (
     Lost,
     Message,
     Refused,
+    StateReply,
     StateRequest,
     Submit,
     TokensHeader,
     TookOver,
     UnitHello,
-    UnitState,
     decode,
     encode,
 )
@@ -148,7 +148,7 @@ class FakeUnit:
                     self.plays.pop(request_id, None)
                 self.tell("cancel", ids=message.request_ids)
             case StateRequest():
-                self.answer(gateway, UnitState(self.state))
+                self.answer(gateway, StateReply(self.state))
 
     def submit(self, gateway: bytes, message: Submit) -> None:
         request: EngineCoreRequest = self.decoder.decode(message.body)

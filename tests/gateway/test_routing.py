@@ -24,10 +24,10 @@ from muxserve.wire import (
     Placed,
     Refused,
     RequestFailed,
+    StateReply,
     StateRequest,
     Submit,
     TookOver,
-    UnitState,
     Unplace,
     Waits,
 )
@@ -184,7 +184,7 @@ def test_a_unit_that_hangs_is_sent_nothing_twice_again() -> None:
         return sorted(unit for unit, kind in sent if kind is Submit)
 
     assert repeated() == ["a", "b"]
-    assert not told.router.take("b", UnitState({}), told.now)  # not about requests, but a sign of life
+    assert not told.router.take("b", StateReply({}), told.now)  # not about requests, but a sign of life
     assert repeated() == ["b"]
     told.router.unit_up("a", "a1", told.now)  # the connection was lost meanwhile
     told.sent()

@@ -18,10 +18,10 @@ from muxserve.wire import (
     Message,
     Place,
     Placed,
+    StateReply,
     StateRequest,
     Submit,
     TookOver,
-    UnitState,
     Unplace,
     Waits,
 )
@@ -209,7 +209,7 @@ class World:
                     if request_id in unit.serving and unit.serving[request_id].attempt <= attempt:
                         del unit.serving[request_id]
             case StateRequest():
-                self.tell(unit, UnitState({}))
+                self.tell(unit, StateReply({}))
 
     def say(self, unit: Unit) -> None:
         """A message of the unit arrives."""

@@ -19,10 +19,10 @@ from muxserve.wire import (
     SchedulerHello,
     StartFailed,
     StartReplicas,
+    StateReply,
     StateRequest,
     StopReplica,
     Terminating,
-    UnitState,
     Unpaired,
     Unplace,
 )
@@ -590,7 +590,7 @@ def test_the_state_is_json() -> None:
     pair(world)
     world.say(CONTROLLER, DrainReplicas("u1", ["m"]))
     world.say(CONTROLLER, StateRequest())
-    (state,) = world.heard(UnitState, CONTROLLER)
+    (state,) = world.heard(StateReply, CONTROLLER)
     shown = msgspec.json.decode(msgspec.json.encode(state.state))
     assert shown["models"]["m"]["replicas"]["u1"]["freeness"] is None
     assert shown["models"]["m"]["replicas"]["u0"]["running"] == 4

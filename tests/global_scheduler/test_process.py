@@ -30,10 +30,10 @@ from muxserve.wire import (
     RollingReport,
     RollingRequest,
     SchedulerHello,
+    StateReply,
     StateRequest,
     StopReplica,
     Terminating,
-    UnitState,
     Waits,
     decode,
     encode,
@@ -295,7 +295,7 @@ def until(client: Client, wanted: Any) -> None:
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         client.say(StateRequest())
-        units: Any = client.hear(UnitState).state["units"]
+        units: Any = client.hear(StateReply).state["units"]
         if wanted(units):
             return
     raise AssertionError(f"never as wanted: {units}")

@@ -25,10 +25,10 @@ from muxserve.wire import (
     RollingRequest,
     SchedulerHello,
     StartReplicas,
+    StateReply,
     StateRequest,
     StopReplica,
     Terminating,
-    UnitState,
     Unpaired,
     Unplace,
     Waits,
@@ -798,7 +798,7 @@ def test_the_state_is_json() -> None:
     world.report("u2", load())
     ask(world, "a")
     world.say(CONTROLLER, StateRequest())
-    (state,) = world.heard(UnitState, CONTROLLER)
+    (state,) = world.heard(StateReply, CONTROLLER)
     shown = msgspec.json.decode(msgspec.json.encode(state.state))["models"]["m"]
     assert shown["replicas"]["u0"]["window"] == "prefill"
     assert shown["replicas"]["u0"]["saved_seconds"] is None

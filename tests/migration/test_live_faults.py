@@ -26,12 +26,12 @@ from muxserve.wire import (
     Lost,
     Message,
     SchedulerHello,
+    StateReply,
     StateRequest,
     Submit,
     TokensHeader,
     TookOver,
     UnitHello,
-    UnitState,
     decode,
 )
 from tests.migration.conftest import STRUCK
@@ -105,7 +105,7 @@ class Gateway(TwoUnits):
     def _take(self, unit: str, role: str, frames: list[bytes], now: float) -> None:
         message = decode(frames[0])
         match message:
-            case UnitState():
+            case StateReply():
                 self.states[unit] = message.state
             case UnitHello():
                 self._unit_hello(unit, message)

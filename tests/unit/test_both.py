@@ -203,7 +203,7 @@ def test_two_models_do_not_share_such_a_unit() -> None:
 
 def test_what_an_engine_is_to_have_waiting_follows_the_budget() -> None:
     from muxserve.spec import Batching
-    from muxserve.unit.executor import unit_ledger
+    from muxserve.unit.state import unit_ledger
 
     def waiting(**changes: Any) -> int:
         made = unit_spec(model("a", phases="pipelined", **changes), policy="pipelined", stages=3)

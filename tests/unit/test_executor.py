@@ -26,12 +26,12 @@ from muxserve.wire import (
     Reset,
     Returned,
     ShowRequests,
+    StateReply,
     StateRequest,
     StepReport,
     Stop,
     Submit,
     UnitHello,
-    UnitState,
 )
 from tests.unit.support import GATEWAY, REPLY_TO, Bench, Sent, model, to
 
@@ -621,7 +621,7 @@ def test_the_state_is_json_and_says_what_there_is() -> None:
     bench.decoding("r")
     bench.submit("s")
     bench.report("a/decode", tokens=1)
-    (answer,) = to(b"someone", UnitState, bench.say(b"someone", StateRequest()))
+    (answer,) = to(b"someone", StateReply, bench.say(b"someone", StateRequest()))
     state = json.loads(json.dumps(answer.state))
     assert state["policy"] == "adbs"
     assert state["cores"] == 2

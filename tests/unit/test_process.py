@@ -44,12 +44,12 @@ from muxserve.wire import (
     Returned,
     Revive,
     SchedulerHello,
+    StateReply,
     StateRequest,
     StepReport,
     Submit,
     Terminating,
     UnitHello,
-    UnitState,
     decode,
     encode,
 )
@@ -179,7 +179,7 @@ class Unit:
 
     def state(self, asker: Peer) -> dict[str, Any]:
         asker.say(StateRequest())
-        state: dict[str, Any] = asker.hear(UnitState).state
+        state: dict[str, Any] = asker.hear(StateReply).state
         return state
 
     def until(self, asker: Peer, wanted: Callable[[Any], bool], seconds: float = PATIENCE) -> Any:
@@ -347,7 +347,7 @@ def test_garbage_is_ignored(unit: Unit) -> None:
     assert nobody.poll(PATIENCE * 1000)
     nobody.close()
     stranger.say(StateRequest())
-    assert not stranger.hear(UnitState).state["engines"]["a/prefill"]["up"]  # type: ignore[index, call-overload]
+    assert not stranger.hear(StateReply).state["engines"]["a/prefill"]["up"]  # type: ignore[index, call-overload]
     assert unit.state(gateway)["models"]["a"]["arrived"] == 0
     assert unit.process.poll() is None
     assert "none of ours" in unit.words()

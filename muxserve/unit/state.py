@@ -1,0 +1,96 @@
+"""What all parts of the unit scheduler work on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from muxserve.replicas.priorities import Levels
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
+from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.spec import ModelSpec, UnitSpec
+from muxserve.unit.memory import Memory
+from muxserve.wire import Message
+
+
+@dataclass(slots=True)
+class UnitState:
+    """One unit, as its scheduler has it: the ledger, who decides, who is asked, and what is to be sent.
+
+    `epoch` is this process, which came up at `started`. `levels` are by model. Of the models as replicas: `terminating` are being drained;
+    `moving_in` and `moving_out` count requests on their way from and to other units.
+
+    Raises:
+        ValueError: the unit's spec contradicts itself, or the policy is not made for it.
+    """
+
+    unit_spec: UnitSpec
+    policy: Policy
+    memory: Memory
+    epoch: str
+    started: float
+    ledger: UnitLedger = field(init=False)
+    levels: dict[str, Levels] = field(init=False)
+    messages: list[tuple[bytes, Message]] = field(default_factory=list)
+    terminating: set[str] = field(default_factory=set)
+    moving_in: dict[str, int] = field(default_factory=dict)
+    moving_out: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.ledger = unit_ledger(self.unit_spec)
+        self.policy.check(self.ledger)
+        self.ledger.memory_up = False
+        names = [model.name for model in self.unit_spec.models]
+        self.levels = {name: self.unit_spec.priority_levels(name) for name in names}
+
+    def send(self, peer: bytes, message: Message) -> None:
+        """Have a message sent to the ZeroMQ identity `peer`, after all that were before."""
+        self.messages.append((peer, message))
+
+    def take_messages(self) -> list[tuple[bytes, Message]]:
+        """What is to be sent, in order."""
+        messages, self.messages = self.messages, []
+        return messages
+
+
+def model_profile(model: ModelSpec, stages: int = 1) -> ModelProfile:
+    """The profile of a model that is deployed on so many stages."""
+    return ModelProfile(
+        name=model.name,
+        pool=model.pool,
+        rate=model.rate,
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        block_tokens=model.block_tokens,
+        quota_pages=model.quota_pages,
+        floor_pages=model.floor_pages,
+        prefill_share=model.prefill_share,
+        decode_share=model.decode_share,
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        both=model.phases != "multiplexed",
+        depth=stages,
+        waiting_tokens=_waiting_tokens(model, stages),
+    )
+
+
+def _waiting_tokens(model: ModelSpec, stages: int) -> int:
+    """Prompt tokens that may be in an engine before they are computed."""
+    given = model.batching
+    throttle = None
+    if given.policy == "throttled":
+        throttle = Throttle(given.iterations, given.max_prefill, given.min_prefill, given.kv_threshold)
+    return prompt_tokens_ahead(stages, model.max_num_batched_tokens, throttle)
+
+
+def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
+    """An empty ledger of the unit's unit.
+
+    Raises:
+        ValueError: the unit's spec contradicts itself.
+    """
+    # The null page of a pool is never handed out.
+    pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in unit_spec.pools]
+    return UnitLedger([model_profile(model, unit_spec.stages) for model in unit_spec.models], pools)
