@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -84,8 +83,8 @@ DOUBT_SECONDS = 3.0
 ASK_SECONDS = 1.0
 
 
-class RollingMembers(ModelSchedulerBase):
-    """The part of a `RollingModelScheduler` that has to do with replicas.
+class RollingModelScheduler(ModelSchedulerBase):
+    """A model whose requests go to the replica whose prefill window is open.
 
     Args:
         epoch: this process, for units that are asked for their requests.
@@ -107,6 +106,8 @@ class RollingMembers(ModelSchedulerBase):
         self._draining: set[str] = set()
         self._asked_at: dict[str, float] = {}
         self._doubted: dict[str, float] = {}
+        # Requests that no member could ever hold, while there are replicas to come.
+        self._held: set[str] = set()
 
     @property
     def _rolling(self) -> RollingRules:
@@ -119,14 +120,6 @@ class RollingMembers(ModelSchedulerBase):
     def _make_scaler(self, now: float) -> RollingScaler | None:
         bounds = self.rules.scaling
         return None if bounds is None else RollingScaler(bounds, self._rolling.objectives, now)
-
-    @abstractmethod
-    def _deliver(self, sent: Sent, now: float) -> None:
-        """Tell gateways where these requests go."""
-
-    @abstractmethod
-    def _fit(self, now: float) -> None:
-        """The largest member may be another one."""
 
     # ------------------------------------------------------------ replicas
 
@@ -253,18 +246,6 @@ class RollingMembers(ModelSchedulerBase):
     def _forget(self, keys: Iterable[str]) -> None:
         if self._scaler is not None:
             self._scaler.forget(keys)
-
-
-class RollingModelScheduler(RollingMembers):
-    """A model whose requests go to the replica whose prefill window is open.
-
-    Args and raises: see `RollingMembers`.
-    """
-
-    def __init__(self, model: str, rules: Rules, serves: Iterable[str], out: Outbox, epoch: str, now: float) -> None:
-        super().__init__(model, rules, serves, out, epoch, now)
-        # Requests that no member could ever hold, while there are replicas to come.
-        self._held: set[str] = set()
 
     # ------------------------------------------------------------ rules
 
