@@ -34,7 +34,7 @@ import zmq
 from report import machine, percentiles, write_report
 
 from muxserve.global_scheduler.core import SchedulerCore
-from muxserve.global_scheduler.outbox import Client, Unit
+from muxserve.global_scheduler.outbox import ToClient, ToUnit
 from muxserve.global_scheduler.rolling_state import apply, rebuild
 from muxserve.rolling.constraints import Demand
 from muxserve.rolling.macro_instance import MacroInstance
@@ -106,7 +106,7 @@ def in_core(requests: int, rounds: int) -> dict[str, object]:
     core = SchedulerCore(deployed(units), "s", time.monotonic())
 
     def hear(unit: str, message: RollingReport | Loads) -> None:
-        core.handle(Unit(unit), decode(encode(message)), time.monotonic())
+        core.handle(ToUnit(unit), decode(encode(message)), time.monotonic())
 
     def comes(unit: str) -> None:
         hear(unit, everything(unit, requests))
@@ -166,9 +166,9 @@ def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
     units = [f"u{n}" for n in range(replicas)]
     rules = msgspec.structs.replace(RULES, upper=16)
     core = SchedulerCore(deployed(units, rules), "s", time.monotonic())
-    gateway = Client(b"gateway")
+    gateway = ToClient(b"gateway")
 
-    def hear(peer: Unit | Client, message: Any) -> tuple[list[Any], float]:
+    def hear(peer: ToUnit | ToClient, message: Any) -> tuple[list[Any], float]:
         """Answers, and milliseconds of this thread."""
         data = encode(message)
         start = time.thread_time()
@@ -179,12 +179,12 @@ def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
         return [each for _, each in sent], 1e3 * (time.thread_time() - start)
 
     for unit in units:
-        hear(Unit(unit), everything(unit, requests))
-        hear(Unit(unit), Loads(unit, "e", [Load("m", CAPACITY, running=requests)]))
+        hear(ToUnit(unit), everything(unit, requests))
+        hear(ToUnit(unit), Loads(unit, "e", [Load("m", CAPACITY, running=requests)]))
     speak = {unit: Reports(unit, requests) for unit in units}
     for unit, report in speak.items():
         report.steps += 1000  # who decodes has time to spare
-        hear(Unit(unit), report())
+        hear(ToUnit(unit), report())
     gc.collect()
     gc.freeze()
     places: list[float] = []
@@ -193,7 +193,7 @@ def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
     count = max(1, rounds * 8 // replicas)
     for number in range((count + WARM_UP) * replicas):
         unit = units[number % replicas]
-        took = hear(Unit(unit), speak[unit]())[1]
+        took = hear(ToUnit(unit), speak[unit]())[1]
         place = Place(f"g{number}", "m", 501, time.monotonic(), "normal", "normal", 500, 400)
         answers, asked = hear(gateway, place)
         placed = [each for each in answers if isinstance(each, Placed)]
@@ -203,7 +203,7 @@ def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
         ended = RollingReport(placed[0].unit, "e", "m", requests=[RollingRequest(place.request_id, 500, 400)])
         ended.prefilled = ended.left = [place.request_id]
         ended.steps, ended.prefill_seconds = speak[placed[0].unit].steps, 0.1
-        hear(Unit(placed[0].unit), ended)
+        hear(ToUnit(placed[0].unit), ended)
         if number >= WARM_UP * replicas:
             reports.append(took)
             places.append(asked)

@@ -83,11 +83,11 @@ def scheduler(arguments: list[str]) -> None:
 
     show, switch = moving.Departures._show, os.environ[SWITCH]
 
-    def detach_or_show(self: moving.Departures, move: moving.Move, now: float) -> None:
+    def detach_or_show(self: moving.Departures, move: moving.RequestMove, now: float) -> None:
         if not os.path.exists(switch):
             show(self, move, now)
             return
-        move.step, move.deadline = moving.Step.DETACHING, now + moving.SILENCE_SECONDS
+        move.step, move.deadline = moving.MoveStep.DETACHING, now + moving.SILENCE_SECONDS
         self._tell_engine(move, Detach(move.live.request_id, move.incarnation, move.key, 0))
 
     moving.Departures._show = detach_or_show  # type: ignore[method-assign]

@@ -25,8 +25,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.admission import Keys
-from muxserve.gateway.app import Endpoint, Served
+from muxserve.gateway.admission import ApiKeys
+from muxserve.gateway.app import GatewayApp, ServedApp
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parent / "results" / "routing.json"
 SIZES = {"200 B": 200, "4 KiB": 4096, "64 KiB": 65536, "1 MiB": 1 << 20}
 
 
-def endpoint(models: int, keys: list[str]) -> Endpoint:
+def endpoint(models: int, keys: list[str]) -> GatewayApp:
     """An endpoint of that many models, all behind `answer`."""
     deployed = [
         ModelSpec(
@@ -53,9 +53,9 @@ def endpoint(models: int, keys: list[str]) -> Endpoint:
         for n in range(models)
     ]  # fmt: skip
     measures = Measures(deployed, CollectorRegistry())
-    return Endpoint(
-        models={model.name: Served(answer, {model.name: {}}) for model in deployed},
-        keys=Keys(keys),
+    return GatewayApp(
+        models={model.name: ServedApp(answer, {model.name: {}}) for model in deployed},
+        keys=ApiKeys(keys),
         priorities=Priorities(DEFAULT_LEVELS),
         limiter=ConcurrencyLimiter(deployed, 0, 1, measures),
         measures=measures,

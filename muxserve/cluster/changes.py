@@ -13,8 +13,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from muxserve import wire
-from muxserve.cluster.steps import Planner, Steps
-from muxserve.cluster.unit_set import Unit, UnitSet
+from muxserve.cluster.steps import FleetSteps, Planner
+from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.spec import FleetSpec
@@ -39,7 +39,7 @@ class Changes:
         say: Callable[[str], None],
     ) -> None:
         self._units = units
-        self._steps = Steps(units, planner, send)
+        self._steps = FleetSteps(units, planner, send)
         self._send = send
         self._say = say
         # Which life of the global scheduler an order is from: those of one that has died are void.
@@ -181,7 +181,7 @@ class Changes:
 
     # ------------------------------------------------------------ details
 
-    def _check_served_without(self, model: str, unit: Unit) -> None:
+    def _check_served_without(self, model: str, unit: RunningUnit) -> None:
         """Whether `unit` can be done without by a model that may not sleep.
 
         Raises:

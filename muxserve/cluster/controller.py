@@ -21,7 +21,7 @@ from muxserve.cluster.processes import adopt_orphans
 from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.steps import Planner
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor, drain, stop_parts
-from muxserve.cluster.unit_set import Unit, UnitSet
+from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.cluster.watch import Watch
 from muxserve.control.server import ControlServer
@@ -197,7 +197,7 @@ class Controller:
         self.ready.set()
         self._emit(Ready(time.monotonic() - began))
 
-    async def _start_units(self) -> list[Unit]:
+    async def _start_units(self) -> list[RunningUnit]:
         """All at once: on other machines each may have to wait for a place."""
         starts = [asyncio.create_task(self.units.start(planned)) for planned in self._planned]
         try:

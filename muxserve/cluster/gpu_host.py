@@ -23,7 +23,7 @@ class GpuHostError(Exception):
     """The unit cannot be served on the GPUs of this machine; the message says why."""
 
 
-class Settled(NamedTuple):
+class UnitGpus(NamedTuple):
     """The unit's spec with its GPUs, what sizes its pools, and what the user should know."""
 
     unit_spec: UnitSpec
@@ -31,7 +31,7 @@ class Settled(NamedTuple):
     notes: list[str]
 
 
-def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: MutableMapping[str, str]) -> Settled:
+def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: MutableMapping[str, str]) -> UnitGpus:
     """Take the GPUs that CUDA_VISIBLE_DEVICES leaves to this process for the unit, and write down which they are.
 
     Args:
@@ -63,7 +63,7 @@ def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: Mutable
     unit_spec = msgspec.structs.replace(unit_spec, gpu=here.deployed)
     save(unit_spec, file)
     sizer = PoolSizer(plan.on(here, machine.this_machine()), unit_spec, file)
-    return Settled(unit_spec, sizer, [*notes, _words(here)])
+    return UnitGpus(unit_spec, sizer, [*notes, _words(here)])
 
 
 def _words(unit: GpuUnit) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from muxserve import wire
 from muxserve.cluster.supervision import GaveUp
-from muxserve.cluster.unit_set import Unit, UnitSet
+from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
@@ -72,7 +72,7 @@ class Planner(Protocol):
         """The model is not served any more."""
 
 
-class Steps:
+class FleetSteps:
     """One step after the other. Whoever calls holds `lock`, so that only one change is made of them at a time; what is
     only waited for is waited for without it, while `leaving` keeps other changes away.
 
@@ -105,7 +105,7 @@ class Steps:
             raise ChangeError("this fleet has no place for more units")
         return self._planner
 
-    def replicas(self, model: str) -> list[Unit]:
+    def replicas(self, model: str) -> list[RunningUnit]:
         """The units that serve it, without those where it is about to end."""
         units = self._units.units.values()
         return [u for u in units if u.announced and model in u.serves and not self.is_leaving(model, u.name)]
@@ -115,7 +115,7 @@ class Steps:
         return (model, unit) in self._leaving if unit else any(each == model for each, _ in self._leaving)
 
     @contextlib.contextmanager
-    def leaving(self, models: Iterable[str], unit: Unit, whole: bool = False) -> Iterator[None]:
+    def leaving(self, models: Iterable[str], unit: RunningUnit, whole: bool = False) -> Iterator[None]:
         """Replicas of a unit are about to end, and with `whole` the unit: no other change touches them meanwhile."""
         new = {(model, unit.name) for model in models} - self._leaving
         ends = {unit.name} - self._ending if whole else set()
@@ -127,14 +127,14 @@ class Steps:
             self._leaving -= new
             self._ending -= ends
 
-    async def live(self, unit: Unit, model: str) -> int | None:
+    async def live(self, unit: RunningUnit, model: str) -> int | None:
         """The requests of a model that a unit has; None if it does not say."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
                 return live_requests(await unit.handle.state(), model)
         return None
 
-    async def until_empty(self, model: str, units: Sequence[Unit], seconds: float) -> bool:
+    async def until_empty(self, model: str, units: Sequence[RunningUnit], seconds: float) -> bool:
         """Wait for units to have no request of a model, for at most `seconds`; whether they have none. One that does
         not say may have some."""
         with contextlib.suppress(TimeoutError):
@@ -160,7 +160,7 @@ class Steps:
 
     async def start_several(self, model: str, count: int, tell: Tell) -> None:
         """Start replicas, all or none."""
-        started: list[Unit] = []
+        started: list[RunningUnit] = []
         try:
             for _ in range(count):
                 started.append(await self._start_one(model, tell))
@@ -169,7 +169,7 @@ class Steps:
                 await self.end_replicas([model], unit, tell)
             raise
 
-    async def _start_one(self, model: str, tell: Tell) -> Unit:
+    async def _start_one(self, model: str, tell: Tell) -> RunningUnit:
         idle = [
             unit
             for unit in self._units.units.values()
@@ -200,7 +200,7 @@ class Steps:
         tell(f"{model} is served by {unit.name}")
         return unit
 
-    async def bring_up(self, planned: PlannedUnit) -> Unit:
+    async def bring_up(self, planned: PlannedUnit) -> RunningUnit:
         """Start a unit; nobody is told of it yet.
 
         Raises:
@@ -233,7 +233,7 @@ class Steps:
 
     # ------------------------------------------------------------ steps: down
 
-    async def least_loaded(self, model: str, units: Sequence[Unit], count: int) -> list[Unit]:
+    async def least_loaded(self, model: str, units: Sequence[RunningUnit], count: int) -> list[RunningUnit]:
         """Those that are missed least: that are not up; with the fewest requests, among these with the fewest other
         models; that do not say how many they have."""
         live = await asyncio.gather(*(self.live(unit, model) for unit in units))
@@ -243,7 +243,7 @@ class Steps:
         )
         return [units[i] for i in order[:count]]
 
-    async def drain_and_end(self, models: Sequence[str], unit: Unit, tell: Tell) -> None:
+    async def drain_and_end(self, models: Sequence[str], unit: RunningUnit, tell: Tell) -> None:
         """Have replicas of a unit, which are `leaving`, emptied, and end them. What is left when the time is over is
         computed again in other units, so nothing is lost by that. To be called without the lock."""
         waiting = {
@@ -266,7 +266,7 @@ class Steps:
         async with self.lock:
             await self.end_replicas(models, unit, tell)
 
-    async def end_replicas(self, models: Sequence[str], unit: Unit, tell: Tell) -> None:
+    async def end_replicas(self, models: Sequence[str], unit: RunningUnit, tell: Tell) -> None:
         """Have nobody sent there any more, and end the engines; and the unit, if there is nothing left in it."""
         unit.serves.difference_update(models)
         if unit.serves:

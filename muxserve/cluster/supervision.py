@@ -13,7 +13,7 @@ from muxserve.cluster.events import Down, Event, PartId, Recovered, Suspected, U
 from muxserve.cluster.processes import Process, exit_words
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.watch import Watch
-from muxserve.cluster.watchdog import Finding, State
+from muxserve.cluster.watchdog import Finding, Liveness
 
 T = TypeVar("T")
 WITH_PARENT = "ended with the process that it was forked from"
@@ -249,13 +249,13 @@ class Supervisor:
 
     def _found(self, part: Part, finding: Finding[PartId]) -> None:
         """Something is thought of a part that runs."""
-        if finding.state is State.WELL:
+        if finding.state is Liveness.WELL:
             self._clear(part)
             return
         if not part.suspect:
             part.suspect = True
             self._emit(Suspected(part.id, finding.silence))
-        if finding.state is State.HUNG:
+        if finding.state is Liveness.HUNG:
             part.kill_hung(finding.silence)
 
     def _clear(self, part: Part) -> None:

@@ -41,7 +41,7 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.events import Event, Failed, PartId, Progress, Stopping, to_line
-from muxserve.cluster.gpu_host import GpuHostError, Settled, settle_gpus
+from muxserve.cluster.gpu_host import GpuHostError, UnitGpus, settle_gpus
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import LocalLauncher, commands_for
 from muxserve.cluster.processes import adopt_orphans
@@ -209,7 +209,7 @@ def ended_with_input(commands: bool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def settled(unit_spec: UnitSpec, file: Path, plan_file: Path, commands: bool) -> Settled | None:
+def settled(unit_spec: UnitSpec, file: Path, plan_file: Path, commands: bool) -> UnitGpus | None:
     """The unit's GPUs, or None if it cannot be served on them, which is told then.
 
     Raises:

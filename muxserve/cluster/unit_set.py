@@ -23,7 +23,7 @@ _RESTARTS = (1.0, 5.0, 15.0, 60.0)
 
 
 @dataclass
-class Unit:
+class RunningUnit:
     """One of the units. `serves`: the models that have engines in it, as far as anybody is told. A unit that is not yet
     (or no longer) `announced` is not in the fleet's file."""
 
@@ -66,7 +66,7 @@ class UnitSet:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.fleet = fleet
-        self.units: dict[str, Unit] = {}
+        self.units: dict[str, RunningUnit] = {}
         # Whether everything has been up once: from then on a unit may be missing for a while.
         self.served = False
         self._launcher = launcher
@@ -116,7 +116,7 @@ class UnitSet:
         self._named += 1
         return f"u{self._named - 1}"
 
-    async def start(self, planned: PlannedUnit, announced: bool = True) -> Unit:
+    async def start(self, planned: PlannedUnit, announced: bool = True) -> RunningUnit:
         """Begin to start a unit; if `announced`, it is in the file when `publish` is called next.
 
         Raises:
@@ -128,15 +128,15 @@ class UnitSet:
             handle = await self._start(planned)
         except GaveUp as failure:
             raise GaveUp(failure.part.within(self._label(name)), str(failure)) from None
-        unit = self.units[name] = Unit(planned, handle, set(planned.serves), announced)
+        unit = self.units[name] = RunningUnit(planned, handle, set(planned.serves), announced)
         self._ensure_migrators()
         return unit
 
-    def announce(self, unit: Unit) -> None:
+    def announce(self, unit: RunningUnit) -> None:
         """Have it in the file when `publish` is called next."""
         unit.announced = True
 
-    def keep(self, unit: Unit) -> None:
+    def keep(self, unit: RunningUnit) -> None:
         """Start it again when it cannot be kept alive, once the fleet has served."""
         unit.keeper = asyncio.create_task(self._keep(unit))
         unit.keeper.add_done_callback(self._kept)
@@ -186,7 +186,7 @@ class UnitSet:
 
     # ------------------------------------------------------------ keeping
 
-    async def _keep(self, unit: Unit) -> None:
+    async def _keep(self, unit: RunningUnit) -> None:
         name = unit.planned.name
         while True:
             try:
@@ -197,7 +197,7 @@ class UnitSet:
                 raise reason
             await self._start_again(unit, f"{reason.part.within('')}: {reason}")
 
-    async def _start_again(self, unit: Unit, reason: str) -> None:
+    async def _start_again(self, unit: RunningUnit, reason: str) -> None:
         """Stop what is left, and start it as it was, for as long as it takes to find a place."""
         stopped, came_up = False, unit.handle.ready.is_set()
         while True:
@@ -221,7 +221,7 @@ class UnitSet:
         if not task.cancelled():
             self._on_failure(task.exception() or RuntimeError("a unit is not kept alive any more"))
 
-    async def _release(self, unit: Unit) -> None:
+    async def _release(self, unit: RunningUnit) -> None:
         if unit.keeper is not None:
             unit.keeper.cancel()
             await asyncio.gather(unit.keeper, return_exceptions=True)

@@ -21,7 +21,7 @@ _COMPUTES = 0.1
 
 
 @dataclass
-class _Watched:
+class _WatchedProcess:
     pid: int
     reader: HeartbeatReader
     on_finding: Callable[[Finding[PartId]], None]
@@ -47,7 +47,7 @@ class Watch:
     ) -> None:
         self._run_dir = run_dir
         self._waits_for = waits_for
-        self._watched: dict[PartId, _Watched] = {}
+        self._watched: dict[PartId, _WatchedProcess] = {}
         self._dog: Watchdog[PartId] | None = None
         self.period = PERIOD_SECONDS
         if rules is not None:
@@ -59,7 +59,9 @@ class Watch:
         if self._dog is None:
             return
         self.end(part)
-        self._watched[part] = _Watched(pid, HeartbeatReader(heartbeat_file(self._run_dir, part.file_name)), on_finding)
+        self._watched[part] = _WatchedProcess(
+            pid, HeartbeatReader(heartbeat_file(self._run_dir, part.file_name)), on_finding
+        )
         self._dog.watch(part, self._waits_for(part), begun)
 
     def end(self, part: PartId) -> None:
@@ -97,7 +99,7 @@ class Watch:
             if watched is not None:
                 watched.on_finding(finding)
 
-    def _sign(self, part: PartId, each: _Watched, now: float) -> Sign | None:
+    def _sign(self, part: PartId, each: _WatchedProcess, now: float) -> Sign | None:
         assert self._dog is not None
         beats = each.reader.beats()
         if beats is None:

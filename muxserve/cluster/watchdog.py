@@ -33,7 +33,7 @@ _HUNG_FACTOR = 3.0
 _MOST = 6.0
 
 
-class State(Enum):
+class Liveness(Enum):
     """What is thought of a process."""
 
     WELL = "well"
@@ -54,19 +54,19 @@ class Finding(Generic[Name]):
     """`name` is now in `state`, after `silence` seconds."""
 
     name: Name
-    state: State
+    state: Liveness
     silence: float
 
 
 @dataclass
-class _Watched(Generic[Name]):
+class _Silence(Generic[Name]):
     # Those that it may wait for.
     on: frozenset[Name]
     beats: int | None = None
     begun: bool = False
     silence: float = 0.0
     longest: float = 0.0
-    state: State = field(default=State.WELL)
+    state: Liveness = field(default=Liveness.WELL)
 
 
 class Watchdog(Generic[Name]):
@@ -80,13 +80,13 @@ class Watchdog(Generic[Name]):
     def __init__(self, rules: WatchdogRules, period: float) -> None:
         self._rules = rules
         self._period = period
-        self._watched: dict[Name, _Watched[Name]] = {}
+        self._watched: dict[Name, _Silence[Name]] = {}
         self._looked_at: float | None = None
 
     def watch(self, name: Name, on: Collection[Name] = (), begun: bool = True) -> None:
         """Watch `name` from now on, which may have to wait for those in `on`. Not `begun`: only from its first beat
         on."""
-        self._watched[name] = _Watched(frozenset(on), begun=begun)
+        self._watched[name] = _Silence(frozenset(on), begun=begun)
 
     def forget(self, name: Name) -> None:
         """It has ended."""
@@ -113,7 +113,7 @@ class Watchdog(Generic[Name]):
         findings = (self._judge(name, self._watched[name], signs[name], passed) for name in order)
         return [finding for finding in findings if finding is not None]
 
-    def _judge(self, name: Name, seen: _Watched[Name], sign: Sign, passed: float) -> Finding[Name] | None:
+    def _judge(self, name: Name, seen: _Silence[Name], sign: Sign, passed: float) -> Finding[Name] | None:
         if seen.beats is None or sign.beats != seen.beats:
             seen.begun |= seen.beats is not None
             seen.beats = sign.beats
@@ -129,11 +129,11 @@ class Watchdog(Generic[Name]):
         """Well before it is suspect itself: those that wait for it fall silent at the same time."""
         return self.silence(name) > max(self._rules.suspect / 2, _COUNTED_PERIODS * self._period)
 
-    def _changed(self, name: Name, seen: _Watched[Name]) -> Finding[Name] | None:
-        if seen.state is State.HUNG:
+    def _changed(self, name: Name, seen: _Silence[Name]) -> Finding[Name] | None:
+        if seen.state is Liveness.HUNG:
             return None  # it is being killed
         suspect, hung = self._limits(seen.longest)
-        state = State.HUNG if seen.silence > hung else State.SUSPECT if seen.silence > suspect else State.WELL
+        state = Liveness.HUNG if seen.silence > hung else Liveness.SUSPECT if seen.silence > suspect else Liveness.WELL
         if state is seen.state:
             return None
         seen.state = state

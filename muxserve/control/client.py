@@ -135,7 +135,7 @@ class ControlClient:
             raise NoFleetError(f"the fleet {self._fleet.name} answers in another language; is it of another version?")
         return answer
 
-    def do(self, command: messages.Command, told: Callable[[str], None]) -> messages.Done | messages.Refused:
+    def do(self, command: messages.Command, told: Callable[[str], None]) -> messages.Done | messages.CommandRefused:
         """Have a change made, however long that takes.
 
         Args:
@@ -152,7 +152,7 @@ class ControlClient:
 
     def _ask(
         self, command: messages.Command, told: Callable[[str], None], seconds: float | None
-    ) -> messages.Here | messages.Done | messages.Refused:
+    ) -> messages.Here | messages.Done | messages.CommandRefused:
         deadline = None if seconds is None else time.monotonic() + seconds
         self._socket.send(messages.encode(command))
         while True:
@@ -164,7 +164,7 @@ class ControlClient:
                         f"the fleet {self._fleet.name} answers something unknown ({error}); is it of another version?"
                     )
                     raise NoFleetError(text) from None
-                if not isinstance(answer, messages.Told):
+                if not isinstance(answer, messages.ChangeProgress):
                     return answer
                 told(answer.text)
             elif not self._fleet.alive:

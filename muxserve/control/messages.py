@@ -48,7 +48,7 @@ class Remove(ControlMessage):
 # ---------------------------------------------------------------- controller -> command
 
 
-class Unit(msgspec.Struct):
+class UnitSummary(msgspec.Struct):
     """A unit and the models that it serves now."""
 
     name: str
@@ -60,10 +60,10 @@ class Here(ControlMessage):
 
     url: str
     models: list[str]
-    units: list[Unit]
+    units: list[UnitSummary]
 
 
-class Told(ControlMessage):
+class ChangeProgress(ControlMessage):
     """What is being done, in words; any number of them before the end."""
 
     text: str
@@ -75,7 +75,7 @@ class Done(ControlMessage):
     text: str
 
 
-class Refused(ControlMessage):
+class CommandRefused(ControlMessage):
     """It has not happened, and nothing has changed; `text` says why and what to do. `mistake`: the command itself was
     wrong, otherwise it failed."""
 
@@ -84,7 +84,7 @@ class Refused(ControlMessage):
 
 
 Command = Union[Who, Scale, Drain, Add, Remove]
-Answer = Union[Here, Told, Done, Refused]
+Answer = Union[Here, ChangeProgress, Done, CommandRefused]
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

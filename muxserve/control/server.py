@@ -62,7 +62,7 @@ class ControlServer:
                 command = messages.decode_command(frame)
             except msgspec.DecodeError as error:
                 text = f"the fleet does not know this command ({error}); is it of another version of muxserve?"
-                self._answers.put_nowait((peer, messages.Refused(text)))
+                self._answers.put_nowait((peer, messages.CommandRefused(text)))
                 continue
             task = asyncio.create_task(self._serve(peer, command))
             self._tasks.add(task)
@@ -83,19 +83,19 @@ class ControlServer:
             loop.call_soon_threadsafe(self._answers.put_nowait, (peer, message))
 
         def tell(text: str) -> None:
-            answered(messages.Told(text))
+            answered(messages.ChangeProgress(text))
 
         answer: messages.ControlMessage
         try:
             answer = await self._do(command, tell)
         except ChangeError as error:
-            answer = messages.Refused(str(error), mistake=False)
+            answer = messages.CommandRefused(str(error), mistake=False)
         except _MistakeError as error:
-            answer = messages.Refused(str(error))
+            answer = messages.CommandRefused(str(error))
         except Exception as error:
             log.exception("a change of the fleet failed")
             text = f"failed: {type(error).__name__}: {error}; `muxserve status` says how the fleet stands"
-            answer = messages.Refused(text, mistake=False)
+            answer = messages.CommandRefused(text, mistake=False)
         answered(answer)
 
     async def _do(self, command: messages.Command, tell: Tell) -> messages.ControlMessage:
@@ -126,7 +126,7 @@ class ControlServer:
 
     def _here(self) -> messages.Here:
         fleet = self._control.fleet
-        units = [messages.Unit(unit.name, list(unit.serves)) for unit in fleet.units]
+        units = [messages.UnitSummary(unit.name, list(unit.serves)) for unit in fleet.units]
         return messages.Here(self._url(), [model.name for model in fleet.models], units)
 
     async def _scale(self, replicas: dict[str, int], tell: Tell) -> str:

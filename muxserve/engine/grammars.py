@@ -54,7 +54,7 @@ def make_backend(name: str, config: VllmConfig, tokenizer: Any) -> StructuredOut
     return backends[name](config, tokenizer=tokenizer, vocab_size=config.model_config.get_vocab_size())
 
 
-class Grammars(StructuredOutputManager):
+class EngineGrammars(StructuredOutputManager):
     """vLLM's manager of grammars, with a backend for each request instead of the first one's for all.
 
     `ended` has the requests that must end since their grammar cannot go on, and why; the scheduler takes it.
@@ -137,7 +137,7 @@ def use_grammars(core: EngineCore) -> None:
     """Have `core` manage grammars as above."""
     assert isinstance(core.scheduler, Scheduler)
     stock = core.structured_output_manager
-    core.structured_output_manager = core.scheduler.structured_output_manager = Grammars(core.vllm_config)
+    core.structured_output_manager = core.scheduler.structured_output_manager = EngineGrammars(core.vllm_config)
     stock.clear_backend()
 
 

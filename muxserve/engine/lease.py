@@ -16,7 +16,7 @@ from muxserve.wire import HandOver, Lease, Prefilled, Returned, StepReport
 
 
 @dataclass(slots=True)
-class News:
+class StepNews:
     """What the unit scheduler decides on, in the terms of `StepReport`."""
 
     finished: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class HeldLease:
         self._left = 0
         self._settle()
 
-    def stepped(self, seconds: float, tokens: int, news: News, prefill_tokens: int = 0) -> None:
+    def stepped(self, seconds: float, tokens: int, news: StepNews, prefill_tokens: int = 0) -> None:
         """A step took `seconds` and computed `tokens` tokens, of which `prefill_tokens` are of prompts where the engine
         is of both phases; report it if that is due."""
         now = time.monotonic()
@@ -109,7 +109,7 @@ class HeldLease:
             self._admitted = False
             self._report(news)
 
-    def drained(self, seconds: float, news: News) -> None:
+    def drained(self, seconds: float, news: StepNews) -> None:
         """A micro-batch came out of the pipeline after `seconds` and none went in, so that nothing of the lease is
         used. The time is told with the steps, which returned when they had put theirs in."""
         self._untold_seconds += seconds
@@ -121,13 +121,13 @@ class HeldLease:
     def tell_untold(self) -> None:
         """Report steps that were not worth a report so far; to be called when no step can follow."""
         if self._untold_steps:
-            self._report(News())
+            self._report(StepNews())
 
     def ended_outside(self, request_ids: list[str]) -> None:
         """Requests ended without a step."""
         self._send(StepReport(self.lease_id, self._remaining(), 0.0, 0, *self._counts(), request_ids, steps=0))
 
-    def _report(self, news: News) -> None:
+    def _report(self, news: StepNews) -> None:
         stepped = self._untold_steps > 0
         running, waiting = self._counts()
         self._send(

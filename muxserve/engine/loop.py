@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCore
 
 from muxserve.engine.binding import Binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
-from muxserve.engine.lease import HeldLease, News
+from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import Pipeline
 from muxserve.engine.probe import probe
@@ -311,7 +311,7 @@ class EngineLoop:
         seconds = time.monotonic() - began
         self._stalled = in_vain
 
-        news = News(finished, handed)
+        news = StepNews(finished, handed)
         for each in self.scheduler.take_started():
             admitted = self._requests.there[each.request_id]
             news.prefilled.append(Prefilled(admitted.request_id, admitted.incarnation, each.output_tokens))

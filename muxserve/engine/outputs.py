@@ -17,7 +17,7 @@ from muxserve.wire import TokensHeader, encode
 log = logging.getLogger(__name__)
 
 
-class Addressed(Protocol):
+class TokenReceiver(Protocol):
     """What the sender must know of a request; `emitted` counts its output tokens sent so far and is kept here."""
 
     request_id: str
@@ -38,12 +38,12 @@ class TokenSender:
         self._encoder = MsgpackEncoder()
         self._sockets: dict[str, zmq.Socket | None] = {}
 
-    def send(self, batch: EngineCoreOutputs, requests: Mapping[str, Addressed]) -> None:
+    def send(self, batch: EngineCoreOutputs, requests: Mapping[str, TokenReceiver]) -> None:
         """Send `batch`; its outputs carry internal ids and are left unchanged.
 
         Statistics without outputs go to every gateway that has been sent to before.
         """
-        by_gateway: dict[tuple[str, str], list[tuple[EngineCoreOutput, Addressed]]] = {}
+        by_gateway: dict[tuple[str, str], list[tuple[EngineCoreOutput, TokenReceiver]]] = {}
         for output in batch.outputs:
             request = requests.get(output.request_id)
             if request is not None:

@@ -17,7 +17,7 @@ from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.engine.stage_clock import StageClocks
 
 
-class Stepped(NamedTuple):
+class PipelineStep(NamedTuple):
     """What a step did. `ran`: a micro-batch with tokens went in. `in_vain`: none did, and none is or was in flight."""
 
     outputs: Mapping[int, EngineCoreOutputs]
@@ -49,7 +49,7 @@ class Pipeline:
         """Micro-batches are in flight."""
         return bool(self._core.batch_queue)
 
-    def step(self, may_begin: bool) -> Stepped:
+    def step(self, may_begin: bool) -> PipelineStep:
         """Begin a micro-batch if `may_begin` and there is room for one, or wait for the first one in flight.
 
         Raises:
@@ -68,7 +68,7 @@ class Pipeline:
         if self._clocks is not None:
             self._clocks.in_flight(self.busy)
         self._core.post_step(ran)
-        return Stepped(outputs or {}, ran, not (ran or working))
+        return PipelineStep(outputs or {}, ran, not (ran or working))
 
     def forget(self) -> None:
         """Wait until nothing is in flight, whatever comes of it: workers answer in order, and must have answered before

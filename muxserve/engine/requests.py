@@ -15,7 +15,7 @@ from muxserve.wire import Abort, Admit, HeldRequests
 
 
 @dataclass(slots=True)
-class Admitted:
+class AdmittedRequest:
     """A request in this engine, under the internal id that vLLM knows."""
 
     request_id: str
@@ -39,12 +39,12 @@ class EngineRequests:
         self._core = core
         self._scheduler = core.scheduler
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-        self._there: dict[str, Admitted] = {}
+        self._there: dict[str, AdmittedRequest] = {}
         # Of each request its last life.
         self._last: dict[str, str] = {}
 
     @property
-    def there(self) -> Mapping[str, Admitted]:
+    def there(self) -> Mapping[str, AdmittedRequest]:
         """See above."""
         return self._there
 
@@ -58,7 +58,7 @@ class EngineRequests:
     def add(self, admit: Admit) -> str:
         """A request enters; returns its internal id."""
         internal = internal_id(admit.request_id, admit.incarnation)
-        self._there[internal] = Admitted(
+        self._there[internal] = AdmittedRequest(
             admit.request_id,
             admit.incarnation,
             admit.attempt,
@@ -94,7 +94,7 @@ class EngineRequests:
         """Internal id of the last life of a request; "" if it is not here."""
         return self._last.get(request_id, "")
 
-    def forget(self, internal: str) -> Admitted:
+    def forget(self, internal: str) -> AdmittedRequest:
         """A request leaves."""
         admitted = self._there.pop(internal)
         if self._last.get(admitted.request_id) == internal:

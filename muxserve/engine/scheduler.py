@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from muxserve.engine.binding import current
 from muxserve.engine.block_pool import Filled, PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps
-from muxserve.engine.grammars import NOTHING_LEFT, Grammars
+from muxserve.engine.grammars import NOTHING_LEFT, EngineGrammars
 from muxserve.engine.in_sight import one_phase, one_request
 from muxserve.engine.runner import RESUMED_OUTPUT
 from muxserve.spec.unit import EnginePhase
@@ -81,7 +81,7 @@ class Leaving:
 
 
 @dataclass(slots=True)
-class Generated:
+class RequestTokens:
     """A request and everything that it has generated so far."""
 
     request_id: str
@@ -119,8 +119,8 @@ class PhaseScheduler(Scheduler):
         # Requests without a token from this engine, and how many output tokens they came with.
         self._prompts: dict[str, int] = {}
         self._prefilled: list[Leaving] = []
-        self._started: list[Generated] = []
-        self._preempted: list[Generated] = []
+        self._started: list[RequestTokens] = []
+        self._preempted: list[RequestTokens] = []
         self._stats_due = 0.0
         # What the next micro-batch may hold is decided by it, if there is one.
         self.budget: BudgetedSteps | None = None
@@ -237,12 +237,12 @@ class PhaseScheduler(Scheduler):
         prefilled, self._prefilled = self._prefilled, []
         return prefilled
 
-    def take_started(self) -> list[Generated]:
+    def take_started(self) -> list[RequestTokens]:
         """Requests whose prefill ended in the last step, and which stay to decode."""
         started, self._started = self._started, []
         return started
 
-    def take_preempted(self) -> list[Generated]:
+    def take_preempted(self) -> list[RequestTokens]:
         """Requests that the last step could not find pages for."""
         preempted, self._preempted = self._preempted, []
         return preempted
@@ -338,7 +338,7 @@ class PhaseScheduler(Scheduler):
         """A request whose grammar and other constraints left no token has what it has, and a reason; vLLM tells of an
         error, together with the token that was sampled of none."""
         grammars = self.structured_output_manager
-        if not isinstance(grammars, Grammars) or not grammars.ended:
+        if not isinstance(grammars, EngineGrammars) or not grammars.ended:
             return
         for batch in outputs.values():
             for output in batch.outputs:
@@ -359,7 +359,7 @@ class PhaseScheduler(Scheduler):
             return
         del self._prompts[request.request_id]
         if self.phase == "both":
-            self._started.append(Generated(request.request_id, list(request.output_token_ids)))
+            self._started.append(RequestTokens(request.request_id, list(request.output_token_ids)))
 
     def _taken(self, request: Request) -> Leaving:
         return Leaving(
@@ -374,7 +374,7 @@ class PhaseScheduler(Scheduler):
         self.pool.exchange()
         if self.phase != "prefill":
             self.waiting.remove_request(request)
-            self._preempted.append(Generated(request.request_id, list(request.output_token_ids)))
+            self._preempted.append(RequestTokens(request.request_id, list(request.output_token_ids)))
             self._drop(request)
 
     def _drop(self, request: Request) -> None:
@@ -391,7 +391,7 @@ class PhaseScheduler(Scheduler):
 
     def _forget(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
-        if isinstance(self.structured_output_manager, Grammars):
+        if isinstance(self.structured_output_manager, EngineGrammars):
             self.structured_output_manager.forget(request_id)
         if self.budget is not None:
             self.budget.forget(request_id)

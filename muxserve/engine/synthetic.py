@@ -1,7 +1,8 @@
 """Makes requests of given lengths, as the gateway's front end would encode them: `python -m muxserve.engine.synthetic`.
 
-Reads `Wanted` from standard input and answers with `Made` on standard output, one after another, each a msgpack frame
-behind its length (4 bytes, little endian). A process of its own, so that whoever needs the requests need not load vLLM.
+Reads `RequestsWanted` from standard input and answers with `RequestBodies` on standard output, one after another, each
+a msgpack frame behind its length (4 bytes, little endian). A process of its own, so that whoever needs the requests
+need not load vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 _LENGTH_BYTES = 4
 
 
-class Wanted(msgspec.Struct):
+class RequestsWanted(msgspec.Struct):
     """`count` requests with random prompts of `prompt_tokens` tokens below `vocabulary`, greedy, which end after
     `max_tokens` tokens and not before. The same `seed` gives the same prompts."""
 
@@ -27,7 +28,7 @@ class Wanted(msgspec.Struct):
     seed: int
 
 
-class Made(msgspec.Struct):
+class RequestBodies(msgspec.Struct):
     """vLLM's encoding of each request."""
 
     bodies: list[bytes]
@@ -49,10 +50,10 @@ def main() -> None:
 
     os.environ.update(environment())
     encoder = _Encoder()
-    answers.write(frame(Made([])))  # ready
+    answers.write(frame(RequestBodies([])))  # ready
     answers.flush()
     while (data := _read(source)) is not None:
-        answers.write(frame(encoder.make(msgspec.msgpack.decode(data, type=Wanted))))
+        answers.write(frame(encoder.make(msgspec.msgpack.decode(data, type=RequestsWanted))))
         answers.flush()
 
 
@@ -69,7 +70,7 @@ class _Encoder:
 
         self._encoder = MsgpackEncoder()
 
-    def make(self, wanted: Wanted) -> Made:
+    def make(self, wanted: RequestsWanted) -> RequestBodies:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
@@ -90,7 +91,7 @@ class _Encoder:
                 data_parallel_rank=None,
             )
             bodies.append(b"".join(bytes(part) for part in self._encoder.encode(request)))
-        return Made(bodies)
+        return RequestBodies(bodies)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class Caller:
     level: str | None = None
 
 
-class Keys:
+class ApiKeys:
     """The API keys that open the endpoint; none at all lets everyone in.
 
     Args:
@@ -69,7 +69,7 @@ def part_of(limit: int, index: int, count: int) -> int:
     return max(1, limit // count + (index < limit % count)) if limit else 0
 
 
-class Verdict(Enum):
+class AdmissionVerdict(Enum):
     """What becomes of a request at the gate."""
 
     ENTER = "enter"
@@ -107,18 +107,18 @@ class Gate:
         """Requests in the queue."""
         return len(self._waiting)
 
-    def arrive(self, ticket: object, prompts: int = 1) -> Verdict:
+    def arrive(self, ticket: object, prompts: int = 1) -> AdmissionVerdict:
         """A request arrives; `ticket`, one of its own, is what `leave` and `withdraw` know it by if it has to wait."""
         if self.prompts and self.prompts + prompts > self.max_concurrency + self.max_queue:
-            return Verdict.REFUSE
+            return AdmissionVerdict.REFUSE
         if self.inside < self.max_concurrency:
             self.inside += 1
-            verdict = Verdict.ENTER
+            verdict = AdmissionVerdict.ENTER
         elif len(self._waiting) < self.max_queue:
             self._waiting[ticket] = None
-            verdict = Verdict.WAIT
+            verdict = AdmissionVerdict.WAIT
         else:
-            return Verdict.REFUSE
+            return AdmissionVerdict.REFUSE
         self.prompts += prompts
         return verdict
 

@@ -21,8 +21,8 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 
-from muxserve.gateway.admission import Keys, presented_key
-from muxserve.gateway.body import CLOSE, RETRY, BodyMemory, ClientGoneError, Replay, asked_by, read_body
+from muxserve.gateway.admission import ApiKeys, presented_key
+from muxserve.gateway.body import CLOSE, RETRY, BodyMemory, BodyReplay, ClientGoneError, asked_by, read_body
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
@@ -53,7 +53,7 @@ Page = Callable[[Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedApp:
     """A model that is offered: vLLM's application, its entries in `/v1/models` by name, its aliases after it, and the
     OpenAPI document of all that the application has."""
 
@@ -62,7 +62,7 @@ class Served:
     openapi: Callable[[], dict[str, Any]] = dict
 
 
-class Endpoint:
+class GatewayApp:
     """The ASGI application of a gateway. What it offers, whom it lets in and the levels may change at any time.
 
     Args:
@@ -79,8 +79,8 @@ class Endpoint:
 
     def __init__(
         self,
-        models: Mapping[str, Served],
-        keys: Keys,
+        models: Mapping[str, ServedApp],
+        keys: ApiKeys,
         priorities: Priorities,
         limiter: ConcurrencyLimiter,
         measures: Measures,
@@ -206,7 +206,7 @@ class Endpoint:
             if name is None:
                 name = self._model(asked.model)
             http.model = name
-            replay = Replay(receive, body, http)
+            replay = BodyReplay(receive, body, http)
             served = self.models.get(name)  # to its end, also if the model is removed meanwhile
             if served is None:  # removed while the body was read
                 raise self._unknown_model(name)
@@ -263,7 +263,7 @@ class Endpoint:
         return ", ".join(self.models) or "none"
 
 
-def with_cors(app: Endpoint, origins: Sequence[str]) -> App:
+def with_cors(app: GatewayApp, origins: Sequence[str]) -> App:
     """`app` for web pages of these origins, too: browsers ask before they send, without a key, and are answered."""
     if not origins:
         return app
@@ -278,7 +278,7 @@ class _Answer:
 
     __slots__ = ("_endpoint", "_http", "_send", "status")
 
-    def __init__(self, send: Send, http: HttpRequest, endpoint: Endpoint) -> None:
+    def __init__(self, send: Send, http: HttpRequest, endpoint: GatewayApp) -> None:
         self._send = send
         self._http = http
         self._endpoint = endpoint

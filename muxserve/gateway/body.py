@@ -35,16 +35,16 @@ class BodyMemory:
         self.used = 0
 
     @contextmanager
-    def claim(self) -> Iterator[Claim]:
+    def claim(self) -> Iterator[BodyClaim]:
         """One request's part, which ends with the block at the latest."""
-        claim = Claim(self)
+        claim = BodyClaim(self)
         try:
             yield claim
         finally:
             claim.release()
 
 
-class Claim:
+class BodyClaim:
     """Bytes of one body."""
 
     __slots__ = ("_memory", "size")
@@ -83,7 +83,7 @@ class ClientGoneError(Exception):
     """The client closed the connection before its request was complete."""
 
 
-class Asked(msgspec.Struct):
+class RequestFields(msgspec.Struct):
     """The fields that routing and admission need, and one whose type vLLM takes for granted; msgspec checks the syntax
     of the rest and keeps none of it."""
 
@@ -104,10 +104,10 @@ class Asked(msgspec.Struct):
         return max(1, prompts) * (max(1, int(choices)) if choices.isdigit() and len(choices) < 4 else 1)
 
 
-_decoder = msgspec.json.Decoder(Asked)
+_decoder = msgspec.json.Decoder(RequestFields)
 
 
-async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit: int, claim: Claim) -> bytes:
+async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit: int, claim: BodyClaim) -> bytes:
     """The whole body, for which `claim` stands from then on.
 
     Raises:
@@ -165,7 +165,7 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def asked_by(body: bytes) -> Asked:
+def asked_by(body: bytes) -> RequestFields:
     """What a JSON body asks for, as far as that is looked at here.
 
     Raises:
@@ -192,7 +192,7 @@ def asked_by(body: bytes) -> Asked:
         raise RequestError(HTTPStatus.BAD_REQUEST, "the request body is nested too deeply") from None
 
 
-class Replay:
+class BodyReplay:
     """An ASGI `receive` that gives `body`, already read, and then what comes after it.
 
     Args:

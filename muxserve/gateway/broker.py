@@ -15,7 +15,7 @@ from typing import Protocol
 import zmq
 
 from muxserve.gateway.fleet_links import FleetLinks
-from muxserve.gateway.measure import Measures, Outcome
+from muxserve.gateway.measure import Measures, RequestOutcome
 from muxserve.gateway.outbox import Failure
 from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.requests import Output, RequestTable, Tracked
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 Answer = dict[str, object] | None
 
 
-class Questions:
+class UnitQuestions:
     """Those that wait for an answer, by unit."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ CHECK_SECONDS = 0.25
 RETRY_AFTER_SECONDS = 5
 
 
-class FrontEnd(Protocol):
+class FrontEndPort(Protocol):
     """A model's front end, as the broker sees it."""
 
     def decode(self, frames: list[bytes]) -> tuple[object, list[Output]]:
@@ -102,12 +102,12 @@ class Broker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tokens = TokensSocket(self._context, epoch, fleet.tokens_address(index), self._take_tokens)
         self._links = FleetLinks(self._context, self._tokens, index, epoch, self)
-        self._front_ends: dict[str, FrontEnd] = {}
-        self._states = Questions()
+        self._front_ends: dict[str, FrontEndPort] = {}
+        self._states = UnitQuestions()
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
-    def attach(self, model: str, front_end: FrontEnd) -> None:
+    def attach(self, model: str, front_end: FrontEndPort) -> None:
         """Deliver what comes for `model` to `front_end`."""
         self._front_ends[model] = front_end
 
@@ -184,7 +184,7 @@ class Broker:
         self._flush()
         self._look_later()
 
-    def cancel(self, model: str, front_ids: Iterable[str], outcome: Callable[[Tracked], Outcome]) -> None:
+    def cancel(self, model: str, front_ids: Iterable[str], outcome: Callable[[Tracked], RequestOutcome]) -> None:
         """The front end wants no more of these requests."""
         gone = self.table.cancel(model, front_ids)
         for request in gone:
@@ -270,7 +270,7 @@ class Broker:
             if request.first_token_at == now:
                 self.waits[request.model].answered(request.context, request.prompt_tokens, now)
             if output.finish_reason is not None:
-                self.measures.ended(request, Outcome.of_finish(output.finish_reason), now)
+                self.measures.ended(request, RequestOutcome.of_finish(output.finish_reason), now)
                 self.router.finished(request)
         front_end.deliver(batch, header.engine, ready)
         for request in taken.dropped:
@@ -312,14 +312,16 @@ class Broker:
 
     def _fail(self, request: Tracked, message: str, failure: Failure) -> None:
         """End `request`, no longer in the table, and those that share its fate (its siblings when n > 1)."""
-        self.measures.ended(request, Outcome.REFUSED if failure is Failure.NEVER else Outcome.FAILED, time.monotonic())
+        self.measures.ended(
+            request, RequestOutcome.REFUSED if failure is Failure.NEVER else RequestOutcome.FAILED, time.monotonic()
+        )
         if failure in (Failure.LATE, Failure.DEGRADED) and request.context is not None:
             degraded = failure is Failure.DEGRADED
             after = self.router.placing.retry_after(request.model, time.monotonic()) if degraded else None
             request.context.retry_after = after or RETRY_AFTER_SECONDS
         front_end = self._front_ends.get(request.model)
         others = front_end.fail(request.front_id, message, failure) if front_end is not None else []
-        self.cancel(request.model, others, lambda _: Outcome.FAILED)
+        self.cancel(request.model, others, lambda _: RequestOutcome.FAILED)
 
     def _look_later(self) -> None:
         if self._timer is None and len(self.table):

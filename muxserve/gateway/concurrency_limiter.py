@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
-from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Verdict, part_of
-from muxserve.gateway.body import ClientGoneError, Replay
+from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, AdmissionVerdict, Gate, part_of
+from muxserve.gateway.body import BodyReplay, ClientGoneError
 from muxserve.gateway.errors import RequestError
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.predicted_wait import PredictedWaits
@@ -76,7 +76,7 @@ class ConcurrencyLimiter:
             await waiter
 
     @asynccontextmanager
-    async def turn(self, model: str, replay: Replay, prompts: int = 1) -> AsyncIterator[None]:
+    async def turn(self, model: str, replay: BodyReplay, prompts: int = 1) -> AsyncIterator[None]:
         """Hold a place at `model` while the block runs, for a request of so many prompts.
 
         Raises:
@@ -90,7 +90,7 @@ class ConcurrencyLimiter:
             self._refuse_late(model, wait)
         ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         verdict = gate.arrive(ticket, prompts)
-        if verdict is Verdict.REFUSE:
+        if verdict is AdmissionVerdict.REFUSE:
             self._measures.rejected(model, "queue_full")
             raise RequestError(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -100,7 +100,7 @@ class ConcurrencyLimiter:
             )
         waits.enter(replay.http, rank, prompts, time.monotonic())
         try:
-            if verdict is Verdict.WAIT:
+            if verdict is AdmissionVerdict.WAIT:
                 await self._wait(gate, ticket, replay, prompts)
             entered = time.monotonic()
             try:
@@ -122,7 +122,7 @@ class ConcurrencyLimiter:
             headers=[(b"retry-after", str(after).encode())],
         )
 
-    async def _wait(self, gate: Gate, ticket: asyncio.Future[None], replay: Replay, prompts: int) -> None:
+    async def _wait(self, gate: Gate, ticket: asyncio.Future[None], replay: BodyReplay, prompts: int) -> None:
         gone = replay.watch()
         try:
             await asyncio.wait((ticket, gone), return_when=asyncio.FIRST_COMPLETED)

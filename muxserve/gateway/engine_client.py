@@ -16,10 +16,10 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from muxserve.gateway.broker import Broker
-from muxserve.gateway.grammars import Grammars
-from muxserve.gateway.measure import Outcome, current_http
+from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.gateway.measure import RequestOutcome, current_http
 from muxserve.gateway.outbox import Failure
-from muxserve.gateway.priorities import Priority
+from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Output, Tracked
 from muxserve.spec import ModelSpec
 
@@ -30,7 +30,7 @@ class UnitEngineClient(EngineCoreClient):
     """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine or that
     of both phases."""
 
-    def __init__(self, model: ModelSpec, broker: Broker, grammars: Grammars) -> None:
+    def __init__(self, model: ModelSpec, broker: Broker, grammars: GrammarCompilers) -> None:
         self.model = model.name
         self._unit_spec = model
         self._grammars = grammars
@@ -65,7 +65,7 @@ class UnitEngineClient(EngineCoreClient):
                 return  # cancelled meanwhile
             wire_id = self.broker.table.new_id()
             http = current_http.get()
-            priority = http.priority if http is not None else Priority()
+            priority = http.priority if http is not None else RequestLevels()
             body = self._encode(request, wire_id, priority)
         except BaseException:
             # AsyncLLM registered the request before it asked us, and does not take it back itself.
@@ -89,7 +89,7 @@ class UnitEngineClient(EngineCoreClient):
         )
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self.broker.cancel(self.model, request_ids, Outcome.of_cancel)
+        self.broker.cancel(self.model, request_ids, RequestOutcome.of_cancel)
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
         return TASKS
@@ -152,7 +152,7 @@ class UnitEngineClient(EngineCoreClient):
             state.queue.put(error)
         return ended
 
-    def _encode(self, request: EngineCoreRequest, wire_id: str, priority: Priority) -> bytes:
+    def _encode(self, request: EngineCoreRequest, wire_id: str, priority: RequestLevels) -> bytes:
         """`request` in vLLM's encoding, with the id that the unit knows it by and the priority that engines give it.
 
         Raises:

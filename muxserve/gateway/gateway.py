@@ -12,22 +12,22 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
 
 from muxserve.gateway import seam
-from muxserve.gateway.admission import Keys
-from muxserve.gateway.app import Endpoint
+from muxserve.gateway.admission import ApiKeys
+from muxserve.gateway.app import GatewayApp
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.collector import FleetCollector, GatewayCollector
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.grammar_compiler import Started
-from muxserve.gateway.grammars import Grammars
+from muxserve.gateway.grammar_compiler import CompilerProcess
+from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.peers import Peers
 from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.reports import Reports
-from muxserve.gateway.served_models import Offered
+from muxserve.gateway.served_models import OfferedModels
 from muxserve.gateway.status import FleetStatus
-from muxserve.gateway.status_routes import Pages
-from muxserve.gateway.vllm_metrics import Merged
+from muxserve.gateway.status_routes import StatusRoutes
+from muxserve.gateway.vllm_metrics import JoinedMetrics
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, ModelSpec, load_fleet
 from muxserve.vllm.pin import VLLM_VERSION
@@ -47,7 +47,7 @@ class Gateway:
         compilers: processes that compile grammars, the spare ones included, if they were forked already.
     """
 
-    def __init__(self, fleet: FleetSpec, index: int, compilers: Iterable[Started] = ()) -> None:
+    def __init__(self, fleet: FleetSpec, index: int, compilers: Iterable[CompilerProcess] = ()) -> None:
         self.fleet = fleet
         self.index = index
         self.registry = CollectorRegistry()
@@ -57,21 +57,21 @@ class Gateway:
         self.limiter = ConcurrencyLimiter(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.limiter)
-        self.grammars = Grammars(fleet.gateway.grammars, compilers)
-        self.offered = Offered(self.broker, self.limiter, self.grammars, self._has_left)
-        self._endpoint: Endpoint | None = None
+        self.grammars = GrammarCompilers(fleet.gateway.grammars, compilers)
+        self.offered = OfferedModels(self.broker, self.limiter, self.grammars, self._has_left)
+        self._endpoint: GatewayApp | None = None
         self._changed = asyncio.Event()
         self._to_offer = asyncio.Event()
         # Models that vLLM refused, as they were then; they are not tried again before the fleet changes.
         self._refused: list[ModelSpec] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def build(self) -> Endpoint:
+    async def build(self) -> GatewayApp:
         """Open the sockets to the units and build the models' front ends and the endpoint over them."""
         self.broker.start()
         await self.offered.build(self.fleet.models)
         seam.settle()
-        process = Merged(lambda: [REGISTRY], GLOBAL_METRICS)
+        process = JoinedMetrics(lambda: [REGISTRY], GLOBAL_METRICS)
         queues, fleet = GatewayCollector(self.status, self.limiter), FleetCollector(self.status)
 
         def own() -> list[Collector]:
@@ -81,12 +81,18 @@ class Gateway:
             return [fleet, *(unit.gpus for unit in self.status.units.values() if unit.gpus is not None)]
 
         peers = Peers(self.fleet, self.index)
-        pages = Pages(
-            self.status, self.reports, Merged(of_units), Merged(own), peers, VLLM_VERSION, self.offered.models
+        pages = StatusRoutes(
+            self.status,
+            self.reports,
+            JoinedMetrics(of_units),
+            JoinedMetrics(own),
+            peers,
+            VLLM_VERSION,
+            self.offered.models,
         )
-        self._endpoint = Endpoint(
+        self._endpoint = GatewayApp(
             models=self.offered.models,
-            keys=Keys(self.fleet.gateway.api_keys, self.fleet.key_levels),
+            keys=ApiKeys(self.fleet.gateway.api_keys, self.fleet.key_levels),
             priorities=Priorities(self.fleet.priority_levels()),
             limiter=self.limiter,
             measures=self.measures,
@@ -133,7 +139,7 @@ class Gateway:
         for model in fleet.models:
             self.limiter.add(model)
             self.measures.add(model)
-        self._endpoint.keys = Keys(fleet.gateway.api_keys, fleet.key_levels)
+        self._endpoint.keys = ApiKeys(fleet.gateway.api_keys, fleet.key_levels)
         self._endpoint.priorities = Priorities(fleet.priority_levels())
         self.status.learn(fleet)
         try:

@@ -17,7 +17,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from muxserve.engine.grammars import make_backend
 from muxserve.gateway import seam
-from muxserve.gateway.grammar_messages import Compiled, Constraints
+from muxserve.gateway.grammar_messages import CompileResult, Constraints
 from muxserve.spec import ModelSpec
 
 # Where in its sources the compiler found it, before what it found.
@@ -48,7 +48,7 @@ class Checker:
             self._backends[backend] = make_backend(backend, self._config, self._tokenizer)
         return self._backends[backend]
 
-    def check(self, job: int, constraints: Constraints) -> Compiled:
+    def check(self, job: int, constraints: Constraints) -> CompileResult:
         """Compile. What a grammar may have wrong is an answer.
 
         Raises:
@@ -71,11 +71,11 @@ class Checker:
         except Exception as error:  # each compiler has types of its own
             if "bad_alloc" in str(error):
                 raise MemoryError from error
-            return Compiled(job, "refused", _tidy(str(error) or type(error).__name__))
+            return CompileResult(job, "refused", _tidy(str(error) or type(error).__name__))
         if nothing:
-            return Compiled(job, "refused", nothing)
+            return CompileResult(job, "refused", nothing)
         changes = {name: value for name, value in vars(structured).items() if value != before[name]}
-        return Compiled(job, "accepted", changes=changes)
+        return CompileResult(job, "accepted", changes=changes)
 
 
 def _no_first_token(

@@ -30,7 +30,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muxserve.gateway.grammar_messages import Command, Compile, Compiled, Drop, Frames, command, frame, result
+from muxserve.gateway.grammar_messages import Command, Compile, CompileResult, Drop, Frames, command, frame, result
 from muxserve.net.process import die_with, set_title
 from muxserve.spec import ModelSpec
 
@@ -111,7 +111,7 @@ class GrammarCompiler:
             self._start(message)
         except Exception as error:
             log.exception("the grammar of a request of %s cannot be compiled", message.model.name)
-            self._tell(Compiled(message.job, "failed", f"{type(error).__name__}: {error}"))
+            self._tell(CompileResult(message.job, "failed", f"{type(error).__name__}: {error}"))
 
     def _start(self, ask: Compile) -> None:
         checker = self._checker(ask.model)
@@ -156,7 +156,7 @@ class GrammarCompiler:
         if child.wanted:
             self._tell(self._outcome(child, status))
 
-    def _outcome(self, child: Child, status: int) -> Compiled:
+    def _outcome(self, child: Child, status: int) -> CompileResult:
         if status == 0:
             compiled = result(child.said)
             if compiled.outcome == "accepted":
@@ -164,15 +164,15 @@ class GrammarCompiler:
                 self._checkers[child.model][1].prepare(compiled.changes["_backend"])
             return compiled
         if status in (-signal.SIGPROF, -signal.SIGXCPU) or child.late:
-            return Compiled(child.job, "slow")
+            return CompileResult(child.job, "slow")
         if status in (OUT_OF_MEMORY, -signal.SIGABRT):
-            return Compiled(child.job, "refused", "compiling the grammar takes too much memory")
+            return CompileResult(child.job, "refused", "compiling the grammar takes too much memory")
         if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE):
             name = signal.Signals(-status).name
-            return Compiled(child.job, "refused", f"the grammar ends its compiler ({name}); try a simpler one")
-        return Compiled(child.job, "failed", f"the process that compiled the grammar ended with {status}")
+            return CompileResult(child.job, "refused", f"the grammar ends its compiler ({name}); try a simpler one")
+        return CompileResult(child.job, "failed", f"the process that compiled the grammar ended with {status}")
 
-    def _tell(self, compiled: Compiled) -> None:
+    def _tell(self, compiled: CompileResult) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next read says that the gateway is gone
             self._socket.sendall(frame(compiled))
 
@@ -202,7 +202,7 @@ def _compile(checker: Checker, ask: Compile, writer: int) -> int:
     return 0
 
 
-def _body(compiled: Compiled) -> bytes:
+def _body(compiled: CompileResult) -> bytes:
     return b"".join(Frames().feed(frame(compiled)))
 
 
@@ -216,7 +216,7 @@ def kill(pid: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class CompilerProcess:
     """A compiler process, and the gateway's end of its socket."""
 
     pid: int
@@ -230,14 +230,14 @@ class Started:
             os.waitpid(self.pid, 0)
 
 
-def fork() -> Started:
+def fork() -> CompilerProcess:
     """A compiler that has imported vLLM already; only for a process of one thread."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     pid = os.fork()
     if pid:
         theirs.close()
-        return Started(pid, ours)
+        return CompilerProcess(pid, ours)
     status = 1
     try:
         die_with(parent)
@@ -255,7 +255,7 @@ def fork() -> Started:
         os._exit(status)
 
 
-def start() -> Started:
+def start() -> CompilerProcess:
     """A compiler that has to import vLLM first.
 
     Raises:
@@ -269,8 +269,8 @@ def start() -> Started:
         except OSError:
             ours.close()
             raise
-    process.returncode = 0  # `Started.end` collects it
-    return Started(process.pid, ours)
+    process.returncode = 0  # `CompilerProcess.end` collects it
+    return CompilerProcess(process.pid, ours)
 
 
 def run(sock: socket.socket) -> None:

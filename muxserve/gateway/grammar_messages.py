@@ -44,7 +44,7 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
     job: int
 
 
-class Compiled(msgspec.Struct, frozen=True):
+class CompileResult(msgspec.Struct, frozen=True):
     """How a job ended.
 
     `refused`: the grammar is no good, or takes too much memory; `slow`: it took more than its CPU time; `failed`: the
@@ -61,10 +61,10 @@ class Compiled(msgspec.Struct, frozen=True):
 
 Command = Compile | Drop
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_results = msgspec.msgpack.Decoder(Compiled)
+_results = msgspec.msgpack.Decoder(CompileResult)
 
 
-def frame(message: Command | Compiled) -> bytes:
+def frame(message: Command | CompileResult) -> bytes:
     """`message` as it is sent."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -75,7 +75,7 @@ def command(body: bytes) -> Command:
     return _commands.decode(body)
 
 
-def result(body: bytes) -> Compiled:
+def result(body: bytes) -> CompileResult:
     """What the compiler said."""
     return _results.decode(body)
 

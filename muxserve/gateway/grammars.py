@@ -20,8 +20,8 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from muxserve.gateway import grammar_compiler
-from muxserve.gateway.grammar_compiler import CHUNK, WALL_FACTOR, WALL_SECONDS, Started
-from muxserve.gateway.grammar_messages import Compile, Compiled, Constraints, Drop, Frames, frame, result
+from muxserve.gateway.grammar_compiler import CHUNK, WALL_FACTOR, WALL_SECONDS, CompilerProcess
+from muxserve.gateway.grammar_messages import Compile, CompileResult, Constraints, Drop, Frames, frame, result
 from muxserve.gateway.grammar_queue import GrammarQueue
 from muxserve.gateway.grammar_size import refusal
 from muxserve.spec import GrammarLimits, ModelSpec
@@ -43,20 +43,20 @@ MOST_TRIES = 2
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class CompileJob:
     """A grammar that compiles, or waits for that, and who wants to know."""
 
     number: int
     key: bytes
     model: ModelSpec
     constraints: Constraints
-    answer: asyncio.Future[Compiled]
+    answer: asyncio.Future[CompileResult]
     wanted_by: int = 0
     tries: int = 0
     silence: asyncio.TimerHandle | None = None
 
 
-class Grammars:
+class GrammarCompilers:
     """The grammars of one gateway's requests.
 
     Args:
@@ -65,13 +65,13 @@ class Grammars:
             is none left, which takes a while.
     """
 
-    def __init__(self, limits: GrammarLimits, compilers: Iterable[Started] = ()) -> None:
+    def __init__(self, limits: GrammarLimits, compilers: Iterable[CompilerProcess] = ()) -> None:
         self.limits = limits
         self._spare = list(compilers)
-        self._compiler: Started | None = None
+        self._compiler: CompilerProcess | None = None
         self._numbers = itertools.count(1)
-        self._jobs: dict[int, Job] = {}
-        self._by_key: dict[bytes, Job] = {}
+        self._jobs: dict[int, CompileJob] = {}
+        self._by_key: dict[bytes, CompileJob] = {}
         self._queue = GrammarQueue(limits.workers)
         self._answers = Answers()
         self._writer: asyncio.StreamWriter | None = None
@@ -121,7 +121,7 @@ class Grammars:
             if compiler is not None:
                 compiler.end()
 
-    def _words(self, compiled: Compiled) -> str:
+    def _words(self, compiled: CompileResult) -> str:
         if compiled.outcome == "slow":
             return (
                 f"compiling the grammar takes more than {self.limits.compile_seconds:g} s of CPU time "
@@ -131,7 +131,7 @@ class Grammars:
 
     # ------------------------------------------------------------ jobs
 
-    async def _compile(self, model: ModelSpec, constraints: Constraints) -> Compiled:
+    async def _compile(self, model: ModelSpec, constraints: Constraints) -> CompileResult:
         body = msgspec.msgpack.encode((model.path, model.engine_args, constraints))
         key = hashlib.sha256(body).digest()
         known = self._answers.get(key)
@@ -145,7 +145,7 @@ class Grammars:
                     HTTPStatus.SERVICE_UNAVAILABLE,
                 )
             future = asyncio.get_running_loop().create_future()
-            job = Job(next(self._numbers), key, model, constraints, future)
+            job = CompileJob(next(self._numbers), key, model, constraints, future)
             self._jobs[job.number] = self._by_key[key] = job
             self._queue.add(job.number, len(body))
             self._go_on()
@@ -157,14 +157,14 @@ class Grammars:
             if not job.wanted_by and not job.answer.done():
                 self._drop(job)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: CompileJob) -> None:
         """Nobody waits for it any more."""
         if self._queue.running(job.number):
             self._send(Drop(job.number))
         self._forget(job)
         self._go_on()
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: CompileJob) -> None:
         if job.silence is not None:
             job.silence.cancel()
         self._queue.remove(job.number)
@@ -183,7 +183,7 @@ class Grammars:
             patience = WALL_FACTOR * seconds + WALL_SECONDS + SILENCE_SECONDS
             job.silence = asyncio.get_running_loop().call_later(patience, self._silent)
 
-    def _take(self, compiled: Compiled) -> None:
+    def _take(self, compiled: CompileResult) -> None:
         job = self._jobs.get(compiled.job)
         if job is None:
             return  # dropped meanwhile
@@ -193,7 +193,7 @@ class Grammars:
             self._end(job, compiled)
         self._go_on()
 
-    def _end(self, job: Job, compiled: Compiled) -> None:
+    def _end(self, job: CompileJob, compiled: CompileResult) -> None:
         self._forget(job)
         if compiled.outcome != "failed":
             self._answers.put(job.key, compiled)
@@ -226,11 +226,11 @@ class Grammars:
                 if self._queue.running(job.number):
                     job.tries += 1
                     if job.tries >= MOST_TRIES:
-                        self._end(job, Compiled(job.number, "failed", "the grammar compiler died"))
+                        self._end(job, CompileResult(job.number, "failed", "the grammar compiler died"))
                     else:
                         self._queue.again(job.number)
 
-    async def _listen(self, compiler: Started) -> None:
+    async def _listen(self, compiler: CompilerProcess) -> None:
         reader, self._writer = await asyncio.open_connection(sock=compiler.socket)
         self._go_on()
         frames = Frames()
@@ -249,17 +249,17 @@ class Answers:
     """What was said of the grammars that came last."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[bytes, tuple[Compiled, int]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[CompileResult, int]] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: bytes) -> Compiled | None:
+    def get(self, key: bytes) -> CompileResult | None:
         """The answer for the grammar of that hash, if it is kept."""
         if key not in self._kept:
             return None
         self._kept.move_to_end(key)
         return self._kept[key][0]
 
-    def put(self, key: bytes, compiled: Compiled) -> None:
+    def put(self, key: bytes, compiled: CompileResult) -> None:
         """Keep an answer."""
         size = len(msgspec.msgpack.encode(compiled))
         self._kept[key] = compiled, size

@@ -12,7 +12,7 @@ from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from muxserve.gateway.priorities import Priority
+from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Tracked
 from muxserve.metrics import Objectives, time_per_token
 from muxserve.spec import ModelSpec
@@ -28,7 +28,7 @@ class HttpRequest:
 
     arrival: float
     disconnected: bool = False
-    priority: Priority = field(default_factory=Priority)
+    priority: RequestLevels = field(default_factory=RequestLevels)
     retry_after: int | None = None
     group: str = ""
     model: str = ""
@@ -42,7 +42,7 @@ class HttpRequest:
 current_http: ContextVar[HttpRequest | None] = ContextVar("current_http", default=None)
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """How a request ended."""
 
     COMPLETED = "completed"
@@ -51,12 +51,12 @@ class Outcome(Enum):
     FAILED = "failed"
 
     @classmethod
-    def of_finish(cls, finish_reason: int) -> Outcome:
+    def of_finish(cls, finish_reason: int) -> RequestOutcome:
         """The outcome for vLLM's finish reason: all but `error` (3) are a complete answer."""
         return cls.FAILED if finish_reason == 3 else cls.COMPLETED
 
     @classmethod
-    def of_cancel(cls, request: Tracked) -> Outcome:
+    def of_cancel(cls, request: Tracked) -> RequestOutcome:
         """The outcome when the front end cancels: because of a stop string, unless the client went away."""
         http = request.context
         return cls.CANCELLED if http is None or http.disconnected else cls.COMPLETED
@@ -119,7 +119,7 @@ class Measures:
         self._objectives[name] = objectives
         for histogram in self._times:
             histogram.labels(name)
-        for outcome in Outcome:
+        for outcome in RequestOutcome:
             self._requests.labels(name, outcome.value)
         for slo in objectives.names:
             self._slo.labels(name, slo, "true")
@@ -136,11 +136,11 @@ class Measures:
         for metric in (*self._times, *self._counts):
             metric.remove_by_labels({"model_name": model})
 
-    def ended(self, request: Tracked, outcome: Outcome, now: float) -> None:
+    def ended(self, request: Tracked, outcome: RequestOutcome, now: float) -> None:
         """Count a request that ended at `now`."""
         name = request.model
         self._requests.labels(name, outcome.value).inc()
-        if outcome is not Outcome.COMPLETED or request.first_token_at is None or request.last_token_at is None:
+        if outcome is not RequestOutcome.COMPLETED or request.first_token_at is None or request.last_token_at is None:
             return
         ttft = request.first_token_at - request.arrival
         self._ttft.labels(name).observe(ttft)

@@ -22,7 +22,7 @@ class Failure(Enum):
 
 
 @dataclass(slots=True)
-class Outbox:
+class RouterOutbox:
     """What is to be done, each in order: messages by unit, messages to the global scheduler, requests that end with an
     error (no longer in the table), and what is to be counted: (model, reason) of requests that are served again, and
     (model, source, destination) of those that moved."""

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from muxserve.gateway.outbox import Failure, Outbox
+from muxserve.gateway.outbox import Failure, RouterOutbox
 from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.wire import Degraded, NotPlaced, Placed, Unplace, Waits
 
@@ -32,7 +32,7 @@ class Placing:
         out: where messages and failures go.
     """
 
-    def __init__(self, table: RequestTable, out: Outbox) -> None:
+    def __init__(self, table: RequestTable, out: RouterOutbox) -> None:
         self.up: set[str] = set()
         self._table = table
         self._out = out

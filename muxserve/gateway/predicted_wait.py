@@ -39,7 +39,7 @@ SMOOTHING = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class WaitingClient:
     """A client's request that was let in at `since`, seconds. Of its `prompts` so many were `submitted` to units, with
     `tokens` in all, and `answered` have their first token."""
 
@@ -62,7 +62,7 @@ class Client:
 
 
 @dataclass(slots=True)
-class Measured:
+class PrefillRate:
     """First tokens, and those of their prompts, in so many seconds; the older, the less each counts."""
 
     at: float = 0.0
@@ -96,13 +96,13 @@ class PredictedWait:
         self.patient = patient
         # In order of arrival: those that wait, of these those without any first token, and those whose wait is no
         # sign of load.
-        self._waiting: dict[object, Client] = {}
-        self._unanswered: dict[object, Client] = {}
-        self._excused: dict[object, Client] = {}
+        self._waiting: dict[object, WaitingClient] = {}
+        self._unanswered: dict[object, WaitingClient] = {}
+        self._excused: dict[object, WaitingClient] = {}
         self._ranks: Counter[int] = Counter()
         self._tokens = 0.0
         self._known = 0
-        self._measured: dict[int, Measured] = {}
+        self._measured: dict[int, PrefillRate] = {}
         self._since = 0.0
         self._depth = 0
         self._gap = 0.0
@@ -117,7 +117,7 @@ class PredictedWait:
             self._since = now
             self._flows = False
             self._above = None
-        client = Client(now, rank, max(1, prompts))
+        client = WaitingClient(now, rank, max(1, prompts))
         self._waiting[key] = self._unanswered[key] = client
         self._ranks[rank] += 1
 
@@ -142,7 +142,7 @@ class PredictedWait:
         if gap > 0.0:
             self._gap = gap if not self._flows else self._gap + SMOOTHING * (gap - self._gap)
         self._flows = True
-        self._measured.setdefault(self._depth.bit_length(), Measured(now)).add(1, tokens, gap, now)
+        self._measured.setdefault(self._depth.bit_length(), PrefillRate(now)).add(1, tokens, gap, now)
         client.answered += 1
         if self._unanswered.pop(key, None) is not None:
             self._judge(now - client.since, now)
@@ -218,12 +218,12 @@ class PredictedWait:
         oldest = next(iter(self._unanswered.values()), None)
         return oldest is not None and self.longest is not None and now - oldest.since >= STANDING * self.longest
 
-    def _weigh(self, client: Client, sign: int) -> None:
+    def _weigh(self, client: WaitingClient, sign: int) -> None:
         if client.submitted:
             self._known += sign
             self._tokens = self._tokens + sign * client.mean_tokens if self._known else 0.0
 
-    def _uncount(self, client: Client) -> None:
+    def _uncount(self, client: WaitingClient) -> None:
         self._weigh(client, -1)
         self._ranks[client.rank] -= 1
         if not self._ranks[client.rank]:

@@ -20,7 +20,7 @@ MOST = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Priority:
+class RequestLevels:
     """The levels of a request, and how many levels each is below the default (negative: above)."""
 
     scheduling: str = NORMAL
@@ -46,7 +46,7 @@ class Priorities:
         self._order = {level.name: place for place, level in enumerate(levels)}
         self._plain = self._of(levels.default, levels.default)
 
-    def of(self, headers: Iterable[tuple[bytes, bytes]], key_level: str | None) -> Priority:
+    def of(self, headers: Iterable[tuple[bytes, bytes]], key_level: str | None) -> RequestLevels:
         """The priority of a request.
 
         A key that has a level of its own cannot be used for more than that: headers may lower it, not raise it.
@@ -83,6 +83,6 @@ class Priorities:
                 "leave the header out",
             )
 
-    def _of(self, scheduling: str, execution: str) -> Priority:
+    def _of(self, scheduling: str, execution: str) -> RequestLevels:
         default = self._order[self._levels.default]
-        return Priority(scheduling, execution, self._order[scheduling] - default, self._order[execution] - default)
+        return RequestLevels(scheduling, execution, self._order[scheduling] - default, self._order[execution] - default)

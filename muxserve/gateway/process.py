@@ -18,7 +18,7 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 
 from muxserve.gateway import grammar_compiler
-from muxserve.gateway.app import Endpoint, with_cors
+from muxserve.gateway.app import GatewayApp, with_cors
 from muxserve.gateway.gateway import Gateway
 from muxserve.gateway.peers import bind_beside
 from muxserve.gateway.protocol import GuardedProtocol
@@ -122,7 +122,7 @@ def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable
 async def _serve(
     fleet: FleetSpec,
     index: int,
-    compilers: list[grammar_compiler.Started],
+    compilers: list[grammar_compiler.CompilerProcess],
     listener: socket.socket,
     room: Room,
     lifeline_fd: int | None,
@@ -141,9 +141,9 @@ async def _serve(
         # What was built stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
-        server = Server(endpoint, on_up, room, fleet.gateway.cors_origins)
+        server = GatewayServer(endpoint, on_up, room, fleet.gateway.cors_origins)
         beside = [bind_beside(fleet, index)] if fleet.gateway.count > 1 else []
-        drain = Drain(gateway, endpoint, server, fleet.gateway.drain_seconds, fleet.gateway.count > 1)
+        drain = ServerDrain(gateway, endpoint, server, fleet.gateway.drain_seconds, fleet.gateway.count > 1)
         loop.add_signal_handler(signal.SIGTERM, drain.begin)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGINT, drain.begin)
@@ -153,11 +153,11 @@ async def _serve(
         beating.cancel()
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """uvicorn that leaves signals to us, says when it listens, and has room for so many connections."""
 
     def __init__(
-        self, endpoint: Endpoint, on_up: Callable[[], None], room: Room, cors_origins: Sequence[str] = ()
+        self, endpoint: GatewayApp, on_up: Callable[[], None], room: Room, cors_origins: Sequence[str] = ()
     ) -> None:
         application: Any = with_cors(endpoint, cors_origins)
         super().__init__(
@@ -210,7 +210,7 @@ class Server(uvicorn.Server):
         return GuardedProtocol(self.config, self.server_state, self.lifespan.state)
 
 
-class Drain:
+class ServerDrain:
     """Ends the server: no new requests, running ones get time to finish. A second call ends it at once.
 
     Where other gateways listen at the same address (`beside`), new connections are left to them, and what still comes
@@ -218,7 +218,9 @@ class Drain:
     server is shutting down.
     """
 
-    def __init__(self, gateway: Gateway, endpoint: Endpoint, server: Server, seconds: float, beside: bool) -> None:
+    def __init__(
+        self, gateway: Gateway, endpoint: GatewayApp, server: GatewayServer, seconds: float, beside: bool
+    ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
         self._server = server

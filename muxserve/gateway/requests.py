@@ -129,7 +129,7 @@ LONGEST_QUIET_SECONDS = 60.0
 
 
 @dataclass(slots=True)
-class Taken:
+class TakenTokens:
     """What a token message brought: `ready` in order for the front end; `dropped` requests that their engine gave up
     although nobody had cancelled them."""
 
@@ -195,13 +195,13 @@ class RequestTable:
 
     # ------------------------------------------------------------ the engines' side
 
-    def outputs(self, entries: Sequence[tuple[str, int, int]], outputs: Sequence[Output], now: float) -> Taken:
+    def outputs(self, entries: Sequence[tuple[str, int, int]], outputs: Sequence[Output], now: float) -> TakenTokens:
         """Take one token message: `entries[i] = (request id, attempt, offset)` belongs to `outputs[i]`.
 
         Outputs of unknown requests and of other attempts are dropped, tokens that were seen are cut off, outputs
         behind a gap wait until it closes.
         """
-        taken = Taken()
+        taken = TakenTokens()
         for (request_id, attempt, offset), output in zip(entries, outputs, strict=True):
             request = self._by_id.get(request_id)
             if request is None or request.attempt != attempt:
@@ -288,7 +288,7 @@ class RequestTable:
 
     # ------------------------------------------------------------ inside
 
-    def _close_gap(self, request: Tracked, now: float, taken: Taken) -> None:
+    def _close_gap(self, request: Tracked, now: float, taken: TakenTokens) -> None:
         early = request.early
         for offset in sorted(early):
             if offset > len(request.emitted):
@@ -300,7 +300,7 @@ class RequestTable:
             request.gap_since = None
             self._gapped.discard(request)
 
-    def _deliver(self, request: Tracked, offset: int, output: Output, now: float, taken: Taken) -> None:
+    def _deliver(self, request: Tracked, offset: int, output: Output, now: float, taken: TakenTokens) -> None:
         seen = len(request.emitted) - offset
         if seen and output.new_token_ids:
             cut(output, seen)

@@ -1,6 +1,7 @@
 """Where each request is served, and how it survives whoever dies, moves or is drained meanwhile.
 
-Pure: no socket, no clock; it is told messages and what becomes of connections, with the time, and answers in `Outbox`.
+Pure: no socket, no clock; it is told messages and what becomes of connections, with the time, and answers in its
+`RouterOutbox`.
 
 The gateway has the last word on where a request is: at (unit, attempt). Within an attempt only `TookOver` moves it. Any
 other way out of a unit begins the next attempt, so that whatever the unit still says or sends is known to be stale.
@@ -12,7 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from muxserve.gateway.outbox import Failure, Outbox
+from muxserve.gateway.outbox import Failure, RouterOutbox
 from muxserve.gateway.placing import Placing
 from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.scheduling.quarantine import is_suspect
@@ -30,7 +31,7 @@ class Router:
 
     def __init__(self, table: RequestTable) -> None:
         self.table = table
-        self.out = Outbox()
+        self.out = RouterOutbox()
         self.placing = Placing(table, self.out)
         # Of each unit scheduler that has greeted, its last epoch.
         self._epochs: dict[str, str] = {}

@@ -29,7 +29,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from muxserve.gateway.app import Served
+from muxserve.gateway.app import ServedApp
 from muxserve.gateway.engine_client import TASKS, UnitEngineClient
 from muxserve.gateway.vllm_metrics import stat_logger
 from muxserve.spec import ModelSpec
@@ -76,7 +76,7 @@ def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
     return ModelFrontEnd(model, client, llm, args, registry)
 
 
-async def serve(front_end: ModelFrontEnd) -> Served:
+async def serve(front_end: ModelFrontEnd) -> ServedApp:
     """vLLM's own OpenAI application over `front_end.llm`, which begins to deliver outputs."""
     front_end.llm._run_output_handler()
     app: FastAPI = build_app(front_end.args, TASKS, front_end.llm.model_config)
@@ -84,7 +84,7 @@ async def serve(front_end: ModelFrontEnd) -> Served:
     # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
     app.state.server = SimpleNamespace(should_exit=False)
     listed = await app.state.openai_serving_models.show_available_models()
-    return Served(app, {card.id: card.model_dump() for card in listed.data}, app.openapi)
+    return ServedApp(app, {card.id: card.model_dump() for card in listed.data}, app.openapi)
 
 
 def end(front_end: ModelFrontEnd) -> None:

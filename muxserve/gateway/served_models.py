@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable
 from prometheus_client.registry import Collector
 
 from muxserve.gateway import seam
-from muxserve.gateway.app import Served
+from muxserve.gateway.app import ServedApp
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.engine_client import UnitEngineClient
-from muxserve.gateway.grammars import Grammars
+from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
 
-class Offered:
+class OfferedModels:
     """The front ends of one gateway.
 
     Args:
@@ -33,10 +33,10 @@ class Offered:
         self,
         broker: Broker,
         limiter: ConcurrencyLimiter,
-        grammars: Grammars,
+        grammars: GrammarCompilers,
         left: Callable[[], None],
     ) -> None:
-        self.models: dict[str, Served] = {}
+        self.models: dict[str, ServedApp] = {}
         self._broker = broker
         self._limiter = limiter
         self._grammars = grammars

@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 1.0
 BRIEF_SECONDS = 0.05
 
 
-class Asked(Protocol):
+class UnitStates(Protocol):
     """Who asks units: the broker."""
 
     def unit_is_up(self, unit: str) -> bool:
@@ -32,7 +32,7 @@ class Asked(Protocol):
 class UnitStatus:
     """A unit's state as last heard, at most `MAX_AGE_SECONDS` old after `refresh`."""
 
-    def __init__(self, entry: UnitEntry, broker: Asked, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, entry: UnitEntry, broker: UnitStates, clock: Callable[[], float] = time.monotonic) -> None:
         self.entry = entry
         self.state: dict[str, Any] = {}
         self.answered = False

@@ -12,7 +12,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from muxserve.gateway.app import POSTS, Page, Served
+from muxserve.gateway.app import POSTS, Page, ServedApp
 from muxserve.gateway.errors import Send, respond, respond_json
 from muxserve.gateway.peers import FULL, OWN_METRICS, Peers, joined
 from muxserve.gateway.reports import Reports
@@ -22,7 +22,7 @@ from muxserve.gateway.vllm_metrics import Lean
 FULL_METRICS = "/metrics" + FULL
 
 
-class Pages:
+class StatusRoutes:
     """Answers GET requests about the server."""
 
     # Without a key: what load balancers and scrapers ask.
@@ -39,7 +39,7 @@ class Pages:
         own_metrics: Collector,
         peers: Peers,
         vllm_version: str,
-        models: Mapping[str, Served],
+        models: Mapping[str, ServedApp],
     ) -> None:
         self._status = status
         # Whether all that is there is asked for -> of this gateway.

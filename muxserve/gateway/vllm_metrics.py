@@ -106,7 +106,7 @@ def _nonzero(family: Metric) -> Iterator[Sample]:
     return (each for each in family.samples if each.value or set(each.labels) <= plain)
 
 
-class Merged(Collector):
+class JoinedMetrics(Collector):
     """Several sources of metrics as one: samples of equal names come out under one heading.
 
     Args:

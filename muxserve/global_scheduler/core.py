@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from muxserve.global_scheduler.model_scheduler import ModelScheduler
 from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
-from muxserve.global_scheduler.outbox import Client, Destination, Outbox, Unit
+from muxserve.global_scheduler.outbox import Destination, Outbox, ToClient, ToUnit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.net.sockets import tcp_address
 from muxserve.replicas.priorities import Levels
@@ -83,24 +83,24 @@ class SchedulerCore:
     def handle(self, peer: Destination, message: Message, now: float) -> None:
         """Take in a message."""
         match peer, message:
-            case Unit(name), Loads():
+            case ToUnit(name), Loads():
                 self._loads(name, message, now)
-            case Unit(name), RollingReport():
+            case ToUnit(name), RollingReport():
                 self._rolled(name, message, now)
-            case Client(identity), Place():
+            case ToClient(identity), Place():
                 self._place(identity, message, now)
-            case Client(identity), Unplace():
+            case ToClient(identity), Unplace():
                 self._unplace(identity, message)
-            case Client(identity), ControllerHello():
+            case ToClient(identity), ControllerHello():
                 log.info("the controller is here")
                 self._out.controller_is(identity)
-            case Client(), StartFailed():
+            case ToClient(), StartFailed():
                 model_scheduler = self._model_schedulers.get(message.model)
                 if model_scheduler is not None:
                     model_scheduler.start_failed(message.reason, now)
-            case Client(), DrainReplicas():
+            case ToClient(), DrainReplicas():
                 self._drain(message, now)
-            case Client(identity), StateRequest():
+            case ToClient(identity), StateRequest():
                 self._out.to_client(identity, StateReply(self.state(now)))
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
@@ -131,7 +131,7 @@ class SchedulerCore:
 
     def returned(self, peer: Destination, message: Message) -> None:
         """A message could not be sent, since there is nobody of that identity."""
-        if isinstance(peer, Client):
+        if isinstance(peer, ToClient):
             self._out.returned(peer.identity, message)
             for model_scheduler in self._model_schedulers.values():
                 model_scheduler.forget(peer.identity)

@@ -8,20 +8,20 @@ from muxserve.wire import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ToUnit:
     """A unit scheduler, reached over a socket of its own."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ToClient:
     """A gateway or the controller, by its identity at the global scheduler's ROUTER."""
 
     identity: bytes
 
 
-Destination = Unit | Client
+Destination = ToUnit | ToClient
 
 
 class Outbox:
@@ -29,16 +29,16 @@ class Outbox:
 
     def __init__(self) -> None:
         self._messages: list[tuple[Destination, Message]] = []
-        self._controller: Client | None = None
+        self._controller: ToClient | None = None
         self._kept: list[Message] = []
 
     def to_unit(self, unit: str, message: Message) -> None:
         """For the scheduler of that unit."""
-        self._messages.append((Unit(unit), message))
+        self._messages.append((ToUnit(unit), message))
 
     def to_client(self, identity: bytes, message: Message) -> None:
         """For a gateway, or whoever has asked."""
-        self._messages.append((Client(identity), message))
+        self._messages.append((ToClient(identity), message))
 
     def to_controller(self, message: Message) -> None:
         """For the controller."""
@@ -49,14 +49,14 @@ class Outbox:
 
     def controller_is(self, identity: bytes) -> None:
         """The controller has greeted."""
-        self._controller = Client(identity)
+        self._controller = ToClient(identity)
         for message in self._kept:
             self._messages.append((self._controller, message))
         self._kept = []
 
     def returned(self, identity: bytes, message: Message) -> None:
         """There is nobody of that identity (any more); what was for the controller waits for the next one."""
-        if self._controller == Client(identity):
+        if self._controller == ToClient(identity):
             self._controller = None
             self._kept.append(message)
 

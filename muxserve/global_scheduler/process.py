@@ -15,7 +15,7 @@ import time
 import zmq
 
 from muxserve.global_scheduler.core import SchedulerCore
-from muxserve.global_scheduler.outbox import Client, Destination, Unit
+from muxserve.global_scheduler.outbox import Destination, ToClient, ToUnit
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.peer import Peer
 from muxserve.net.process import Signals
@@ -27,7 +27,7 @@ from muxserve.wire import Message, SchedulerHello
 log = logging.getLogger("muxserve.global_scheduler")
 
 
-class GlobalScheduler:
+class GlobalSchedulerServer:
     """The sockets and the loop.
 
     Args:
@@ -55,12 +55,12 @@ class GlobalScheduler:
             for name, unit in list(self._units.items()):
                 if unit.socket in ready:
                     for message in unit.messages():
-                        self._take_in(Unit(name), message)
+                        self._take_in(ToUnit(name), message)
                 if unit.monitor in ready and unit.ended():
                     core.unit_gone(name, time.monotonic())
             if loop.router in ready:
                 for identity, message in loop.messages():
-                    self._take_in(Client(identity), message)
+                    self._take_in(ToClient(identity), message)
             for destination, answer in core.turn(time.monotonic()):
                 self._send(destination, answer)
 
@@ -74,7 +74,7 @@ class GlobalScheduler:
         self._loop.inbox.handle(message, source, self._core.handle, source, message, time.monotonic())
 
     def _send(self, destination: Destination, message: Message) -> None:
-        if isinstance(destination, Client):
+        if isinstance(destination, ToClient):
             if not self._loop.send(destination.identity, message):
                 log.info("%r is not there to be told of %s", destination.identity, type(message).__name__)
                 self._core.returned(destination, message)
@@ -121,7 +121,7 @@ PROGRAM = ServerProgram(
     what="a fleet",
     load=load_fleet,
     address=lambda fleet: fleet.scheduler_address,
-    make=GlobalScheduler,
+    make=GlobalSchedulerServer,
     signals=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
 )
 main = PROGRAM.main

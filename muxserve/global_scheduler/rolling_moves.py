@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from muxserve.global_scheduler.rolling_state import Brought
+from muxserve.global_scheduler.rolling_state import MigratedProgress
 from muxserve.rolling.draining import destinations
 from muxserve.rolling.member import Admitted, Member
 from muxserve.rolling.scheduler import RollingScheduler
@@ -20,7 +20,7 @@ NAMED_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class DepartedRequest:
     """A request that left a replica which is being drained, when, and the seconds that it had saved."""
 
     was: Admitted
@@ -28,12 +28,12 @@ class Left:
     at: float
 
 
-class Moves:
+class RollingMoves:
     """Those of one model. `pairs` has the destination of each replica that gives its decodes away."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, str] = {}
-        self._left: dict[str, Left] = {}
+        self._left: dict[str, DepartedRequest] = {}
 
     def pair(
         self, scheduler: RollingScheduler, up: Iterable[str], alike: Callable[[str, str], bool], now: float
@@ -52,22 +52,22 @@ class Moves:
 
     def brought(
         self, report: RollingReport, member: Member, scheduler: RollingScheduler, now: float
-    ) -> dict[str, Brought]:
+    ) -> dict[str, MigratedProgress]:
         """What the requests of a report that came to `member` with their KV had where they were, which they have left
         by that."""
-        found: dict[str, Brought] = {}
+        found: dict[str, MigratedProgress] = {}
         for request in report.requests:
             key = request.request_id
             left = self._left.pop(key, None)
             if request.decoding_seconds is None:
                 continue  # it is computed anew
             if left is not None:
-                found[key] = Brought(left.saved, left.at, left.was.since)
+                found[key] = MigratedProgress(left.saved, left.at, left.was.since)
                 continue
             for source in scheduler.draining.values():
                 was = source.left(key, now) if source is not member else None
                 if was is not None:
-                    found[key] = Brought(source.saved_by(was, now), now, was.since)
+                    found[key] = MigratedProgress(source.saved_by(was, now), now, was.since)
         return found
 
     def left(self, member: Member, ended: Iterable[tuple[str, Admitted]], now: float) -> list[tuple[str, Admitted]]:
@@ -77,7 +77,7 @@ class Moves:
         ends = []
         for key, was in ended:
             if was.prefilled:
-                self._left[key] = Left(was, member.saved_by(was, now), now)
+                self._left[key] = DepartedRequest(was, member.saved_by(was, now), now)
             else:
                 ends.append((key, was))
         return ends
@@ -86,7 +86,7 @@ class Moves:
         """The request begins another life."""
         self._left.pop(request_id, None)
 
-    def ended(self, now: float) -> list[tuple[str, Left]]:
+    def ended(self, now: float) -> list[tuple[str, DepartedRequest]]:
         """Those that nobody has named in time: they have ended."""
         ended = [(key, left) for key, left in self._left.items() if now - left.at >= NAMED_SECONDS]
         for key, _ in ended:

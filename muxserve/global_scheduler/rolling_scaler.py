@@ -19,7 +19,7 @@ SPARE_MEMORY = 0.5
 
 
 @dataclass(slots=True)
-class Timed:
+class PendingRequest:
     """A request that somebody wants: when it came, and whether it has its first token."""
 
     arrival: float
@@ -37,7 +37,7 @@ class RollingScaler:
         self._attainment = Attainment(
             ScalingRules(patience=bounds.hold, idle=IDLE, least=max(1, bounds.minimum), most=bounds.maximum)
         )
-        self._requests: dict[str, Timed] = {}
+        self._requests: dict[str, PendingRequest] = {}
         self._busy = 0.0
         self._looked = now
         self._idle_since: float | None = None
@@ -46,7 +46,7 @@ class RollingScaler:
 
     def came(self, request_id: str, arrival: float) -> None:
         """Somebody wants it served; its first arrival counts."""
-        self._requests.setdefault(request_id, Timed(arrival))
+        self._requests.setdefault(request_id, PendingRequest(arrival))
 
     def take(self, report: RollingReport, ended: Iterable[tuple[str, Admitted]], member: Member, now: float) -> None:
         """What a replica reports, and which requests have left it.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from muxserve.global_scheduler.loads import as_load
 from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
-from muxserve.global_scheduler.rolling_moves import Moves
+from muxserve.global_scheduler.rolling_moves import RollingMoves
 from muxserve.global_scheduler.rolling_scaler import RollingScaler
 from muxserve.global_scheduler.rolling_state import apply, promise, rebuild, show
 from muxserve.replicas.priorities import PriorityError
@@ -34,18 +34,18 @@ NAMED_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Placement:
+class PendingPlacement:
     """A request on its way to `unit`, expected until then."""
 
     unit: str
     until: float
 
 
-class Placements:
+class PendingPlacements:
     """Those of one model."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, Placement] = {}
+        self._sent: dict[str, PendingPlacement] = {}
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -61,7 +61,7 @@ class Placements:
 
     def sent(self, request_id: str, unit: str, now: float) -> None:
         """The request was sent there."""
-        self._sent[request_id] = Placement(unit, now + NAMED_SECONDS)
+        self._sent[request_id] = PendingPlacement(unit, now + NAMED_SECONDS)
 
     def take_back(self, request_id: str) -> str:
         """The request is not expected any more; returns where it was, or ""."""
@@ -100,8 +100,8 @@ class RollingModelScheduler(ModelSchedulerBase):
         self._scaler = self._make_scaler(now)
         # Members of which the requests are known, but not the load.
         self._apart: dict[str, Member] = {}
-        self._placements = Placements()
-        self._moves = Moves()
+        self._placements = PendingPlacements()
+        self._moves = RollingMoves()
         # Draining because of the load; those stay when they are needed after all.
         self._draining: set[str] = set()
         self._asked_at: dict[str, float] = {}

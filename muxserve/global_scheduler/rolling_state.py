@@ -14,11 +14,11 @@ from muxserve.wire import RollingReport, RollingRequest
 # Tokens that an answer is expected to have at most, since nobody knows: `max_tokens` is often all that the model can
 # do. Answers that outgrow it are the replica's business, which preempts when it has no room.
 EXPECTED_OUTPUT = 256
-_NOTHING: Mapping[str, Brought] = {}
+_NOTHING: Mapping[str, MigratedProgress] = {}
 
 
 @dataclass(slots=True)
-class News:
+class RollingNews:
     """What a report has told: the requests that it names, and those that have ended, with what they were."""
 
     named: list[str] = field(default_factory=list)
@@ -26,7 +26,7 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class MigratedProgress:
     """What a request that came with its KV had before, in another replica: the time it had saved (seconds) at `at`, and
     since when it decodes; None: it had not begun."""
 
@@ -78,8 +78,8 @@ def apply(
     rules: RollingRules,
     unnamed: Container[str],
     now: float,
-    brought: Mapping[str, Brought] = _NOTHING,
-) -> News:
+    brought: Mapping[str, MigratedProgress] = _NOTHING,
+) -> RollingNews:
     """What has happened in the replica since its last report.
 
     Args:
@@ -87,7 +87,7 @@ def apply(
             them is about former lives.
         brought: of those that came with their KV, what is known from where they were.
     """
-    news = News()
+    news = RollingNews()
     member.counted(report.steps)
     came = {request.request_id for request in report.requests}
     for request in report.requests:
@@ -133,7 +133,9 @@ def show(load: InstanceLoad, member: Member | None, spared: float | None, now: f
     return shown
 
 
-def _came(member: Member, request: RollingRequest, rules: RollingRules, brought: Brought | None, now: float) -> None:
+def _came(
+    member: Member, request: RollingRequest, rules: RollingRules, brought: MigratedProgress | None, now: float
+) -> None:
     if request.decoding_seconds is not None:
         tokens = promise(request.tokens, request.max_tokens, member.capacity)
         since, place = now - request.decoding_seconds, None

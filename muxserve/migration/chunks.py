@@ -56,7 +56,7 @@ class TokenBucket:
             self._at = now
 
 
-class State(Enum):
+class MoveState(Enum):
     """Where a move stands."""
 
     OPENING = auto()  # asked the other side for blocks
@@ -67,7 +67,7 @@ class State(Enum):
 
 
 @dataclass(slots=True)
-class Move:
+class OutgoingMove:
     """One request on its way out.
 
     `held` are its blocks over there. Of the stage, blocks up to number `next` have been begun and up to `done` are
@@ -83,7 +83,7 @@ class Move:
     since: float
     heard: float
     signed: float
-    state: State = State.OPENING
+    state: MoveState = MoveState.OPENING
     asked: int = 0
     held: list[int] = field(default_factory=list)
     joined: bool = False
@@ -123,7 +123,7 @@ class Chunks:
     """
 
     def __init__(
-        self, moves: Mapping[str, Move], shapes: Mapping[str, ModelShape], ranks: int, bandwidth: TokenBucket
+        self, moves: Mapping[str, OutgoingMove], shapes: Mapping[str, ModelShape], ranks: int, bandwidth: TokenBucket
     ) -> None:
         self._moves = moves
         self._shapes = shapes
@@ -132,11 +132,11 @@ class Chunks:
         self._turns: deque[str] = deque()
         self._running = 0
 
-    def block_bytes(self, move: Move) -> int:
+    def block_bytes(self, move: OutgoingMove) -> int:
         """Bytes of one block, over all ranks."""
         return self._ranks * self._shapes[move.model].block_bytes
 
-    def queue(self, move: Move) -> None:
+    def queue(self, move: OutgoingMove) -> None:
         """The move has a stage to be copied."""
         self._turns.append(move.move)
 
@@ -150,7 +150,7 @@ class Chunks:
             return None
         for _ in range(len(self._turns)):
             move = self._moves.get(self._turns.popleft())
-            if move is None or move.state is not State.COPYING or move.next == move.end:
+            if move is None or move.state is not MoveState.COPYING or move.next == move.end:
                 continue
             if move.streamed and move.window >= WINDOW:
                 self._turns.append(move.move)
@@ -166,7 +166,7 @@ class Chunks:
                 return ready
         return math.inf
 
-    def _begin(self, move: Move, now: float) -> Chunk:
+    def _begin(self, move: OutgoingMove, now: float) -> Chunk:
         per_block = self.block_bytes(move)
         count = max(1, (SEND_BYTES if move.streamed else COPY_BYTES) // per_block)
         first, last = move.next, min(move.next + count, move.end)

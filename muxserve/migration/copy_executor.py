@@ -12,12 +12,12 @@ from collections.abc import Callable
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.migration.local_pool import LocalPool
 from muxserve.migration.remote_pools import RemotePools
-from muxserve.migration.tasks import CopyOver, Failed, Gather, Join, Leave, Outcome, Task, Tidy, Write
+from muxserve.migration.tasks import CopyOver, Gather, JoinPool, LeavePool, Outcome, Task, TaskFailed, Tidy, Write
 
 log = logging.getLogger(__name__)
 
 
-class Worker:
+class CopyWorker:
     """Does tasks in order. `done_fd` becomes readable when outcomes can be taken with `done`.
 
     A task may be done at once by the caller's thread, if the other one has nothing to do: handing it over and back can
@@ -83,10 +83,10 @@ class CopyExecutor:
         try:
             return self._do(task)
         except (MemoryManagerGone, MemoryManagerError, IndexError, ValueError) as error:
-            return Failed(str(error))
+            return TaskFailed(str(error))
         except Exception as error:
             log.exception("%s failed", type(task).__name__)
-            return Failed(f"{type(error).__name__}: {error}")
+            return TaskFailed(f"{type(error).__name__}: {error}")
 
     def _do(self, task: Task) -> Outcome:
         match task:
@@ -100,9 +100,9 @@ class CopyExecutor:
             case Write():
                 with self._local.writing(task.model, task.life) as pages:
                     pages[task.rank].scatter(task.data, task.blocks)
-            case Join():
+            case JoinPool():
                 return self._remote.join(task)
-            case Leave():
+            case LeavePool():
                 self._remote.leave(task.move)
             case Tidy():
                 self._remote.tidy()

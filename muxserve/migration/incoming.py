@@ -15,7 +15,7 @@ from typing import Protocol
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.migration.pages import ModelShape
-from muxserve.migration.tasks import Buffer, Failed, Outcome, Task, Write
+from muxserve.migration.tasks import Buffer, Outcome, Task, TaskFailed, Write
 from muxserve.wire import (
     Message,
     MovingIn,
@@ -290,7 +290,7 @@ class Incoming:
             self._written_late(task)
             return
         arrival.written += 1
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, TaskFailed):
             self._refuse(arrival, outcome.reason)
             return
         while arrival.pending and arrival.pending[0][1] <= arrival.written and not arrival.over:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-from muxserve.migration.chunks import Chunks, Move, State, TokenBucket
+from muxserve.migration.chunks import Chunks, MoveState, OutgoingMove, TokenBucket
 from muxserve.migration.pages import ModelShape
-from muxserve.migration.tasks import CopyOver, Failed, Gather, Join, Leave, Outcome, Task
+from muxserve.migration.tasks import CopyOver, Gather, JoinPool, LeavePool, Outcome, Task, TaskFailed
 from muxserve.wire import (
     Message,
     MoveAbort,
@@ -73,7 +73,7 @@ class Outgoing:
         bandwidth: TokenBucket,
         effects: OutgoingEffects,
     ) -> None:
-        self.moves: dict[str, Move] = {}
+        self.moves: dict[str, OutgoingMove] = {}
         self._unit = unit
         self._epoch = epoch
         self._machine = machine
@@ -93,9 +93,9 @@ class Outgoing:
             if message.model not in self._shapes:
                 self._effects.tell_unit(MoveFailed(message.move, f"this unit has no model {message.model!r}"))
                 return
-            move = Move(message.move, message.model, message.address, message, now, now, now, now)
+            move = OutgoingMove(message.move, message.model, message.address, message, now, now, now, now)
             self.moves[message.move] = move
-        elif move.state is not State.IDLE:
+        elif move.state is not MoveState.IDLE:
             self._fail(move, "a stage was asked for before the one before was over")
             return
         elif message.since > move.until:
@@ -105,7 +105,7 @@ class Outgoing:
         move.stage, move.began, move.next, move.done = message, now, message.since, message.since
         move.asked = max(message.reserve, move.end - len(move.held), 0)
         if move.asked or first:
-            self._enter(move, State.OPENING, now)
+            self._enter(move, MoveState.OPENING, now)
             layout = self._shapes[move.model].layout
             opening = PeerOpen(move.move, self._unit, self._epoch, move.model, layout, move.asked, self._machine)
             self._tell(move, opening, now)
@@ -117,23 +117,23 @@ class Outgoing:
         move = self.moves.get(message.move)
         if move is None:
             self._effects.tell_unit(MoveFailed(message.move, "the move is over already"))
-        elif move.state is not State.IDLE:
+        elif move.state is not MoveState.IDLE:
             self._fail(move, "it was to be handed over before its last stage was over")
         else:
             self._leave(move)
-            self._enter(move, State.COMMITTING, now)
+            self._enter(move, MoveState.COMMITTING, now)
             self._tell(move, PeerCommit(move.move, message.request), now)
 
     def abort(self, message: MoveAbort, now: float) -> None:
         """The unit scheduler wants the move undone. Once handed over, it is not in our hands."""
         move = self.moves.get(message.move)
-        if move is not None and move.state is not State.COMMITTING:
+        if move is not None and move.state is not MoveState.COMMITTING:
             self._end(move, tell_peer=True)
 
     def unit_lost(self) -> None:
         """The unit scheduler is gone, or new: nobody wants any of this."""
         for move in list(self.moves.values()):
-            self._end(move, tell_peer=move.state is not State.COMMITTING)
+            self._end(move, tell_peer=move.state is not MoveState.COMMITTING)
 
     # ------------------------------------------------------------ the other migrator
 
@@ -150,7 +150,7 @@ class Outgoing:
             case PeerStaged():
                 self._acknowledged(move, now)
             case PeerCommitted():
-                if move.state is State.COMMITTING:
+                if move.state is MoveState.COMMITTING:
                     del self.moves[move.move]
                     self._effects.tell_unit(MoveCommitted(move.move))
             case PeerRefused():
@@ -160,11 +160,11 @@ class Outgoing:
         """Nobody is at `address` any more."""
         for move in [m for m in self.moves.values() if m.address == address]:
             # What it had been told to hand over, it may have handed over.
-            self._end(move, tell_peer=False, reason=reason, uncertain=move.state is State.COMMITTING)
+            self._end(move, tell_peer=False, reason=reason, uncertain=move.state is MoveState.COMMITTING)
 
     def memory_lost(self) -> None:
         """This unit's memory manager died, and with it what its blocks held. What was committed is over there."""
-        for move in [m for m in self.moves.values() if m.state is not State.COMMITTING]:
+        for move in [m for m in self.moves.values() if m.state is not MoveState.COMMITTING]:
             self._fail(move, "the memory manager died")
 
     # ------------------------------------------------------------ tasks
@@ -173,13 +173,13 @@ class Outgoing:
         """A task is done."""
         if isinstance(task, (CopyOver, Gather)):
             self._chunks.done()
-        move = self.moves.get(task.move) if isinstance(task, (Join, CopyOver, Gather)) else None
+        move = self.moves.get(task.move) if isinstance(task, (JoinPool, CopyOver, Gather)) else None
         if move is None:
             return
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, TaskFailed):
             self._fail(move, outcome.reason)
             return
-        if isinstance(task, Join):
+        if isinstance(task, JoinPool):
             move.streamed = not outcome
             self._copy(move, now)
         elif isinstance(task, CopyOver):
@@ -208,26 +208,26 @@ class Outgoing:
         due = min((move.signed + SIGN_SECONDS for move in self.moves.values()), default=math.inf)
         return min(due, self._chunks.wakeup(now))
 
-    def _mind(self, move: Move, now: float) -> None:
+    def _mind(self, move: OutgoingMove, now: float) -> None:
         waited = now - move.since
-        if move.state is State.OPENING and waited > OPEN_SECONDS:
+        if move.state is MoveState.OPENING and waited > OPEN_SECONDS:
             self._fail(move, f"no answer from the migrator at {move.address}")
-        elif move.state is State.COMMITTING and waited > COMMIT_SECONDS:
+        elif move.state is MoveState.COMMITTING and waited > COMMIT_SECONDS:
             reason = f"the migrator at {move.address} does not say whether its unit has the request"
             self._end(move, tell_peer=False, reason=reason, uncertain=True)
-        elif move.state is State.IDLE and waited > IDLE_SECONDS:
+        elif move.state is MoveState.IDLE and waited > IDLE_SECONDS:
             self._fail(move, "the unit scheduler does not go on with it")
         elif move.sent and now - move.heard > SILENCE_SECONDS:
             self._fail(move, f"the migrator at {move.address} is silent")
         elif now - move.signed >= SIGN_SECONDS:
             move.signed = now
-            if move.state in (State.JOINING, State.COPYING, State.IDLE):
+            if move.state in (MoveState.JOINING, MoveState.COPYING, MoveState.IDLE):
                 self._tell_staged(move, move.until, now)
 
     # ------------------------------------------------------------ one move
 
-    def _opened(self, move: Move, message: PeerOpened, now: float) -> None:
-        if move.state is not State.OPENING:
+    def _opened(self, move: OutgoingMove, message: PeerOpened, now: float) -> None:
+        if move.state is not MoveState.OPENING:
             self._fail(move, "the other migrator has set blocks aside that were not asked for")
             return
         if len(message.blocks) != move.asked:
@@ -235,9 +235,9 @@ class Outgoing:
             return
         move.held += message.blocks
         if message.machine == self._machine and message.key and not move.streamed:
-            self._enter(move, State.JOINING, now)
+            self._enter(move, MoveState.JOINING, now)
             self._effects.start(
-                Join(
+                JoinPool(
                     move.move,
                     move.model,
                     message.memory_socket,
@@ -252,14 +252,14 @@ class Outgoing:
             move.streamed = move.streamed or bool(message.blocks)
             self._copy(move, now)
 
-    def _copy(self, move: Move, now: float) -> None:
-        self._enter(move, State.COPYING, now)
+    def _copy(self, move: OutgoingMove, now: float) -> None:
+        self._enter(move, MoveState.COPYING, now)
         if move.done == move.end:
             self._staged(move, now)
         else:
             self._chunks.queue(move)
 
-    def _acknowledged(self, move: Move, now: float) -> None:
+    def _acknowledged(self, move: OutgoingMove, now: float) -> None:
         until = move.sent.popleft() if move.sent else -1
         if until < 0:
             return
@@ -268,20 +268,20 @@ class Outgoing:
         if move.done == move.end:
             self._staged(move, now)
 
-    def _staged(self, move: Move, now: float) -> None:
+    def _staged(self, move: OutgoingMove, now: float) -> None:
         move.until = max(move.until, move.end)
-        self._enter(move, State.IDLE, now)
+        self._enter(move, MoveState.IDLE, now)
         size = len(move.stage.blocks) * self._chunks.block_bytes(move)
         self._effects.tell_unit(MoveStaged(move.move, move.end, now - move.began, size))
 
-    def _enter(self, move: Move, state: State, now: float) -> None:
+    def _enter(self, move: OutgoingMove, state: MoveState, now: float) -> None:
         move.state, move.since = state, now
 
-    def _tell(self, move: Move, message: Message, now: float, pages: object = None) -> None:
+    def _tell(self, move: OutgoingMove, message: Message, now: float, pages: object = None) -> None:
         move.signed = now
         self._effects.tell_peer(move.address, message, pages)
 
-    def _tell_staged(self, move: Move, until: int, now: float, pages: bool = False) -> None:
+    def _tell_staged(self, move: OutgoingMove, until: int, now: float, pages: bool = False) -> None:
         if not move.sent:
             move.heard = now  # silence counts from what was asked
         move.sent.append(until if pages else -1)
@@ -289,12 +289,12 @@ class Outgoing:
 
     # ------------------------------------------------------------ the end
 
-    def _fail(self, move: Move, reason: str) -> None:
+    def _fail(self, move: OutgoingMove, reason: str) -> None:
         """It went wrong. What was handed over already stays so, whatever comes."""
-        committing = move.state is State.COMMITTING
+        committing = move.state is MoveState.COMMITTING
         self._end(move, tell_peer=not committing, reason=reason, uncertain=committing)
 
-    def _end(self, move: Move, tell_peer: bool, reason: str = "", uncertain: bool = False) -> None:
+    def _end(self, move: OutgoingMove, tell_peer: bool, reason: str = "", uncertain: bool = False) -> None:
         del self.moves[move.move]
         if tell_peer:
             self._effects.tell_peer(move.address, PeerAbort(move.move))
@@ -302,8 +302,8 @@ class Outgoing:
         if reason:
             self._effects.tell_unit(MoveFailed(move.move, reason, uncertain))
 
-    def _leave(self, move: Move) -> None:
+    def _leave(self, move: OutgoingMove) -> None:
         # Tasks are done in order: by then nothing is written for the move any more.
         if move.joined:
-            self._effects.start(Leave(move.move))
+            self._effects.start(LeavePool(move.move))
             move.joined = False

@@ -19,7 +19,7 @@ import zmq
 
 from muxserve import spec
 from muxserve.migration.chunks import TokenBucket
-from muxserve.migration.copy_executor import CopyExecutor, Worker
+from muxserve.migration.copy_executor import CopyExecutor, CopyWorker
 from muxserve.migration.incoming import Incoming
 from muxserve.migration.local_pool import LocalPool
 from muxserve.migration.outgoing import Outgoing
@@ -80,7 +80,7 @@ class Migrator:
         address = unit_spec.unit_address
         self._unit = Peer(context, poller, "the unit scheduler", address, "migrator", hello=hello, answer=Reset)
         self._migrators = RemoteMigrators(context, poller, name, unit_spec.keys)
-        self._worker = Worker(CopyExecutor(self._local, self._remote).do, NICE)
+        self._worker = CopyWorker(CopyExecutor(self._local, self._remote).do, NICE)
         poller.register(self._worker.done_fd, zmq.POLLIN)
         self._memory_at = self._tidy_at = -math.inf
         self._bound = False

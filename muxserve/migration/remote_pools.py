@@ -19,7 +19,7 @@ import numpy as np
 from muxserve.memory import MemoryManagerError, MemoryManagerGone, _native
 from muxserve.memory.client import MemoryClient
 from muxserve.migration.pages import MakePages, Pages, of_all_ranks
-from muxserve.migration.tasks import Join
+from muxserve.migration.tasks import JoinPool
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RemotePools:
         self._by_socket: dict[str, RemotePool] = {}
         self._of_move: dict[str, RemotePool] = {}
 
-    def join(self, task: Join) -> bool:
+    def join(self, task: JoinPool) -> bool:
         """Hold the blocks of `task.key` as well; false if that memory cannot be reached from here.
 
         Raises:
@@ -114,7 +114,7 @@ class RemotePools:
         self._by_socket.clear()
         self._of_move.clear()
 
-    def _reach(self, task: Join) -> RemotePool:
+    def _reach(self, task: JoinPool) -> RemotePool:
         known = self._by_socket.get(task.memory_socket)
         if known is not None and not known.lives:
             # What was held in that life of the manager is gone.

@@ -12,7 +12,7 @@ Buffer = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class JoinPool:
     """Hold the blocks that the other migrator has set aside for `move`, too, so as to write into them.
 
     Outcome: whether that is possible. It is not where the other memory manager or its pools cannot be reached.
@@ -50,7 +50,7 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class LeavePool:
     """Let go of everything that was joined for `move`. Outcome: none."""
 
     move: str
@@ -75,14 +75,14 @@ class Tidy:
     """Let go of memory managers that nothing has been moved to for a while. Outcome: none."""
 
 
-Task = Union[Join, CopyOver, Gather, Leave, Write, Tidy]
+Task = Union[JoinPool, CopyOver, Gather, LeavePool, Write, Tidy]
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class TaskFailed:
     """The outcome of a task that could not be done; `reason` in words."""
 
     reason: str
 
 
-Outcome = Union[None, bool, list[Buffer], Failed]
+Outcome = Union[None, bool, list[Buffer], TaskFailed]

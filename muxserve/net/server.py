@@ -133,7 +133,7 @@ def shown(peer: bytes) -> str:
     return peer.decode(errors="backslashreplace")
 
 
-class Server(Protocol):
+class Runnable(Protocol):
     """What such a program runs."""
 
     def run(self) -> None:
@@ -161,7 +161,7 @@ class ServerProgram(Generic[S]):
     what: str
     load: Callable[[str], S]
     address: Callable[[S], str]
-    make: Callable[[S, str, Signals], Server]
+    make: Callable[[S, str, Signals], Runnable]
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
     def main(self, arguments: list[str] | None = None) -> int:

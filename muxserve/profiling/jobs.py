@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from muxserve.engine.synthetic import Made, Wanted, frame
+from muxserve.engine.synthetic import RequestBodies, RequestsWanted, frame
 from muxserve.memory.client import MemoryClient
 from muxserve.memory.errors import MemoryManagerError
 from muxserve.profiling.contention import Sample
@@ -59,12 +59,12 @@ class Bodies:
             if len(spare) < count:
                 # More than asked for, so that an engine that works through many of them need not wait for each.
                 more = max(count, min(_AHEAD, _AHEAD_TOKENS // prompt_tokens))
-                spare += await self._ask(Wanted(more, prompt_tokens, max_tokens, vocabulary, next(self._seeds)))
+                spare += await self._ask(RequestsWanted(more, prompt_tokens, max_tokens, vocabulary, next(self._seeds)))
         made = spare[-count:]
         del spare[-count:]
         return made
 
-    async def _ask(self, wanted: Wanted) -> list[bytes]:
+    async def _ask(self, wanted: RequestsWanted) -> list[bytes]:
         if not self._ready:
             await self._answer()
             self._ready = True
@@ -73,12 +73,12 @@ class Bodies:
         self._process.stdin.write(frame(wanted))
         return (await self._answer()).bodies
 
-    async def _answer(self) -> Made:
+    async def _answer(self) -> RequestBodies:
         assert self._process is not None
         assert self._process.stdout is not None
         try:
             size = int.from_bytes(await self._process.stdout.readexactly(4), "little")
-            return msgspec.msgpack.decode(await self._process.stdout.readexactly(size), type=Made)
+            return msgspec.msgpack.decode(await self._process.stdout.readexactly(size), type=RequestBodies)
         except asyncio.IncompleteReadError:
             raise StartError("the helper that makes requests ended; run `muxserve doctor`") from None
 

@@ -12,7 +12,7 @@ from muxserve.net.server import shown
 from muxserve.scheduling.quarantine import Turn, is_culprit
 from muxserve.scheduling.types import Grant, Phase, Place
 from muxserve.spec import EnginePhase
-from muxserve.unit.pages import Pages
+from muxserve.unit.pages import PageQuotas
 from muxserve.unit.reconcile import EngineProcess, Reconciliation
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.state import UnitState
@@ -36,7 +36,7 @@ SILENCE_SECONDS = 0.25
 EMPTY_SECONDS = 1.0
 
 
-class Engines:
+class EngineTable:
     """Every engine of the unit, by its ZeroMQ identity.
 
     `failures` counts crashes of engines and steps that failed, `culprits` the requests that turned out to be the cause,
@@ -44,7 +44,7 @@ class Engines:
 
     """
 
-    def __init__(self, state: UnitState, table: UnitRequestTable, pages: Pages) -> None:
+    def __init__(self, state: UnitState, table: UnitRequestTable, pages: PageQuotas) -> None:
         self._state = state
         self._table = table
         self._pages = pages

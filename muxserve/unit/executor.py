@@ -16,11 +16,11 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.spec import UnitSpec
 from muxserve.unit.degraded import DegradedModels
-from muxserve.unit.engines import Engines
+from muxserve.unit.engines import EngineTable
 from muxserve.unit.memory import Memory
 from muxserve.unit.moving import MIGRATOR, Departures
-from muxserve.unit.pages import Pages
-from muxserve.unit.replicas import Replicas
+from muxserve.unit.pages import PageQuotas
+from muxserve.unit.replicas import UnitReplicas
 from muxserve.unit.report import unit_state
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.state import UnitState
@@ -85,11 +85,11 @@ class UnitExecutor:
         self.epoch = epoch
         self._gpus = gpus
         self.request_table = UnitRequestTable(state)
-        self.replicas = Replicas(state, self.request_table)
+        self.replicas = UnitReplicas(state, self.request_table)
         self.moving = Departures(state, self.request_table)
         self.degraded = DegradedModels(state, self.request_table)
-        self._pages = Pages(state, self.request_table, self.moving)
-        self.engines = Engines(state, self.request_table, self._pages)
+        self._pages = PageQuotas(state, self.request_table, self.moving)
+        self.engines = EngineTable(state, self.request_table, self._pages)
 
     @property
     def ledger(self) -> UnitLedger:

@@ -56,7 +56,7 @@ LAST_STAGE_BLOCKS = 4
 MOST_STAGES = 3
 
 
-class Step(Enum):
+class MoveStep(Enum):
     """What a move waits for."""
 
     SHOWING = auto()  # the engine, which is to show blocks
@@ -67,7 +67,7 @@ class Step(Enum):
 
 
 @dataclass(slots=True)
-class Move:
+class RequestMove:
     """One request on its way. `until` is how many of its blocks are over there, `held` how many were set aside there.
     The step that it waits for is given up at `deadline`."""
 
@@ -77,7 +77,7 @@ class Move:
     destination: str
     address: str
     usage: int
-    step: Step = Step.SHOWING
+    step: MoveStep = MoveStep.SHOWING
     deadline: float = math.inf
     until: int = 0
     held: int = 0
@@ -94,7 +94,7 @@ class Move:
     @property
     def detached(self) -> bool:
         """The request has left its engine, and stands still."""
-        return self.step in (Step.LAST, Step.COMMITTING)
+        return self.step in (MoveStep.LAST, MoveStep.COMMITTING)
 
     def as_expected(self, ledger: UnitLedger) -> bool:
         """The request is still where it has to be for the step that is waited for."""
@@ -127,30 +127,30 @@ class Downtime:
         self.total += seconds
 
 
-class Moves:
+class RequestMoves:
     """The moves under way, by their names. `by_model` counts them."""
 
     def __init__(self, by_model: Counter[str]) -> None:
         self._by_model = by_model
-        self._by_name: dict[str, Move] = {}
-        self._by_request: dict[str, Move] = {}
+        self._by_name: dict[str, RequestMove] = {}
+        self._by_request: dict[str, RequestMove] = {}
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def all(self) -> list[Move]:
+    def all(self) -> list[RequestMove]:
         """Those of now, oldest first."""
         return list(self._by_name.values())
 
-    def of_model(self, model: str) -> list[Move]:
+    def of_model(self, model: str) -> list[RequestMove]:
         """Those of the model's requests."""
         return [move for move in self._by_name.values() if move.live.model.name == model]
 
-    def named(self, name: str) -> Move | None:
+    def named(self, name: str) -> RequestMove | None:
         """The move of that name."""
         return self._by_name.get(name)
 
-    def of(self, request_id: str) -> Move | None:
+    def of(self, request_id: str) -> RequestMove | None:
         """The move of that request."""
         return self._by_request.get(request_id)
 
@@ -158,12 +158,12 @@ class Moves:
         """The requests that move."""
         return self._by_request.keys()
 
-    def add(self, move: Move) -> None:
+    def add(self, move: RequestMove) -> None:
         """A move begins."""
         self._by_name[move.name] = self._by_request[move.live.request_id] = move
         self._by_model[move.live.model.name] += 1
 
-    def remove(self, move: Move) -> None:
+    def remove(self, move: RequestMove) -> None:
         """A move is over."""
         del self._by_name[move.name]
         self._by_model[move.live.model.name] -= 1
@@ -188,7 +188,7 @@ STALE_SECONDS = 0.3
 
 
 @dataclass(slots=True)
-class Pair:
+class MigrationPair:
     """Where a replica's requests go. `load` is the other one's last report, and what was sent there since; `flying`
     requests are on their way there from here, and others ended at the times in `ended`."""
 
@@ -208,14 +208,14 @@ class Pair:
         self.ended.append(now)
 
 
-class Pairs:
+class MigrationPairs:
     """The pairs of this unit's replicas, by model."""
 
     def __init__(self, state: UnitState) -> None:
         self._state = state
         self._unit = state.unit_spec.unit
         self._rules = state.unit_spec.migration
-        self._pairs: dict[str, Pair] = {}
+        self._pairs: dict[str, MigrationPair] = {}
         self._skipped: dict[str, float] = {}
 
     def paired(self, message: Paired, now: float) -> None:
@@ -223,7 +223,7 @@ class Pairs:
         if message.model not in self._state.ledger.by_name or message.destination == self._unit:
             log.warning("%s of this unit cannot be paired with %s", message.model, message.destination)
             return
-        pair = Pair(message.destination, message.address, instance_of(message.destination, message.load), now)
+        pair = MigrationPair(message.destination, message.address, instance_of(message.destination, message.load), now)
         known = self._pairs.get(message.model)
         if known is not None and known.destination == pair.destination:
             pair.try_at, pair.retry, pair.flying = known.try_at, known.retry, known.flying
@@ -237,7 +237,7 @@ class Pairs:
         """No more requests are to leave; those under way arrive."""
         self._pairs.pop(model, None)
 
-    def choose(self, now: float, staying: Set[str]) -> list[tuple[LiveRequest, Pair, int]]:
+    def choose(self, now: float, staying: Set[str]) -> list[tuple[LiveRequest, MigrationPair, int]]:
         """Requests that are to move now, none of `staying`, each with the KV that it takes (tokens)."""
         chosen = []
         for name, pair in list(self._pairs.items()):
@@ -252,8 +252,8 @@ class Pairs:
         return chosen
 
     def _choose(
-        self, model: ModelState, pair: Pair, now: float, staying: Set[str]
-    ) -> tuple[LiveRequest, Pair, int] | None:
+        self, model: ModelState, pair: MigrationPair, now: float, staying: Set[str]
+    ) -> tuple[LiveRequest, MigrationPair, int] | None:
         rules, levels = self._rules, self._state.levels[model.name]
         load = load_of_replica(self._state, model)
         if not model.decode.takes_work or load.moving_out >= rules.in_flight or pair.load.moving_in >= rules.in_flight:
@@ -317,8 +317,8 @@ class Departures:
     def __init__(self, state: UnitState, table: UnitRequestTable) -> None:
         self._state = state
         self._table = table
-        self.pairs = Pairs(state)
-        self.moves = Moves(state.moving_out)
+        self.pairs = MigrationPairs(state)
+        self.moves = RequestMoves(state.moving_out)
         self.downtimes: dict[str, Downtime] = {}
         self.migrator_up = False
         self._departed: deque[tuple[float, str, int, bytes]] = deque()
@@ -334,16 +334,18 @@ class Departures:
         """The migrator has started, perhaps anew: it knows of no move."""
         self.migrator_up = True
         for move in self.moves.all():
-            self._fail(move, "the migrator was started anew", now, uncertain=move.step is Step.COMMITTING, tell=False)
+            self._fail(
+                move, "the migrator was started anew", now, uncertain=move.step is MoveStep.COMMITTING, tell=False
+            )
 
     def memory_gone(self, now: float) -> list[str]:
         """The memory manager died. Returns the requests that are lost with it; what was committed may have arrived."""
         lost = []
         for move in self.moves.all():
-            if move.step is Step.COMMITTING:
+            if move.step is MoveStep.COMMITTING:
                 continue
             # One that is asked for may be out of its engine already, which would not tell of it any more then.
-            if move.step in (Step.DETACHING, Step.LAST):
+            if move.step in (MoveStep.DETACHING, MoveStep.LAST):
                 lost.append(move.live.request_id)
             self._end(move, now, tell=True)
         return lost
@@ -353,7 +355,7 @@ class Departures:
         match message:
             case Blocks():
                 move = self.moves.of(message.request_id)
-                if move is not None and move.step is Step.SHOWING and move.incarnation == message.incarnation:
+                if move is not None and move.step is MoveStep.SHOWING and move.incarnation == message.incarnation:
                     self._shown(move, message, now)
             case Detached():
                 self._detached(peer, message, now)
@@ -363,12 +365,12 @@ class Departures:
                     self._staged(move, message, now)
             case MoveCommitted():
                 move = self.moves.named(message.move)
-                if move is not None and move.step is Step.COMMITTING:
+                if move is not None and move.step is MoveStep.COMMITTING:
                     self._committed(move, now)
             case MoveFailed():
                 move = self.moves.named(message.move)
                 if move is not None:
-                    uncertain = message.uncertain and move.step is Step.COMMITTING
+                    uncertain = message.uncertain and move.step is MoveStep.COMMITTING
                     self._fail(move, message.reason, now, uncertain, tell=False)
 
     # ------------------------------------------------------------ time
@@ -377,13 +379,13 @@ class Departures:
         """End moves whose requests have gone another way or that take too long, and begin others."""
         for move in self.moves.all():
             if not move.as_expected(self._state.ledger):
-                if move.step is Step.DETACHING:
+                if move.step is MoveStep.DETACHING:
                     # Its engine may have left them there and died.
                     self._state.memory.drop(move.live.model.name, move.key)
-                self._end(move, now, tell=move.step is not Step.COMMITTING)
+                self._end(move, now, tell=move.step is not MoveStep.COMMITTING)
             elif now >= move.deadline:
-                who = "the engine" if move.step in (Step.SHOWING, Step.DETACHING) else "the migrator"
-                self._fail(move, f"{who} does not answer", now, uncertain=move.step is Step.COMMITTING)
+                who = "the engine" if move.step in (MoveStep.SHOWING, MoveStep.DETACHING) else "the migrator"
+                self._fail(move, f"{who} does not answer", now, uncertain=move.step is MoveStep.COMMITTING)
         while self._departed and self._departed[0][0] <= now:
             _, request_id, attempt, gateway = self._departed.popleft()
             if request_id not in self._table.held and gateway in self._table.gateways:
@@ -401,32 +403,34 @@ class Departures:
 
     # ------------------------------------------------------------ one move, step by step
 
-    def _begin(self, live: LiveRequest, pair: Pair, usage: int, now: float) -> None:
+    def _begin(self, live: LiveRequest, pair: MigrationPair, usage: int, now: float) -> None:
         self._count += 1
         name = f"{self._state.unit_spec.unit}:{self._state.epoch}:{self._count}"
-        move = Move(name, live, live.lease_id, pair.destination, pair.address, usage)
+        move = RequestMove(name, live, live.lease_id, pair.destination, pair.address, usage)
         self.moves.add(move)
         log.debug("%s: %s of %s moves to %s", name, live.request_id, live.model.name, pair.destination)
         self._show(move, now)
 
-    def _show(self, move: Move, now: float) -> None:
-        move.step, move.deadline = Step.SHOWING, now + SILENCE_SECONDS
+    def _show(self, move: RequestMove, now: float) -> None:
+        move.step, move.deadline = MoveStep.SHOWING, now + SILENCE_SECONDS
         self._tell_engine(move, ShowBlocks(move.live.request_id, move.incarnation, move.until))
 
-    def _shown(self, move: Move, message: Blocks, now: float) -> None:
+    def _shown(self, move: RequestMove, message: Blocks, now: float) -> None:
         block = move.live.model.block_tokens
         whole = message.computed_tokens // block
         if not message.computed_tokens or message.since != move.until:
             self._fail(move, "it does not run in its engine", now)
             return
         move.shown_at = now
-        self._stage(move, message.blocks[: whole - move.until], message.since + len(message.blocks), Step.COPYING, now)
+        self._stage(
+            move, message.blocks[: whole - move.until], message.since + len(message.blocks), MoveStep.COPYING, now
+        )
 
-    def _stage(self, move: Move, blocks: list[int], needed: int, step: Step, now: float) -> None:
+    def _stage(self, move: RequestMove, blocks: list[int], needed: int, step: MoveStep, now: float) -> None:
         """Have `blocks` copied, and as many set aside over there as are `needed` in all."""
         model = move.live.model
         move.stages += 1
-        if step is Step.COPYING:
+        if step is MoveStep.COPYING:
             needed += SPARE_BLOCKS
         reserve = max(0, needed - move.held)
         move.held += reserve
@@ -434,20 +438,20 @@ class Departures:
         limit = self._state.unit_spec.migration_bandwidth
         slowest = min(limit, SLOWEST_COPY) if limit > 0.0 else SLOWEST_COPY
         # Moves of other models may be before it.
-        patience = LAST_SECONDS if step is Step.LAST else SILENCE_SECONDS
+        patience = LAST_SECONDS if step is MoveStep.LAST else SILENCE_SECONDS
         move.step, move.deadline = step, now + patience + len(self.moves) * copied / slowest
         stage = MoveStage(move.name, model.name, move.address, move.until, blocks, reserve)
         self._state.send(MIGRATOR, stage)
 
-    def _staged(self, move: Move, message: MoveStaged, now: float) -> None:
+    def _staged(self, move: RequestMove, message: MoveStaged, now: float) -> None:
         if not move.as_expected(self._state.ledger):
             return  # cancelled in the same turn, perhaps submitted anew
-        if move.step is Step.LAST and message.until >= move.total:
+        if move.step is MoveStep.LAST and message.until >= move.total:
             self._commit(move, now)
-        elif move.step is Step.COPYING:
+        elif move.step is MoveStep.COPYING:
             move.until = message.until
             if move.nearly_over(now):
-                move.step, move.deadline = Step.DETACHING, now + SILENCE_SECONDS
+                move.step, move.deadline = MoveStep.DETACHING, now + SILENCE_SECONDS
                 self._tell_engine(move, Detach(move.live.request_id, move.incarnation, move.key, move.until))
             else:
                 self._show(move, now)
@@ -455,7 +459,7 @@ class Departures:
     def _detached(self, peer: bytes, message: Detached, now: float) -> None:
         request_id = message.request_id
         move = self.moves.of(request_id)
-        if move is not None and (move.step is not Step.DETACHING or move.incarnation != message.incarnation):
+        if move is not None and (move.step is not MoveStep.DETACHING or move.incarnation != message.incarnation):
             move = None
         if not message.key:
             if move is not None:
@@ -482,12 +486,12 @@ class Departures:
         move.detached_at = now
         move.total = -(-message.computed_tokens // move.live.model.block_tokens)
         blocks = message.blocks[: move.total - move.until]
-        self._stage(move, blocks, move.total, Step.LAST, now)
+        self._stage(move, blocks, move.total, MoveStep.LAST, now)
 
-    def _commit(self, move: Move, now: float) -> None:
+    def _commit(self, move: RequestMove, now: float) -> None:
         live, held = move.live, self._table.held[move.live.request_id]
         gateway = self._table.gateways[held.gateway]
-        move.step, move.deadline = Step.COMMITTING, now + SILENCE_SECONDS
+        move.step, move.deadline = MoveStep.COMMITTING, now + SILENCE_SECONDS
         request = Moving(
             request_id=live.request_id,
             model=live.model.name,
@@ -506,7 +510,7 @@ class Departures:
         )
         self._state.send(MIGRATOR, MoveCommit(move.name, request))
 
-    def _committed(self, move: Move, now: float) -> None:
+    def _committed(self, move: RequestMove, now: float) -> None:
         live, model = move.live, move.live.model
         self.moves.remove(move)
         if self._state.ledger.requests.get(live.request_id) is not live or not self._state.ledger.moved(
@@ -525,13 +529,13 @@ class Departures:
 
     # ------------------------------------------------------------ the end
 
-    def _fail(self, move: Move, reason: str, now: float, uncertain: bool = False, tell: bool = True) -> None:
+    def _fail(self, move: RequestMove, reason: str, now: float, uncertain: bool = False, tell: bool = True) -> None:
         """The move is over. Its request stays, or is lost if the other unit may have it (`uncertain`)."""
         request_id, model = move.live.request_id, move.live.model
         log.warning("%s of %s does not move to %s: %s", request_id, model.name, move.destination, reason)
         expected = move.as_expected(self._state.ledger)
         detached = move.detached
-        self._end(move, now, tell and move.step is not Step.COMMITTING)
+        self._end(move, now, tell and move.step is not MoveStep.COMMITTING)
         if not (expected and detached):
             return  # it is in its engine, or not here at all
         held = self._table.held[request_id]
@@ -543,7 +547,7 @@ class Departures:
         why = f"its unit did not hear whether {move.destination} has it" if uncertain else "the memory manager died"
         self._table.tell_lost(self._state.ledger.lost([request_id], now), why)
 
-    def _end(self, move: Move, now: float, tell: bool) -> None:
+    def _end(self, move: RequestMove, now: float, tell: bool) -> None:
         """Forget the move, and count it as aborted; the migrator is told if it may know of it."""
         self.moves.remove(move)
         model = move.live.model
@@ -552,7 +556,7 @@ class Departures:
             self._state.send(MIGRATOR, MoveAbort(move.name))
         self.pairs.failed(model.name, move.destination, move.live.request_id, now)
 
-    def _tell_engine(self, move: Move, message: Message) -> None:
+    def _tell_engine(self, move: RequestMove, message: Message) -> None:
         model = move.live.model
         self._state.send(f"{model.name}/{model.decode.phase}".encode(), message)
 

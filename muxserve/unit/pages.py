@@ -19,7 +19,7 @@ CHECK_SECONDS = 1.0
 _SHARED = re.compile(r"[^:]+:[0-9a-f]+:\d+/\d+")
 
 
-class Pages:
+class PageQuotas:
     """Keeps the ledger's counts and the manager's quotas in line."""
 
     def __init__(self, state: UnitState, table: UnitRequestTable, moving: Departures) -> None:

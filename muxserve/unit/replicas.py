@@ -137,7 +137,7 @@ def worth_telling(known: list[Load], now: list[Load]) -> bool:
     return False
 
 
-class Replicas:
+class UnitReplicas:
     """The unit's models as replicas."""
 
     def __init__(self, state: UnitState, table: UnitRequestTable) -> None:

@@ -9,7 +9,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE
-from muxserve.unit.engines import Engines
+from muxserve.unit.engines import EngineTable
 from muxserve.unit.moving import Departures, Downtime
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.state import UnitState
@@ -19,7 +19,7 @@ def unit_state(
     state: UnitState,
     table: UnitRequestTable,
     moving: Departures,
-    engines: Engines,
+    engines: EngineTable,
     degraded: Mapping[str, str],
     now: float,
 ) -> dict[str, object]:

@@ -55,7 +55,7 @@ class RequestEntry:
 
 
 @dataclass(slots=True)
-class Gateway:
+class GatewayEntry:
     """A gateway that has greeted; `number` is its place among the fleet's."""
 
     epoch: str
@@ -68,7 +68,7 @@ class UnitRequestTable:
 
     def __init__(self, state: UnitState) -> None:
         self.held: dict[str, RequestEntry] = {}
-        self.gateways: dict[bytes, Gateway] = {}
+        self.gateways: dict[bytes, GatewayEntry] = {}
         self.quarantine = Quarantine()
         self._state = state
 
@@ -81,7 +81,7 @@ class UnitRequestTable:
             # There is one gateway of a number: a new one means that the old one is gone.
             if known.epoch != hello.epoch and known.number == hello.gateway:
                 self.forget_gateway(address, now)
-        self.gateways[peer] = Gateway(hello.epoch, hello.reply_to, hello.gateway)
+        self.gateways[peer] = GatewayEntry(hello.epoch, hello.reply_to, hello.gateway)
         self._state.send(peer, UnitHello(self._state.epoch))
         log.info("gateway %d, %s", hello.gateway, hello.epoch)
         for request_id, held in self.held.items():

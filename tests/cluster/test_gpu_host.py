@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.cluster import machine
-from muxserve.cluster.gpu_host import GpuHostError, Settled, settle_gpus
+from muxserve.cluster.gpu_host import GpuHostError, UnitGpus, settle_gpus
 from muxserve.cluster.units import PlannedUnit, write_unit_spec
 from muxserve.gpu import mps
 from muxserve.gpu.unit import GpuPlan
@@ -52,7 +52,7 @@ class There:
         assert self.unit.gpu is not None
         return self.unit.gpu
 
-    def settle(self, plan: GpuPlan | None = None) -> Settled:
+    def settle(self, plan: GpuPlan | None = None) -> UnitGpus:
         file = write_unit_spec(self.unit.unit_spec)
         done = settle_gpus(self.unit.unit_spec, plan or self.plan, file, self.environ)
         assert load(file) == done.unit_spec

@@ -19,7 +19,7 @@ import pytest
 from muxserve.cluster.events import Down, PartId, Recovered, Suspected
 from muxserve.cluster.health import Health
 from muxserve.cluster.watch import Watch
-from muxserve.cluster.watchdog import Finding, Sign, State, Watchdog
+from muxserve.cluster.watchdog import Finding, Liveness, Sign, Watchdog
 from muxserve.net.heartbeat import Heartbeat, HeartbeatReader, heartbeat_file
 from muxserve.spec import Suspect, WatchdogRules, load_fleet
 from muxserve.spec.run_dir import RunDir
@@ -28,7 +28,7 @@ from tests.support.patience import eventually
 
 PERIOD = 0.25
 RULES = WatchdogRules(suspect=3, hung=10)
-WELL, SUSPECT, HUNG = State.WELL, State.SUSPECT, State.HUNG
+WELL, SUSPECT, HUNG = Liveness.WELL, Liveness.SUSPECT, Liveness.HUNG
 
 
 class World:
@@ -41,7 +41,7 @@ class World:
         self.stopped: set[str] = set()
         self.computing: set[str] = set()
         self.states = dict.fromkeys(names, WELL)
-        self.at: dict[tuple[str, State], float] = {}
+        self.at: dict[tuple[str, Liveness], float] = {}
         for name in names:
             self.dog.watch(name, (on or {}).get(name, ()), begun)
 
@@ -214,7 +214,7 @@ def test_a_disk_that_is_full_ends_nobody(
 
 @pytest.mark.parametrize(("stopped", "state"), [(False, WELL), (True, HUNG)])
 def test_an_engine_that_computes_in_vain_because_a_rank_is_stopped_hangs(
-    stopped: bool, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: bool, state: Liveness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine asks for its ranks' answers without a pause, so it looks busy; a long step of them is no hang."""
     engine = PartId("engine", "arithmetic", "both")
@@ -224,7 +224,7 @@ def test_an_engine_that_computes_in_vain_because_a_rank_is_stopped_hangs(
     rank = int(process.stdout.readline())
     now = [1000.0]
     beat = Heartbeat(heartbeat_file(tmp_path, engine.file_name))
-    found: list[State] = []
+    found: list[Liveness] = []
     try:
         if stopped:
             os.kill(rank, signal.SIGSTOP)

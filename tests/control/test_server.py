@@ -18,7 +18,7 @@ from tests.support.patience import PATIENCE
 UNITS = {"u0": ["chat", "code"], "u1": ["chat"], "u2": []}
 
 
-def do(base: Path, command: messages.Command) -> tuple[messages.Done | messages.Refused, list[str]]:
+def do(base: Path, command: messages.Command) -> tuple[messages.Done | messages.CommandRefused, list[str]]:
     steps: list[str] = []
     with ControlClient(find(None, base)) as client:
         return client.do(command, steps.append), steps
@@ -45,9 +45,9 @@ def test_scaling_tells_what_happens_and_where_it_ended(base: Path) -> None:
 def test_a_wrong_command_begins_nothing(base: Path) -> None:
     with running(base, UNITS) as controller:
         answer, steps = do(base, messages.Scale({"chat": 3, "coed": 2}))
-        assert answer == messages.Refused('the fleet has no model coed; did you mean "code"?')
+        assert answer == messages.CommandRefused('the fleet has no model coed; did you mean "code"?')
         for command in (messages.Drain("u9"), messages.Remove("x"), messages.Add("models: 3", "f", "/")):
-            assert isinstance(do(base, command)[0], messages.Refused)
+            assert isinstance(do(base, command)[0], messages.CommandRefused)
         assert controller.control.calls == steps == []
 
 
@@ -57,7 +57,7 @@ def test_several_models_are_scaled_or_none(base: Path) -> None:
         answer, _ = do(base, messages.Scale({"chat": 1, "code": 3}))
         # What frees something comes after what may fail.
         assert controller.control.calls == [("scale", "code", 3)]
-        assert answer == messages.Refused("no room for a unit more", mistake=False)
+        assert answer == messages.CommandRefused("no room for a unit more", mistake=False)
 
 
 def test_what_was_scaled_before_a_failure_is_undone(base: Path) -> None:
@@ -66,7 +66,7 @@ def test_what_was_scaled_before_a_failure_is_undone(base: Path) -> None:
         answer, steps = do(base, messages.Scale({"code": 3, "chat": 3}))
         assert controller.control.calls == [("scale", "code", 3), ("scale", "chat", 3), ("scale", "code", 1)]
         assert steps[-2:] == ["code: back to 1 replica", "code: to 1"]
-        assert answer == messages.Refused("it cannot start", mistake=False)
+        assert answer == messages.CommandRefused("it cannot start", mistake=False)
         assert [len(controller.control.fleet.replicas(name)) for name in ("chat", "code")] == [2, 1]
 
 
@@ -107,7 +107,7 @@ def test_changes_are_made_one_after_the_other(base: Path) -> None:
         assert [type(answer) for answer in answers] == [messages.Done] * 2
 
 
-def _drain(base: Path, waiting: threading.Event) -> messages.Done | messages.Refused:
+def _drain(base: Path, waiting: threading.Event) -> messages.Done | messages.CommandRefused:
     def told(text: str) -> None:
         if text == "waiting for another change to end":
             waiting.set()
@@ -133,7 +133,7 @@ def test_an_unforeseen_error_is_told_and_the_next_command_served(base: Path) -> 
     with running(base, UNITS) as controller:
         controller.control.fails["drain", "u1"] = RuntimeError("boom")
         answer, _ = do(base, messages.Drain("u1"))
-        assert isinstance(answer, messages.Refused)
+        assert isinstance(answer, messages.CommandRefused)
         assert "RuntimeError: boom" in answer.text
         assert not answer.mistake
         controller.control.fails.clear()
@@ -149,7 +149,7 @@ def test_a_command_of_another_version_is_refused(base: Path) -> None:
             socket.send(frame)
             assert socket.poll(10_000)
             answer = messages.decode_answer(socket.recv())
-            assert isinstance(answer, messages.Refused)
+            assert isinstance(answer, messages.CommandRefused)
             assert "another version" in answer.text
         context.destroy(linger=0)
 

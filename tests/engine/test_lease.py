@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from muxserve.engine import lease as module
-from muxserve.engine.lease import HeldLease, News
+from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.wire import Admit, Lease, Prefilled, StepReport
 
 ADMIT = Admit("r", 1, 1, "epoch", "ipc://nowhere", b"")
@@ -30,7 +30,7 @@ class Engine:
         for _ in range(steps):
             assert self.lease.usable()
             self.now += seconds
-            self.lease.stepped(seconds, tokens, News(**news), prefill)
+            self.lease.stepped(seconds, tokens, StepNews(**news), prefill)
         return self.told[since:]
 
 
@@ -145,14 +145,14 @@ def test_a_first_token_is_told_at_once(engine: Engine) -> None:
 def test_waiting_for_what_is_in_flight_is_told_with_the_steps(engine: Engine) -> None:
     engine.lease.take(Lease(1, 8, 10.0))
     assert engine.run(2) == []
-    engine.lease.drained(0.5, News())
+    engine.lease.drained(0.5, StepNews())
     assert engine.told == []
-    engine.lease.drained(0.25, News(finished=["r"]))
+    engine.lease.drained(0.25, StepNews(finished=["r"]))
     (report,) = engine.told
     assert (report.steps, report.finished) == (2, ["r"])
     assert report.seconds == pytest.approx(0.752)
     # Without a step all that is told of steps is 0; the time is kept for the next.
-    engine.lease.drained(0.25, News(finished=["s"]))
+    engine.lease.drained(0.25, StepNews(finished=["s"]))
     assert (engine.told[-1].steps, engine.told[-1].seconds, engine.told[-1].lease_left) == (0, 0.0, 6)
     (report,) = engine.run(1, finished=["t"])
     assert report.seconds == pytest.approx(0.251)

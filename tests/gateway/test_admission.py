@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, Gate, Keys, Verdict, part_of, presented_key
-from muxserve.gateway.body import ClientGoneError, Replay, asked_by
+from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, AdmissionVerdict, ApiKeys, Gate, part_of, presented_key
+from muxserve.gateway.body import BodyReplay, ClientGoneError, asked_by
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.measure import HttpRequest, Measures
-from muxserve.gateway.priorities import Priority
+from muxserve.gateway.priorities import RequestLevels
 from tests.gateway.unit_specs import model
 from tests.support.patience import PATIENCE
 
 
 def test_no_keys_let_everyone_in() -> None:
-    assert Keys([]).admit(None)
-    assert not Keys([])
+    assert ApiKeys([]).admit(None)
+    assert not ApiKeys([])
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_no_keys_let_everyone_in() -> None:
     [(b"one", True), (b"two", True), (b"One", False), (b"on", False), (b"oneone", False), (b"", False), (None, False)],
 )
 def test_only_the_keys_open(presented: bytes | None, allowed: bool) -> None:
-    assert (Keys(["one", "two"]).admit(presented) is not None) is allowed
+    assert (ApiKeys(["one", "two"]).admit(presented) is not None) is allowed
 
 
 def test_no_key_is_not_the_empty_key() -> None:
-    assert not Keys([""]).admit(None)
+    assert not ApiKeys([""]).admit(None)
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,22 @@ def test_where_a_key_is_looked_for(headers: list[tuple[bytes, bytes]], key: byte
 def test_gate_serves_in_order_of_arrival() -> None:
     gate = Gate(2, 2)
     assert [gate.arrive(n) for n in range(5)] == [
-        Verdict.ENTER,
-        Verdict.ENTER,
-        Verdict.WAIT,
-        Verdict.WAIT,
-        Verdict.REFUSE,
+        AdmissionVerdict.ENTER,
+        AdmissionVerdict.ENTER,
+        AdmissionVerdict.WAIT,
+        AdmissionVerdict.WAIT,
+        AdmissionVerdict.REFUSE,
     ]
     assert gate.leave(1.0) == 2
-    assert gate.arrive(5) is Verdict.WAIT
+    assert gate.arrive(5) is AdmissionVerdict.WAIT
     assert [gate.leave(1.0), gate.leave(1.0), gate.leave(1.0), gate.leave(1.0)] == [3, 5, None, None]
     assert (gate.inside, gate.waiting) == (0, 0)
 
 
 def test_no_queue_refuses_at_once() -> None:
     gate = Gate(1, 0)
-    assert gate.arrive("a") is Verdict.ENTER
-    assert gate.arrive("b") is Verdict.REFUSE
+    assert gate.arrive("a") is AdmissionVerdict.ENTER
+    assert gate.arrive("b") is AdmissionVerdict.REFUSE
 
 
 def test_retry_after_grows_with_the_queue_and_is_bounded() -> None:
@@ -92,9 +92,9 @@ def test_gate_never_exceeds_its_limits_and_loses_nobody(steps: list[str], most: 
     for number, step in enumerate(steps):
         if step == "arrive":
             verdict = gate.arrive(number)
-            if verdict is Verdict.ENTER:
+            if verdict is AdmissionVerdict.ENTER:
                 inside.add(number)
-            elif verdict is Verdict.WAIT:
+            elif verdict is AdmissionVerdict.WAIT:
                 waiting.append(number)
         elif step == "leave" and inside:
             inside.pop()
@@ -122,7 +122,7 @@ class Client:
     def __init__(self) -> None:
         self.closed = asyncio.Event()
         self.http = HttpRequest(0.0)
-        self.replay = Replay(self._receive, b"{}", self.http)
+        self.replay = BodyReplay(self._receive, b"{}", self.http)
 
     async def _receive(self) -> Message:
         await self.closed.wait()
@@ -179,7 +179,7 @@ async def test_a_first_token_that_would_be_late_is_refused_at_once() -> None:
     assert int(dict(caught.value.headers)[b"retry-after"]) >= 1
     assert gates.occupied == 0
     urgent = Client()
-    urgent.http.priority = Priority(scheduling_step=-1)
+    urgent.http.priority = RequestLevels(scheduling_step=-1)
     async with gates.turn("m", urgent.replay):
         pass
     gates.add(model("m", max_wait="none"))

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway import body
-from muxserve.gateway.admission import Keys
-from muxserve.gateway.app import Endpoint, Served
+from muxserve.gateway.admission import ApiKeys
+from muxserve.gateway.app import GatewayApp, ServedApp
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
@@ -44,12 +44,12 @@ class Answer:
         return error
 
 
-def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> Endpoint:
+def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> GatewayApp:
     models = [model("m", max_concurrency=1, max_queue=1)]
     measures = Measures(models, CollectorRegistry())
-    return Endpoint(
-        {"m": Served(app, {"m": {}})},
-        Keys([]),
+    return GatewayApp(
+        {"m": ServedApp(app, {"m": {}})},
+        ApiKeys([]),
         Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
         ConcurrencyLimiter(models, 0, 1, measures),
         measures,
@@ -60,7 +60,7 @@ def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> Endpoint:
 
 
 async def ask(
-    served: Endpoint, path: str = "/v1/completions", content: bytes = b'{"model": "m"}', method: str = "POST"
+    served: GatewayApp, path: str = "/v1/completions", content: bytes = b'{"model": "m"}', method: str = "POST"
 ) -> Answer:
     answer, sent = Answer(), False
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.gateway.errors import RequestError
-from muxserve.gateway.priorities import MOST, Priorities, Priority
+from muxserve.gateway.priorities import MOST, Priorities, RequestLevels
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Level, Levels
 
 LEVELS = Levels((Level("low", 0), Level("mid", 10), Level("high", 11)), "mid")
@@ -15,7 +15,7 @@ LEVELS = Levels((Level("low", 0), Level("mid", 10), Level("high", 11)), "mid")
 
 def test_by_default_nothing_changes() -> None:
     priority = Priorities(DEFAULT_LEVELS).of([(b"host", b"x")], None)
-    assert priority == Priority()
+    assert priority == RequestLevels()
     assert (priority.queue(5), priority.engine(-5)) == (5, -5)
 
 

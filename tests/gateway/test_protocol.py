@@ -15,13 +15,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway import body, protocol
-from muxserve.gateway.admission import Keys
-from muxserve.gateway.app import Endpoint, Served
+from muxserve.gateway.admission import ApiKeys
+from muxserve.gateway.app import GatewayApp, ServedApp
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import App, Receive, Scope, Send, respond
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.process import BACKLOG, OTHER_FILES, Server, bind, loop_factory, room
+from muxserve.gateway.process import BACKLOG, OTHER_FILES, GatewayServer, bind, loop_factory, room
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
 from muxserve.spec import GatewaySpec
 from tests.gateway.unit_specs import model
@@ -38,9 +38,9 @@ class Serving:
         self.registry = CollectorRegistry()
         measures = Measures(models, self.registry)
         self.limiter = ConcurrencyLimiter(models, 0, 1, measures)
-        self.endpoint = Endpoint(
-            {"m": Served(app, {"m": {}})},
-            Keys([]),
+        self.endpoint = GatewayApp(
+            {"m": ServedApp(app, {"m": {}})},
+            ApiKeys([]),
             Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
             self.limiter,
             measures,
@@ -51,7 +51,7 @@ class Serving:
         self.listener = bind(GatewaySpec("127.0.0.1", 0, count=2))
         self.port = int(self.listener.getsockname()[1])
         up = threading.Event()
-        self.server = Server(self.endpoint, up.set, room(files))
+        self.server = GatewayServer(self.endpoint, up.set, room(files))
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run)
         self.thread.start()

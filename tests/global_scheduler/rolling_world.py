@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from muxserve.global_scheduler.core import SchedulerCore
-from muxserve.global_scheduler.outbox import Client, Destination, Unit
+from muxserve.global_scheduler.outbox import Destination, ToClient, ToUnit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.replicas.migration import MigrationRules
 from muxserve.rolling.member import Member
@@ -156,7 +156,7 @@ class RollingWorld:
             self.send(peer, decode(encode(message)))
 
     def send(self, peer: Destination, message: Message) -> None:
-        if isinstance(peer, Unit):
+        if isinstance(peer, ToUnit):
             if self.units[peer.name].linked:
                 self.units[peer.name].inbox.append(message)
         elif peer == CONTROLLER:
@@ -315,7 +315,7 @@ class RollingWorld:
     def deliver(self, unit: FakeUnit) -> None:
         """A message of the unit arrives at the global scheduler."""
         if unit.outbox:
-            self.hear(Unit(unit.name), unit.outbox.popleft())
+            self.hear(ToUnit(unit.name), unit.outbox.popleft())
 
     def receive(self, unit: FakeUnit) -> None:
         """A message of the global scheduler arrives at the unit."""
@@ -448,7 +448,7 @@ class RollingWorld:
             self.gateway()
         elif kind < 940:
             if self.to_core:
-                self.hear(Client(b"gateway/g"), self.to_core.popleft())
+                self.hear(ToClient(b"gateway/g"), self.to_core.popleft())
         elif kind < 945:
             self.lose(unit)
         elif kind < 948:
@@ -505,7 +505,7 @@ class RollingWorld:
         elif kind < 940:
             self.cancel()
         elif self.to_core:
-            self.hear(Client(b"gateway/g"), self.to_core.popleft())
+            self.hear(ToClient(b"gateway/g"), self.to_core.popleft())
         else:
             self.gateway()
 
@@ -519,7 +519,7 @@ class RollingWorld:
                 while unit.outbox:
                     self.deliver(unit)
             while self.to_core:
-                self.hear(Client(b"gateway/g"), self.to_core.popleft())
+                self.hear(ToClient(b"gateway/g"), self.to_core.popleft())
             while self.from_core:
                 self.gateway()
             self.flush()

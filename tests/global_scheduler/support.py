@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from muxserve.global_scheduler.core import SchedulerCore
-from muxserve.global_scheduler.outbox import Client, Destination, Unit
+from muxserve.global_scheduler.outbox import Destination, ToClient, ToUnit
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
@@ -24,7 +24,7 @@ from muxserve.wire import ControllerHello, Load, Loads, Message, Place, decode, 
 M = TypeVar("M", bound=Message)
 
 CAPACITY = 10_000
-G0, G1, CONTROLLER = Client(b"gateway/g0"), Client(b"gateway/g1"), Client(b"controller")
+G0, G1, CONTROLLER = ToClient(b"gateway/g0"), ToClient(b"gateway/g1"), ToClient(b"controller")
 
 
 def model(name: str) -> ModelSpec:
@@ -101,7 +101,7 @@ class World:
         self.turn()
 
     def report(self, unit: str, *loads: Load, epoch: str = "e1") -> None:
-        self.say(Unit(unit), Loads(unit, epoch, list(loads)))
+        self.say(ToUnit(unit), Loads(unit, epoch, list(loads)))
 
     def controller(self) -> None:
         self.say(CONTROLLER, ControllerHello())

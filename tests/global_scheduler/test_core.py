@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from muxserve.global_scheduler.outbox import Unit
+from muxserve.global_scheduler.outbox import ToUnit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level, PriorityError
 from muxserve.replicas.scaling import ScalingRules
@@ -167,7 +167,7 @@ def test_a_unit_that_is_silent_is_down_and_greeted_again() -> None:
     for _ in range(5):
         world.wait(0.9)
         world.report("u1", load(used=9_900, running=1))
-    assert world.heard(SchedulerHello, Unit("u0")) == [SchedulerHello("s1")]
+    assert world.heard(SchedulerHello, ToUnit("u0")) == [SchedulerHello("s1")]
     assert not world.state()["units"]["u0"]["up"]
     world.say(G0, place("r"))
     assert world.heard(Placed) == [Placed("r", "u1")]
@@ -189,7 +189,7 @@ def test_a_replica_that_gives_no_sign_of_life_gets_nothing_until_it_gives_some_a
     assert world.heard(Placed) == [Placed("r", "u1"), Placed("s", "u0")]
     world.change(known)
     # What it said meanwhile is asked for again.
-    assert world.heard(SchedulerHello, Unit("u0")) == [SchedulerHello("s1")]
+    assert world.heard(SchedulerHello, ToUnit("u0")) == [SchedulerHello("s1")]
     world.report("u0", load("a"), load("b"))
     world.say(G0, place("t", "a"))
     assert world.heard(Placed) == [Placed("t", "u0")]
@@ -211,8 +211,8 @@ def test_a_model_that_a_unit_does_not_report_is_down_there() -> None:
 def test_what_another_unit_says_at_an_address_is_not_believed() -> None:
     world = World(fleet(TWO))
     world.say(G0, place("r"))
-    world.say(Unit("u0"), Loads("u7", "e1", [load()]))
-    world.say(Unit("u9"), Loads("u9", "e1", [load()]))
+    world.say(ToUnit("u0"), Loads("u7", "e1", [load()]))
+    world.say(ToUnit("u9"), Loads("u9", "e1", [load()]))
     assert world.heard(Placed) == []
 
 
@@ -247,7 +247,7 @@ def test_every_round_tells_the_source_of_its_pair_with_the_newest_load() -> None
     world = two(migration=MigrationRules())
     pair(world)
     world.wait(0.25)
-    told = world.heard(Paired, Unit("u0"))
+    told = world.heard(Paired, ToUnit("u0"))
     assert len(told) in (2, 3)
     assert told[0] == Paired("m", "u1", "ipc:///nowhere/u1/migrator.sock", load(used=1_000, running=1, layout="x"))
     world.report("u1", load(used=2_000, running=2, layout="x"))
@@ -271,7 +271,7 @@ def test_a_pair_that_is_no_longer_one_is_taken_back() -> None:
     assert world.heard(Paired)
     world.report("u0", load(used=100, running=1, layout="x"))
     world.wait(0.2)
-    assert [m for p, m in world.sent if p == Unit("u0") and isinstance(m, Unpaired)] == [Unpaired("m")]
+    assert [m for p, m in world.sent if p == ToUnit("u0") and isinstance(m, Unpaired)] == [Unpaired("m")]
     assert world.heard(Paired) == []
 
 
@@ -320,10 +320,10 @@ def test_a_drained_replica_gets_nothing_more_and_is_stopped_when_it_is_empty() -
     world.controller()
     world.report("u0", load(used=500, running=2))
     world.say(CONTROLLER, DrainReplicas("u0", ["m"]))
-    assert world.heard(Terminating, Unit("u0")) == [Terminating("m", True)]
+    assert world.heard(Terminating, ToUnit("u0")) == [Terminating("m", True)]
     world.wait(0.2)
     # Its requests go to the other one.
-    assert {each.destination for each in world.heard(Paired, Unit("u0"))} == {"u1"}
+    assert {each.destination for each in world.heard(Paired, ToUnit("u0"))} == {"u1"}
     world.say(G0, place("r"))
     assert world.heard(Placed) == [Placed("r", "u1")]
     world.report("u0", load(terminating=True, moving_out=1))
@@ -524,7 +524,7 @@ def test_scale_out_and_in_by_freeness() -> None:
         world.report("u0", load(used=100, running=2))
         world.report("u1", load(used=100, running=1))
         world.wait(1)
-    assert {p for p, m in world.sent if m == Terminating("m", True)} == {Unit("u1")}
+    assert {p for p, m in world.sent if m == Terminating("m", True)} == {ToUnit("u1")}
 
 
 def test_a_draining_replica_stays_when_the_load_comes_back() -> None:
@@ -534,12 +534,12 @@ def test_a_draining_replica_stays_when_the_load_comes_back() -> None:
         world.report("u0", load(used=100, running=2))
         world.report("u1", load(used=100, running=1))
         world.wait(1)
-    assert Terminating("m", True) in world.heard(Terminating, Unit("u1"))
+    assert Terminating("m", True) in world.heard(Terminating, ToUnit("u1"))
     for _ in range(7):
         world.report("u0", load(used=CAPACITY, running=20))
         world.report("u1", load(used=100, running=1, terminating=True))
         world.wait(1)
-    assert world.heard(Terminating, Unit("u1"))[0] == Terminating("m", False)
+    assert world.heard(Terminating, ToUnit("u1"))[0] == Terminating("m", False)
 
 
 # ---------------------------------------------------------------- the fleet file

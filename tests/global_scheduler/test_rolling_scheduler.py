@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from muxserve.global_scheduler.outbox import Client, Unit
+from muxserve.global_scheduler.outbox import ToClient, ToUnit
 from muxserve.global_scheduler.rolling_state import EXPECTED_OUTPUT
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
@@ -46,16 +46,16 @@ def rolling(units: tuple[str, ...] = UNITS, rules: RollingRules = RULES, **chang
 
 def up(world: World, *units: str, epoch: str = "e1", **more: Any) -> None:
     for unit in units:
-        world.say(Unit(unit), RollingReport(unit, epoch, "m", whole=True))
+        world.say(ToUnit(unit), RollingReport(unit, epoch, "m", whole=True))
         world.report(unit, load(**more), epoch=epoch)
 
 
 def tell(world: World, unit: str, *came: str, epoch: str = "e1", tokens: int = 40, **more: Any) -> None:
     requests = [RollingRequest(request_id, tokens, 10) for request_id in came]
-    world.say(Unit(unit), RollingReport(unit, epoch, "m", requests=requests, **more))
+    world.say(ToUnit(unit), RollingReport(unit, epoch, "m", requests=requests, **more))
 
 
-def ask(world: World, *ids: str, tokens: int = 40, peer: Client = G0, max_tokens: int = 10, **more: Any) -> list[str]:
+def ask(world: World, *ids: str, tokens: int = 40, peer: ToClient = G0, max_tokens: int = 10, **more: Any) -> list[str]:
     """Where these go; "" for those that wait, and a word for those that are refused."""
     before, world.sent = world.sent, []
     for request_id in ids:
@@ -310,10 +310,10 @@ def test_a_member_needs_both_its_requests_and_its_load() -> None:
         assert ask(world, "r") == [""]
         if load_first:
             world.report("u0", load())
-            assert world.heard(SchedulerHello, Unit("u0")) == [SchedulerHello("s1")]
+            assert world.heard(SchedulerHello, ToUnit("u0")) == [SchedulerHello("s1")]
             tell(world, "u0", "x")
             assert world.heard(Placed) == [], "what came before is not known"
-        world.say(Unit("u0"), RollingReport("u0", "e1", "m", whole=True))
+        world.say(ToUnit("u0"), RollingReport("u0", "e1", "m", whole=True))
         if not load_first:
             assert world.heard(Placed) == []
             world.report("u0", load())
@@ -327,7 +327,7 @@ def test_a_new_global_scheduler_knows_what_units_have() -> None:
         RollingRequest("fresh", 100, 50, prefilled=True),
         RollingRequest("waits", 70, 50),
     ]
-    world.say(Unit("u0"), RollingReport("u0", "e1", "m", whole=True, requests=requests, steps=1000))
+    world.say(ToUnit("u0"), RollingReport("u0", "e1", "m", whole=True, requests=requests, steps=1000))
     world.report("u0", load(running=2, waiting=1))
     up(world, "u1")
     known = member(world, "u0")
@@ -353,7 +353,7 @@ def test_told_everything_again_it_keeps_what_it_has_seen() -> None:
     saved = member(world, "u0").saved(world.now)
     requests = [RollingRequest(r, 40, 10, prefilled=True, decoding_seconds=0.05) for r in "ab"]
     requests[1] = RollingRequest("d", 40, 10)
-    world.say(Unit("u0"), RollingReport("u0", "e1", "m", whole=True, requests=requests, steps=30))
+    world.say(ToUnit("u0"), RollingReport("u0", "e1", "m", whole=True, requests=requests, steps=30))
     known = member(world, "u0")
     assert set(known.requests) == {"a", "c", "d"}, "c is on its way"
     assert known.saved(world.now) == pytest.approx(saved)
@@ -372,7 +372,7 @@ def test_a_unit_that_has_other_requests_than_it_has_named_is_asked() -> None:
         world.report("u0", load())  # the report that it has left was lost
         world.wait(0.9)
     assert world.heard(SchedulerHello) == [SchedulerHello("s1")]
-    world.say(Unit("u0"), RollingReport("u0", "e1", "m", whole=True))
+    world.say(ToUnit("u0"), RollingReport("u0", "e1", "m", whole=True))
     assert member(world, "u0").idle
     for _ in range(5):
         world.report("u0", load())
@@ -383,9 +383,9 @@ def test_a_unit_that_has_other_requests_than_it_has_named_is_asked() -> None:
 def test_reports_of_other_models_units_or_lives_change_nothing() -> None:
     world = rolling(("u0",))
     up(world, "u0")
-    world.say(Unit("u0"), RollingReport("u7", "e1", "m", requests=[RollingRequest("x", 1, 1)]))
-    world.say(Unit("u9"), RollingReport("u9", "e1", "m", requests=[RollingRequest("x", 1, 1)]))
-    world.say(Unit("u0"), RollingReport("u0", "e1", "nobody", requests=[RollingRequest("x", 1, 1)]))
+    world.say(ToUnit("u0"), RollingReport("u7", "e1", "m", requests=[RollingRequest("x", 1, 1)]))
+    world.say(ToUnit("u9"), RollingReport("u9", "e1", "m", requests=[RollingRequest("x", 1, 1)]))
+    world.say(ToUnit("u0"), RollingReport("u0", "e1", "nobody", requests=[RollingRequest("x", 1, 1)]))
     tell(world, "u0", prefilled=["x"], left=["y"])
     assert member(world, "u0").idle
 
@@ -412,7 +412,7 @@ def test_a_unit_scheduler_that_was_started_anew_has_nothing() -> None:
     up(world, "u0")
     assert ask(world, "a") == ["u0"]
     tell(world, "u0", "a")
-    world.say(Unit("u0"), RollingReport("u0", "e2", "m", whole=True))
+    world.say(ToUnit("u0"), RollingReport("u0", "e2", "m", whole=True))
     world.report("u0", load(), epoch="e2")
     assert member(world, "u0").idle
 
@@ -423,7 +423,7 @@ def test_a_model_that_its_unit_does_not_report_is_down() -> None:
     world.report("u0")
     assert ask(world, "a") == ["u1"]
     world.report("u0", load())
-    assert world.heard(SchedulerHello, Unit("u0")) == [SchedulerHello("s1")]
+    assert world.heard(SchedulerHello, ToUnit("u0")) == [SchedulerHello("s1")]
 
 
 def test_requests_wait_while_there_is_no_replica() -> None:
@@ -443,7 +443,7 @@ def test_a_drained_replica_gets_nothing_more_and_is_stopped_when_it_is_empty() -
     assert ask(world, "a") == ["u0"]
     tell(world, "u0", "a")
     world.say(CONTROLLER, DrainReplicas("u0", ["m"]))
-    assert world.heard(Terminating, Unit("u0")) == [Terminating("m", True)]
+    assert world.heard(Terminating, ToUnit("u0")) == [Terminating("m", True)]
     assert ask(world, "b") == ["u1"]
     world.report("u0", load(running=1, terminating=True))
     world.wait(0.3)
@@ -490,14 +490,14 @@ def drained(moves: bool = True, **changes: Any) -> World:
 def moved(world: World, unit: str, request_id: str, steps: int = 0) -> None:
     """`unit` says that it has a request which has come with its KV."""
     request = RollingRequest(request_id, 48, 2, True, 0.0)
-    world.say(Unit(unit), RollingReport(unit, "e1", "m", requests=[request], steps=steps))
+    world.say(ToUnit(unit), RollingReport(unit, "e1", "m", requests=[request], steps=steps))
 
 
 def test_decodes_of_a_drained_replica_go_where_there_is_room() -> None:
     world = drained()
     assert ask(world, "c") == ["u1"]
     world.wait(0.1)
-    pairs = world.heard(Paired, Unit("u0"))
+    pairs = world.heard(Paired, ToUnit("u0"))
     assert pairs
     assert {pair.destination for pair in pairs} == {"u2"}, "nothing is pending there"
     assert all(pair.address for pair in pairs)
@@ -506,7 +506,7 @@ def test_decodes_of_a_drained_replica_go_where_there_is_room() -> None:
     moved(world, "u2", "b")
     tell(world, "u0", left=["a", "b"])
     world.wait(0.2)
-    assert world.heard(Unpaired, Unit("u0")) == [Unpaired("m")], "it has nothing to give away"
+    assert world.heard(Unpaired, ToUnit("u0")) == [Unpaired("m")], "it has nothing to give away"
     assert (member(world, "u0").requests, member(world, "u2").decoding) == ({}, 2)
 
 
@@ -516,13 +516,13 @@ def test_memory_that_is_promised_is_taken_where_decodes_go() -> None:
     decodes(world, "u1", "d", steps=100)
     world.report("u2")
     world.wait(0.1)
-    pair = world.heard(Paired, Unit("u0"))[-1]
+    pair = world.heard(Paired, ToUnit("u0"))[-1]
     assert pair.destination == "u1"
     assert pair.load.used == member(world, "u1").promised == 100
     # One that is full takes none.
     world.report("u1", load(capacity=130, running=2))
     world.wait(0.2)
-    assert world.heard(Unpaired, Unit("u0")) == [Unpaired("m")]
+    assert world.heard(Unpaired, ToUnit("u0")) == [Unpaired("m")]
     assert world.state()["models"]["m"]["pairs"] == {}
 
 
@@ -579,14 +579,14 @@ def test_decodes_stay_where_they_are_if_the_fleet_says_so_or_nobody_is_left() ->
 def test_a_destination_that_dies_is_replaced() -> None:
     world = drained()
     world.wait(0.1)
-    first = world.heard(Paired, Unit("u0"))[-1].destination
+    first = world.heard(Paired, ToUnit("u0"))[-1].destination
     world.core.unit_gone(first, world.now)
     world.wait(0.2)
-    second = world.heard(Paired, Unit("u0"))[-1].destination
+    second = world.heard(Paired, ToUnit("u0"))[-1].destination
     assert {first, second} == {"u1", "u2"}
     world.change(fleet({unit: ["m"] for unit in UNITS}, rolling={"m": RULES}, generation=2))
     world.wait(0.1)
-    assert world.heard(Unpaired, Unit("u0")) == [Unpaired("m")], "migration was switched off"
+    assert world.heard(Unpaired, ToUnit("u0")) == [Unpaired("m")], "migration was switched off"
 
 
 def test_a_move_is_no_end_for_the_objectives() -> None:
@@ -756,7 +756,7 @@ def test_a_model_may_begin_to_roll_and_end() -> None:
     up(world, "u0")
     assert ask(world, "a") == ["u0"]
     world.change(fleet({"u0": ["m"]}, generation=3))
-    world.say(Unit("u0"), RollingReport("u0", "e1", "m", whole=True))
+    world.say(ToUnit("u0"), RollingReport("u0", "e1", "m", whole=True))
     world.report("u0", load())
     assert ask(world, "b") == ["u0"]
 
@@ -771,7 +771,7 @@ def test_who_waits_goes_on_waiting_when_a_model_begins_to_roll_or_ends() -> None
     assert world.heard(Placed, G0) == [Placed("a", "u0")]
     assert ask(world, "b", "c", tokens=50) == ["u0", ""]
     world.change(fleet({"u0": ["m"]}, generation=3))
-    assert world.heard(SchedulerHello, Unit("u0")), "the new model_scheduler has heard of no replica"
+    assert world.heard(SchedulerHello, ToUnit("u0")), "the new model_scheduler has heard of no replica"
     world.report("u0", load(running=2))
     assert world.heard(Placed, G0) == [Placed("c", "u0")]
     assert world.state()["models"]["m"]["waiting"] == 0
@@ -782,7 +782,7 @@ def test_what_the_controller_wants_outlives_a_change_of_policy() -> None:
     world.controller()
     up(world, "u0", "u1", running=1)
     world.say(CONTROLLER, DrainReplicas("u0", ["m"]))
-    assert world.heard(Terminating, Unit("u0")) == [Terminating("m", True)]
+    assert world.heard(Terminating, ToUnit("u0")) == [Terminating("m", True)]
     world.change(fleet({"u0": ["m"], "u1": ["m"]}, generation=2))
     world.report("u0", load(running=1, terminating=True))
     world.report("u1", load(running=9, used=9_000))
@@ -809,7 +809,7 @@ def test_the_state_is_json() -> None:
 def test_loads_of_units_without_reports_are_not_asked_about_too_often() -> None:
     world = rolling(("u0",))
     for _ in range(25):
-        world.say(Unit("u0"), Loads("u0", "e1", [load()]))
+        world.say(ToUnit("u0"), Loads("u0", "e1", [load()]))
         world.wait(0.1)
     assert len(world.heard(SchedulerHello)) == 3
 
@@ -843,7 +843,7 @@ def test_a_replica_that_is_to_go_gets_nothing_when_it_comes_back() -> None:
     world.heard(Terminating)
     world.core.unit_gone("u0", world.now)
     up(world, "u0", epoch="e2")
-    assert world.heard(Terminating, Unit("u0")) == [Terminating("m", True)]
+    assert world.heard(Terminating, ToUnit("u0")) == [Terminating("m", True)]
     assert ask(world, "a") == [""]
 
 
@@ -866,14 +866,14 @@ def test_what_comes_with_its_kv_decodes_or_waits_to() -> None:
     up(world, "u0")
     moved = RollingRequest("moved", 40, 10, prefilled=True, decoding_seconds=0.0)
     fresh = RollingRequest("fresh", 40, 10, prefilled=True)
-    world.say(Unit("u0"), RollingReport("u0", "e1", "m", requests=[moved, fresh]))
+    world.say(ToUnit("u0"), RollingReport("u0", "e1", "m", requests=[moved, fresh]))
     known = member(world, "u0")
     assert (known.decoding, known.pending, known.promised) == (2, 0, 100)
     # Who was placed may have its first token before it is named.
     world.now += 0.5
     tell(world, "u0", steps=500)
     assert ask(world, "a") == ["u0"]
-    world.say(Unit("u0"), RollingReport("u0", "e1", "m", requests=[RollingRequest("a", 40, 10, True)], steps=500))
+    world.say(ToUnit("u0"), RollingReport("u0", "e1", "m", requests=[RollingRequest("a", 40, 10, True)], steps=500))
     assert (known.decoding, known.pending) == (3, 0)
 
 

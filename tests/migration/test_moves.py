@@ -10,7 +10,7 @@ import pytest
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.migration import chunks, incoming, outgoing
-from muxserve.migration.chunks import State
+from muxserve.migration.chunks import MoveState
 from muxserve.wire import (
     MoveAbort,
     MoveCommit,
@@ -360,7 +360,7 @@ def one_history(draw: random.Random) -> Counter[str]:
                     moves.append(f"a:1:{len(moves)}")
                     plan = [(0, 5), (4, 7)]
                     staged(world, 0, 6, reserve=6, move=moves[-1])
-                elif current.state is State.IDLE:
+                elif current.state is MoveState.IDLE:
                     if plan:
                         staged(world, *plan.pop(0), move=moves[-1])
                     else:
@@ -370,7 +370,7 @@ def one_history(draw: random.Random) -> Counter[str]:
             case "no":
                 world.answer_take_over("not wanted")
             case "abort":
-                if current is not None and current.state is not State.COMMITTING:
+                if current is not None and current.state is not MoveState.COMMITTING:
                     world.outgoing.abort(MoveAbort(moves[-1]), world.now)
                     unheard.add(moves[-1])
             case "restart b":

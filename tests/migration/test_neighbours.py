@@ -15,7 +15,7 @@ from muxserve.memory.client import MemoryClient
 from muxserve.migration import remote_pools as module
 from muxserve.migration.pages import HostPages
 from muxserve.migration.remote_pools import RemotePools
-from muxserve.migration.tasks import Join
+from muxserve.migration.tasks import JoinPool
 from muxserve.spec import UnitSpec
 from tests.memory.conftest import Start, connect, manager, small, start  # noqa: F401 (fixtures)
 
@@ -27,16 +27,16 @@ def others() -> RemotePools:
     return RemotePools("tester", 1, HostPages)
 
 
-def shared(client: MemoryClient, key: str, count: int = 2) -> Join:
+def shared(client: MemoryClient, key: str, count: int = 2) -> JoinPool:
     """Blocks that the other unit's migrator has set aside and shares."""
     blocks = client.step("a", reserve=count).reserved.tolist()
     client.hand_off("a", key, blocks, 10.0, release=[])
-    return Join("move", "a", "", client.generation, key, tuple(blocks))
+    return JoinPool("move", "a", "", client.generation, key, tuple(blocks))
 
 
-def at(join: Join, unit_spec: UnitSpec, **changes: object) -> Join:
+def at(join: JoinPool, unit_spec: UnitSpec, **changes: object) -> JoinPool:
     fields = {name: getattr(join, name) for name in join.__slots__}
-    return Join(**{**fields, "memory_socket": unit_spec.memory_socket, **changes})  # type: ignore[arg-type]
+    return JoinPool(**{**fields, "memory_socket": unit_spec.memory_socket, **changes})  # type: ignore[arg-type]
 
 
 def free(client: MemoryClient) -> int:
@@ -60,7 +60,7 @@ def test_both_hold_the_blocks(connect: Connect, small: UnitSpec, others: RemoteP
 
 
 def test_nobody_reaches_it(others: RemotePools, small: UnitSpec) -> None:  # noqa: F811
-    assert not others.join(Join("move", "a", small.memory_socket, 1, "k", (1,)))
+    assert not others.join(JoinPool("move", "a", small.memory_socket, 1, "k", (1,)))
 
 
 def test_what_is_not_there_any_more(connect: Connect, small: UnitSpec, others: RemotePools) -> None:  # noqa: F811

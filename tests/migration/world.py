@@ -13,7 +13,7 @@ from muxserve.migration.chunks import TokenBucket
 from muxserve.migration.incoming import Incoming
 from muxserve.migration.outgoing import Outgoing
 from muxserve.migration.pages import ModelShape
-from muxserve.migration.tasks import Buffer, CopyOver, Failed, Gather, Join, Leave, Outcome, Task, Write
+from muxserve.migration.tasks import Buffer, CopyOver, Gather, JoinPool, LeavePool, Outcome, Task, TaskFailed, Write
 from muxserve.wire import (
     Message,
     MoveCommitted,
@@ -208,12 +208,12 @@ class World:
         try:
             return self._do(task)
         except (MemoryManagerGone, MemoryManagerError) as error:
-            return Failed(str(error))
+            return TaskFailed(str(error))
 
     def _do(self, task: Task) -> Outcome:
         store = self.store
         match task:
-            case Join():
+            case JoinPool():
                 if not self.reachable:
                     return False
                 if task.generation != store.life:
@@ -238,7 +238,7 @@ class World:
                 for block, source in zip(task.blocks, task.data[::BLOCK_BYTES], strict=True):
                     assert "b" in store.holders[block], "written to what is not held"
                     store.content[block] = int(source)
-            case Leave():
+            case LeavePool():
                 life, blocks = self.joined.pop(task.move, (0, []))
                 if life == store.life:
                     store.release(MODEL, blocks, "a:" + task.move)

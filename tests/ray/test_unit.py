@@ -12,7 +12,7 @@ import pytest
 
 from muxserve.cluster.events import Event, PartId, Ready, Up, to_line
 from muxserve.cluster.ray import unit
-from muxserve.cluster.ray.calls import Questions
+from muxserve.cluster.ray.calls import ActorQuestions
 from muxserve.cluster.ray.unit import RayUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
@@ -127,7 +127,7 @@ async def test_an_end_that_failed_is_told() -> None:
 
 
 async def test_a_host_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Questions.ask, "__defaults__", (0.01,))
+    monkeypatch.setattr(ActorQuestions.ask, "__defaults__", (0.01,))
     monkeypatch.setattr(unit, "_START_SECONDS", 0.02)
     played = Played(("m",))
     played.actor.answers = {"start_model": None, "stop_model": None}

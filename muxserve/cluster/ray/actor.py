@@ -29,7 +29,7 @@ import msgspec
 from muxserve.cluster.events import Down, PartId, to_line
 from muxserve.cluster.ray.orphans import end_orphans
 from muxserve.cluster.watch import Watch
-from muxserve.cluster.watchdog import Finding, State
+from muxserve.cluster.watchdog import Finding, Liveness
 from muxserve.net.sockets import NetworkError, free_port
 from muxserve.spec import Listen, UnitSpec, save
 from muxserve.spec.run_dir import LOCK, RunDirError, claim, default_base
@@ -177,7 +177,7 @@ class UnitActor:
         watch = Watch(self._unit_spec.watchdog, self._unit_spec.run_dir)
 
         def found(finding: Finding[PartId]) -> None:
-            if finding.state is State.HUNG:
+            if finding.state is Liveness.HUNG:
                 reason = f"hung: no sign of life for {finding.silence:.0f} s"
                 with self._changed:
                     self._lines.append(to_line(Down(host, reason, 0.0, hung=True)))

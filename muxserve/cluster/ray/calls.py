@@ -52,7 +52,7 @@ def first_line(error: BaseException) -> str:
 ASK_SECONDS = 60.0
 
 
-class Questions:
+class ActorQuestions:
     """Those that have not been answered yet. Answers come with all else that the host says."""
 
     def __init__(self, ray: Any, actor: Any) -> None:

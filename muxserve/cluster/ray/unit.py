@@ -21,7 +21,7 @@ from muxserve import wire
 from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Stopping, Up, from_line
 from muxserve.cluster.log_tail import Said
 from muxserve.cluster.ray.actor import STOP_SECONDS
-from muxserve.cluster.ray.calls import ASK_SECONDS, HOST, Questions, answer, check, release, why
+from muxserve.cluster.ray.calls import ASK_SECONDS, HOST, ActorQuestions, answer, check, release, why
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
@@ -71,7 +71,7 @@ class RayUnit:
         self._words = ""
         self._failed_part = HOST
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._questions = Questions(ray, actor)
+        self._questions = ActorQuestions(ray, actor)
         self._unit_spec = msgspec.json.decode(place["unit_spec"], type=UnitSpec)
         self._life = self._host = ""
         self._was_away = False

@@ -72,4 +72,4 @@ def fetch(path: str, fingerprint: dict[str, str], seconds: float) -> wire.Weight
                 continue
         if isinstance(answer, wire.Weights):
             return answer
-        raise RuntimeError(answer.error if isinstance(answer, wire.Refused) else f"unexpected answer {answer!r}")
+        raise RuntimeError(answer.error if isinstance(answer, wire.WeightsRefused) else f"unexpected answer {answer!r}")

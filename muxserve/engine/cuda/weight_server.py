@@ -62,7 +62,7 @@ class WeightServer:
 
     def _answer(self, message: wire.Message) -> wire.Message:
         if not isinstance(message, wire.Ask):
-            return wire.Refused(f"{type(message).__name__} is not a question")
+            return wire.WeightsRefused(f"{type(message).__name__} is not a question")
         names = sorted({*self._fingerprint, *message.fingerprint})
         differ = [
             f"{name}: held {self._fingerprint.get(name)!r}, wanted {message.fingerprint.get(name)!r}"
@@ -70,7 +70,7 @@ class WeightServer:
             if self._fingerprint.get(name) != message.fingerprint.get(name)
         ]
         if differ:
-            return wire.Refused(
+            return wire.WeightsRefused(
                 f"the weights that are held do not fit this engine ({'; '.join(differ)}); restart the fleet"
             )
         return self._weights

@@ -50,13 +50,13 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     fingerprint: dict[str, str]
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class WeightsRefused(msgspec.Struct, frozen=True, tag=True):
     """The answer to an engine that wants others than these."""
 
     error: str
 
 
-Message: TypeAlias = Ask | Weights | Refused
+Message: TypeAlias = Ask | Weights | WeightsRefused
 
 _decoder = msgspec.msgpack.Decoder(Message)
 
