@@ -25,7 +25,7 @@ from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.cluster.watch import Watch
 from muxserve.control.server import ControlServer
-from muxserve.net.peer import AsyncPeer
+from muxserve.net.peer import Address, AsyncPeer
 from muxserve.spec import FleetSpec, save_fleet
 
 log = logging.getLogger(__name__)
@@ -138,14 +138,8 @@ class Controller:
         self._failure = loop.create_future()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # What is said while it is being started again is for the next one.
-        self._scheduler = AsyncPeer(
-            context,
-            "the global scheduler",
-            self.fleet.scheduler_address,
-            "controller",
-            keeps=True,
-            on_message=self._on_scheduler,
-        )
+        at = Address("the global scheduler", self.fleet.scheduler_address, "controller")
+        self._scheduler = AsyncPeer(context, at, keeps=True, on_message=self._on_scheduler)
         began = time.monotonic()
         stopping: asyncio.Task[object] = asyncio.create_task(self._stopping.wait())
         code = EXIT_OK

@@ -25,7 +25,7 @@ from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu import mps
 from muxserve.gpu.budget import WAITING, Needs
 from muxserve.gpu.unit import PoolSizer, SizingError
-from muxserve.net.peer import AsyncPeer
+from muxserve.net.peer import Address, AsyncPeer
 from muxserve.net.sockets import until_reachable
 from muxserve.spec import UnitSpec
 from placement.format import format_size
@@ -55,9 +55,8 @@ class UnitPeer:
     def __init__(self, address: str) -> None:
         self._waiting: set[asyncio.Future[dict[str, object]]] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        identity = f"controller/{os.getpid()}"
-        name = "the unit scheduler"
-        self._peer = AsyncPeer(self._context, name, address, identity, keeps=True, on_message=self._answered)
+        at = Address("the unit scheduler", address, f"controller/{os.getpid()}")
+        self._peer = AsyncPeer(self._context, at, keeps=True, on_message=self._answered)
 
     def send(self, message: wire.Message) -> None:
         """Send it."""

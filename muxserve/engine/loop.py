@@ -23,7 +23,7 @@ from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.net.inbox import ImpossibleMessageError, Inbox
-from muxserve.net.peer import Peer
+from muxserve.net.peer import Address, Peer
 from muxserve.net.process import IdleTrim, words
 from muxserve.spec import UnitSpec
 from muxserve.wire import (
@@ -130,9 +130,7 @@ class EngineLoop:
         self._unit = Peer(
             context,
             self._poller,
-            "the unit scheduler",
-            unit_spec.unit_address,
-            f"{binding.model.name}/{binding.phase}",
+            Address("the unit scheduler", unit_spec.unit_address, f"{binding.model.name}/{binding.phase}"),
             hello=EngineHello(binding.model.name, binding.phase, os.getpid()),
             keeps=True,
         )
@@ -172,7 +170,7 @@ class EngineLoop:
                 self._unit.ended()
                 continue
             for message in self._unit.messages():
-                self._inbox.handle(message, self._unit.name, self._handle, message)
+                self._inbox.handle(message, self._unit.at.name, self._handle, message)
 
     def _send(self, message: Message) -> None:
         self._unit.send(message)

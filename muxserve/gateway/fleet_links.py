@@ -9,7 +9,7 @@ from typing import Protocol
 import zmq
 
 from muxserve.gateway.tokens import TokensSocket
-from muxserve.net.peer import AsyncPeer
+from muxserve.net.peer import Address, AsyncPeer
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, UnitEntry
 from muxserve.wire import AnyMessage, GatewayHello, Message, UnitHello
@@ -66,7 +66,7 @@ class FleetLinks:
         another machine cannot be linked, if one cannot; all others are."""
         addresses = {unit.name: unit.unit_address for unit in fleet.units}
         for name, link in list(self.units.items()):
-            if addresses.get(name) != link.address:
+            if addresses.get(name) != link.at.address:
                 log.info("unit %s is gone from the fleet", name)
                 link.close(LINGER_MS)
                 del self.units[name]
@@ -94,10 +94,7 @@ class FleetLinks:
             reply_to = self._tokens.open_tcp(fleet.tokens_host, fleet.keys)
         self.units[name] = AsyncPeer(
             self._context,
-            f"the unit scheduler of {name}",
-            unit.unit_address,
-            f"gateway/{self._epoch}",
-            fleet.keys,
+            Address(f"the unit scheduler of {name}", unit.unit_address, f"gateway/{self._epoch}", fleet.keys),
             hello=GatewayHello(self._epoch, reply_to, self._index),
             answer=UnitHello,
             on_up=partial(self._unit_up, name),
@@ -114,9 +111,7 @@ class FleetLinks:
         if wanted and self.scheduler is None:
             self.scheduler = AsyncPeer(
                 self._context,
-                "the global scheduler",
-                fleet.scheduler_address,
-                f"gateway/{self._epoch}",
+                Address("the global scheduler", fleet.scheduler_address, f"gateway/{self._epoch}"),
                 on_up=lambda _: self._listener.scheduler_up(),
                 on_down=self._listener.scheduler_down,
                 on_message=self._listener.scheduler_said,

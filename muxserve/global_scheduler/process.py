@@ -17,7 +17,7 @@ import zmq
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Destination, ToClient, ToUnit
 from muxserve.net.heartbeat import heartbeat_file
-from muxserve.net.peer import Peer
+from muxserve.net.peer import Address, Peer
 from muxserve.net.process import Signals
 from muxserve.net.server import RouterLoop, ServerProgram
 from muxserve.net.sockets import NetworkError
@@ -96,7 +96,7 @@ class GlobalSchedulerServer:
         """Connect to the units that are new, and let go of those that are gone."""
         wanted = {unit.name: unit.unit_address for unit in fleet.units}
         for name, unit in list(self._units.items()):
-            if wanted.get(name) != unit.address or unit.keys != fleet.keys:
+            if wanted.get(name) != unit.at.address or unit.at.keys != fleet.keys:
                 unit.close()
                 del self._units[name]
         for name in wanted.keys() - self._units.keys():
@@ -104,10 +104,7 @@ class GlobalSchedulerServer:
                 self._units[name] = Peer(
                     self._loop.context,
                     self._loop.poller,
-                    f"unit {name}",
-                    wanted[name],
-                    f"scheduler/{self._epoch}",
-                    fleet.keys,
+                    Address(f"unit {name}", wanted[name], f"scheduler/{self._epoch}", fleet.keys),
                     hello=SchedulerHello(self._epoch),
                 )
             except (NetworkError, zmq.ZMQError) as error:

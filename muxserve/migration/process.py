@@ -28,7 +28,7 @@ from muxserve.migration.remote_migrators import RemoteMigrators
 from muxserve.migration.remote_pools import RemotePools
 from muxserve.migration.tasks import CopyOver, Task, Tidy, Write
 from muxserve.net.heartbeat import heartbeat_file
-from muxserve.net.peer import Peer
+from muxserve.net.peer import Address, Peer
 from muxserve.net.process import Signals
 from muxserve.net.server import RouterLoop, ServerProgram
 from muxserve.net.sockets import machine_id
@@ -77,8 +77,8 @@ class Migrator:
         )
         context, poller = self._loop.context, self._loop.poller
         hello = MigratorHello(epoch, os.getpid())
-        address = unit_spec.unit_address
-        self._unit = Peer(context, poller, "the unit scheduler", address, "migrator", hello=hello, answer=Reset)
+        at = Address("the unit scheduler", unit_spec.unit_address, "migrator")
+        self._unit = Peer(context, poller, at, hello=hello, answer=Reset)
         self._migrators = RemoteMigrators(context, poller, name, unit_spec.keys)
         self._worker = CopyWorker(CopyExecutor(self._local, self._remote).do, NICE)
         poller.register(self._worker.done_fd, zmq.POLLIN)
@@ -159,7 +159,7 @@ class Migrator:
             self._outgoing.peer_lost(address, reason, now)
         if self._unit.socket in ready:
             for message in self._unit.messages():
-                handle(message, self._unit.name, self._of_unit, message, now)
+                handle(message, self._unit.at.name, self._of_unit, message, now)
         if self._unit.monitor in ready and self._unit.ended():
             log.warning("the unit scheduler is gone")
             self._nobody_wants()

@@ -9,7 +9,7 @@ from typing import Any
 
 import zmq
 
-from muxserve.net.peer import Connection
+from muxserve.net.peer import Address, Connection
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import Keys
 from muxserve.wire import AnyMessage, Message, encode
@@ -50,10 +50,8 @@ class RemoteMigrators:
         try:
             known = self._by_address.get(address)
             if known is None:
-                identity = f"{self._name}/{next(self._numbers)}"
-                known = self._by_address[address] = Connection(
-                    self._context, self._poller, address, address, identity, self._keys, _FAILURES
-                )
+                at = Address(address, address, f"{self._name}/{next(self._numbers)}", self._keys)
+                known = self._by_address[address] = Connection(self._context, self._poller, at, _FAILURES)
             if pages is None:
                 known.send_frames(encode(message))
             else:

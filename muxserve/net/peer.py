@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -35,16 +36,24 @@ def received(socket: zmq.Socket[Any], copy: bool = True) -> Iterator[list[Any]]:
             return
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Whom a connection reaches: its `name` for the log, the `address` of its ROUTER, the `identity` by which it knows
+    us, and the fleet's `keys`, which are needed for TCP only."""
+
+    name: str
+    address: str
+    identity: str
+    keys: Keys | None = None
+
+
 class Connection:
     """A DEALER, and what ZeroMQ tells of its connection.
 
     Args:
         context: of the sockets.
         poller: where both sockets are registered as long as they are open; None: they are watched otherwise.
-        name: whom it reaches, for the log.
-        address: of the other side's ROUTER.
-        identity: by which the other side knows us.
-        keys: the fleet's; needed for TCP only.
+        at: whom it reaches.
         events: of ZeroMQ's, those to be told.
 
     Raises:
@@ -56,25 +65,19 @@ class Connection:
         self,
         context: zmq.Context[Any],
         poller: zmq.Poller | None,
-        name: str,
-        address: str,
-        identity: str,
-        keys: Keys | None = None,
+        at: Address,
         events: int = zmq.EVENT_DISCONNECTED,
     ) -> None:
-        self.name = name
-        self.address = address
-        self.keys = keys
+        self.at = at
         self._context = context
         self._poller = poller
-        self._identity = identity.encode()
         self._events = events
         self._inbox = Inbox(log, decode)
         self._open()
 
     def _open(self) -> None:
         self.socket: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, self._identity)
+        self.socket.setsockopt(zmq.IDENTITY, self.at.identity.encode())
         self.socket.linger = 0
         self.socket.sndhwm = self.socket.rcvhwm = 0
         self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -86,7 +89,7 @@ class Connection:
             self._poller.register(self.socket, zmq.POLLIN)
             self._poller.register(self.monitor, zmq.POLLIN)
         try:
-            connect(self.socket, self.address, self.keys)
+            connect(self.socket, self.at.address, self.at.keys)
         except Exception:
             self.close()
             raise
@@ -120,7 +123,7 @@ class Connection:
         self.socket.close(linger=linger)
 
     def _read(self, frames: list[Any]) -> AnyMessage | None:
-        return self._inbox.read(frames[-1], self.name)
+        return self._inbox.read(frames[-1], self.at.name)
 
 
 class Peer(Connection):
@@ -131,7 +134,7 @@ class Peer(Connection):
     It is `up` from the other side's `answer` to the greeting on; where none is expected, from the first sign of it.
 
     Args:
-        context, poller, name, address, identity, keys: see `Connection`.
+        context, poller, at: see `Connection`.
         hello: the greeting.
         answer: the kind of message that answers it.
         keeps: what waits in the socket is for the next process as well. Messages are taken before it is up, too.
@@ -141,10 +144,7 @@ class Peer(Connection):
         self,
         context: zmq.Context[Any],
         poller: zmq.Poller | None,
-        name: str,
-        address: str,
-        identity: str,
-        keys: Keys | None = None,
+        at: Address,
         *,
         hello: Message | None = None,
         answer: type[Message] | None = None,
@@ -156,7 +156,7 @@ class Peer(Connection):
         self._greeted = False
         self._keeps = keeps
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        super().__init__(context, poller, name, address, identity, keys, events)
+        super().__init__(context, poller, at, events)
 
     def _open(self) -> None:
         super()._open()
@@ -166,7 +166,7 @@ class Peer(Connection):
     def send(self, message: Message) -> bool:
         """Send; false if it is not up, and the message is dropped."""
         if not (self.up or self._keeps):
-            log.info("%s is not there to be sent a %s", self.name, type(message).__name__)
+            log.info("%s is not there to be sent a %s", self.at.name, type(message).__name__)
             return False
         self.send_frames(encode(message))
         return True
@@ -219,7 +219,7 @@ class AsyncPeer(Peer):
     """A peer in the event loop that it is made in.
 
     Args:
-        context, name, address, identity, keys, hello, answer, keeps: see `Peer`.
+        context, at, hello, answer, keeps: see `Peer`.
         on_message: called with each message.
         on_up: called when it is up, with the answer to the greeting if one is expected.
         on_down: called when the connection is lost that was up.
@@ -228,10 +228,7 @@ class AsyncPeer(Peer):
     def __init__(
         self,
         context: zmq.Context[Any],
-        name: str,
-        address: str,
-        identity: str,
-        keys: Keys | None = None,
+        at: Address,
         *,
         on_message: Callable[[AnyMessage], None],
         on_up: Callable[[AnyMessage | None], None] = lambda answer: None,
@@ -244,7 +241,7 @@ class AsyncPeer(Peer):
         self._on_up = on_up
         self._on_down = on_down
         self._readers: list[Reader] = []
-        super().__init__(context, None, name, address, identity, keys, hello=hello, answer=answer, keeps=keeps)
+        super().__init__(context, None, at, hello=hello, answer=answer, keeps=keeps)
 
     def send_frames(self, *frames: Any, copy: bool = True) -> None:
         """Send, or keep for when the connection is made."""
@@ -262,8 +259,8 @@ class AsyncPeer(Peer):
     def _open(self) -> None:
         super()._open()
         self._readers = [
-            Reader(self.socket, self._take, self._inbox, self.name),
-            Reader(self.monitor, self._take_event, self._inbox, self.name),
+            Reader(self.socket, self._take, self._inbox, self.at.name),
+            Reader(self.monitor, self._take_event, self._inbox, self.at.name),
         ]
 
     def _take(self, frames: list[bytes]) -> None:
@@ -272,17 +269,17 @@ class AsyncPeer(Peer):
         if message is None:
             return
         if self._answer is not None and isinstance(message, self._answer):
-            self._inbox.handle(message, self.name, self._on_up, message)
+            self._inbox.handle(message, self.at.name, self._on_up, message)
             return
         if self.up and not was_up:
             self._on_up(None)
-        self._inbox.handle(message, self.name, self._on_message, message)
+        self._inbox.handle(message, self.at.name, self._on_message, message)
 
     def _take_event(self, frames: list[bytes]) -> None:
         was_up = self.up
         if self._event(parse_monitor_message(frames)["event"]):
             if was_up:
-                log.warning("%s is gone; waiting for the next", self.name)
+                log.warning("%s is gone; waiting for the next", self.at.name)
                 self._on_down()
         elif self.up and not was_up:
             self._on_up(None)

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.net import sockets
-from muxserve.net.peer import AsyncPeer
+from muxserve.net.peer import Address, AsyncPeer
 from muxserve.wire import Cancel, GatewayHello, Lost, Message, Placed, TokensHeader, UnitHello, Unplace, decode, encode
 from tests.support.patience import PATIENCE
 
@@ -72,9 +72,7 @@ class Linked:
         self.tokens.start()
         self.link = AsyncPeer(
             self.context,
-            "u0",
-            self.address,
-            "gateway/me",
+            Address("u0", self.address, "gateway/me"),
             hello=GatewayHello("me", self.tokens_address, 3),
             answer=UnitHello,
             on_up=self._up,
@@ -176,9 +174,7 @@ async def test_the_global_scheduler_comes_and_goes(directory: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = AsyncPeer(
         context,
-        "the global scheduler",
-        address,
-        "gateway/me",
+        Address("the global scheduler", address, "gateway/me"),
         on_up=lambda _: told.put_nowait("up"),
         on_down=lambda: told.put_nowait("down"),
         on_message=lambda message: told.put_nowait(type(message).__name__),
