@@ -36,6 +36,7 @@ from report import machine, percentiles, write_report
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import ToClient, ToUnit
 from muxserve.global_scheduler.rolling_state import apply, rebuild
+from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.constraints import Demand
 from muxserve.rolling.macro_instance import MacroInstance
 from muxserve.rolling.member import Member
@@ -49,7 +50,7 @@ from muxserve.spec import (
     UnitEntry,
     UnitSpec,
 )
-from muxserve.wire import Load, Loads, Place, Placed, RollingReport, RollingRequest, decode, encode
+from muxserve.wire import Loads, Place, Placed, RollingReport, RollingRequest, decode, encode
 
 CAPACITY = 1_000_000
 RULES = RollingRules(ttft=5.0, tpot=0.1, prefill=((1, 0.0002), (10_000, 2.0)), spared=0.25, lower=4, upper=7)
@@ -112,7 +113,7 @@ def in_core(requests: int, rounds: int) -> dict[str, object]:
         hear(unit, everything(unit, requests))
 
     def load(unit: str) -> Loads:
-        return Loads(unit, "e", [Load("m", CAPACITY, running=requests)])
+        return Loads(unit, "e", [InstanceLoad("", CAPACITY, "m", running=requests)])
 
     for unit in units[:7]:
         comes(unit)
@@ -180,7 +181,7 @@ def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
 
     for unit in units:
         hear(ToUnit(unit), everything(unit, requests))
-        hear(ToUnit(unit), Loads(unit, "e", [Load("m", CAPACITY, running=requests)]))
+        hear(ToUnit(unit), Loads(unit, "e", [InstanceLoad("", CAPACITY, "m", running=requests)]))
     speak = {unit: Reports(unit, requests) for unit in units}
     for unit, report in speak.items():
         report.steps += 1000  # who decodes has time to spare

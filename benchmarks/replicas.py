@@ -45,7 +45,7 @@ from muxserve.spec import (
     UnitSpec,
     save_fleet,
 )
-from muxserve.wire import Load, Loads, Place, Placed, decode, encode
+from muxserve.wire import Loads, Place, Placed, decode, encode
 
 CAPACITY = 64_000
 POLICIES = {
@@ -170,7 +170,9 @@ def _report(fleet: FleetSpec, up: Event) -> None:
             continue
         due += 0.1
         for router, scheduler in schedulers.items():
-            load = Load("m", CAPACITY, used=rng.randint(CAPACITY // 4, CAPACITY), running=rng.randint(20, 120))
+            load = InstanceLoad(
+                "", CAPACITY, "m", used=rng.randint(CAPACITY // 4, CAPACITY), running=rng.randint(20, 120)
+            )
             router.send_multipart([scheduler, encode(Loads(routers[router], "e", [load]))])
 
 

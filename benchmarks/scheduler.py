@@ -208,11 +208,11 @@ def replicas(run: Run, times: int = 500) -> dict[str, Any]:
     for _ in range(times):
         began = time.thread_time_ns()
         for model in run.ledger.models:
-            load = load_of(model, run.policy, "layout")
+            load = load_of("unit", model, run.policy, "layout")
         reports.append(time.thread_time_ns() - began)
         began = time.thread_time_ns()
-        load = load_of(most, run.policy, "layout")
-        chosen = choose_request(view_of("unit", most, load, levels, ()), full, rules, levels)
+        load = load_of("unit", most, run.policy, "layout")
+        chosen = choose_request(view_of(most, load, levels, ()), full, rules, levels)
         choices.append(time.thread_time_ns() - began)
         assert chosen is None
     return {

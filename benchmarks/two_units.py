@@ -25,11 +25,11 @@ import zmq
 from muxserve import spec
 from muxserve.net import sockets
 from muxserve.profiling.jobs import Bodies
+from muxserve.replicas.views import InstanceLoad
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import (
     Cancel,
     GatewayHello,
-    Load,
     Loads,
     Lost,
     Message,
@@ -174,7 +174,7 @@ class TwoUnits:
         self.units = pair.units
         self.epoch = secrets.token_hex(4)
         self.requests: dict[str, Seen] = {}
-        self.loads: dict[str, Load] = {}
+        self.loads: dict[str, InstanceLoad] = {}
         self.lost: set[str] = set()
         self._context = zmq.Context()
         self._links: dict[tuple[str, str], zmq.Socket[bytes]] = {}

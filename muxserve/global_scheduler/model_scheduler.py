@@ -9,7 +9,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
-from muxserve.global_scheduler.loads import as_load
 from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.decisions import Decision, Dispatch, Drain, Pair, Refuse, Resume, Start, Stop, Unpair
@@ -17,7 +16,7 @@ from muxserve.replicas.dispatch import NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.priorities import PriorityError
 from muxserve.replicas.views import InstanceLoad
-from muxserve.wire import Load, Place, Unpaired
+from muxserve.wire import Place, Unpaired
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +107,10 @@ class ModelScheduler(ModelSchedulerBase):
         self._scheduler.starting = self._starting(now)
         self._carry_out(self._scheduler.tick(now), now)
 
-    def pairs(self) -> list[tuple[str, str, Load]]:
+    def pairs(self) -> list[tuple[str, str, InstanceLoad]]:
         """See `ModelSchedulerBase`."""
         up = self._up
-        return [(s, d, as_load(up[d].load)) for s, d in self._scheduler.pairs.items() if s in up and d in up]
+        return [(s, d, up[d].load) for s, d in self._scheduler.pairs.items() if s in up and d in up]
 
     def state(self, now: float) -> dict[str, object]:
         """See `ModelSchedulerBase`."""

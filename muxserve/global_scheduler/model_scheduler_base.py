@@ -12,14 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from muxserve.global_scheduler.loads import as_instance, refresh
+import msgspec
+
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.rules import RollingRules
-from muxserve.wire import Load, NotPlaced, Place, Placed, StartReplicas, StopReplica, Terminating
+from muxserve.wire import NotPlaced, Place, Placed, StartReplicas, StopReplica, Terminating
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class ModelSchedulerBase(ABC):
         """A gateway does not want an answer any more; False: nobody waits here for it."""
 
     @abstractmethod
-    def pairs(self) -> list[tuple[str, str, Load]]:
+    def pairs(self) -> list[tuple[str, str, InstanceLoad]]:
         """Source and destination of each pair of which both are up, with the destination's load."""
 
     @abstractmethod
@@ -168,19 +169,17 @@ class ModelSchedulerBase(ABC):
 
     # ------------------------------------------------------------ replicas
 
-    def report(self, unit: str, load: Load, now: float) -> None:
+    def report(self, unit: str, load: InstanceLoad, now: float) -> None:
         """A unit says how its replica stands."""
         replica = self._up.get(unit)
         if replica is None:
-            instance = as_instance(unit, load)
-            instance.terminating = load.terminating
-            replica = self._up[unit] = Replica(instance)
+            replica = self._up[unit] = Replica(msgspec.structs.replace(load, name=unit))
             self._died.pop(unit, None)
             self._retry, self._why_not = RETRY_SECONDS[0], ""
-            self._came(unit, instance, now)
+            self._came(unit, replica.load, now)
             log.info("%s is up in %s: %d tokens of KV", self.model, unit, load.capacity)
         else:
-            self._stands(unit, refresh(replica.load, load), now)
+            self._stands(unit, replica.load.refresh(load), now)
         replica.terminating, wanted = load.terminating, replica.load.terminating
         if load.terminating != wanted and now - replica.told_at >= TELL_AGAIN_SECONDS:
             self._tell(unit, wanted, now)

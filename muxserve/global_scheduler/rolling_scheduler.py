@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from muxserve.global_scheduler.loads import as_load
+import msgspec
+
 from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.global_scheduler.rolling_moves import RollingMoves
@@ -19,7 +20,7 @@ from muxserve.rolling.constraints import Demand
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
 from muxserve.rolling.scheduler import RollingScheduler, Sent
-from muxserve.wire import Load, Place, Placed, RollingReport, SchedulerHello, Unpaired, Waits
+from muxserve.wire import Place, Placed, RollingReport, SchedulerHello, Unpaired, Waits
 
 log = logging.getLogger(__name__)
 
@@ -436,15 +437,15 @@ class RollingModelScheduler(ModelSchedulerBase):
 
     # ------------------------------------------------------------ what others see
 
-    def pairs(self) -> list[tuple[str, str, Load]]:
+    def pairs(self) -> list[tuple[str, str, InstanceLoad]]:
         """See `ModelSchedulerBase`. Only who is drained gives requests away, its decodes; what is promised at the other
         one is taken, as it is for requests that are sent there."""
         up, found = self._up, []
         for source, destination in self._moves.pairs.items():
             member = self._scheduler.members.get(destination)
             if source in up and destination in up and member is not None:
-                load = as_load(up[destination].load)
-                load.used = max(load.used, member.promised)
+                known = up[destination].load
+                load = msgspec.structs.replace(known, used=max(known.used, member.promised))
                 found.append((source, destination, load))
         return found
 

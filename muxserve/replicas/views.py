@@ -7,7 +7,9 @@ instance itself sees its requests one by one (`InstanceView`) and chooses which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from muxserve.replicas.priorities import NORMAL
 
@@ -66,13 +68,13 @@ class InstanceView:
         )
 
 
-@dataclass(slots=True)
-class InstanceLoad:
-    """An instance as the global scheduler sees it.
+class InstanceLoad(msgspec.Struct, omit_defaults=True, gc=False):
+    """An instance as the global scheduler sees it; units report it as it is.
 
     `capacity` is M, `used` the tokens that are taken (requests on their way in included), `running` the batch size B.
     `head_demand` is what the first of the `waiting` requests needs, `queued_demand` what all of them need. `levels`
-    counts the running requests by execution priority. Only instances of equal `layout` can exchange KV. `freeness` is
+    counts the running requests by execution priority. Only instances of equal `layout` can exchange KV: it is
+    equal where block size, layers, heads, head size, type and ranks are. `freeness` is
     filled in by `virtual_usage.score`.
     """
 
@@ -84,7 +86,7 @@ class InstanceLoad:
     waiting: int = 0
     head_demand: int = 0
     queued_demand: int = 0
-    levels: dict[str, int] = field(default_factory=dict)
+    levels: dict[str, int] = {}
     terminating: bool = False
     moving_in: int = 0
     moving_out: int = 0
@@ -100,6 +102,15 @@ class InstanceLoad:
     def room(self) -> int:
         """Tokens that are neither taken nor what the next request in the queue waits for."""
         return self.capacity - self.used - self.head_demand
+
+    def refresh(self, reported: InstanceLoad) -> InstanceLoad:
+        """Bring it up to date; `terminating` and the freeness stay, since the policies decide these."""
+        self.model, self.capacity, self.layout = reported.model, reported.capacity, reported.layout
+        self.used, self.running, self.waiting = reported.used, reported.running, reported.waiting
+        self.head_demand, self.queued_demand = reported.head_demand, reported.queued_demand
+        self.levels = reported.levels
+        self.moving_in, self.moving_out = reported.moving_in, reported.moving_out
+        return self
 
     def enqueue(self, demand: int) -> None:
         """A request was sent there that the instance has not reported yet."""

@@ -199,7 +199,7 @@ class UnitSpec(msgspec.Struct, frozen=True):
         raise KeyError(name)
 
     def layout(self, name: str) -> str:
-        """How the KV of that model lies in its pages. Two replicas can exchange it if this is equal (`Load.layout`).
+        """How the KV of that model lies in its pages. Two replicas can exchange it if this is equal.
 
         Raises:
             KeyError: no such model in this unit.

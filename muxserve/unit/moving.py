@@ -28,7 +28,7 @@ from muxserve.replicas.virtual_usage import freeness, score
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, Place
-from muxserve.unit.replicas import instance_of, load_of_replica, view_of
+from muxserve.unit.replicas import load_of_replica, view_of
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.state import UnitState
 from muxserve.wire import (
@@ -223,7 +223,7 @@ class MigrationPairs:
         if message.model not in self._state.ledger.by_name or message.destination == self._unit:
             log.warning("%s of this unit cannot be paired with %s", message.model, message.destination)
             return
-        pair = MigrationPair(message.destination, message.address, instance_of(message.destination, message.load), now)
+        pair = MigrationPair(message.destination, message.address, message.load, now)
         known = self._pairs.get(message.model)
         if known is not None and known.destination == pair.destination:
             pair.try_at, pair.retry, pair.flying = known.try_at, known.retry, known.flying
@@ -259,11 +259,11 @@ class MigrationPairs:
         if not model.decode.takes_work or load.moving_out >= rules.in_flight or pair.load.moving_in >= rules.in_flight:
             return None
         # As `choose_request` asks, but without looking at every request.
-        if not load.terminating and freeness(instance_of(self._unit, load), levels) >= rules.source_below:
+        if not load.terminating and freeness(load, levels) >= rules.source_below:
             return None
         if self._skipped:
             self._skipped = {request: until for request, until in self._skipped.items() if until > now}
-        view = view_of(self._unit, model, load, levels, staying | self._skipped.keys())
+        view = view_of(model, load, levels, staying | self._skipped.keys())
         request = choose_request(view, score(pair.load, levels), rules, levels, SPARE_BLOCKS * model.block_tokens)
         if request is None:
             pair.try_at = now + NONE_FITS_SECONDS

@@ -11,6 +11,8 @@ import logging
 import math
 from collections.abc import Collection
 
+import msgspec
+
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
 from muxserve.scheduling.policy import Policy
@@ -18,7 +20,7 @@ from muxserve.scheduling.state import ModelState
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.rolling import RollingReports
 from muxserve.unit.state import UnitState
-from muxserve.wire import Load, Loads, MovingIn, SchedulerHello, Terminating
+from muxserve.wire import Loads, MovingIn, SchedulerHello, Terminating
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +32,14 @@ _WORTH_TELLING = 1 / 64
 
 
 def load_of(
+    unit: str,
     model: ModelState,
     policy: Policy,
     layout: str,
     terminating: bool = False,
     moving_in: int = 0,
     moving_out: int = 0,
-) -> Load:
+) -> InstanceLoad:
     """The replica as the global scheduler is to see it."""
     block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
     capacity = policy.capacity(model)
@@ -44,7 +47,8 @@ def load_of(
     if model.in_engines >= model.max_seqs:
         left = 0  # room for KV is no use to a request without a seat
     most = capacity // per_block
-    return Load(
+    return InstanceLoad(
+        name=unit,
         model=model.name,
         capacity=most * block,
         layout=layout,
@@ -60,33 +64,15 @@ def load_of(
     )
 
 
-def load_of_replica(state: UnitState, model: ModelState) -> Load:
+def load_of_replica(state: UnitState, model: ModelState) -> InstanceLoad:
     """How the replica stands now."""
     name = model.name
     layout, terminating = state.unit_spec.layout(name), name in state.terminating
-    return load_of(model, state.policy, layout, terminating, state.moving_in.get(name, 0), state.moving_out[name])
+    moving_in, moving_out = state.moving_in.get(name, 0), state.moving_out[name]
+    return load_of(state.unit_spec.unit, model, state.policy, layout, terminating, moving_in, moving_out)
 
 
-def instance_of(unit: str, load: Load) -> InstanceLoad:
-    """The load as the policies have it."""
-    return InstanceLoad(
-        name=unit,
-        capacity=load.capacity,
-        model=load.model,
-        used=load.used,
-        running=load.running,
-        waiting=load.waiting,
-        head_demand=load.head_demand,
-        queued_demand=load.queued_demand,
-        levels=dict(load.levels),
-        terminating=load.terminating,
-        moving_in=load.moving_in,
-        moving_out=load.moving_out,
-        layout=load.layout,
-    )
-
-
-def view_of(unit: str, model: ModelState, load: Load, levels: Levels, staying: Collection[str]) -> InstanceView:
+def view_of(model: ModelState, load: InstanceLoad, levels: Levels, staying: Collection[str]) -> InstanceView:
     """The replica as it sees itself, request by request, with the sums of `load`. Requests that decode can be moved,
     those in `staying` apart. Takes time in proportion to the requests that have a seat."""
     block = model.block_tokens
@@ -102,7 +88,7 @@ def view_of(unit: str, model: ModelState, load: Load, levels: Levels, staying: C
             level = live.execution if live.execution in known else levels.default
             running.append(RequestView(live.request_id, execution=level, movable=False))
     return InstanceView(
-        name=unit,
+        name=load.name,
         capacity=load.capacity,
         model=model.name,
         running=running,
@@ -115,24 +101,14 @@ def view_of(unit: str, model: ModelState, load: Load, levels: Levels, staying: C
     )
 
 
-def worth_telling(known: list[Load], now: list[Load]) -> bool:
+def worth_telling(known: list[InstanceLoad], now: list[InstanceLoad]) -> bool:
     """Whether a report says more than the last one."""
     if len(known) != len(now):
         return True
     for old, new in zip(known, now, strict=True):
         if abs(old.used - new.used) >= max(1.0, _WORTH_TELLING * new.capacity):
             return True
-        if (
-            old.model != new.model
-            or old.capacity != new.capacity
-            or old.running != new.running
-            or old.waiting != new.waiting
-            or old.head_demand != new.head_demand
-            or old.terminating != new.terminating
-            or old.moving_in != new.moving_in
-            or old.moving_out != new.moving_out
-            or old.levels != new.levels
-        ):
+        if old != msgspec.structs.replace(new, used=old.used, queued_demand=old.queued_demand):
             return True
     return False
 
@@ -145,7 +121,7 @@ class UnitReplicas:
         self._table = table
         self._rolling = RollingReports(state)
         self._scheduler: bytes | None = None
-        self._told: list[Load] = []
+        self._told: list[InstanceLoad] = []
         self._told_at = -math.inf
         self._due = math.inf
 
@@ -176,7 +152,7 @@ class UnitReplicas:
         else:
             self._state.terminating.discard(model.name)
 
-    def loads(self) -> list[Load]:
+    def loads(self) -> list[InstanceLoad]:
         """How all replicas stand that can serve."""
         if not self._state.ledger.memory_up:
             return []
@@ -204,7 +180,7 @@ class UnitReplicas:
         """When `turn` is due although no message came."""
         return min(self._due, self._rolling.wakeup())
 
-    def _tell(self, loads: list[Load], now: float) -> None:
+    def _tell(self, loads: list[InstanceLoad], now: float) -> None:
         assert self._scheduler is not None
         self._state.send(self._scheduler, Loads(self._state.unit_spec.unit, self._state.epoch, loads))
         self._told, self._told_at, self._due = loads, now, now + SILENCE_SECONDS

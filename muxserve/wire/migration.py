@@ -121,8 +121,8 @@ class MoveAbort(Message):
 
 class PeerOpen(Message):
     """First message of a move, and of each later stage that needs more blocks: set `blocks` more aside. `layout` must
-    be that of the model over there (see `Load.layout`). `epoch` is the sending migrator's: moves of an earlier one of
-    the same `unit` are void. `machine` tells whether its pool can be written to from over there (see `PeerOpened`)."""
+    be that of the model over there. `epoch` is the sending migrator's: moves of an earlier one of the same `unit` are
+    void. `machine` tells whether its pool can be written to from over there (see `PeerOpened`)."""
 
     move: str
     unit: str

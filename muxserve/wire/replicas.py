@@ -9,29 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from muxserve.replicas.views import InstanceLoad
 from muxserve.wire.base import Message
-
-
-class Load(msgspec.Struct, omit_defaults=True, gc=False):
-    """One model's replica in one unit, as `muxserve.replicas.views.InstanceLoad` has it; all sums are tokens of KV.
-
-    `layout` tells whether two replicas can exchange KV: it is equal where block size, layers, heads, head size, type
-    and ranks are.
-    """
-
-    model: str
-    capacity: int
-    layout: str = ""
-    used: int = 0
-    running: int = 0
-    waiting: int = 0
-    head_demand: int = 0
-    queued_demand: int = 0
-    levels: dict[str, int] = {}
-    terminating: bool = False
-    moving_in: int = 0
-    moving_out: int = 0
-
 
 # ---------------------------------------------------------------- global scheduler <-> unit scheduler
 
@@ -48,7 +27,7 @@ class Loads(Message):
 
     unit: str
     epoch: str
-    loads: list[Load]
+    loads: list[InstanceLoad]
 
 
 class RollingRequest(msgspec.Struct, omit_defaults=True, gc=False):
@@ -92,7 +71,7 @@ class Paired(Message):
     model: str
     destination: str
     address: str
-    load: Load
+    load: InstanceLoad
 
 
 class Unpaired(Message):

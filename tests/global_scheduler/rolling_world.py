@@ -16,13 +16,13 @@ from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Destination, ToClient, ToUnit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.member import Member
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import FleetSpec
 from muxserve.wire import (
     ControllerHello,
     DrainReplicas,
-    Load,
     Loads,
     Message,
     NotPlaced,
@@ -309,7 +309,7 @@ class RollingWorld:
             if unit.model_up:
                 running = sum(held.prefilled for held in unit.held.values())
                 waiting = len(unit.held) - running
-                loads = [Load(MODEL, CAPACITY, running=running, waiting=waiting, terminating=unit.terminating)]
+                loads = [InstanceLoad("", CAPACITY, MODEL, 0, running, waiting, terminating=unit.terminating)]
             unit.outbox.append(Loads(unit.name, f"e{unit.epoch}", loads))
 
     def deliver(self, unit: FakeUnit) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Destination, ToClient, ToUnit
+from muxserve.replicas.views import InstanceLoad
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
@@ -19,7 +20,7 @@ from muxserve.spec import (
     UnitEntry,
     UnitSpec,
 )
-from muxserve.wire import ControllerHello, Load, Loads, Message, Place, decode, encode
+from muxserve.wire import ControllerHello, Loads, Message, Place, decode, encode
 
 M = TypeVar("M", bound=Message)
 
@@ -74,8 +75,8 @@ def fleet(
     )
 
 
-def load(name: str = "m", used: int = 0, running: int = 0, **more: Any) -> Load:
-    return Load(name, more.pop("capacity", CAPACITY), used=used, running=running, **more)
+def load(name: str = "m", used: int = 0, running: int = 0, **more: Any) -> InstanceLoad:
+    return InstanceLoad("", more.pop("capacity", CAPACITY), name, used=used, running=running, **more)
 
 
 def place(request_id: str, name: str = "m", demand: int = 100, arrival: float = 0.0, **more: Any) -> Place:
@@ -100,7 +101,7 @@ class World:
         self.core.handle(peer, decode(encode(message)), self.now)
         self.turn()
 
-    def report(self, unit: str, *loads: Load, epoch: str = "e1") -> None:
+    def report(self, unit: str, *loads: InstanceLoad, epoch: str = "e1") -> None:
         self.say(ToUnit(unit), Loads(unit, epoch, list(loads)))
 
     def controller(self) -> None:

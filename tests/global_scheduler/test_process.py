@@ -17,12 +17,12 @@ import zmq
 
 from muxserve.net import sockets
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import FleetSpec, load_fleet, save_fleet
 from muxserve.wire import (
     ControllerHello,
     DrainReplicas,
-    Load,
     Loads,
     Message,
     Paired,
@@ -103,14 +103,14 @@ class FakeUnit:
                 return message
         raise AssertionError(f"unit {self.name} heard no {kind.__name__}")
 
-    def report(self, *loads: Load, epoch: str = "e1") -> None:
+    def report(self, *loads: InstanceLoad, epoch: str = "e1") -> None:
         self.last = [self.scheduler, encode(Loads(self.name, epoch, list(loads)))]
         self.socket.send_multipart(self.last)
 
     def roll(self, epoch: str = "e1", **what: Any) -> None:
         self.socket.send_multipart([self.scheduler, encode(RollingReport(self.name, epoch, "m", **what))])
 
-    def greeted(self, *loads: Load, epoch: str = "e1") -> str:
+    def greeted(self, *loads: InstanceLoad, epoch: str = "e1") -> str:
         """Wait for the greeting and answer it; returns the global scheduler's epoch."""
         hello = self.hear(SchedulerHello)
         assert self.scheduler == f"scheduler/{hello.epoch}".encode()

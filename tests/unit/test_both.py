@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.views import InstanceLoad
 from muxserve.wire import (
     Abort,
     Admit,
@@ -18,7 +19,6 @@ from muxserve.wire import (
     EngineHello,
     EngineLost,
     Lease,
-    Load,
     Loads,
     Lost,
     MigratorHello,
@@ -243,7 +243,7 @@ def test_a_request_moves_out_of_the_engine() -> None:
     )
     bench.say(b"migrator", MigratorHello("m1", 1))
     admit = decoding(bench, "r")
-    sent = bench.say(SCHEDULER, Paired("a", "other", "ipc:///other", Load("a", 100_000_000)))
+    sent = bench.say(SCHEDULER, Paired("a", "other", "ipc:///other", InstanceLoad("", 100_000_000, "a")))
     (show,) = to(ENGINE, ShowBlocks, sent)
     bench.say(ENGINE, Blocks("r", show.incarnation, 0, [0, 1], 21))
     (stage,) = to(b"migrator", MoveStage, bench.sent)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.views import InstanceLoad
 from muxserve.spec import ModelSpec
 from muxserve.wire import (
     Abort,
@@ -21,7 +22,6 @@ from muxserve.wire import (
     EngineLost,
     GatewayHello,
     Lease,
-    Load,
     Loads,
     Lost,
     MigratorHello,
@@ -53,10 +53,17 @@ SCHEDULER = b"scheduler/s1"
 DECODE = "a/decode"
 # Always a source, and no destination becomes one.
 RULES = MigrationRules(source_below=100_000, destination_above=100_000)
-ELSEWHERE = Load("a", 100_000_000)
 
 
-def paired(load: Load = ELSEWHERE) -> Paired:
+def elsewhere(**more: Any) -> InstanceLoad:
+    """How the other replica stands: empty, and large."""
+    return InstanceLoad("", 100_000_000, "a", **more)
+
+
+ELSEWHERE = elsewhere()
+
+
+def paired(load: InstanceLoad = ELSEWHERE) -> Paired:
     return Paired("a", "u1", "ipc:///u1/migrator.sock", load)
 
 
@@ -219,14 +226,14 @@ def test_the_next_one_moves_as_soon_as_one_has_arrived() -> None:
 def test_a_report_that_still_counts_a_move_that_has_ended_holds_nothing_up() -> None:
     b = bench("r", "s", "t")
     course = Course(b).to("committing")
-    stale = paired(Load("a", 100_000_000, moving_in=1))
+    stale = paired(elsewhere(moving_in=1))
     assert to(DECODE, ShowBlocks, b.say(SCHEDULER, stale)) == [], "it is on its way"
     sent = b.say(b"migrator", MoveCommitted(course.stage.move))
     (show,) = to(DECODE, ShowBlocks, sent)
     b.say(DECODE.encode(), Blocks(show.request_id, show.incarnation, 0, [], 0))
     # Two have ended a moment ago; a third one is somebody else's.
-    assert to(DECODE, ShowBlocks, b.say(SCHEDULER, paired(Load("a", 100_000_000, moving_in=3)), after=0.15)) == []
-    (show,) = to(DECODE, ShowBlocks, b.say(SCHEDULER, paired(Load("a", 100_000_000, moving_in=2)), after=0.03))
+    assert to(DECODE, ShowBlocks, b.say(SCHEDULER, paired(elsewhere(moving_in=3)), after=0.15)) == []
+    (show,) = to(DECODE, ShowBlocks, b.say(SCHEDULER, paired(elsewhere(moving_in=2)), after=0.03))
     assert show.request_id == "t"
 
 
@@ -238,7 +245,7 @@ def test_nothing_moves_without_a_reason(why: str) -> None:
         b = Bench()
         b.say(b"migrator", MigratorHello("m1", 7))
     elif why == "no room":
-        message = paired(Load("a", 100_000_000, used=100_000_000))
+        message = paired(elsewhere(used=100_000_000))
     elif why == "unknown model":
         message = Paired("x", "u1", "ipc:///u1", ELSEWHERE)
     b.say(SCHEDULER, message)
@@ -561,7 +568,7 @@ def test_its_hand_off_is_nobodys_orphan_and_shares_end_by_themselves() -> None:
 # ---------------------------------------------------------------- replicas
 
 
-def loads(sent: Sent) -> dict[str, Load]:
+def loads(sent: Sent) -> dict[str, InstanceLoad]:
     (report,) = to(SCHEDULER, Loads, sent)
     assert report.unit == "unit"
     assert report.epoch == "unit-1"
@@ -573,7 +580,7 @@ def test_replicas_are_reported_when_greeted_and_when_something_changes() -> None
     first = loads(b.say(SCHEDULER, SchedulerHello("s1")))
     assert set(first) == {"a", "b"}
     # 400 pages are the quota, and 900 the most: the other model keeps its floor. A block has 4 pages and 16 tokens.
-    assert first["a"] == Load("a", 900 // 4 * 16, first["a"].layout)
+    assert first["a"] == InstanceLoad("unit", 900 // 4 * 16, "a", layout=first["a"].layout)
     assert "16t" in first["a"].layout
     b.now += 1
     b.memory.used["a"] = 40

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.quarantine import is_suspect
@@ -36,7 +37,6 @@ from muxserve.wire import (
     HandOver,
     HeldRequests,
     Lease,
-    Load,
     Lost,
     Message,
     MigratorHello,
@@ -587,7 +587,7 @@ class World:
     # ------------------------------------------------------------ what happens
 
     def pair(self, source: str, destination: str) -> None:
-        load = Load("a", 100_000_000)
+        load = InstanceLoad("", 100_000_000, "a")
         message = Paired("a", destination, f"ipc:///{destination}", load)
         unit = self.units[source]
         self.post(unit.address(SCHEDULER), unit, SCHEDULER, message)
