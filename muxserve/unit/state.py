@@ -19,8 +19,8 @@ from muxserve.wire import Message
 class UnitState:
     """One unit, as its scheduler has it: the ledger, who decides, who is asked, and what is to be sent.
 
-    `epoch` is this process, which came up at `started`. `levels` are by model. Of the models as replicas: `terminating` are being drained;
-    `moving_in` and `moving_out` count requests on their way from and to other units.
+    `epoch` is this process, which came up at `started`; `levels` are those of each model. Of the models as replicas:
+    `terminating` are being drained; `moving_in` and `moving_out` count requests on their way from and to other units.
 
     Raises:
         ValueError: the unit's spec contradicts itself, or the policy is not made for it.
