@@ -9,7 +9,9 @@ from tests.gateway.unit_specs import model
 
 
 def ended(first: float | None, last: float | None, tokens: int) -> Tracked:
-    request = Tracked("id", "front", "m", b"", 1, 10, arrival=10.0, emitted=list(range(tokens)))
+    request = Tracked(
+        "id", "front", "m", body=b"", prompt_tokens=1, max_tokens=10, arrival=10.0, emitted=list(range(tokens))
+    )
     request.first_token_at, request.last_token_at = first, last
     return request
 

@@ -26,7 +26,7 @@ class Rows:
 
 
 def add(table: RequestTable, front_id: str = "front", model: str = "m") -> Tracked:
-    request = Tracked(table.new_id(), front_id, model, b"body", 7, 100, 1.0)
+    request = Tracked(table.new_id(), front_id, model, body=b"body", prompt_tokens=7, max_tokens=100, arrival=1.0)
     table.add(request)
     table.assign(request, "u0")
     return request

@@ -57,7 +57,9 @@ class Told:
         )
 
     def submit(self, front_id: str = "r") -> Tracked:
-        request = Tracked(self.table.new_id(), front_id, MODEL, b"", 10, 100, self.now)
+        request = Tracked(
+            self.table.new_id(), front_id, MODEL, body=b"", prompt_tokens=10, max_tokens=100, arrival=self.now
+        )
         self.router.submit(request, self.now)
         return request
 

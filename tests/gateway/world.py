@@ -114,7 +114,15 @@ class World:
         out.moved.clear()
 
     def submit(self) -> None:
-        request = Tracked(self.table.new_id(), f"f{len(self.streamed)}", MODEL, b"", 7, 100, self.now)
+        request = Tracked(
+            self.table.new_id(),
+            f"f{len(self.streamed)}",
+            MODEL,
+            body=b"",
+            prompt_tokens=7,
+            max_tokens=100,
+            arrival=self.now,
+        )
         self.length[request.front_id] = self.random.randint(1, 12)
         self.streamed[request.front_id] = []
         self.finished[request.front_id] = 0

@@ -173,7 +173,14 @@ class RollingWorld:
 
     def ask(self, request_id: str, request: Asked) -> None:
         place = Place(
-            request_id, MODEL, request.tokens + 1, request.since, "normal", "normal", request.tokens, request.max_tokens
+            request_id,
+            MODEL,
+            demand=request.tokens + 1,
+            arrival=request.since,
+            scheduling="normal",
+            execution="normal",
+            tokens=request.tokens,
+            max_tokens=request.max_tokens,
         )
         self.answers[request_id] = 0
         self.to_core.append(place)

@@ -61,7 +61,16 @@ def ask(world: World, *ids: str, tokens: int = 40, peer: ToClient = G0, max_toke
     for request_id in ids:
         level = more.get("scheduling", "normal")
         demand = tokens + 1
-        place = Place(request_id, "m", demand, more.get("arrival", world.now), level, "normal", tokens, max_tokens)
+        place = Place(
+            request_id,
+            "m",
+            demand=demand,
+            arrival=more.get("arrival", world.now),
+            scheduling=level,
+            execution="normal",
+            tokens=tokens,
+            max_tokens=max_tokens,
+        )
         world.say(peer, place)
     answers: dict[str, Message] = {}
     for to, message in world.sent:
@@ -75,7 +84,19 @@ def ask(world: World, *ids: str, tokens: int = 40, peer: ToClient = G0, max_toke
 def ask_plain(world: World, request_id: str) -> list[Placed | NotPlaced]:
     """What a model that does not roll answers at once: nothing while the request waits."""
     world.heard(Placed)
-    world.say(G0, Place(request_id, "m", 41, world.now, "normal", "normal", 40, 10))
+    world.say(
+        G0,
+        Place(
+            request_id,
+            "m",
+            demand=41,
+            arrival=world.now,
+            scheduling="normal",
+            execution="normal",
+            tokens=40,
+            max_tokens=10,
+        ),
+    )
     return [message for _, message in world.sent if isinstance(message, Placed | NotPlaced)]
 
 
@@ -224,7 +245,10 @@ def test_what_waits_for_the_largest_replica_is_refused_or_fits_when_it_is_gone()
 
 def test_an_unknown_priority_is_refused_in_words() -> None:
     world = rolling()
-    world.say(G0, Place("r", "m", 41, world.now, "hihg", "normal", 40, 10))
+    world.say(
+        G0,
+        Place("r", "m", demand=41, arrival=world.now, scheduling="hihg", execution="normal", tokens=40, max_tokens=10),
+    )
     assert [m.message for m in world.heard(NotPlaced)] == ["there is no priority level 'hihg'; did you mean 'high'?"]
 
 
@@ -655,7 +679,12 @@ def test_a_sleeping_model_is_woken_and_put_to_sleep() -> None:
     scaling = scaled(0, 2, hold=5, idle_seconds=30, wake_limit=20)
     world = World(fleet({"u0": ["n"]}, models=["m"], rolling={"m": RULES}, scaling=scaling))
     world.controller()
-    world.say(G0, Place("r", "m", 41, world.now, "normal", "normal", 40, 10))
+    world.say(
+        G0,
+        Place(
+            "r", "m", demand=41, arrival=world.now, scheduling="normal", execution="normal", tokens=40, max_tokens=10
+        ),
+    )
     assert world.heard(StartReplicas) == [StartReplicas("m", 1)]
     world.wait(21)
     (late,) = world.heard(NotPlaced)

@@ -31,7 +31,7 @@ def shared(client: MemoryClient, key: str, count: int = 2) -> JoinPool:
     """Blocks that the other unit's migrator has set aside and shares."""
     blocks = client.step("a", reserve=count).reserved.tolist()
     client.hand_off("a", key, blocks, 10.0, release=[])
-    return JoinPool("move", "a", "", client.generation, key, tuple(blocks))
+    return JoinPool("move", "a", memory_socket="", generation=client.generation, key=key, blocks=tuple(blocks))
 
 
 def at(join: JoinPool, unit_spec: UnitSpec, **changes: object) -> JoinPool:
@@ -60,7 +60,7 @@ def test_both_hold_the_blocks(connect: Connect, small: UnitSpec, others: RemoteP
 
 
 def test_nobody_reaches_it(others: RemotePools, small: UnitSpec) -> None:  # noqa: F811
-    assert not others.join(JoinPool("move", "a", small.memory_socket, 1, "k", (1,)))
+    assert not others.join(JoinPool("move", "a", memory_socket=small.memory_socket, generation=1, key="k", blocks=(1,)))
 
 
 def test_what_is_not_there_any_more(connect: Connect, small: UnitSpec, others: RemotePools) -> None:  # noqa: F811

@@ -212,7 +212,9 @@ class Machine:
 
         def report() -> None:
             if engine.life == life:
-                self.ledger.stepped(engine.model, engine.phase, lease_id, left, 0.0, 0, remaining, self.now)
+                self.ledger.stepped(
+                    engine.model, engine.phase, lease_id, left, seconds=0.0, tokens=0, remaining=remaining, now=self.now
+                )
 
         self.at(self.now + self.latency, report)
 
@@ -417,13 +419,13 @@ class Machine:
                 engine.phase,
                 lease_id,
                 left,
-                step.seconds,
-                step.tokens,
-                remaining,
-                self.now,
-                1,
-                step.prefill_tokens,
-                step.prefill_seconds,
+                seconds=step.seconds,
+                tokens=step.tokens,
+                remaining=remaining,
+                now=self.now,
+                steps=1,
+                prefill_tokens=step.prefill_tokens,
+                prefill_seconds=step.prefill_seconds,
             )
 
         self.at(self.now + self.latency, report)

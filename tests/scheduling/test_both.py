@@ -44,13 +44,13 @@ def step(book: UnitLedger, lease: int, now: float, left: int = 3, steps: int = 1
         Phase.BOTH,
         lease,
         left,
-        values["seconds"],
-        int(values["tokens"]),
-        remaining,
-        now,
-        steps,
-        int(values["prefill_tokens"]),
-        values["prefill_seconds"],
+        seconds=values["seconds"],
+        tokens=int(values["tokens"]),
+        remaining=remaining,
+        now=now,
+        steps=steps,
+        prefill_tokens=int(values["prefill_tokens"]),
+        prefill_seconds=values["prefill_seconds"],
     )
 
 

@@ -161,7 +161,14 @@ class Bench:
     def hand_over(self, request_id: str, model: str = "a", tokens: tuple[int, ...] = (7,)) -> Sent:
         """The prefill engine is done with the request."""
         (admit,) = [a for a in self.admitted(f"{model}/prefill") if a.request_id == request_id][-1:]
-        handed = HandOver(request_id, admit.incarnation, f"key-{request_id}-{admit.incarnation}", 2, 20, list(tokens))
+        handed = HandOver(
+            request_id,
+            admit.incarnation,
+            key=f"key-{request_id}-{admit.incarnation}",
+            blocks=2,
+            computed_tokens=20,
+            output_tokens=list(tokens),
+        )
         return self.report(f"{model}/prefill", handed=[handed], tokens=20, running=0)
 
     def decoding(self, request_id: str, model: str = "a") -> Admit:

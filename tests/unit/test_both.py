@@ -249,7 +249,10 @@ def test_a_request_moves_out_of_the_engine() -> None:
     (stage,) = to(b"migrator", MoveStage, bench.sent)
     (detach,) = to(ENGINE, Detach, bench.say(b"migrator", MoveStaged(stage.move, 1, 0.001, 1)))
     assert detach.incarnation == admit.incarnation
-    bench.say(ENGINE, Detached("r", detach.incarnation, detach.key, 1, [1], 22, [7, 8]))
+    bench.say(
+        ENGINE,
+        Detached("r", detach.incarnation, detach.key, since=1, blocks=[1], computed_tokens=22, output_tokens=[7, 8]),
+    )
     bench.say(b"migrator", MoveStaged(stage.move, 2, 0.001, 1))
     (commit,) = to(b"migrator", MoveCommit, bench.sent)
     assert commit.request.output_tokens == [7, 8]
@@ -261,7 +264,21 @@ def test_a_request_moves_out_of_the_engine() -> None:
 def test_a_request_moves_in_and_is_adopted_by_the_next_decode_lease() -> None:
     bench = unit()
     bench.submit("prompt")
-    moving = Moving("in", "a", 0, "g1", b"in", 20, 50, 0.0, 0, "normal", "normal", [1, 2], 21)
+    moving = Moving(
+        "in",
+        "a",
+        attempt=0,
+        gateway_epoch="g1",
+        body=b"in",
+        prompt_tokens=20,
+        max_tokens=50,
+        waited=0.0,
+        priority=0,
+        scheduling="normal",
+        execution="normal",
+        output_tokens=[1, 2],
+        computed_tokens=21,
+    )
     (answer,) = to(b"migrator", TakenOver, bench.say(b"migrator", TakeOver("m", "key", 2, moving)))
     assert answer.reason == ""
     (lease,) = to(ENGINE, Lease, prefill(bench, "prompt"))
@@ -376,7 +393,21 @@ def test_a_replica_out_of_service_reports_when_it_is_back() -> None:
 def test_what_comes_with_its_kv_decodes() -> None:
     bench = greeted()
     bench.turn(after=0.1)
-    moving = Moving("in", "a", 0, "g1", b"in", 20, 50, 0.0, 0, "normal", "normal", [1, 2], 21)
+    moving = Moving(
+        "in",
+        "a",
+        attempt=0,
+        gateway_epoch="g1",
+        body=b"in",
+        prompt_tokens=20,
+        max_tokens=50,
+        waited=0.0,
+        priority=0,
+        scheduling="normal",
+        execution="normal",
+        output_tokens=[1, 2],
+        computed_tokens=21,
+    )
     (report,) = reports(bench.say(b"migrator", TakeOver("m", "key", 2, moving)))
     assert report.requests == [RollingRequest("in", 22, 48, True, 0.0)]
 

@@ -73,14 +73,16 @@ def test_a_request_goes_from_queue_to_prefill_to_decode_to_its_end(policy: str) 
     (admit,) = lease.admit
     assert (admit.request_id, admit.body, admit.adopt, admit.output_tokens) == ("r", b"opaque", "", [])
     assert (admit.gateway_epoch, admit.reply_to, admit.attempt) == ("g1", REPLY_TO, 0)
-    handed = HandOver("r", admit.incarnation, "key", 2, 20, [7])
-    sent = bench.say(b"a/prefill", StepReport(lease.lease_id, 0, 0.01, 20, 0, 0, handed=[handed]))
+    handed = HandOver("r", admit.incarnation, key="key", blocks=2, computed_tokens=20, output_tokens=[7])
+    sent = bench.say(
+        b"a/prefill", StepReport(lease.lease_id, 0, seconds=0.01, tokens=20, running=0, waiting=0, handed=[handed])
+    )
     (lease,) = to("a/decode", Lease, sent)
     (adopted,) = lease.admit
     assert (adopted.adopt, adopted.computed_tokens, adopted.output_tokens) == ("key", 20, [7])
     assert adopted.incarnation > admit.incarnation
-    bench.say(b"a/decode", StepReport(lease.lease_id, 7, 0.01, 1, 1, 0))
-    bench.say(b"a/decode", StepReport(lease.lease_id, 6, 0.01, 1, 0, 0, finished=["r"]))
+    bench.say(b"a/decode", StepReport(lease.lease_id, 7, seconds=0.01, tokens=1, running=1, waiting=0))
+    bench.say(b"a/decode", StepReport(lease.lease_id, 6, seconds=0.01, tokens=1, running=0, waiting=0, finished=["r"]))
     state = bench.state()
     assert state["models"]["a"]["finished"] == 1
     assert state["budget_used"] == 0.0
@@ -212,7 +214,9 @@ def test_compute_of_a_cancelled_request_is_free_when_its_engine_has_answered() -
     sent = bench.say(GATEWAY, Cancel(["r-a"]))
     assert to("a/decode", Abort, sent)
     assert to("c/decode", Lease, sent) == [], "a may be in the middle of a step"
-    sent = bench.say(b"a/decode", StepReport(lease.lease_id, 3, 0.0, 0, 0, 0, finished=["r-a"]))
+    sent = bench.say(
+        b"a/decode", StepReport(lease.lease_id, 3, seconds=0.0, tokens=0, running=0, waiting=0, finished=["r-a"])
+    )
     assert to("c/decode", Lease, sent)
 
 
@@ -296,8 +300,10 @@ def test_last_words_of_a_dead_engine_are_not_believed() -> None:
     bench.submit("r")
     admit, lease = bench.admitted("a/prefill")[-1], bench.lease("a/prefill")
     bench.say(b"controller/1", EngineDown("a", "prefill", "gone"))
-    handed = HandOver("r", admit.incarnation, "late", 2, 20, [7])
-    sent = bench.say(b"a/prefill", StepReport(lease.lease_id, 0, 0.01, 20, 0, 0, handed=[handed]))
+    handed = HandOver("r", admit.incarnation, key="late", blocks=2, computed_tokens=20, output_tokens=[7])
+    sent = bench.say(
+        b"a/prefill", StepReport(lease.lease_id, 0, seconds=0.01, tokens=20, running=0, waiting=0, handed=[handed])
+    )
     assert sent == []
     assert bench.memory.dropped == [("a", "late")]
 
@@ -309,7 +315,7 @@ def test_words_under_an_older_lease_do_not_end_the_next_life() -> None:
     bench.submit("r", attempt=1)
     assert [m.request_ids for m in to("a/prefill", Abort, bench.sent)] == [["r"]]
     assert [a.attempt for a in bench.admitted("a/prefill")] == [0, 1]
-    bench.say(b"a/prefill", StepReport(old, 1, 0.0, 0, 0, 0, finished=["r"]))
+    bench.say(b"a/prefill", StepReport(old, 1, seconds=0.0, tokens=0, running=0, waiting=0, finished=["r"]))
     assert "r" in bench.unit.request_table.held
     bench.report("a/prefill", finished=["r"], running=0)
     assert "r" not in bench.unit.request_table.held
@@ -380,7 +386,14 @@ def test_what_was_sent_after_the_question_is_not_missed() -> None:
     assert to(GATEWAY, Lost, holds(bench, "a/decode", first, lease=before)) == []
     # A report from before the lease that brings it in does not count it either.
     bench.sent.clear()
-    assert to("a/decode", ShowRequests, bench.say(b"a/decode", StepReport(before, 5, 0.001, 1, 1, 0))) == []
+    assert (
+        to(
+            "a/decode",
+            ShowRequests,
+            bench.say(b"a/decode", StepReport(before, 5, seconds=0.001, tokens=1, running=1, waiting=0)),
+        )
+        == []
+    )
 
 
 def test_a_request_that_an_engine_should_not_have_is_aborted_when_it_is_there_twice() -> None:
@@ -608,7 +621,7 @@ def test_strangers_and_senseless_messages_change_nothing() -> None:
     before = json.dumps(bench.state()["models"])
     assert bench.say(b"x/y", EngineHello("x", "y", 1)) == []
     assert bench.say(b"a/prefill", EngineHello("b", "decode", 1)) == []
-    assert bench.say(b"\xff\xfe", StepReport(1, 1, 0.1, 1, 1, 1)) == []
+    assert bench.say(b"\xff\xfe", StepReport(1, 1, seconds=0.1, tokens=1, running=1, waiting=1)) == []
     assert bench.say(b"\xff\xfe", Submit("r", "a", 0, 1, 1, 0.0, b"")) == []
     assert bench.say(b"\xff\xfe", EngineLost(["r"], "")) == []
     assert bench.say(b"controller/1", EngineDown("x", "y", "")) == []

@@ -105,7 +105,15 @@ class Course:
 
     def last(self) -> Sent:
         d = self.detach
-        gone = Detached(d.request_id, d.incarnation, d.key, d.since, [7], 35, list(range(16)))
+        gone = Detached(
+            d.request_id,
+            d.incarnation,
+            d.key,
+            since=d.since,
+            blocks=[7],
+            computed_tokens=35,
+            output_tokens=list(range(16)),
+        )
         sent = self.bench.say(DECODE.encode(), gone)
         (self.stage,) = to(MIGRATOR, MoveStage, sent)
         return sent
@@ -315,7 +323,12 @@ def test_a_move_that_fails_leaves_the_request_here_or_has_it_served_again(step: 
     if step == "detaching":
         # The engine's answer comes all the same.
         d = course.detach
-        sent = b.say(DECODE.encode(), Detached("r", d.incarnation, d.key, d.since, [7], 35, list(range(16))))
+        sent = b.say(
+            DECODE.encode(),
+            Detached(
+                "r", d.incarnation, d.key, since=d.since, blocks=[7], computed_tokens=35, output_tokens=list(range(16))
+            ),
+        )
         assert [a.adopt for lease in to(DECODE, Lease, sent) for a in lease.admit] == [d.key]
 
 
@@ -335,7 +348,12 @@ def test_a_client_that_goes_away_ends_the_move(step: str) -> None:
     if step == "detaching":
         d = course.detach
         b.memory.dropped.clear()
-        b.say(DECODE.encode(), Detached("r", d.incarnation, d.key, d.since, [7], 35, list(range(16))))
+        b.say(
+            DECODE.encode(),
+            Detached(
+                "r", d.incarnation, d.key, since=d.since, blocks=[7], computed_tokens=35, output_tokens=list(range(16))
+            ),
+        )
         assert b.memory.dropped == [("a", d.key)]
         assert b.state()["engines"]["a/decode"]["lease"] is None
     if step == "committing":
@@ -401,7 +419,15 @@ def test_the_memory_manager_dies_under_a_detached_request(step: str) -> None:
     if step == "detaching":
         # It had let go, and its word comes late: nobody adopts blocks that are gone.
         d = course.detach
-        gone = Detached(d.request_id, d.incarnation, d.key, d.since, [7], 35, list(range(16)))
+        gone = Detached(
+            d.request_id,
+            d.incarnation,
+            d.key,
+            since=d.since,
+            blocks=[7],
+            computed_tokens=35,
+            output_tokens=list(range(16)),
+        )
         assert to(DECODE, Lease, b.say(DECODE.encode(), gone)) == []
         assert to(GATEWAY, Lost, b.say(DECODE.encode(), EngineLost(["r"], "the memory manager died"))) == []
         assert b.state()["budget_used"] == 0.0
@@ -445,7 +471,10 @@ def test_answers_of_earlier_lives_are_not_believed() -> None:
     b = bench("r")
     course = Course(b).to("copying")
     b.say(DECODE.encode(), Blocks("r", course.show.incarnation, 0, [1], 20))
-    b.say(DECODE.encode(), Detached("r", course.show.incarnation - 1, "old", 0, [1], 20, [1]))
+    b.say(
+        DECODE.encode(),
+        Detached("r", course.show.incarnation - 1, "old", since=0, blocks=[1], computed_tokens=20, output_tokens=[1]),
+    )
     assert b.memory.dropped == [("a", "old")]
     b.say(b"migrator", MoveStaged("unit:other:1", 5, 0.1, 1))
     b.say(b"migrator", MoveCommitted(course.stage.move))

@@ -110,8 +110,21 @@ class FakeEngine(Peer):
             blocks = self.memory.step(self.model, reserve=2).reserved
             key = f"{admit.request_id}#{admit.incarnation}"
             self.memory.hand_off(self.model, key, blocks, 60.0)
-            handed.append(HandOver(admit.request_id, admit.incarnation, key, 2, tokens, [*admit.output_tokens, 7]))
-        self.say(StepReport(lease.lease_id, lease.steps - 1, 0.001, tokens, 0, 0, handed=handed))
+            handed.append(
+                HandOver(
+                    admit.request_id,
+                    admit.incarnation,
+                    key=key,
+                    blocks=2,
+                    computed_tokens=tokens,
+                    output_tokens=[*admit.output_tokens, 7],
+                )
+            )
+        self.say(
+            StepReport(
+                lease.lease_id, lease.steps - 1, seconds=0.001, tokens=tokens, running=0, waiting=0, handed=handed
+            )
+        )
         return [each.key for each in handed]
 
     def finish(self, lease: Lease) -> None:
@@ -119,7 +132,17 @@ class FakeEngine(Peer):
         for admit in lease.admit:
             self.memory.step(self.model, release=self.memory.adopt(self.model, admit.adopt))
         finished = [admit.request_id for admit in lease.admit]
-        self.say(StepReport(lease.lease_id, lease.steps - 1, 0.001, len(finished), 0, 0, finished=finished))
+        self.say(
+            StepReport(
+                lease.lease_id,
+                lease.steps - 1,
+                seconds=0.001,
+                tokens=len(finished),
+                running=0,
+                waiting=0,
+                finished=finished,
+            )
+        )
 
     def close(self) -> None:
         super().close()
@@ -285,7 +308,7 @@ def test_kill_of_the_unit_scheduler(unit: Unit) -> None:
     (admit,) = lease.admit
     assert (admit.attempt, admit.output_tokens) == (1, [7, 8])
     # A late word of the first life, whose ids can be told apart, changes nothing.
-    prefill.say(StepReport(first.lease_id, 0, 0.001, 20, 0, 0, finished=["r"]))
+    prefill.say(StepReport(first.lease_id, 0, seconds=0.001, tokens=20, running=0, waiting=0, finished=["r"]))
     prefill.prefill(lease)
     decode_.finish(decode_.hear(Lease))
     unit.until(gateway, lambda state: state["models"]["a"]["finished"] == 1 and state["models"]["a"]["used_pages"] == 0)
@@ -361,7 +384,10 @@ def test_a_stranger_without_the_secret_changes_nothing(unit: Unit) -> None:
     # It speaks as the gateway, as the engine and as the controller, before and after the others have spoken.
     spoken: dict[str, list[Message]] = {
         "gateway/g1": [GatewayHello("g1", REPLY_TO), Cancel(["r"]), submit("s")],
-        "a/prefill": [EngineHello("a", "prefill", 9), StepReport(lease.lease_id, 0, 0.1, 9, 0, 0, finished=["r"])],
+        "a/prefill": [
+            EngineHello("a", "prefill", 9),
+            StepReport(lease.lease_id, 0, seconds=0.1, tokens=9, running=0, waiting=0, finished=["r"]),
+        ],
         "controller/1": [EngineDown("a", "prefill", "says a stranger"), GatewayDown(0)],
     }
     strangers = []
@@ -407,11 +433,13 @@ def test_impossible_messages_of_peers_with_the_secret_end_nothing(unit: Unit) ->
         gateway.say(submit(name))
         lease = prefill.hear(Lease)
         (admit,) = lease.admit
-        handed = HandOver(name, admit.incarnation, "not there", 2, 20, [1])
+        handed = HandOver(name, admit.incarnation, key="not there", blocks=2, computed_tokens=20, output_tokens=[1])
         for lease_id in (lease.lease_id, 1 << 62):
             more = {"finished": [name], "handed": [handed], "returned": [Returned(name, admit.incarnation, [1])]}
-            other.say(StepReport(lease_id, 0, 0.1, 5, 0, 0, **more))
-            other.say(Detached(name, admit.incarnation, "not there", 0, [], 0, []))
+            other.say(StepReport(lease_id, 0, seconds=0.1, tokens=5, running=0, waiting=0, **more))
+            other.say(
+                Detached(name, admit.incarnation, "not there", since=0, blocks=[], computed_tokens=0, output_tokens=[])
+            )
         prefill.prefill(lease)
         decode_.finish(decode_.hear(Lease))
         unit.until(gateway, lambda state, n=round_: state["models"]["a"]["finished"] == n + 1)  # type: ignore[misc]

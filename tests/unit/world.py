@@ -135,7 +135,11 @@ class Engine:
         self.world.post(self.unit.address(self.address), self.unit, self.address, message)
 
     def report(self, seconds: float, tokens: int, **more: Any) -> None:
-        self.tell(StepReport(self.lease, self.left, seconds, tokens, len(self.running), 0, **more))
+        self.tell(
+            StepReport(
+                self.lease, self.left, seconds=seconds, tokens=tokens, running=len(self.running), waiting=0, **more
+            )
+        )
 
     def hear(self, message: Message) -> None:
         match message:
@@ -220,13 +224,27 @@ class Engine:
     def detach(self, ask: Detach) -> None:
         found = self.find(ask.request_id, ask.incarnation)
         if found is None:
-            self.tell(Detached(ask.request_id, ask.incarnation, "", ask.since, [], 0, []))
+            self.tell(
+                Detached(
+                    ask.request_id, ask.incarnation, "", since=ask.since, blocks=[], computed_tokens=0, output_tokens=[]
+                )
+            )
             return
         del self.running[ask.request_id]
         self.unit.store.keys.add(ask.key)
         computed = found.prompt + len(found.tokens) - 1
         blocks = list(range(-(-computed // BLOCK)))[ask.since :]
-        self.tell(Detached(ask.request_id, ask.incarnation, ask.key, ask.since, blocks, computed, found.tokens))
+        self.tell(
+            Detached(
+                ask.request_id,
+                ask.incarnation,
+                ask.key,
+                since=ask.since,
+                blocks=blocks,
+                computed_tokens=computed,
+                output_tokens=found.tokens,
+            )
+        )
         self.mind_alone(tell=True)
 
     def step(self) -> None:
@@ -254,7 +272,16 @@ class Engine:
                 self.unit.store.keys.add(key)
                 computed = each.prompt + len(each.tokens) - 1
                 blocks = -(-computed // BLOCK)
-                handed.append(HandOver(request_id, each.admit.incarnation, key, blocks, computed, each.tokens))
+                handed.append(
+                    HandOver(
+                        request_id,
+                        each.admit.incarnation,
+                        key=key,
+                        blocks=blocks,
+                        computed_tokens=computed,
+                        output_tokens=each.tokens,
+                    )
+                )
             elif self.phase == "both" and not each.decodes:
                 prefilled.append(Prefilled(request_id, each.admit.incarnation, list(each.tokens)))
             fresh += not each.decodes
