@@ -49,7 +49,7 @@ lane() { # NAME NICENESS COMMAND...: in the background; the lane called `shown` 
 python_lane() { # NAME NICENESS PYTEST'S ARGUMENTS
   local name=$1 niceness=$2
   shift 2
-  lane "$name" "$niceness" "$python" -m pytest -p no:cacheprovider "$@"
+  lane "$name" "$niceness" "$python" -m pytest -p no:cacheprovider --durations=15 --durations-min=3 "$@"
 }
 
 interrupt() {

@@ -14,7 +14,7 @@ from placement.memory import MemoryRules
 COSTS = Roofline()
 L20 = device("L20-48GB")
 # Few layers, so that a device holds it easily; wide ones, so that its steps take long and few are simulated.
-WIDE = ModelArchitecture("Wide", 8, 64, 8, 128, 8192, 28672, 32000, 4096, 4096, "bfloat16")
+WIDE = ModelArchitecture("Wide", 14, 64, 8, 128, 8192, 28672, 32000, 4096, 4096, "bfloat16")
 # For a CPU, whose steps take about a tenth of a second with it.
 TINY = ModelArchitecture("Tiny", 4, 32, 32, 64, 2048, 8192, 8000, 2048, 2048, "float32")
 

@@ -17,7 +17,7 @@ from tests.planning.phases_support import COSTS
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 8,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "vocab_size": 8000,
