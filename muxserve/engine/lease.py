@@ -51,6 +51,7 @@ class HeldLease:
         self._bubbles = bubbles
         # Of the last one; kept when it is dropped.
         self.lease_id = 0
+        self.share = 0
         self._phase = "both"
         self._steps = 0
         self._left = 0
@@ -72,15 +73,19 @@ class HeldLease:
         """Another step may begin."""
         return self._left > 0 and time.monotonic() < self._deadline
 
-    def take(self, lease: Lease) -> None:
-        """A new lease replaces what was left of the one before."""
+    def take(self, lease: Lease) -> bool:
+        """A new lease replaces what was left of the one before. To be called between two steps. True: its share is
+        smaller, which is to be told when everything of it is done, since the rest is for others then."""
+        smaller = lease.share < self.share
         self.lease_id = lease.lease_id
+        self.share = lease.share
         self._phase = lease.phase
         self._steps = self._left = lease.steps
         self._begun = time.monotonic()
         self._deadline = self._begun + lease.seconds
         self._half_told = False
         self._admitted = bool(lease.admit)
+        return smaller
 
     def drop(self) -> None:
         """Let go of the lease, and of what was not told yet."""

@@ -181,7 +181,7 @@ class EngineLoop:
         match message:
             case Lease():
                 self.scheduler.alone = ""
-                self._lease.take(message)
+                told = self._lease.take(message)
                 self.scheduler.step_tokens = message.tokens
                 if self.binding.phase == "both":
                     self.scheduler.lease_phase = message.phase
@@ -191,6 +191,8 @@ class EngineLoop:
                     self.scheduler.alone = self._requests.last(message.alone) or GONE
                     self._mind_alone()
                     # Should this engine fail, the unit scheduler must know with what.
+                    told = True
+                if told:
                     self._lease.ended_outside([])
             case Abort():
                 self._abort(message)

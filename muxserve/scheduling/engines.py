@@ -18,7 +18,11 @@ _LAST_RETRY_SECONDS = 0.02
 
 @dataclass(slots=True)
 class LeaseState:
-    """A lease as far as its engine has reported. `left` steps of `steps` are left; `deadline` bounds it in time."""
+    """A lease as far as its engine has reported. `left` steps of `steps` are left; `deadline` bounds it in time.
+
+    `share` is what it names, and `held` what its engine may still compute on: more, from when its share is reduced
+    until the engine has met the smaller lease between two steps.
+    """
 
     lease_id: int
     steps: int
@@ -28,6 +32,9 @@ class LeaseState:
     share: int
     renewable: bool
     phase: Phase
+    held: int
+    # The first of the leases in a row under which the engine computes on no more than `share`.
+    share_since: int
     # The one request that is computed under it, if it is for one alone.
     alone: str = ""
     # The first of the leases in a row that say the same of that.

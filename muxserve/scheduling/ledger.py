@@ -301,7 +301,7 @@ class UnitLedger:
 
     @property
     def share_free(self) -> int:
-        """Millionths of the unit's compute that no lease holds."""
+        """Millionths of the unit's compute that no engine may be computing on."""
         return WHOLE - self.share_used
 
     def granted(self, grant: Grant, lease_id: int, now: float, alone: str = "") -> None:
@@ -310,10 +310,15 @@ class UnitLedger:
         model = self.by_name[grant.model]
         engine = model.engine(grant.phase)
         since, confirmed = lease_id, False
-        if engine.lease is not None:
-            self.share_used -= engine.lease.share
-            if alone and engine.lease.alone == alone:
-                since, confirmed = engine.lease.alone_since, engine.lease.confirmed
+        held, share_since = grant.share, lease_id
+        before = engine.lease
+        if before is not None:
+            self.share_used -= before.held
+            held = max(held, before.held)
+            if grant.share >= before.share:
+                share_since = before.share_since
+            if alone and before.alone == alone:
+                since, confirmed = before.alone_since, before.confirmed
         engine.lease = LeaseState(
             lease_id,
             grant.steps,
@@ -323,12 +328,14 @@ class UnitLedger:
             grant.share,
             grant.renewable,
             grant.phase,
+            held,
+            share_since,
             alone,
             since,
             confirmed,
         )
         engine.last_lease = lease_id
-        self.share_used += grant.share
+        self.share_used += held
         if engine.wait_since is not None:
             if now > engine.wait_since:
                 engine.waits += 1
@@ -408,6 +415,9 @@ class UnitLedger:
         lease = engine.lease
         if lease is not None and lease_id >= lease.alone_since:
             lease.confirmed = True
+        if lease is not None and lease.held > lease.share and lease_id >= lease.share_since:
+            self.share_used -= lease.held - lease.share
+            lease.held = lease.share
         if not remaining and not engine.inside and lease_id >= engine.entered_with:
             # Whatever lease the report is about, a later one brought nothing in. (If one did, and that was cancelled on
             # its way, the engine may take a step for it yet, and then tells of that one.)
@@ -497,7 +507,7 @@ class UnitLedger:
 
     def _end_lease(self, engine: EngineState) -> None:
         if engine.lease is not None:
-            self.share_used -= engine.lease.share
+            self.share_used -= engine.lease.held
             engine.lease = None
 
     def _settle(self, engine: EngineState, now: float, idle: bool = False) -> None:

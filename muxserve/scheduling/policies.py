@@ -8,8 +8,11 @@ from muxserve.scheduling.pipelined import Pipelined
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.rolling import Rolling
 from muxserve.scheduling.round_robin import RoundRobin
+from muxserve.scheduling.slack import Slack
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Adbs, Fcfs, RoundRobin, Rolling, Pipelined)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Adbs, Slack, Fcfs, RoundRobin, Rolling, Pipelined)
+}
 
 
 def make_policy(name: str) -> Policy:

@@ -72,6 +72,8 @@ class ModelProfile:
 
     With `both` it has one engine of both phases, whose share is `decode_share`, in which up to `depth` micro-batches
     are under way; `waiting_tokens` of prompts may be in it that are not computed yet (0: as many as two steps take).
+    `elastic` engines can compute on another share from one lease to the next; of others every lease names the planned
+    share.
     """
 
     name: str
@@ -89,6 +91,7 @@ class ModelProfile:
     both: bool = False
     depth: int = 1
     waiting_tokens: int = 0
+    elastic: bool = True
 
     @property
     def pages_per_block(self) -> int:

@@ -171,6 +171,13 @@ class PhaseEngine(LeasedEngine):
             self._decode(now)
 
     def _take(self, lease: Lease, now: float) -> None:
+        smaller = lease.share < self._granted_share
+        self._enter(lease, now)
+        if smaller:
+            remaining = len(self.prompts) + len(self.batch.running)
+            self.scheduler.report(Report(self, lease.lease_id, lease.steps, 0.0, 0, 0, remaining, [], [], []))
+
+    def _enter(self, lease: Lease, now: float) -> None:
         if self._accept(lease, now):
             self._dirty = True
         self.far = False

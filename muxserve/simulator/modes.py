@@ -59,6 +59,11 @@ MODES: dict[str, Mode] = {
             combined=True,
         ),
         Mode("temporal", "colocated models take turns on whole GPUs (FCFS)", placement="temporal", policy="fcfs"),
+        Mode(
+            "slack",
+            "muxserve with shares of compute that follow the load, and prefill batched under backlog",
+            policy="slack",
+        ),
         Mode("round-robin", "muxserve with the round-robin policy instead of ADBS", policy="round_robin"),
         Mode("fcfs", "muxserve's placement with the FCFS policy instead of ADBS", policy="fcfs"),
         Mode("no-split", "muxserve without the split of phases: one engine per model", policy="", combined=True),

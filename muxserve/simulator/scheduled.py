@@ -175,7 +175,7 @@ class ScheduledUnit(Unit):
             report.prefill_tokens,
             report.prefill_seconds,
         )
-        if report.returned or report.through or phase is PREFILL:
+        if report.returned or report.through or not report.steps or phase is PREFILL:
             self._news = True
         self.turn_due = True
         self.touch()

@@ -13,7 +13,7 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, TARGET_LOAD, Level, Levels
 from muxserve.spec.network import Keys, Listen
 
-PolicyName = Literal["adbs", "fcfs", "round_robin", "rolling", "pipelined"]
+PolicyName = Literal["adbs", "slack", "fcfs", "round_robin", "rolling", "pipelined"]
 PhasesName = Literal["multiplexed", "rolling", "pipelined"]
 EnginePhase = Literal["prefill", "decode", "both"]
 BatchingName = Literal["vllm", "fixed", "throttled"]

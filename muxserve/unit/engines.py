@@ -268,7 +268,7 @@ class EngineTable:
         self._state.ledger.granted(grant, self._lease_id, now, alone)
         admits = [self._table.admit(self._state.ledger.requests[request_id]) for request_id in grant.admit]
         phase = cast(EnginePhase, str(grant.phase))
-        lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone)
+        lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone, grant.share)
         engine = self._state.ledger.by_name[grant.model].engine(grant.phase)
         self._state.send(f"{grant.model}/{engine.phase}".encode(), lease)
 

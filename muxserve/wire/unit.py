@@ -164,6 +164,10 @@ class Lease(Message):
     `phase` is for engines of both phases: the one they do under this lease (prompts wait for `prefill`, sequences that
     have their first token for `decode`), or `both` in every step. With `alone`, the id of a request, the engine steps
     nothing else under this lease, and the lease is over when the request is no longer in it.
+
+    `share` is the part of the unit's compute, in millionths, on which steps under this lease are to run (0: whatever
+    the engine has). An engine that takes a lease of a smaller share than the one before reports at once, without a
+    step: the rest is free then.
     """
 
     lease_id: Count
@@ -173,6 +177,7 @@ class Lease(Message):
     tokens: Count = 0
     phase: Literal["prefill", "decode", "both"] = "both"
     alone: str = ""
+    share: Count = 0
 
 
 class Abort(Message):

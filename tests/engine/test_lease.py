@@ -156,3 +156,10 @@ def test_waiting_for_what_is_in_flight_is_told_with_the_steps(engine: Engine) ->
     assert (engine.told[-1].steps, engine.told[-1].seconds, engine.told[-1].lease_left) == (0, 0.0, 6)
     (report,) = engine.run(1, finished=["t"])
     assert report.seconds == pytest.approx(0.251)
+
+
+def test_a_smaller_share_is_something_to_tell(engine: Engine) -> None:
+    assert not engine.lease.take(Lease(1, 8, 10.0, share=500_000))
+    assert not engine.lease.take(Lease(2, 8, 10.0, share=700_000))
+    assert engine.lease.take(Lease(3, 8, 10.0, share=300_000))
+    assert engine.lease.share == 300_000

@@ -47,6 +47,7 @@ class Engine:
     steps: int = 0
     deadline: float = 0.0
     share: int = 0
+    computing_on: int = 0
     stepping: bool = False
     up: bool = True
     aborts: list[Job] = field(default_factory=list)
@@ -317,8 +318,8 @@ class Machine:
             return
         engine.stepping = True
         engine.steps -= 1
-        share = engine.share
-        running = sum(e.share for e in self.engines.values() if e.stepping and e is not engine) + share
+        engine.computing_on = engine.share
+        running = sum(e.computing_on for e in self.engines.values() if e.stepping)
         assert running <= WHOLE, f"{running} of {WHOLE} in use at {self.now}"
         work, prefill_tokens, returned = [], 0, []
         phase = engine.doing if engine.phase is Phase.BOTH else engine.phase
@@ -475,7 +476,16 @@ class Machine:
         def arrive() -> None:
             if engine.life != life:
                 return
+            smaller = grant.share < engine.share
             engine.lease_id, engine.steps, engine.share = lease_id, grant.steps, grant.share
+            if smaller and not engine.stepping:
+                # Of a step that runs the report comes at its end.
+                remaining = len(engine.jobs)
+                told = (grant.model, engine.phase, lease_id, grant.steps, 0.0, 0, remaining)
+                self.at(
+                    self.now + self.latency,
+                    lambda: self.ledger.stepped(*told, self.now) if engine.life == life else None,
+                )
             engine.doing = grant.phase
             engine.deadline = self.now + grant.seconds
             self._kick(engine)
@@ -491,8 +501,9 @@ class Machine:
 
     def check(self) -> None:
         ledger = self.ledger
-        held = sum(e.lease.share for m in ledger.models for e in m.engines if e.lease is not None)
-        assert ledger.share_used == held <= WHOLE
+        leases = [e.lease for m in ledger.models for e in m.engines if e.lease is not None]
+        assert all(lease.held >= lease.share for lease in leases)
+        assert ledger.share_used == sum(lease.held for lease in leases) <= WHOLE
         assert sum(m.promised for m in ledger.models) == ledger.pools["pool"].promised
         if len(ledger.requests) > 60 and self.turns % 200:
             return  # looking at every request every time is for small loads

@@ -116,7 +116,7 @@ def test_nothing_is_granted_to_an_engine_that_is_down(name: str) -> None:
 
 
 def test_unknown_policies_are_named() -> None:
-    with pytest.raises(ValueError, match="adbs, fcfs, pipelined, rolling, round_robin"):
+    with pytest.raises(ValueError, match="adbs, fcfs, pipelined, rolling, round_robin, slack"):
         make_policy("lottery")
 
 

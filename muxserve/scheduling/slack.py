@@ -1,0 +1,224 @@
+"""ADBS with shares per lease and slack-aware prefill: work-conserving in compute, as the pool is in pages.
+
+What differs from `adbs` (MuxServe, arXiv:2404.02015, Algorithm 3, whose text has SMs partitioned dynamically):
+
+* **Shares follow the load.** Jobs that run divide the whole unit between them. While planned shares do not fill it,
+  what is left goes to the prefill job, which gains from all of it, or without one to the decode engines in proportion.
+  While they do not fit, all are reduced alike, down to `least` of the planned share; only what does not fit even so
+  waits for its turn. Prefill keeps its planned share when prompts fill a whole step, since it is the bottleneck then.
+  Shares change when jobs come and go; an engine meets a smaller one between two steps, and only then is the rest given
+  to somebody else.
+* **Prefill is batched while there is slack.** Where more prompts wait than seats, pages or a step let in, starting one
+  for each seat that comes free costs the weights' read every time; and where the batch is large, all its sequences are
+  slowed. Then a prefill of less than `worth` of a step is held back for up to `slack` seconds while decode runs. At
+  light load nothing is held back.
+
+Units whose engines cannot change their share (`ModelProfile.elastic`) keep to the planned ones and take turns as under
+`adbs`; prefill is batched there too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from muxserve.scheduling.adbs import Adbs, AdbsConfig
+from muxserve.scheduling.admission import admissible, wants_prefill
+from muxserve.scheduling.engines import LeaseState
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policy import Renewals
+from muxserve.scheduling.state import ModelState
+from muxserve.scheduling.types import WHOLE, Grant
+
+# Shares are whole hundredths of the unit: MPS takes percent, and sets of SMs are coarser still.
+GRAIN = WHOLE // 100
+_NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class SlackConfig(AdbsConfig):
+    """`least` is the part of its planned share below which no engine runs; `worth`, of a step's tokens, is the prefill
+    that is never held back; `slack` the seconds for which others are; `crowd` the part of the model's seats from which
+    on a batch is large."""
+
+    least: float = 0.7
+    worth: float = 0.25
+    slack: float = 0.1
+    crowd: float = 0.125
+
+
+class Division(NamedTuple):
+    """Shares of the prefill job and, by index, of the models whose decode engines run; the others wait."""
+
+    prefill: int
+    decode: dict[int, int]
+
+
+class Slack(Adbs):
+    """One object serves one unit."""
+
+    name = "slack"
+
+    def __init__(self, config: SlackConfig | None = None) -> None:
+        self._rules = config or SlackConfig()
+        super().__init__(self._rules)
+        # By model: since when a prefill has been held back.
+        self._held: dict[int, float] = {}
+        self._left_out = False
+
+    # ------------------------------------------------------------ jobs
+
+    def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
+        if not all(model.profile.elastic for model in ledger.models):
+            return super().decide(ledger, now)
+        models = ledger.models
+        if len(self._limits) != len(models):
+            self._limits = [WHOLE * WHOLE] * len(models)
+        prefilling = next((model for model in models if model.prefill.lease is not None), None)
+        candidate = self._candidate(ledger, now, prefilling)
+        starting = candidate if prefilling is None else None
+        job = None if starting is None else self._prefill_job(ledger, starting, self._limits[starting.index])
+        leased = [model for model in models if model.decode.lease is not None]
+        # Whose next token is due first.
+        ready = sorted((m for m in models if m.decode.ready(now)), key=lambda m: (m.decode.wait_since or 0.0, m.index))
+        overdue = self._overdue(ready, now) if ready else []
+        # A turn that was waited for that long is not taken away again.
+        firm = [m for m in leased if m.decode.lease and self._firm.get(m.index) == m.decode.lease.granted_at]
+        first = [*firm, *overdue]
+        order = [*first, *(model for model in (*leased, *ready) if model not in first)]
+
+        prefill = prefilling or starting
+        tokens = 0 if prefill is None else prefill.outstanding
+        if job is not None:
+            tokens += sum(ledger.requests[request_id].tokens for request_id in job.admit)
+        pressed = prefill is not None and tokens >= prefill.batch_tokens
+        division = self._divide(prefill, order, len(first), pressed)
+        contended = self._left_out = len(division.decode) < len(order)
+
+        free = ledger.share_free
+        grants: list[Grant] = []
+        if job is not None and starting is not None:
+            if division.prefill <= free:
+                grants.append(job._replace(share=division.prefill))
+                self._next_prefill = (starting.index + 1) % len(models)
+                self._held.pop(starting.index, None)
+            # If not, what others give up is its.
+            free -= division.prefill
+        for model in ready:
+            share = division.decode.get(model.index)
+            if share is None:
+                continue
+            if share <= free:
+                grants.append(self._decode_grant(model, contended, share))
+                if model in overdue:
+                    self._firm[model.index] = now
+            free -= share
+        if prefilling is not None and prefilling.prefill.lease is not None:
+            share = _towards(division.prefill, prefilling.prefill.lease, free)
+            free -= max(0, share - prefilling.prefill.lease.held)
+            admission = None
+            if candidate is None and prefilling.queue:
+                admission = admissible(ledger, prefilling, self._limits[prefilling.index], ahead=True)
+            if admission is not None or share != prefilling.prefill.lease.share:
+                grants.append(self._prefill_grant(prefilling, admission, share))
+        for model in leased:
+            grant = self._goes_on(model, division.decode.get(model.index), contended, free, now)
+            if grant is not None:
+                grants.append(grant)
+                free -= max(0, grant.share - model.decode.lease.held) if model.decode.lease is not None else 0
+        return grants
+
+    def _goes_on(self, model: ModelState, target: int | None, contended: bool, free: int, now: float) -> Grant | None:
+        """What a running decode lease needs, to have the share `target` (None: to stop)."""
+        lease = model.decode.lease
+        assert lease is not None
+        if target is None:
+            return self._recall(model)
+        if not lease.renewable:
+            return None
+        share = _towards(target, lease, free)
+        if share == lease.share:
+            return self._renewal(model, now, contended) or (self._shortened(model) if contended else None)
+        if not contended:
+            return self._decode_grant(model, contended=False, share=share)
+        # Another share is no longer turn.
+        steps = min(lease.left, self.quanta.decode_steps(model.decode.step_seconds, contended=True))
+        grant = self._decode_grant(model, contended=True, share=share, steps=max(1, steps))
+        return grant._replace(seconds=max(min(grant.seconds, lease.deadline - now), 0.001))
+
+    def _divide(self, prefill: ModelState | None, decoding: list[ModelState], certain: int, pressed: bool) -> Division:
+        """Divide the unit between the prefill job, if there is one, and decode engines in order of precedence. The
+        first `certain` of these get a share whatever the others need."""
+        own = prefill.prefill.share if prefill is not None else 0
+        least = own if pressed else int(own * self._rules.least)
+        needed, wanted = least, own
+        chosen: list[ModelState] = []
+        for place, model in enumerate(decoding):
+            share = max(GRAIN, int(model.decode.share * self._rules.least))
+            if needed + share <= WHOLE or place < certain:
+                chosen.append(model)
+                needed += share
+                wanted += model.decode.share
+        if not chosen:
+            return Division(WHOLE if own else 0, {})
+        decode = wanted - own
+        part = decode
+        pressed = pressed and needed <= WHOLE
+        if not own:
+            part = WHOLE
+        elif wanted > WHOLE:
+            part = max(int(decode * self._rules.least), WHOLE - own) if pressed else decode * WHOLE // wanted
+        shares = {m.index: max(GRAIN, m.decode.share * part // decode // GRAIN * GRAIN) for m in chosen}
+        rest = WHOLE - sum(shares.values())
+        if own:
+            return Division(rest, shares)
+        # Nothing is idle for being less than a grain for each.
+        shares[chosen[0].index] += rest
+        return Division(0, shares)
+
+    def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
+        if not all(model.profile.elastic for model in ledger.models):
+            return super().renews(ledger, now)
+        if self._left_out or self._held:
+            return None
+        leases = [engine.lease for model in ledger.models for engine in model.engines if engine.lease is not None]
+        if ledger.share_used != WHOLE or any(lease.held != lease.share for lease in leases):
+            return None
+        return Renewals(contended=False) if self._settled(ledger, now) else None
+
+    # ------------------------------------------------------------ slack
+
+    def _candidate(self, ledger: UnitLedger, now: float, prefilling: ModelState | None) -> ModelState | None:
+        models = ledger.models
+        if not any(model.decode.lease is not None for model in models):
+            self._held.clear()
+            return super()._candidate(ledger, now, prefilling)
+        count, start = len(models), self._next_prefill
+        found: ModelState | None = None
+        for offset in range(count):
+            model = models[(start + offset) % count]
+            if model is prefilling or not wants_prefill(ledger, model, now, self._limits[model.index]):
+                self._held.pop(model.index, None)
+            elif found is None and not self._waits(ledger, model, now):
+                found = model
+        return found
+
+    def _waits(self, ledger: UnitLedger, model: ModelState, now: float) -> bool:
+        """A prefill of `model` is held back now, since it would be small and others will be let in soon."""
+        if model.prefilling:
+            return False
+        admission = admissible(ledger, model, self._limits[model.index])
+        if admission is None or admission.tokens >= self._rules.worth * model.batch_tokens:
+            return False
+        if len(admission.request_ids) == len(model.queue) and model.in_engines < self._rules.crowd * model.max_seqs:
+            return False
+        return now < self._held.setdefault(model.index, now) + self._rules.slack
+
+    def wakeup(self, ledger: UnitLedger, now: float) -> float:
+        ends = [since + self._rules.slack for since in self._held.values() if since + self._rules.slack > now]
+        return min(super().wakeup(ledger, now), *ends, _NEVER)
+
+
+def _towards(target: int, lease: LeaseState, free: int) -> int:
+    """The share of a running lease that is to have `target`, as far as it is `free`."""
+    return target if target < lease.share else max(lease.share, min(target, lease.held + max(0, free)))

@@ -1,0 +1,118 @@
+"""Shares per lease: what the ledger holds of them, and how `slack` divides a unit."""
+
+from __future__ import annotations
+
+from hypothesis import Phase as Phases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.slack import Slack, SlackConfig
+from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile
+from tests.scheduling.machine import Job, Machine, profile
+from tests.scheduling.test_policies import Table
+from tests.scheduling.test_properties import models, requests
+
+
+def lease(book: UnitLedger, share: float, lease_id: int, now: float = 0.0) -> None:
+    book.granted(Grant("a", Phase.DECODE, 8, 1.0, int(share * WHOLE)), lease_id, now)
+
+
+def test_a_smaller_share_frees_the_rest_only_when_the_engine_has_met_it() -> None:
+    book = UnitLedger([profile("a")], [PoolProfile("pool", 400)])
+    book.engine_up("a", Phase.DECODE, 0.0)
+    lease(book, 0.8, 1)
+    lease(book, 0.3, 2)
+    lease(book, 0.5, 3)
+    assert book.share_free == WHOLE // 5
+    book.stepped("a", Phase.DECODE, 1, 4, 0.01, 2, 1, 0.1)
+    assert book.share_free == WHOLE // 5, "that report is of the lease before"
+    book.stepped("a", Phase.DECODE, 2, 8, 0.0, 0, 1, 0.1, steps=0)
+    assert book.share_free == WHOLE // 2
+    book.lease_void("a", Phase.DECODE, 0.2)
+    assert book.share_free == WHOLE
+
+
+def test_a_lone_prefill_and_then_a_lone_decode_have_the_whole_unit() -> None:
+    table = Table(Slack(), profile("a", prefill_share=0.5, decode_share=0.3), profile("b"))
+    table.arrive("r0", "a")
+    (prefill,) = table.decide(0.0)
+    assert (prefill.phase, prefill.share) == (Phase.PREFILL, WHOLE)
+    (decode,) = table.step("a", Phase.PREFILL, 0.01, left=0, handed=("r0",))
+    assert (decode.phase, decode.share) == (Phase.DECODE, WHOLE)
+
+
+def test_a_prompt_takes_from_decode_what_is_above_its_planned_share() -> None:
+    table = Table(Slack(), profile("a", prefill_share=0.5, decode_share=0.3))
+    (first,) = table.decoding("r0", "a")
+    assert first.share == WHOLE
+    table.arrive("r1", "a")
+    (smaller,) = table.decide(0.1)
+    assert (smaller.phase, smaller.share) == (Phase.DECODE, int(0.3 * WHOLE))
+    assert not table.decide(0.1), "the rest is not free before the engine has met the smaller lease"
+    (prefill,) = table.step("a", Phase.DECODE, 0.11, left=smaller.steps, tokens=0, seconds=0.0)
+    assert (prefill.phase, prefill.share) == (Phase.PREFILL, int(0.7 * WHOLE))
+
+
+def shared_out(machine: Machine, grants: list[Grant]) -> None:
+    """Leases fit the unit, nobody has less than it may, and nothing is idle while somebody could use it."""
+    ledger, least = machine.ledger, SlackConfig().least
+    leases = [(engine, engine.lease) for model in ledger.models for engine in model.engines if engine.lease is not None]
+    assert sum(lease.share for _, lease in leases) <= WHOLE
+    assert ledger.share_used <= WHOLE
+    if not leases:
+        return
+    whole = sum(engine.share for engine, _ in leases)
+    waits = any(lease.held != lease.share for _, lease in leases)
+    for engine, lease in leases:
+        assert lease.share >= int(least * engine.share) - WHOLE // 50 or whole > WHOLE
+        assert lease.share >= engine.share - WHOLE // 50 or whole > 0.99 * WHOLE or len(leases) < 2 or waits
+    ready = [m.name for m in ledger.models if m.decode.ready(machine.now)]
+    if not waits and not ready and all(lease.renewable for _, lease in leases):
+        assert ledger.share_free < WHOLE // 50, f"{ledger.share_free} idle at {machine.now}: {machine.describe()}"
+
+
+@settings(max_examples=40, deadline=None, phases=[Phases.explicit, Phases.reuse, Phases.generate])
+@given(data=st.data())
+def test_shares_are_within_the_unit_and_none_of_it_is_idle(data: st.DataObject) -> None:
+    profiles, pages = data.draw(models())
+    machine = Machine(Slack(), profiles, pages)
+    for job in data.draw(requests([p.name for p in profiles])):
+        machine.submit(job)
+    machine.watch = shared_out
+    machine.run()
+    assert not machine.unfinished()
+
+
+def test_shares_that_are_fixed_are_the_planned_ones() -> None:
+    machine = Machine(Slack(), [profile("a", elastic=False), profile("b", elastic=False)], 800)
+    granted: list[Grant] = []
+    machine.watch = lambda _, grants: granted.extend(grants)
+    for index in range(20):
+        machine.submit(Job(f"r{index}", "ab"[index % 2], 40, 10, 0.01 * index))
+    machine.run()
+    assert {grant.share for grant in granted} == {WHOLE // 2}
+
+
+def test_under_backlog_a_small_prefill_is_held_back_while_decode_runs_and_not_for_longer_than_the_slack() -> None:
+    table = Table(Slack(), profile("a", max_num_seqs=3, quota_pages=2000, max_num_batched_tokens=256))
+    table.decoding("r0", "a")
+    table.decoding("r1", "a")
+    for index in range(2, 6):
+        table.arrive(f"r{index}", "a", now=0.1)
+    # There is one seat, and more would like it.
+    assert not any(grant.admit for grant in table.decide(0.1))
+    end = 0.1 + SlackConfig().slack
+    assert table.policy.wakeup(table.ledger, 0.1) <= end
+    (smaller,) = table.decide(end + 0.001)
+    assert smaller.share < WHOLE
+    grants = table.step("a", Phase.DECODE, end + 0.002, left=smaller.steps, tokens=0, seconds=0.0)
+    assert [grant.admit for grant in grants if grant.phase is Phase.PREFILL] == [("r2",)]
+
+
+def test_without_backlog_no_prefill_is_held_back() -> None:
+    table = Table(Slack(), profile("a", max_num_seqs=64, quota_pages=2000))
+    table.decoding("r0", "a")
+    table.arrive("r1", "a", now=0.1)
+    (smaller,) = table.decide(0.1)
+    assert smaller.share < WHOLE
