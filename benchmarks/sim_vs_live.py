@@ -196,7 +196,7 @@ def main() -> int:
                 )
                 if options.save_profile:
                     save_profile(measured, options.save_profile)
-                overheads = Overheads(request=known.request, prefill_step=known.between, decode_step=known.between)
+                overheads = Overheads.live(known.turn, known.between, known.request)
                 costs = with_front_end(latency, known)
                 for rate in options.rates:
                     requests = workload(names, rate, options.duration, options.seed)

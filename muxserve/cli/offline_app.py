@@ -159,6 +159,9 @@ def simulate(
         float | None,
         typer.Option(min=0, help="Seconds from the client to the unit's queue; or the profile's.", show_default=False),
     ] = None,
+    control_delays: Annotated[
+        bool, typer.Option(help="Reports and leases take the time that they take live; without, none.")
+    ] = True,
     priorities: Annotated[
         str, typer.Option(help="Parts of the requests by priority level, e.g. high=0.1.", show_default=False)
     ] = "",
@@ -194,6 +197,7 @@ def simulate(
                 nodes=nodes,
                 seconds=seconds,
                 request_overhead=request_overhead,
+                control_delays=control_delays,
                 priorities=priorities,
                 timeline=timeline,
                 out=out,

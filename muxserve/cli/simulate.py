@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Settings:
     nodes: str | None = None
     seconds: float = 5.0
     request_overhead: float | None = None
+    control_delays: bool = True
     priorities: str = ""
     timeline: Path | None = None
     out: Path | None = None
@@ -178,10 +179,12 @@ def _modes(text: str) -> list[Mode]:
 
 
 def _overheads(measured: MeasuredOverheads | None, settings: Settings) -> Overheads:
-    """What the profile measured between two steps and around a request, unless the command line says otherwise."""
+    """What the profile measured of the control path, unless the command line says otherwise."""
     known = measured or MeasuredOverheads()
-    request = known.request if settings.request_overhead is None else settings.request_overhead
-    return Overheads(request=request, prefill_step=known.between, decode_step=known.between)
+    overheads = Overheads.live(known.turn, known.between, known.request)
+    if settings.request_overhead is not None:
+        overheads = replace(overheads, request=settings.request_overhead)
+    return overheads if settings.control_delays else replace(overheads, lease=0.0, report=0.0)
 
 
 def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode, placed: Simulated) -> Summary:

@@ -31,6 +31,8 @@ from muxserve.simulator import (
     FleetModel,
     MigrationCosts,
     Mode,
+    Options,
+    Overheads,
     ReplicaRules,
     RingRules,
     Rules,
@@ -306,7 +308,8 @@ def predict(
     # Memory-greedy placements are served as MuxServe's own are.
     how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
     workload = generate(loads, seconds, seed)
-    result = simulate(simulated.units(how), workload, latency, rules=simulated.rules_of(how), progress=progress)
+    options = Options(Overheads.live())
+    result = simulate(simulated.units(how), workload, latency, options, simulated.rules_of(how), progress=progress)
     summary = summarise(
         result.records,
         rates={d.name: d.rate for d in demands},

@@ -89,7 +89,7 @@ def run_trial(
     unit = how.trial_unit(wanted, pool, place, latency, rate / layout.replicas)
     units = [replace(unit, name=f"unit{number}") for number in range(count)]
     between = between_steps(latency, place.shape.device)
-    options = Options(Overheads(prefill_step=between, decode_step=between), sample_seconds=0.0)
+    options = Options(Overheads.live(between=between), sample_seconds=0.0)
     result = simulate(units, requests, latency, options, rules)
     outcomes = [
         Outcome(r.arrival, None)

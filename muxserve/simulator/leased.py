@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from muxserve.scheduling.engines import EngineState, LeaseState
 from muxserve.scheduling.policy import Renewals
 from muxserve.scheduling.quanta import Length
-from muxserve.scheduling.types import BOTH, PREFILL, Phase, share_units
+from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Phase, share_units
 from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, StepEngine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
@@ -122,6 +122,14 @@ class Report(NamedTuple):
     returned: list[SimRequest]
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
+
+    @property
+    def renews(self) -> bool:
+        """All that may follow from it is that a decode lease is renewed."""
+        news = self.finished or self.through or self.returned
+        return (
+            not news and self.tokens > 0 and self.left > 0 and self.remaining > 0 and self.engine.lease_phase is DECODE
+        )
 
 
 class PhaseEngine(LeasedEngine):

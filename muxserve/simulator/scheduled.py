@@ -60,7 +60,9 @@ class ScheduledUnit(Unit):
         self._wake_at = -1.0
         self.decoders: list[tuple[ModelState, LeasedEngine]] = []
         self.prefillers: list[tuple[ModelState, LeasedEngine]] = []
-        self._leaps_renewals = not (self.overheads.report or self.overheads.lease)
+        # Messages on their way, by engine: those to it and those from it.
+        self._flying: dict[LeasedEngine, list[int]] = {}
+        self._in_flight = 0
         # What far leaps take for granted; and something has happened that calls for a decision even so.
         self._renewals: Renewals | None = None
         self._news = False
@@ -88,6 +90,7 @@ class ScheduledUnit(Unit):
 
     def _enter(self, engine: LeasedEngine) -> None:
         self._add(engine)
+        self._flying[engine] = [0, 0]
         name = engine.model.name
         engine.account = self.ledger.by_name[name].engine(engine.phase)
         for phase in (engine.phase, *((PREFILL, DECODE) if engine.phase is BOTH else ())):
@@ -141,11 +144,27 @@ class ScheduledUnit(Unit):
     # ------------------------------------------------------------ engines
 
     def report(self, report: Report) -> None:
-        """An engine's `StepReport`, which takes its time."""
-        if not self.overheads.report:
+        """An engine's `StepReport`, which takes its time. One that says nothing but that a lease is half used does not
+        have to: it is sent, and answered, well before the lease ends."""
+        delay, engine = self.overheads.report, report.engine
+        if not delay or (report.renews and not self._flying[engine][1]):
             self._told(report, self.clock.now)
             return
-        self.clock.at(self.clock.now + self.overheads.report, lambda now: self._told(report, now))
+
+        def arrives(now: float) -> None:
+            self._landed(engine, 1)
+            self._told(report, now)
+
+        self._takes_off(engine, 1)
+        self.clock.at(self.clock.now + delay, arrives)
+
+    def _takes_off(self, engine: LeasedEngine, way: int) -> None:
+        self._flying[engine][way] += 1
+        self._in_flight += 1
+
+    def _landed(self, engine: LeasedEngine, way: int) -> None:
+        self._flying[engine][way] -= 1
+        self._in_flight -= 1
 
     def _told(self, report: Report, now: float) -> None:
         engine, ledger = report.engine, self.ledger
@@ -361,7 +380,10 @@ class ScheduledUnit(Unit):
 
     def rested(self, now: float) -> None:
         """See whether all that the policy will do until something happens is to renew leases; then leap over that."""
-        if not self._leaps_renewals:
+        if self._in_flight:
+            # What is on its way will call for a decision.
+            self._went_on = False
+            self.disturbed(now)
             return
         went_on, self._went_on = self._went_on, False
         renewals = self._renewals
@@ -455,15 +477,29 @@ class ScheduledUnit(Unit):
 
     def _grant(self, grant: Grant, now: float) -> None:
         self._lease_id += 1
-        lease_id = self._lease_id
+        lease_id, delay = self._lease_id, self.overheads.lease
+        renews = bool(delay) and self._renewed_ahead(grant, now)
         self.ledger.granted(grant, lease_id, now)
         admit = [self.live[request_id] for request_id in grant.admit]
         for request in admit:
             request.lease_id = lease_id
         engine = self._engine[grant.model, grant.phase]
         lease = Lease(lease_id, grant.phase, grant.steps, grant.share, grant.seconds, admit)
-        delay = self.overheads.lease
-        if not delay:
+        if not delay or (renews and not self._flying[engine][0]):
+            # A lease that is renewed ahead takes effect when the one before is not over yet, however long it takes.
             engine.receive(lease, now)
             return
-        self.clock.at(now + delay, lambda now: engine.receive(lease, now))
+
+        def arrives(now: float) -> None:
+            self._landed(engine, 0)
+            engine.receive(lease, now)
+
+        self._takes_off(engine, 0)
+        self.clock.at(now + delay, arrives)
+
+    def _renewed_ahead(self, grant: Grant, now: float) -> bool:
+        """The grant only renews a decode lease, since half of it is used up."""
+        lease = self.ledger.by_name[grant.model].engine(grant.phase).lease
+        if lease is None or grant.admit or not (grant.renewable and lease.renewable and lease.due(now)):
+            return False
+        return grant.phase is lease.phase is DECODE and grant.share == lease.share

@@ -132,13 +132,19 @@ class SimUnit:
         return max(1, len(self.devices) // (self.pipeline.stages if self.pipeline is not None else 1))
 
 
+# From granting a lease to an idle engine to hearing of its first step, beyond the step itself: what `muxserve profile`
+# measures as `turn`, here between processes of one machine (benchmarks/results/profile_quickstart_cpu.json).
+TURN_SECONDS = 0.000744
+
+
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Delays of the control path, in seconds; all 0 unless they were measured.
+    """Delays of the control path, in seconds.
 
     `request`: from the client to the unit's queue. `lease`: from a decision to the engine. `report`: from an engine to
     the unit scheduler. `prefill_step` and `decode_step`: added to every step. `token`: from an engine to the client.
-    `stall`: a step that finds no pages.
+    `stall`: a step that finds no pages. A decode lease that is renewed when half of it is used up waits for neither
+    report nor lease, since both come long before it ends.
     """
 
     request: float = 0.0
@@ -148,6 +154,13 @@ class Overheads:
     decode_step: float = 0.0
     token: float = 0.0
     stall: float = 0.001
+
+    @classmethod
+    def live(cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0) -> Overheads:
+        """Delays as measured live (`costs.profile.Overheads`): half of the `turn` (0: `TURN_SECONDS`) goes by on each
+        way, and the lease's is part of what was measured as `request`."""
+        way = (turn or TURN_SECONDS) / 2.0
+        return cls(max(0.0, request - way), way, way, between, between)
 
     def __post_init__(self) -> None:
         for name in ("request", "lease", "report", "prefill_step", "decode_step", "token"):

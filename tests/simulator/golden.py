@@ -169,6 +169,9 @@ def fleets() -> Iterable[tuple[str, Callable[[], Figures]]]:
         yield f"ample KV, {mode}", lambda mode=mode: fleet(without_replicas(30.0), mode, requests)
         yield f"tight KV, {mode}", lambda mode=mode: fleet(without_replicas(5.0), mode, requests)
     yield "delays, muxserve", lambda: fleet(without_replicas(30.0), "muxserve", requests, delays)
+    live = Options(Overheads.live())
+    for mode in ("muxserve", "temporal"):
+        yield f"live delays, {mode}", lambda mode=mode: fleet(without_replicas(30.0), mode, requests, live)
     yield "replicas, muxserve", lambda: fleet(placement(30.0), "muxserve", requests)
     yield "replicas, temporal", lambda: fleet(placement(30.0), "temporal", requests)
     slow = load({"tiny": 2.0, "other": 2.0}, 20.0)

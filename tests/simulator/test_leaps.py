@@ -81,7 +81,7 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceReque
         bend=draw(st.sampled_from([100.0, 400.0, float("inf")])),
         bandwidth=draw(st.sampled_from([0.0, 0.4, 0.9])),
     )
-    delay = draw(st.sampled_from([0.0, 0.0003]))
+    delay = draw(st.sampled_from([0.0, 0.0003, 0.001]))
     options = Options(Overheads(request=delay, lease=delay, report=delay, decode_step=delay, token=delay), 0.05)
     simulated = unit(profiles, pages, policy, adapt_quotas=draw(st.booleans()))
     # Without skew, steps of different engines end at the very same moments.
@@ -125,11 +125,14 @@ def test_a_leap_of_a_stock_engine_is_many_steps(
     assert leaping == outcome(SteppingStockUnit(simulated, latency, options), load)
 
 
+@pytest.mark.parametrize("overheads", [Overheads(), Overheads.live()], ids=["at once", "live delays"])
 @pytest.mark.parametrize("policy", ["adbs", "fcfs", "round_robin", "rolling"])
-def test_leaping_looks_less_often(policy: str) -> None:
+def test_leaping_looks_less_often(policy: str, overheads: Overheads) -> None:
     names = ["m0"] if policy == "rolling" else ["m0", "m1"]
     simulated = unit([profile(name, both=policy == "rolling") for name in names], 800, policy)
     load = [TraceRequest(0.3 * i, names[i % len(names)], 40, 100) for i in range(10)]
-    few, many = run(ScheduledUnit(simulated, Analytic()), load), run(SteppingUnit(simulated, Analytic()), load)
+    options = Options(overheads)
+    few = run(ScheduledUnit(simulated, Analytic(), options), load)
+    many = run(SteppingUnit(simulated, Analytic(), options), load)
     assert few.looks < many.looks * 0.7
     assert few.turns < many.turns * 0.7, "nor are decisions asked for that change nothing"

@@ -55,6 +55,21 @@ def test_overheads_are_on_the_way() -> None:
     assert record.latency == pytest.approx((record.ttft or 0.0) + 0.02 + 0.01 + 0.006)
 
 
+def test_renewed_leases_cost_no_time() -> None:
+    way = 0.003
+    (record,) = run(worlds(options=Options(Overheads(lease=way, report=way)))[0], requests((0.0, "a", 40, 321))).records
+    assert record.ttft == pytest.approx(way + 0.01)
+    # However many leases it takes, only the hand-over has to wait.
+    assert record.latency == pytest.approx(way + 0.01 + 2 * way + 320 * 0.005)
+
+
+def test_live_delays_are_half_a_turn_each_way() -> None:
+    delays = Overheads.live(turn=0.002, between=0.0005, request=0.008)
+    assert (delays.request, delays.lease, delays.report) == (0.007, 0.001, 0.001)
+    assert delays.prefill_step == delays.decode_step == 0.0005
+    assert Overheads.live().lease > 0.0, "also where nothing was measured"
+
+
 @pytest.mark.parametrize("kind", [0, 1])
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_one_prompt_at_a_time_is_an_m_d_1_queue(kind: int, load: float) -> None:
