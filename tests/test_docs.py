@@ -54,3 +54,24 @@ def test_every_page_is_in_the_navigation() -> None:
     assert len(listed) == len(set(listed))
     expected = {page.name for page in DOCS} | {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"}
     assert set(listed) == expected
+
+
+# What a newcomer reads first. The rule is CONTRIBUTING.md's; reference pages come as close as their subject lets them.
+GUIDE = ["README.md", "SECURITY.md", "docs/index.md", "docs/first-fleet.md", "docs/capacity-planning.md",
+         "docs/operating.md", "docs/troubleshooting.md"]  # fmt: skip
+LONGEST = 25
+
+
+def sentences(markdown: str) -> list[str]:
+    """Sentences of the running text: no code, tables, headings and pictures; items of lists stand alone."""
+    lines = FENCE.sub("", markdown).splitlines()
+    text = "\n".join("" if line.startswith(("|", "#", "    ", "!")) else line for line in lines)
+    text = re.sub(r"\n\s*(?:[-*]|\d+\.) ", "\n\n", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    paragraphs = (" ".join(block.split()) for block in text.split("\n\n"))
+    return [each for block in paragraphs for each in re.split(r"(?<=[.!?:;])\s+", block) if each]
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_the_guide_has_short_sentences(name: str) -> None:
+    long = [each for each in sentences((ROOT / name).read_text()) if len(each.split()) > LONGEST]
+    assert not long, f"more than {LONGEST} words:\n" + "\n".join(long)
