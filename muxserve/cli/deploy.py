@@ -20,9 +20,9 @@ from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EX
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
 from muxserve.cluster.launcher import WarmParents, commands_for
 from muxserve.cluster.machine import this_machine, vllm_without_cuda
+from muxserve.cluster.processes import Reaper
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.cluster.ray.units import RayUnits
-from muxserve.cluster.reaper import Reaper
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet

@@ -17,8 +17,7 @@ from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, P
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
 from muxserve.cluster.launcher import WarmParents
 from muxserve.cluster.log_tail import LogTail, Said
-from muxserve.cluster.processes import adopt_orphans
-from muxserve.cluster.reaper import Reaper
+from muxserve.cluster.processes import Reaper, adopt_orphans
 from muxserve.cluster.steps import Planner
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor, drain, stop_parts
 from muxserve.cluster.unit_set import RunningUnit, UnitSet

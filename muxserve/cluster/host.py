@@ -15,8 +15,7 @@ from muxserve.cluster import log_tail
 from muxserve.cluster.events import Down, Event, PartId, Ready, Recovered, Suspected, Up
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.log_tail import LogTail, Said
-from muxserve.cluster.processes import Process, exit_words, kill_group
-from muxserve.cluster.reaper import Reaper
+from muxserve.cluster.processes import Process, Reaper, exit_words, kill_group
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
 from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, Part, Supervisor

@@ -44,8 +44,7 @@ from muxserve.cluster.events import Event, Failed, PartId, Progress, Stopping, t
 from muxserve.cluster.gpu_host import GpuHostError, UnitGpus, settle_gpus
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import LocalLauncher, commands_for
-from muxserve.cluster.processes import adopt_orphans
-from muxserve.cluster.reaper import Reaper
+from muxserve.cluster.processes import Reaper, adopt_orphans
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu.unit import PoolSizer, from_json
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file

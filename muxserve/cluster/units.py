@@ -20,7 +20,7 @@ from muxserve.cluster.events import Event, PartId
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
 from muxserve.cluster.log_tail import Said
-from muxserve.cluster.reaper import Reaper
+from muxserve.cluster.processes import Reaper
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu.unit import GpuPlan, PoolSizer
 from muxserve.rolling.rules import RollingRules

@@ -1,4 +1,4 @@
-"""The loop of an engine process: messages, leases, steps."""
+"""An engine process: bound to the pool, warmed up, then in its loop of messages, leases and steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 
 import zmq
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
 
-from muxserve.engine.binding import Binding
+from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
+from muxserve.engine.grammars import use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import Pipeline
@@ -26,6 +29,7 @@ from muxserve.net.inbox import ImpossibleMessageError, Inbox
 from muxserve.net.peer import Address, Peer
 from muxserve.net.process import IdleTrim, words
 from muxserve.spec import UnitSpec
+from muxserve.spec.unit import EnginePhase
 from muxserve.wire import (
     Abort,
     Admit,
@@ -412,3 +416,36 @@ def connect(unit_spec: UnitSpec, binding: Binding, beat: Callable[[], None]) -> 
             continue
         binding.client, binding.view = client, view
         return
+
+
+def run_engine(
+    unit_spec: UnitSpec,
+    model: str,
+    phase: EnginePhase,
+    config: VllmConfig,
+    executor_of: Callable[[VllmConfig], Executor],
+    on_up: Callable[[], None],
+) -> None:
+    """Bind to the pool, warm up, call `on_up`, serve until told to stop.
+
+    `executor_of` makes the executor, or has one with the model loaded: on CPU the process then shares the memory of the
+    weights with the model's other engine until one of them writes, and neither does.
+    """
+    deployed = unit_spec.model(model)
+    client = MemoryClient(unit_spec.memory_socket, f"{model}/{phase}")
+    binding = Binding(deployed, phase, client, client.map(model))
+    bind(binding)
+    core = EngineCore(config, executor_of, log_stats=True)
+    use_grammars(core)
+    warm_up(core)
+    loop = EngineLoop(unit_spec, binding, core)
+    on_up()
+    loop.run()
+    client.close()
+
+
+def warm_up(core: EngineCore) -> None:
+    """Run one short request through prefill and decode: the first steps of a process are slow."""
+    began = time.monotonic()
+    probe(core, 4, lambda: current().client.writing())
+    log.info("warmed up in %.2f s", time.monotonic() - began)

@@ -44,7 +44,7 @@ def _run(unit_spec: UnitSpec, model: str, phase: EnginePhase, progress: Any, up:
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from muxserve.engine.process import run_engine
+    from muxserve.engine.loop import run_engine
     from muxserve.engine.ranks import RankedExecutor
     from muxserve.engine.support import refuse_unsupported
     from muxserve.vllm.args import config_of, engine_args

@@ -37,7 +37,7 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
         phase = command["phase"]
 
         def child() -> None:
-            from muxserve.engine.process import run_engine
+            from muxserve.engine.loop import run_engine
             from muxserve.vllm.args import engine_args
 
             commands.close()

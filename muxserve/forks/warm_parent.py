@@ -36,7 +36,7 @@ def preload(device: str) -> None:
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor  # noqa: F401
 
-    import muxserve.engine.process
+    import muxserve.engine.loop
     import muxserve.engine.ranks
     from muxserve.vllm import engine_internals
 

@@ -16,9 +16,8 @@ import zmq
 
 from muxserve.gateway.fleet_links import FleetLinks
 from muxserve.gateway.measure import Measures, RequestOutcome
-from muxserve.gateway.outbox import Failure
 from muxserve.gateway.predicted_wait import PredictedWaits
-from muxserve.gateway.requests import Output, RequestTable, Tracked
+from muxserve.gateway.requests import Failure, Output, RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.net.peer import AsyncPeer

@@ -18,9 +18,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.measure import RequestOutcome, current_http
-from muxserve.gateway.outbox import Failure
 from muxserve.gateway.priorities import RequestLevels
-from muxserve.gateway.requests import Output, Tracked
+from muxserve.gateway.requests import Failure, Output, Tracked
 from muxserve.spec import ModelSpec
 
 TASKS: tuple[SupportedTask, ...] = ("generate",)

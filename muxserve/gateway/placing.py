@@ -10,8 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from muxserve.gateway.outbox import Failure, RouterOutbox
-from muxserve.gateway.requests import RequestTable, Tracked
+from muxserve.gateway.requests import Failure, RequestTable, RouterOutbox, Tracked
 from muxserve.wire import Degraded, NotPlaced, Placed, Unplace, Waits
 
 log = logging.getLogger(__name__)

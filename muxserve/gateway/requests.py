@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from muxserve.replicas.priorities import NORMAL
 from muxserve.vllm.pin import FINISH_ABORT
-from muxserve.wire import Failures, Place, Submit
+from muxserve.wire import Failures, Message, Place, Submit
 
 # Nothing was heard of a request for this long: its unit is asked again, see `RequestTable.quiet`.
 QUIET_SECONDS = 5.0
@@ -327,3 +328,28 @@ class RequestTable:
             self.remove(request)
         output.request_id = request.front_id
         taken.ready.append((request, output))
+
+
+class Failure(Enum):
+    """Why a request ends without its answer: it can `never` be served; no replica was there `late` into its wait; its
+    model is `degraded`, and tried again at a time that is known; it makes engines fail (`error`); it may be `again`
+    tried."""
+
+    NEVER = "never"
+    LATE = "late"
+    DEGRADED = "degraded"
+    ERROR = "error"
+    AGAIN = "again"
+
+
+@dataclass(slots=True)
+class RouterOutbox:
+    """What `Router` wants done, each in order: messages by unit, messages to the global scheduler, requests that end
+    with an error (no longer in the table), and what is to be counted: (model, reason) of requests that are served
+    again, and (model, source, destination) of those that moved."""
+
+    units: list[tuple[str, Message]] = field(default_factory=list)
+    scheduler: list[Message] = field(default_factory=list)
+    failed: list[tuple[Tracked, str, Failure]] = field(default_factory=list)
+    again: list[tuple[str, str]] = field(default_factory=list)
+    moved: list[tuple[str, str, str]] = field(default_factory=list)

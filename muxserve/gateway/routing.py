@@ -13,9 +13,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from muxserve.gateway.outbox import Failure, RouterOutbox
 from muxserve.gateway.placing import Placing
-from muxserve.gateway.requests import RequestTable, Tracked
+from muxserve.gateway.requests import Failure, RequestTable, RouterOutbox, Tracked
 from muxserve.scheduling.quarantine import is_suspect
 from muxserve.wire import Cancel, Degraded, Elsewhere, Lost, Message, Refused, RequestFailed, StateRequest, TookOver
 

@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.measure import Measures
-from muxserve.gateway.outbox import Failure
-from muxserve.gateway.requests import Output, Tracked
+from muxserve.gateway.requests import Failure, Output, Tracked
 from muxserve.net.sockets import NetworkError, bind_local, bind_tcp, connect, new_keys, tcp_address
 from muxserve.spec import FleetSpec, GatewaySpec, UnitEntry
 from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, UnitHello, decode, encode

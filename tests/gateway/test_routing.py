@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.gateway.outbox import Failure
 from muxserve.gateway.placing import PLACE_SECONDS
-from muxserve.gateway.requests import RequestTable, Tracked
+from muxserve.gateway.requests import Failure, RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.wire import (
     Cancel,
