@@ -34,7 +34,7 @@ from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.replicas.priorities import DEFAULT_LEVELS
-from muxserve.spec import ModelSpec
+from muxserve.spec import GatewaySpec, ModelSpec
 from muxserve.wire import Place, Placed, encode
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
@@ -61,7 +61,7 @@ def endpoint(models: int, keys: list[str]) -> GatewayApp:
         measures=measures,
         pages={},
         open_pages=frozenset(),
-        max_body_bytes=4 << 20,
+        settings=GatewaySpec("127.0.0.1", 0),
     )
 
 

@@ -50,7 +50,7 @@ def scale(targets: Sequence[str], fleet: str | None, as_json: bool) -> int:
 
 def drain(unit: str, fleet: str | None, as_json: bool) -> int:
     """Empty a unit and end it; returns the exit code."""
-    return _change(messages.Drain(unit), fleet, as_json)
+    return _change(messages.DrainUnit(unit), fleet, as_json)
 
 
 def add(file: Path, fleet: str | None, as_json: bool) -> int:

@@ -44,7 +44,7 @@ _CAUSES = {
 }
 
 
-class Refused(Exception):  # noqa: N818
+class DeployRefused(Exception):  # noqa: N818
     """Nothing was started; the message says why."""
 
     def __init__(self, message: str, code: int) -> None:
@@ -74,7 +74,7 @@ def deploy(
     except FleetError as error:
         print_problems(error, "nothing was started")
         return EXIT_BAD_INPUT
-    except Refused as error:
+    except DeployRefused as error:
         print_error(str(error))
         return error.code
     try:
@@ -88,7 +88,7 @@ def deploy(
         console.print(f"- logs are kept in {escape(str(run_dir.logs.resolve()))}")
     try:
         plans = [_with_sharing(plan.with_paths(planner.fleet), run_dir) for plan in plans]
-    except Refused as error:
+    except DeployRefused as error:
         run_dir.remove()
         print_error(str(error))
         return error.code
@@ -178,7 +178,7 @@ def _usable_port(host: str, port: int) -> int:
             probe.bind(address)
             return int(probe.getsockname()[1])
     except socket.gaierror as error:
-        raise Refused(
+        raise DeployRefused(
             f"gateway.host {host!r} is no address of this machine: {error.strerror}", EXIT_BAD_INPUT
         ) from None
     except OSError as error:
@@ -190,7 +190,7 @@ def _usable_port(host: str, port: int) -> int:
             message = f"{host} is no address of this machine; set gateway.host or --host"
         else:
             message = f"cannot listen on {host} port {port}: {error.strerror}"
-        raise Refused(message, EXIT_BAD_INPUT) from None
+        raise DeployRefused(message, EXIT_BAD_INPUT) from None
 
 
 def _holder_of(port: int) -> str:
@@ -213,7 +213,7 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
     try:
         sharing, notes = settle(plan.gpu.gpus, plan.fleet.cluster.mps, plan.gpu.sharing, run_dir.path)
     except SharingError as error:
-        raise Refused(str(error), EXIT_START) from None
+        raise DeployRefused(str(error), EXIT_START) from None
     for note in notes:
         label, _, text = note.partition(":")
         errors.print(f"[yellow]{label}:[/]{escape(text)}")
@@ -222,9 +222,9 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
 
 def _check_installation(on_gpus: bool) -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise Refused("vLLM is not installed; `muxserve doctor` says what is missing", EXIT_START)
+        raise DeployRefused("vLLM is not installed; `muxserve doctor` says what is missing", EXIT_START)
     if on_gpus and (other := vllm_without_cuda()):
-        raise Refused(
+        raise DeployRefused(
             f"{other}; pip install '.[gpu]' (in MuxServe's repository, into an environment of its own)", EXIT_START
         )
     try:
@@ -232,4 +232,4 @@ def _check_installation(on_gpus: bool) -> None:
 
         server.binary()
     except (ImportError, FileNotFoundError) as error:
-        raise Refused(f"the memory manager is not built: {error}", EXIT_START) from None
+        raise DeployRefused(f"the memory manager is not built: {error}", EXIT_START) from None

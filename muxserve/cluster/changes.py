@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from muxserve import wire
-from muxserve.cluster.steps import FleetSteps, Planner
+from muxserve.cluster.steps import FleetSteps, UnitPlanner
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
@@ -34,7 +34,7 @@ class Changes:
     def __init__(
         self,
         units: UnitSet,
-        planner: Planner | None,
+        planner: UnitPlanner | None,
         send: Callable[[wire.Message], Awaitable[None]],
         say: Callable[[str], None],
     ) -> None:

@@ -18,7 +18,7 @@ from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetS
 from muxserve.cluster.launcher import WarmParents
 from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.processes import Reaper, adopt_orphans
-from muxserve.cluster.steps import Planner
+from muxserve.cluster.steps import UnitPlanner
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor, drain, stop_parts
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
@@ -60,7 +60,7 @@ class Controller:
         launcher: FleetLauncher,
         unit_launcher: Callable[[WarmParents, Reaper], UnitLauncher],
         emit: Callable[[Event], None],
-        planner: Planner | None = None,
+        planner: UnitPlanner | None = None,
         control: Callable[[Changes], ControlServer] | None = None,
     ) -> None:
         self.ready = asyncio.Event()

@@ -51,7 +51,7 @@ class Addition:
         return next((unit.rolling for unit in self.units), None)
 
 
-class Planner(Protocol):
+class UnitPlanner(Protocol):
     """Makes units that fit into what is left. Called in a thread, since it may read files and download."""
 
     def unit(self, model: str, name: str, fleet: FleetSpec) -> PlannedUnit:
@@ -82,7 +82,7 @@ class FleetSteps:
     """
 
     def __init__(
-        self, units: UnitSet, planner: Planner | None, send: Callable[[wire.Message], Awaitable[None]]
+        self, units: UnitSet, planner: UnitPlanner | None, send: Callable[[wire.Message], Awaitable[None]]
     ) -> None:
         self._units = units
         self._planner = planner
@@ -95,7 +95,7 @@ class FleetSteps:
         self._draining: dict[tuple[str, str], asyncio.Future[None]] = {}
 
     @property
-    def planner(self) -> Planner:
+    def planner(self) -> UnitPlanner:
         """What makes new units.
 
         Raises:

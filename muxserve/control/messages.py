@@ -24,7 +24,7 @@ class Scale(ControlMessage):
     replicas: dict[str, int]
 
 
-class Drain(ControlMessage):
+class DrainUnit(ControlMessage):
     """Empty a unit and end it."""
 
     unit: str
@@ -83,7 +83,7 @@ class CommandRefused(ControlMessage):
     mistake: bool = True
 
 
-Command = Union[Who, Scale, Drain, Add, Remove]
+Command = Union[Who, Scale, DrainUnit, Add, Remove]
 Answer = Union[Here, ChangeProgress, Done, CommandRefused]
 
 _encoder = msgspec.msgpack.Encoder()

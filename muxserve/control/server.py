@@ -107,7 +107,7 @@ class ControlServer:
             match command:
                 case messages.Scale(replicas):
                     return messages.Done(await self._scale(replicas, tell))
-                case messages.Drain(unit):
+                case messages.DrainUnit(unit):
                     _checked(rules.check_drain, self._control.fleet, unit)
                     await self._control.drain(unit, tell)
                     return messages.Done(f"{unit} is empty and has ended")

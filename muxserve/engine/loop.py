@@ -18,7 +18,7 @@ from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.grammars import use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.outputs import TokenSender
-from muxserve.engine.pipeline import Pipeline
+from muxserve.engine.pipeline import StepPipeline
 from muxserve.engine.probe import probe
 from muxserve.engine.requests import EngineRequests, internal_id
 from muxserve.engine.scheduler import PhaseScheduler
@@ -114,7 +114,7 @@ class EngineLoop:
         if budget is not None and binding.phase == "both":
             self.scheduler.budget = BudgetedSteps(budget, core.vllm_config.max_concurrent_batches)
         # The memory manager's client is another one when that has restarted.
-        self._pipeline = Pipeline(core, lambda: self.binding.client.writing())
+        self._pipeline = StepPipeline(core, lambda: self.binding.client.writing())
         self._requests = EngineRequests(core)
         self._lease = HeldLease(
             self._send, core.scheduler.get_request_counts, binding.phase == "prefill", self._pipeline.take_bubbles

@@ -25,7 +25,7 @@ class PipelineStep(NamedTuple):
     in_vain: bool
 
 
-class Pipeline:
+class StepPipeline:
     """Steps `core`; `writing` guards what is written into the pool (`MemoryClient.writing`)."""
 
     def __init__(self, core: EngineCore, writing: Callable[[], contextlib.AbstractContextManager[None]]) -> None:

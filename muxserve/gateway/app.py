@@ -28,6 +28,7 @@ from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.priorities import Priorities
+from muxserve.spec import GatewaySpec
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("muxserve.access")
@@ -73,8 +74,7 @@ class GatewayApp:
         measures: where rejections are counted.
         pages: answers of paths about the server itself, for GET.
         open_pages: those of them that need no key.
-        max_body_bytes: the largest body taken.
-        log_access: whether each request that ended leaves a line in the log.
+        settings: the largest body taken, and whether each request that ended leaves a line in the log.
     """
 
     def __init__(
@@ -86,8 +86,7 @@ class GatewayApp:
         measures: Measures,
         pages: Mapping[str, Page],
         open_pages: frozenset[str],
-        max_body_bytes: int,
-        log_access: bool = False,
+        settings: GatewaySpec,
     ) -> None:
         self.models = models
         self.keys = keys
@@ -96,9 +95,8 @@ class GatewayApp:
         self._measures = measures
         self._pages = dict(pages)
         self._open_pages = open_pages
-        self._max_body_bytes = max_body_bytes
-        self._log_access = log_access
-        self.bodies = BodyMemory(max_body_bytes)
+        self._settings = settings
+        self.bodies = BodyMemory(settings.max_body_bytes)
         # Connections end with the answers that they have at present; no request is taken; those that wait get no turn.
         self.draining = False
         self.refusing = False
@@ -116,7 +114,7 @@ class GatewayApp:
         try:
             await self._answer(scope, receive, answer, http)
         finally:
-            if self._log_access:
+            if self._settings.access_log:
                 host, port = scope.get("client") or ("-", 0)
                 took = time.monotonic() - http.arrival
                 access.info(
@@ -197,7 +195,7 @@ class GatewayApp:
             )
         with self.bodies.claim() as claim:
             try:
-                body = await read_body(receive, scope["headers"], self._max_body_bytes, claim)
+                body = await read_body(receive, scope["headers"], self._settings.max_body_bytes, claim)
             except RequestError as error:
                 if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
                     self._measures.rejected(name or "", "memory")

@@ -20,7 +20,7 @@ from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.grammar_compiler import CompilerProcess
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.measure import Measures
-from muxserve.gateway.peers import Peers
+from muxserve.gateway.peers import OtherGateways
 from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.reports import Reports
@@ -80,7 +80,7 @@ class Gateway:
         def of_units() -> list[Collector]:
             return [fleet, *(unit.gpus for unit in self.status.units.values() if unit.gpus is not None)]
 
-        peers = Peers(self.fleet, self.index)
+        peers = OtherGateways(self.fleet, self.index)
         pages = StatusRoutes(
             self.status,
             self.reports,
@@ -98,8 +98,7 @@ class Gateway:
             measures=self.measures,
             pages=pages.table(),
             open_pages=pages.OPEN,
-            max_body_bytes=self.fleet.gateway.max_body_bytes,
-            log_access=self.fleet.gateway.access_log,
+            settings=self.fleet.gateway,
         )
         self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._keep_offering())]
         return self._endpoint

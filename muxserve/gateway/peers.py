@@ -34,7 +34,7 @@ def bind_beside(fleet: FleetSpec, index: int) -> socket.socket:
     return listener
 
 
-class Peers:
+class OtherGateways:
     """Asks the other gateways for their metrics."""
 
     def __init__(self, fleet: FleetSpec, index: int) -> None:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from muxserve.gateway.app import POSTS, Page, ServedApp
 from muxserve.gateway.errors import Send, respond, respond_json
-from muxserve.gateway.peers import FULL, OWN_METRICS, Peers, joined
+from muxserve.gateway.peers import FULL, OWN_METRICS, OtherGateways, joined
 from muxserve.gateway.reports import Reports
 from muxserve.gateway.status import MAX_AGE_SECONDS, FleetStatus
 from muxserve.gateway.vllm_metrics import Lean
@@ -37,7 +37,7 @@ class StatusRoutes:
         reports: Reports,
         metrics: Collector,
         own_metrics: Collector,
-        peers: Peers,
+        peers: OtherGateways,
         vllm_version: str,
         models: Mapping[str, ServedApp],
     ) -> None:

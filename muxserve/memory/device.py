@@ -12,7 +12,7 @@ VMM = "cuda-vmm:"
 LEGACY = "cuda-ipc:"
 
 
-class DevicePool:
+class DeviceMemory:
     """A pool on one GPU, mapped until the last user of the object is gone: uint8 [num_pages, page_bytes].
 
     torch takes it up without a copy: `torch.as_tensor(pool, device="cuda")`; the tensor keeps it alive. Nothing orders
@@ -57,7 +57,7 @@ class DevicePool:
         }
 
 
-_mapped: weakref.WeakValueDictionary[str, DevicePool] = weakref.WeakValueDictionary()
+_mapped: weakref.WeakValueDictionary[str, DeviceMemory] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
@@ -66,7 +66,9 @@ def is_device_handle(handle: str) -> bool:
     return handle.startswith((VMM, LEGACY))
 
 
-def map_device_pool(socket_path: str, handle: str, pool: int, rank: int, num_pages: int, page_bytes: int) -> DevicePool:
+def map_device_pool(
+    socket_path: str, handle: str, pool: int, rank: int, num_pages: int, page_bytes: int
+) -> DeviceMemory:
     """Map a pool of the manager on `socket_path`, or take the mapping that this process has of the same memory: after a
     restart of the manager, which takes its memory up again, addresses stay what they were.
 
@@ -79,6 +81,6 @@ def map_device_pool(socket_path: str, handle: str, pool: int, rank: int, num_pag
         if known is not None:
             return known
         descriptor = _native.pool_descriptor(socket_path, pool, rank) if handle.startswith(VMM) else -1
-        mapped = DevicePool(_native.CudaMapping(handle, descriptor), num_pages, page_bytes)
+        mapped = DeviceMemory(_native.CudaMapping(handle, descriptor), num_pages, page_bytes)
         _mapped[handle] = mapped
         return mapped

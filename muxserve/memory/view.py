@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from muxserve.memory import _native
-from muxserve.memory.device import DevicePool, is_device_handle, map_device_pool
+from muxserve.memory.device import DeviceMemory, is_device_handle, map_device_pool
 from muxserve.memory.errors import MemoryManagerGone
 
 BlockIds = npt.NDArray[np.int32]
@@ -39,10 +39,10 @@ class ModelView:
     pool: npt.NDArray[np.uint8]
     counters: _native.CountersView
     _mappings: tuple[_native.Mapping, ...] = field(repr=False)
-    _map_device_pool: Callable[[], DevicePool] | None = field(default=None, repr=False)
+    _map_device_pool: Callable[[], DeviceMemory] | None = field(default=None, repr=False)
 
     @property
-    def device_pool(self) -> DevicePool | None:
+    def device_pool(self) -> DeviceMemory | None:
         """See above.
 
         Raises:

@@ -33,7 +33,7 @@ class Heard(NamedTuple):
     report: wire.StepReport
 
 
-class Line:
+class PlayedEngine:
     """One engine, as its unit scheduler sees it."""
 
     def __init__(self, player: Player, model: str, phase: str) -> None:
@@ -94,7 +94,7 @@ class Player:
         # Where the engines push tokens.
         self._reply_to = f"ipc://{unit_spec.socket('gateway')}"
         self.lines = {
-            (model.name, phase): Line(self, model.name, phase)
+            (model.name, phase): PlayedEngine(self, model.name, phase)
             for model in unit_spec.models
             for phase in ("prefill", "decode")
         }
@@ -146,7 +146,7 @@ class Player:
             hand_over.computed_tokens,
         )
 
-    async def send(self, line: Line, message: wire.Message) -> None:
+    async def send(self, line: PlayedEngine, message: wire.Message) -> None:
         """To that engine."""
         await self._engines.send_multipart([f"{line.model}/{line.phase}".encode(), wire.encode(message)])
 

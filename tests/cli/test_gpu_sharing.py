@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.cli import deploy
-from muxserve.cli.deploy import Refused
+from muxserve.cli.deploy import DeployRefused
 from muxserve.cli.output import errors
 from muxserve.gpu import mps
 from muxserve.spec.run_dir import RunDir
@@ -67,13 +67,15 @@ def test_mps_off_is_not_tried_and_not_warned_about(
 def test_mps_on_is_refused_where_it_does_not_work(
     tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Refused, match=r"cluster\.mps is on, but MPS does not work here: broken"):
+    with pytest.raises(DeployRefused, match=r"cluster\.mps is on, but MPS does not work here: broken"):
         sharing(tmp_path, run_dir, monkeypatch, ", mps: on", why_not="broken")
 
 
 def test_an_exclusive_gpu_needs_mps(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharing(tmp_path, run_dir, monkeypatch, mode="exclusive_process")[0] == "mps"
-    with pytest.raises(Refused, match=r"GPU 0 lets one process compute only \(exclusive_process\), and MPS does not"):
+    with pytest.raises(
+        DeployRefused, match=r"GPU 0 lets one process compute only \(exclusive_process\), and MPS does not"
+    ):
         sharing(tmp_path, run_dir, monkeypatch, why_not="broken", mode="exclusive_process")
 
 

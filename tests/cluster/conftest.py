@@ -18,7 +18,7 @@ from muxserve.cluster.fleet_starts import FleetCommands, LocalFleetLauncher
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
-from muxserve.cluster.steps import Planner
+from muxserve.cluster.steps import UnitPlanner
 from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
 from muxserve.gpu.budget import Budget, BudgetError, Needs
 from muxserve.gpu.unit import GpuPlan
@@ -136,7 +136,7 @@ class Fleet:
         self,
         run_dir: RunDir,
         unit_specs: Sequence[UnitSpec],
-        planner: Planner | None = None,
+        planner: UnitPlanner | None = None,
         gateways: int = 1,
         **more: Any,
     ) -> None:

@@ -46,7 +46,7 @@ def test_a_wrong_command_begins_nothing(base: Path) -> None:
     with running(base, UNITS) as controller:
         answer, steps = do(base, messages.Scale({"chat": 3, "coed": 2}))
         assert answer == messages.CommandRefused('the fleet has no model coed; did you mean "code"?')
-        for command in (messages.Drain("u9"), messages.Remove("x"), messages.Add("models: 3", "f", "/")):
+        for command in (messages.DrainUnit("u9"), messages.Remove("x"), messages.Add("models: 3", "f", "/")):
             assert isinstance(do(base, command)[0], messages.CommandRefused)
         assert controller.control.calls == steps == []
 
@@ -75,7 +75,7 @@ def test_drain_add_and_remove(base: Path, tmp_path: Path) -> None:
     (tmp_path / "new/config.json").write_text("{}")
     (tmp_path / "new/model.safetensors").write_bytes(b"")
     with running(base, UNITS) as controller:
-        assert do(base, messages.Drain("u1")) == (messages.Done("u1 is empty and has ended"), ["draining u1"])
+        assert do(base, messages.DrainUnit("u1")) == (messages.Done("u1 is empty and has ended"), ["draining u1"])
         text = "models: [{name: new, path: new}]"
         added = do(base, messages.Add(text, "new.yaml", str(tmp_path)))
         assert added == (messages.Done("new is served (u0)"), ["loading weights"])
@@ -113,7 +113,7 @@ def _drain(base: Path, waiting: threading.Event) -> messages.Done | messages.Com
             waiting.set()
 
     with ControlClient(find(None, base)) as client:
-        return client.do(messages.Drain("u1"), told)
+        return client.do(messages.DrainUnit("u1"), told)
 
 
 def test_a_change_goes_on_when_its_command_is_gone(base: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_change_goes_on_when_its_command_is_gone(base: Path) -> None:
         control = controller.control
         control.hold = threading.Event()
         with ControlClient(find(None, base)) as client:
-            client._socket.send(messages.encode(messages.Drain("u1")))
+            client._socket.send(messages.encode(messages.DrainUnit("u1")))
             assert control.began.wait(PATIENCE)
         control.hold.set()
         answer, _ = do(base, messages.Scale({"chat": 1}))
@@ -132,12 +132,12 @@ def test_a_change_goes_on_when_its_command_is_gone(base: Path) -> None:
 def test_an_unforeseen_error_is_told_and_the_next_command_served(base: Path) -> None:
     with running(base, UNITS) as controller:
         controller.control.fails["drain", "u1"] = RuntimeError("boom")
-        answer, _ = do(base, messages.Drain("u1"))
+        answer, _ = do(base, messages.DrainUnit("u1"))
         assert isinstance(answer, messages.CommandRefused)
         assert "RuntimeError: boom" in answer.text
         assert not answer.mistake
         controller.control.fails.clear()
-        assert isinstance(do(base, messages.Drain("u1"))[0], messages.Done)
+        assert isinstance(do(base, messages.DrainUnit("u1"))[0], messages.Done)
 
 
 def test_a_command_of_another_version_is_refused(base: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_end_of_the_fleet_ends_the_waiting(base: Path) -> None:
 
     def wait() -> None:
         try:
-            do(base, messages.Drain("u1"))
+            do(base, messages.DrainUnit("u1"))
         except NoFleetError as error:
             failures.append(error)
 

@@ -19,6 +19,7 @@ from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
+from muxserve.spec import GatewaySpec
 from tests.gateway.unit_specs import model
 
 BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
@@ -48,14 +49,14 @@ def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> GatewayApp:
     models = [model("m", max_concurrency=1, max_queue=1)]
     measures = Measures(models, CollectorRegistry())
     return GatewayApp(
-        {"m": ServedApp(app, {"m": {}})},
-        ApiKeys([]),
-        Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-        ConcurrencyLimiter(models, 0, 1, measures),
-        measures,
-        {"/health": page} if page is not None else {},
-        frozenset(),
-        1000,
+        models={"m": ServedApp(app, {"m": {}})},
+        keys=ApiKeys([]),
+        priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
+        limiter=ConcurrencyLimiter(models, 0, 1, measures),
+        measures=measures,
+        pages={"/health": page} if page is not None else {},
+        open_pages=frozenset(),
+        settings=GatewaySpec("127.0.0.1", 0, max_body_bytes=1000),
     )
 
 

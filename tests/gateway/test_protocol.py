@@ -39,14 +39,14 @@ class Serving:
         measures = Measures(models, self.registry)
         self.limiter = ConcurrencyLimiter(models, 0, 1, measures)
         self.endpoint = GatewayApp(
-            {"m": ServedApp(app, {"m": {}})},
-            ApiKeys([]),
-            Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-            self.limiter,
-            measures,
-            {},
-            frozenset(),
-            2 << 20,
+            models={"m": ServedApp(app, {"m": {}})},
+            keys=ApiKeys([]),
+            priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
+            limiter=self.limiter,
+            measures=measures,
+            pages={},
+            open_pages=frozenset(),
+            settings=GatewaySpec("127.0.0.1", 0, max_body_bytes=2 << 20),
         )
         self.listener = bind(GatewaySpec("127.0.0.1", 0, count=2))
         self.port = int(self.listener.getsockname()[1])
