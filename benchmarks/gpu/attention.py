@@ -32,30 +32,6 @@ WARM, ROUNDS = 5, 20
 TARGET = 0.95
 
 
-def settings(batch: int, longest: int) -> Any:
-    """As much of vLLM's configuration as its builder reads."""
-    from vllm.config import CUDAGraphMode
-
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            get_num_attention_heads=lambda _: 0,
-            rswa_window=None,
-            is_mm_prefix_lm=False,
-            max_model_len=longest,
-            hf_config=SimpleNamespace(model_type="llama"),
-        ),
-        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=CUDAGraphMode.PIECEWISE, max_cudagraph_capture_size=0, static_forward_context={}
-        ),
-        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
-        scheduler_config=SimpleNamespace(max_num_seqs=batch),
-        kernel_config=SimpleNamespace(enable_jit_warmup=False),
-        speculative_config=None,
-    )
-
-
 class Step:
     """A decode step of `batch` requests at `context` tokens, folded or stock."""
 
@@ -65,6 +41,7 @@ class Step:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from muxserve.engine.cuda import attention
+        from muxserve.probes.attention import settings
 
         heads, kv_heads, dim = shape
         self.folded = folded
@@ -85,7 +62,7 @@ class Step:
         if folded:
             pages = blocks * LAYERS * kv_heads
             table = torch.randperm(pages).to(torch.int32).view(blocks, LAYERS, kv_heads)
-            self.builder.page_table = table.cuda()
+            self.builder.bind(table.cuda(), names)
             cache = torch.zeros((pages, 1, block, 2 * dim), dtype=torch.bfloat16, device="cuda")
             self.caches = [cache] * LAYERS
         else:

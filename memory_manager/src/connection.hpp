@@ -16,11 +16,14 @@ namespace muxserve::memory {
 // it is one reply and some bytes.
 class Connection {
  public:
-  Connection(Descriptor socket, std::int64_t opened) : socket_(std::move(socket)), opened_(opened), progress_(opened) {}
+  // `process`: a pidfd of the client, if it is to be waited for when it dies.
+  Connection(Descriptor socket, std::int64_t opened, Descriptor process = {})
+      : socket_(std::move(socket)), process_(std::move(process)), opened_(opened), progress_(opened) {}
 
   int fd() const { return socket_.get(); }
   bool greeted() const { return session_.client >= 0; }
   Session& session() { return session_; }
+  Descriptor& process() { return process_; }
 
   // One turn, with the events that epoll told of (0 if it is the connection's turn without any): writes what the socket
   // takes, reads once, carries out a bounded number of requests, and writes their replies. Throws std::bad_alloc; the
@@ -62,6 +65,7 @@ class Connection {
   void write(std::int64_t now);
 
   Descriptor socket_;
+  Descriptor process_;
   std::int64_t opened_;
   std::int64_t progress_;  // when output began to wait, or some of it was taken
   Session session_;

@@ -36,6 +36,7 @@ constexpr std::uint32_t kMaxHelloPayload = 1u << 10;  // before HELLO has been a
 constexpr std::ptrdiff_t kMaxStrangers = 128;           // that have not said HELLO
 constexpr std::int64_t kGreetingTime = 10'000'000'000;  // ns that they have for it
 constexpr int kMaxAcceptsPerTurn = 32;                  // new connections between two rounds of the others
+constexpr std::int64_t kExitPoll = 10'000'000;          // ns between two looks at a client that is ending
 constexpr std::int64_t kAcceptPause = 100'000'000;      // ns without new connections when descriptors have run out
 constexpr int kMaxRequestsPerTurn = 32;                 // of one connection, then the others have theirs
 constexpr std::int64_t kMaxTurnTime = 500'000;          // ns of requests of one connection after which its turn ends
@@ -58,6 +59,8 @@ struct Limits {
   std::size_t buffer_bytes = std::size_t{256} << 20;
   // ns after which a client that takes nothing of its replies is disconnected.
   std::int64_t stall_time = 30'000'000'000;
+  // ns for which a dead client's blocks are kept for what it had launched on a GPU. 0: none of that can be.
+  std::int64_t linger_time = 0;
 };
 
 }  // namespace muxserve::memory

@@ -35,6 +35,7 @@ constexpr char kUsage[] =
     "                               [--fd-store FD] [--heartbeat FILE]\n"
     "                               [--max-hand-offs-per-client N] [--max-hand-offs-per-model N]\n"
     "                               [--max-tables-mib N] [--max-buffers-mib N] [--stall-s N]\n"
+    "                               [--linger-ms N]\n"
     "\n"
     "  --socket PATH        Unix socket to listen on\n"
     "  --config FILE.json   {\"prefix\", \"pools\": [{\"name\", \"page_bytes\", \"num_pages\"}],\n"
@@ -51,6 +52,7 @@ constexpr char kUsage[] =
     "  --max-tables-mib N   page tables and books, beyond which no model is added (a quarter of memory, at most 4096)\n"
     "  --max-buffers-mib N  buffers of all connections together; the largest is closed beyond it (256)\n"
     "  --stall-s N          a client that takes nothing of its replies for so long is disconnected (30)\n"
+    "  --linger-ms N        how long a dead client's blocks are kept for what it had launched on a GPU (0)\n"
     "\n"
     "Prints \"READY <generation>\" when it listens. Exit status: 0 stopped by a signal, 2 wrong usage or "
     "configuration,\n"
@@ -120,6 +122,8 @@ Arguments parse_arguments(int argc, char** argv) {
       arguments.limits.buffer_bytes = static_cast<std::size_t>(whole_number(flag, value(), 64, 1 << 20)) << 20;
     } else if (flag == "--stall-s") {
       arguments.limits.stall_time = whole_number(flag, value(), 1, 86'400) * 1'000'000'000;
+    } else if (flag == "--linger-ms") {
+      arguments.limits.linger_time = whole_number(flag, value(), 0, 60'000) * 1'000'000;
     } else if (flag == "--help" || flag == "-h") {
       std::cout << kUsage;
       std::exit(0);

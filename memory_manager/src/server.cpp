@@ -1,12 +1,14 @@
 #include "server.hpp"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -15,6 +17,10 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <sstream>
 #include <utility>
 
 #include "clock.hpp"
@@ -28,12 +34,40 @@ constexpr std::int64_t kSpinTime = 100'000;
 
 [[noreturn]] void fail(const std::string& what) { throw ServerError(what + ": " + std::strerror(errno)); }
 
-// Whether the process at the other end runs as this user, or as root.
-bool may_connect(int fd) {
+// The process at the other end; its pid is 0 where it is not known here.
+std::optional<ucred> peer_of(int fd) {
   ucred peer{};
   socklen_t size = sizeof peer;
-  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return false;
-  return peer.uid == geteuid() || peer.uid == 0;
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return std::nullopt;
+  return peer;
+}
+
+// A pidfd of that process; none if it is gone.
+Descriptor process_of(pid_t pid) {
+  return Descriptor(pid > 0 ? static_cast<int>(syscall(SYS_pidfd_open, pid, 0)) : -1);
+}
+
+bool has_ended(const Descriptor& process) {
+  pollfd look{process.get(), POLLIN, 0};
+  return poll(&look, 1, 0) > 0;
+}
+
+// Whether the kernel has begun to end the process: it closes its files before it is dead.
+bool is_ending(const Descriptor& process) {
+  constexpr unsigned long kExiting = 0x4;  // PF_EXITING
+  std::ifstream info("/proc/self/fdinfo/" + std::to_string(process.get()));
+  std::string word, pid;
+  while (info >> word)
+    if (word == "Pid:") info >> pid;
+  std::ifstream file("/proc/" + pid + "/stat");
+  std::string stat{std::istreambuf_iterator<char>(file), {}};
+  const std::size_t name = stat.rfind(')');  // the name before it may hold anything
+  if (name == std::string::npos) return true;
+  std::istringstream rest(stat.substr(name + 1));
+  std::string skipped;
+  for (int i = 0; i < 6; ++i) rest >> skipped;  // state, ppid, pgrp, session, tty, tpgid
+  unsigned long flags = 0;
+  return !(rest >> flags) || (flags & kExiting) != 0;
 }
 
 }  // namespace
@@ -50,6 +84,7 @@ Server::Server(Dispatcher& dispatcher, std::string path, const Limits& limits)
 
 Server::~Server() {
   for (auto& connection : connections_) dispatcher_.end(connection->session());
+  for (auto& each : departed_) dispatcher_.end(each.session);
   connections_.clear();
   if (listener_ >= 0) {
     close(listener_);
@@ -184,13 +219,16 @@ void Server::admit(int fd) {
   const auto strangers = std::count_if(connections_.begin(), connections_.end(), stranger);
   Descriptor descriptor(fd);
   try {
-    auto connection = std::make_unique<Connection>(std::move(descriptor), now_);
-    if (!may_connect(fd)) {
+    const std::optional<ucred> peer = peer_of(fd);
+    auto connection = std::make_unique<Connection>(
+        std::move(descriptor), now_, limits_.linger_time > 0 && peer ? process_of(peer->pid) : Descriptor());
+    if (!peer || (peer->uid != geteuid() && peer->uid != 0)) {
       connection->refuse(dispatcher_, "this memory manager serves only the user that it runs as");
       return;
     }
     connection->watched = EPOLLIN;
     connections_.reserve(connections_.size() + 1);
+    departed_.reserve(departed_.size() + connections_.size() + 1);
     waiting_.reserve(connections_.size() + 1);
     turns_.reserve(connections_.size() + 1);
     watch(fd, EPOLLIN, connection.get());
@@ -261,6 +299,7 @@ void Server::sweep() {
   next_sweep_ = kNever;
   give_up_silent();
   remove_closed();
+  release_departed();
 }
 
 // Connections that have not said HELLO, or not taken any of their replies, in time.
@@ -282,10 +321,32 @@ void Server::remove_closed() {
       next_sweep_ = std::min(next_sweep_, connection->deadline(limits_));
       continue;
     }
-    dispatcher_.end(connection->session());
+    depart(*connection);
     buffered_ -= connection->counted;
   }
   connections_.erase(std::remove_if(connections_.begin(), connections_.end(), closed), connections_.end());
+}
+
+// A client that goes on living has finished what it computed, one that dies has not.
+void Server::depart(Connection& connection) {
+  Descriptor& process = connection.process();
+  const bool dies = !process || has_ended(process) || is_ending(process);
+  if (limits_.linger_time == 0 || !connection.greeted() || !dies) {
+    dispatcher_.end(connection.session());
+    return;
+  }
+  departed_.push_back({connection.session(), std::move(process), kNever});
+  connection.session().client = -1;
+}
+
+void Server::release_departed() {
+  for (Departed& each : departed_) {
+    if (each.due == kNever && (!each.process || has_ended(each.process))) each.due = now_ + limits_.linger_time;
+    if (now_ >= each.due) dispatcher_.end(each.session);
+    next_sweep_ = std::min(next_sweep_, each.due == kNever ? now_ + kExitPoll : each.due);
+  }
+  const auto released = [&](const Departed& each) { return now_ >= each.due; };
+  departed_.erase(std::remove_if(departed_.begin(), departed_.end(), released), departed_.end());
 }
 
 // Milliseconds until there is something to do without an event, -1 if there is nothing.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "adaptive_spin.hpp"
+#include "descriptors.hpp"
 #include "dispatcher.hpp"
 #include "heartbeat.hpp"
 #include "limits.hpp"
@@ -58,6 +59,8 @@ class Server {
   void sweep();
   void give_up_silent();
   void remove_closed();
+  void depart(Connection& connection);
+  void release_departed();
   int timeout() const;
   bool dispatch(int timeout_ms);
 
@@ -71,6 +74,14 @@ class Server {
   int signals_ = -1;
   bool stopping_ = false;
   std::vector<std::unique_ptr<Connection>> connections_;
+  // Clients that are gone or ending. What they had launched on a GPU may still write into their blocks: they are given
+  // back at `due`, which is known when the process has ended.
+  struct Departed {
+    Session session;
+    Descriptor process;
+    std::int64_t due;
+  };
+  std::vector<Departed> departed_;
   // Connections whose last turn ended before their requests did: their next one comes without an event. `turns_` is the
   // list of the round under way.
   std::vector<Connection*> waiting_, turns_;

@@ -2,6 +2,7 @@
 #include "server.hpp"
 
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -384,6 +385,84 @@ TEST_F(ServerTest, RefusesOtherUsers) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+// A client in a process of its own that holds three blocks of model a, until it is killed.
+class OtherProcess {
+ public:
+  explicit OtherProcess(const std::string& path) {
+    int ready[2];
+    EXPECT_EQ(pipe(ready), 0);
+    pid_ = fork();
+    if (pid_ == 0) {
+      Client client(path, "engine", 10);
+      StepRequest request;
+      request.model = kA;
+      request.reserve = 3;
+      StepReply reply;
+      client.step(request, reply);
+      if (write(ready[1], "x", 1) != 1) _exit(1);
+      for (;;) pause();
+    }
+    char byte = 0;
+    EXPECT_EQ(read(ready[0], &byte, 1), 1);
+    close(ready[0]);
+    close(ready[1]);
+  }
+  ~OtherProcess() { kill(); }
+
+  void kill() {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+    pid_ = -1;
+  }
+
+ private:
+  pid_t pid_ = -1;
+};
+
+// Waits until model a holds so many pages; false if that takes too long.
+bool until_used(Fixture& fixture, std::int64_t pages) {
+  for (int i = 0; i < 3000; ++i) {
+    if (fixture.used(kA) == pages) return true;
+    usleep(10'000);
+  }
+  return false;
+}
+
+TEST_F(ServerTest, TheBlocksOfADeadClientAreKeptForWhatItHadLaunched) {
+  Limits limits;
+  limits.linger_time = 3'600'000'000'000;
+  restart(limits);
+  OtherProcess engine(path_);
+  EXPECT_EQ(fixture_.used(kA), 18);
+  engine.kill();
+  // The server has seen its end when others have been served after it.
+  for (int i = 0; i < 20; ++i) Client(path_, "other", 10).statistics();
+  EXPECT_EQ(fixture_.used(kA), 18);
+  stop();
+  EXPECT_EQ(fixture_.used(kA), 0);
+}
+
+TEST_F(ServerTest, TheBlocksOfADeadClientComeBackInTheEnd) {
+  Limits limits;
+  limits.linger_time = 20'000'000;
+  restart(limits);
+  OtherProcess engine(path_);
+  engine.kill();
+  EXPECT_TRUE(until_used(fixture_, 0));
+}
+
+TEST_F(ServerTest, AClientThatLivesOnHasFinishedWhatItComputed) {
+  Limits limits;
+  limits.linger_time = 3'600'000'000'000;
+  restart(limits);
+  {
+    Client client(path_, "engine", 10);
+    EXPECT_EQ(reserve(client, kA, 3).size(), 3u);
+  }
+  EXPECT_TRUE(until_used(fixture_, 0));
 }
 
 TEST_F(ServerTest, StrangersDoNotKeepClientsOut) {

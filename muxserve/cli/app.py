@@ -123,6 +123,10 @@ def doctor(
         str | None,
         typer.Option(metavar="ADDRESS", help="Check every node of that Ray cluster instead; auto: this machine's."),
     ] = None,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Try what the GPUs can do (one to two minutes); `deploy` acts on what is found."),
+    ] = False,
 ) -> None:
     """Check what this machine can do.
 
@@ -132,6 +136,10 @@ def doctor(
         from muxserve.cli.doctor import doctor_nodes
 
         raise typer.Exit(doctor_nodes(ray))
+    if gpu:
+        from muxserve.cli.doctor import doctor_gpu
+
+        raise typer.Exit(doctor_gpu())
     from muxserve.cli.doctor import doctor as run
 
     raise typer.Exit(run())

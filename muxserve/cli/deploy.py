@@ -9,7 +9,6 @@ import importlib.util
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from muxserve.cli import ready
@@ -18,6 +17,7 @@ from muxserve.cli.output import console, errors, escape, print_error, print_prob
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
+from muxserve.cluster.gpu_host import tried
 from muxserve.cluster.launcher import WarmParents, commands_for
 from muxserve.cluster.machine import this_machine, vllm_without_cuda
 from muxserve.cluster.processes import Reaper
@@ -28,7 +28,8 @@ from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.client import running_fleets
 from muxserve.control.server import ControlServer
-from muxserve.gpu.sharing import SharingError, settle
+from muxserve.gpu import nvml
+from muxserve.gpu.sharing import SharingError
 from muxserve.net.sockets import new_keys
 from muxserve.planning.checkpoints import fetch
 from muxserve.planning.fleet_planner import FleetPlanner, ScaleOut, notes_of
@@ -211,13 +212,13 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
     if plan.gpu is None or plan.gpu.elsewhere:
         return plan
     try:
-        sharing, notes = settle(plan.gpu.gpus, plan.fleet.cluster.mps, plan.gpu.sharing, run_dir.path)
+        unit, notes = tried(plan.gpu, plan.fleet.cluster.mps, run_dir.path, nvml.machine())
     except SharingError as error:
         raise DeployRefused(str(error), EXIT_START) from None
     for note in notes:
         label, _, text = note.partition(":")
         errors.print(f"[yellow]{label}:[/]{escape(text)}")
-    return plan.with_gpu(replace(plan.gpu, sharing=sharing))
+    return plan.with_gpu(unit)
 
 
 def _check_installation(on_gpus: bool) -> None:

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,10 @@ from rich.table import Table
 from muxserve.cli.output import console, escape, print_error
 from muxserve.cluster.machine import (
     driver_too_old,
+    findings,
     free_shared_memory,
+    packages,
+    torch_cuda,
     usable_cores,
     usable_memory,
     version_of,
@@ -31,6 +36,8 @@ from muxserve.cluster.machine import (
 from muxserve.cluster.ray.cluster import alive, ask_nodes, join
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu import mps, nvml
+from muxserve.gpu.findings import FALLBACK_WORDS, Findings, place_of, remember, report
+from muxserve.probes import lab
 from muxserve.spec.run_dir import RunDirError, default_base
 from placement.format import format_size
 
@@ -104,6 +111,67 @@ def doctor() -> int:
         return 1
     console.print("\n[green]a fleet can be served here[/]")
     return 0
+
+
+def doctor_gpu() -> int:
+    """Make the probes of this machine's GPUs, print and remember what they found; returns 1 if nothing can be served
+    there."""
+    machine = nvml.visible(nvml.machine(), os.environ)
+    kinds: dict[str, list[nvml.Gpu]] = {}
+    for gpu in machine.gpus:
+        if not (gpu.fault or gpu.mig):
+            kinds.setdefault(gpu.name, []).append(gpu)
+    if not kinds:
+        print_error(f"there is nothing to try: {machine.why_none or 'no GPU can be used; `muxserve doctor` says why'}")
+        return 1
+    gpus = max(kinds.values(), key=len)
+    with tempfile.TemporaryDirectory(prefix="mux-") as directory:
+        tried = lab.run(lab.Lab(gpus, Path(directory), mps.binary()), probes_of(machine), _trying)
+    place = place_of(nvml.machine(), packages())
+    found = Findings(place, time.strftime("%Y-%m-%d %H:%M"), tuple(tried))
+    _print_findings(found)
+    try:
+        console.print(f"`muxserve deploy` acts on this; written to {remember(found)}")
+    except OSError as error:
+        print_error(f"what was found cannot be written down: {error}")
+    if found.refused:
+        console.print("\n[bold red]nothing can be served on these GPUs yet[/]")
+        return 1
+    console.print("\n[green]a fleet can be served on these GPUs[/]")
+    return 0
+
+
+def probes_of(machine: nvml.Machine) -> list[lab.Probe]:
+    """The probes, the first of which compares versions: an old driver makes every other fail in its own way."""
+
+    def driver(_: lab.Lab) -> str:
+        if problem := driver_too_old(machine):
+            raise lab.ProbeFailed(problem)
+        return (
+            f"{machine.driver_version} knows CUDA {machine.cuda_version}, torch is built for {torch_cuda() or 'none'}"
+        )
+
+    return [lab.Probe("driver", driver, "refuse"), *lab.PROBES]
+
+
+def _trying(probe: str) -> None:
+    console.print(f"trying: {probe}")
+
+
+def _print_findings(found: Findings) -> None:
+    """One table, to be pasted into a report."""
+    place = found.place
+    versions = ", ".join(f"{name} {version}" for name, version in place.packages.items() if version)
+    console.print(f"\n{found.date}, driver {place.driver} (CUDA {place.cuda}), {escape(versions)}")
+    for name, count in Counter(gpu.rpartition(" ")[0] for gpu in place.gpus).items():
+        console.print(f"{count} x {escape(name)}")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("", "probe", "found"):
+        table.add_column(column, overflow="fold")
+    signs = {"ok": "[green]ok[/]", "failed": "[bold red]failed[/]", "not tried": "[yellow]not tried[/]"}
+    for verdict, probe, detail in report(found):
+        table.add_row(signs[verdict], probe, escape(detail))
+    console.print(table)
 
 
 def print_checks(checks: Sequence[Check]) -> list[str]:
@@ -247,6 +315,7 @@ def _gpu(found: Callable[[], nvml.Machine] = nvml.machine) -> Iterator[Check]:
         advice = f"CUDA_VISIBLE_DEVICES leaves GPU {shown} to this process"
         yield Check("visible GPUs", "note", f"{len(left.gpus)} of {len(machine.gpus)}", advice)
     yield from _mps_checks()
+    yield _probed(machine)
     why_not = vllm_without_cuda()
     good = version_of("vllm") is not None and not why_not
     detail = f"vllm {version_of('vllm')}, torch {version_of('torch')}" if good else why_not or "vLLM is not installed"
@@ -256,6 +325,14 @@ def _gpu(found: Callable[[], nvml.Machine] = nvml.machine) -> Iterator[Check]:
         detail,
         "to serve on these GPUs: pip install '.[gpu]' in MuxServe's repository",
     )
+
+
+def _probed(machine: nvml.Machine) -> Check:
+    tried = findings(machine)
+    if tried is None:
+        return Check("GPU probes", "note", "not made", "`muxserve doctor --gpu` tries what these GPUs can do, once")
+    instead = ", ".join(FALLBACK_WORDS[each] for each in sorted(tried.fallbacks))
+    return Check("GPU probes", "note" if instead else "ok", f"made on {tried.date}", instead)
 
 
 def _one_gpu(gpu: nvml.Gpu) -> Check:

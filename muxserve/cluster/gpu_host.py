@@ -13,7 +13,8 @@ import msgspec
 from muxserve.cluster import machine
 from muxserve.gpu import nvml
 from muxserve.gpu.environment import VISIBLE
-from muxserve.gpu.sharing import SharingError, settle
+from muxserve.gpu.findings import FALLBACK_WORDS
+from muxserve.gpu.sharing import MpsWish, SharingError, settle
 from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer
 from muxserve.spec import UnitSpec, save
 from muxserve.spec.run_dir import default_base
@@ -43,7 +44,8 @@ def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: Mutable
     """
     if problem := machine.vllm_without_cuda():
         raise GpuHostError(f"{problem} on this machine; pip install '.[gpu]' there, in MuxServe's repository")
-    found = machine.fit_for_torch(nvml.visible(nvml.machine(), environ))
+    whole = nvml.machine()
+    found = machine.fit_for_torch(nvml.visible(whole, environ))
     try:
         gpus = nvml.choose(found, plan.unit.ranks)
     except nvml.GpuChoiceError as error:
@@ -56,14 +58,47 @@ def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: Mutable
         )
     environ[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
     try:
-        sharing, notes = settle(gpus, plan.mps, plan.unit.sharing, Path(unit_spec.run_dir), default_base())
+        here, notes = tried(
+            replace(plan.unit, gpus=gpus, elsewhere=False), plan.mps, Path(unit_spec.run_dir), whole, default_base()
+        )
     except SharingError as error:
         raise GpuHostError(str(error)) from None
-    here = replace(plan.unit, gpus=gpus, sharing=sharing, elsewhere=False)
-    unit_spec = msgspec.structs.replace(unit_spec, gpu=here.deployed)
+    policy = "fcfs" if here.one_at_a_time else unit_spec.policy
+    unit_spec = msgspec.structs.replace(unit_spec, gpu=here.deployed, policy=policy)
     save(unit_spec, file)
     sizer = PoolSizer(plan.on(here, machine.this_machine()), unit_spec, file)
     return UnitGpus(unit_spec, sizer, [*notes, _words(here)])
+
+
+def tried(
+    unit: GpuUnit, wish: MpsWish, directory: Path, whole: nvml.Machine, ours: Path | None = None
+) -> tuple[GpuUnit, list[str]]:
+    """The unit as its GPUs can be shared on this machine, by what was found here before and by trying MPS.
+
+    Args:
+        directory: below which an MPS server is started to try it.
+        whole: all GPUs of this machine.
+        ours: see `settle`.
+
+    Returns:
+        The unit, and what the user should know.
+
+    Raises:
+        SharingError: MPS does not work, and it is wanted; or nothing works here.
+    """
+    found = machine.findings(whole)
+    if found is None:
+        notes = ["note: nobody has tried what these GPUs can do; `muxserve doctor --gpu` does, in two minutes"]
+    elif found.refused:
+        raise SharingError(f"`muxserve doctor --gpu` has found on {found.date} that these GPUs cannot serve: "
+                           f"{found.refused}; run it again when that is mended")  # fmt: skip
+    else:
+        unit = unit.as_found(found)
+        notes = [f"as found by `muxserve doctor --gpu`: {FALLBACK_WORDS[each]}" for each in sorted(found.fallbacks)]
+    no_mps = found is not None and "mps_off" in found.fallbacks
+    known = "so `muxserve doctor --gpu` has found" if no_mps else ""
+    sharing, more = settle(unit.gpus, wish, unit.sharing, directory, ours, known)
+    return replace(unit, sharing=sharing), [*notes, *more]
 
 
 def _words(unit: GpuUnit) -> str:

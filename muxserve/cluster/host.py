@@ -54,6 +54,9 @@ class Deaths:
                 killed = code in (None, -signal.SIGKILL) and not part.hung
                 cause = wire.Cause.KILL if killed else wire.Cause.CRASH
                 reason = exit_words(code) if reason == exit_words(None) else reason
+            if cause != wire.Cause.NONE and self._starts.restarts_mps:
+                # What it had launched may hang in the server.
+                self._kill([MPS], "is started again after the death of an engine")
             await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason, cause))
             return parent
         if part.id == WARM:

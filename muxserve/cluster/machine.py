@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from muxserve.gpu import nvml
+from muxserve.gpu.findings import Findings, place_of, remembered
 from placement import Machine
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -32,6 +33,17 @@ def fit_for_torch(found: nvml.Machine) -> nvml.Machine:
     """`found`, or no GPUs, with the reason, if the installed torch cannot compute there."""
     problem = driver_too_old(found)
     return replace(found, gpus=(), why_none=problem) if problem else found
+
+
+def findings(machine: nvml.Machine | None = None) -> Findings | None:
+    """What `muxserve doctor --gpu` has found of the GPUs of this machine with what is installed now; None if it has not
+    looked."""
+    return remembered(place_of(machine or nvml.machine(), packages()))
+
+
+def packages() -> dict[str, str]:
+    """Versions of what computes on GPUs."""
+    return {name: version_of(name) or "" for name in ("muxserve", "torch", "triton", "vllm")}
 
 
 # The first driver of each major version of CUDA. Newer builds of the same major version run on it, too.

@@ -144,6 +144,11 @@ class Starts:
         """Whether what keeps memory for the engines ends with the MPS server."""
         return self.unit_spec.gpu is not None and self.unit_spec.gpu.keepers_in_mps
 
+    @property
+    def restarts_mps(self) -> bool:
+        """Whether the MPS server of this machine does not outlive a killed client unharmed."""
+        return self._under_mps and self.unit_spec.gpu is not None and self.unit_spec.gpu.restart_mps
+
     async def _release(self, pid: int) -> None:
         """Take a process and its ranks off the GPUs."""
         await asyncio.to_thread(mps.terminate, self.unit_spec.mps_dir, {pid, *children(pid)})

@@ -71,6 +71,7 @@ class ModelArchitecture:
     `max_len` is the longest sequence in tokens that the checkpoint allows; `default_max_len` what it is meant for when
     nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own. Of a mixture of experts each
     token takes `active_experts` of `experts` and the MLP of width `shared_intermediate` that all share (0: none).
+    `quantisation` is how the checkpoint's weights are quantised: `quant_method`, and `quant_algo` where it has one.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ModelArchitecture:
     tied_embeddings: bool = False
     active_experts: int = 1
     shared_intermediate: int = 0
+    quantisation: str = ""
 
     @property
     def pages_per_block(self) -> int:
@@ -161,6 +163,7 @@ def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
         tied_embeddings=config.get("tie_word_embeddings") is True,
         active_experts=min(experts, _count(config, _ACTIVE_EXPERTS) or 1),
         shared_intermediate=_shared_intermediate(config, intermediate) if experts > 1 else 0,
+        quantisation=_quantisation(config),
     )
 
 
@@ -222,6 +225,16 @@ def _sliding_window(config: Mapping[str, object]) -> str | None:
     if config.get("use_sliding_window") and isinstance(first, int) and layers is not None and first >= layers:
         return None
     return f"it uses sliding-window attention (sliding_window = {window})"
+
+
+def _quantisation(config: Mapping[str, object]) -> str:
+    given = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(given, Mapping):
+        return ""
+    inner = given.get("quantization")
+    algorithm = given.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
+    method = given.get("quant_method") or "compressed-tensors"
+    return f"{method} {algorithm}" if algorithm else str(method)
 
 
 def _quantised_cache(config: Mapping[str, object]) -> str | None:

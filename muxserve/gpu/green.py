@@ -145,7 +145,33 @@ def divide(driver: Driver, device: int) -> Division:
     return Division(whole.count, parts[0].count, tuple(parts[: groups.value]))
 
 
-def make_current(driver: Driver, device: int, division: Division, where: SmRange) -> None:
+@dataclass(frozen=True, slots=True)
+class GreenContext:
+    """A thread's green context with `sms` SMs; `handle` is its `CUcontext`."""
+
+    driver: Driver
+    handle: int
+    sms: int
+
+    def check(self) -> None:
+        """Go on only if it is still current in this thread.
+
+        A library that calls `cudaSetDevice` silently makes the whole GPU's context current again, and everything would
+        be computed on everybody's SMs.
+
+        Raises:
+            GreenContextError: it is not.
+        """
+        current = ctypes.c_void_p()
+        self.driver.call("cuCtxGetCurrent", ctypes.byref(current))
+        if current.value != self.handle:
+            raise GreenContextError(
+                f"the engine's green context of {self.sms} SMs is not current any more: some library has chosen the "
+                "whole GPU's; use `sm_sharing: mps`"
+            )
+
+
+def make_current(driver: Driver, device: int, division: Division, where: SmRange) -> GreenContext:
     """Make a green context of the parts of `where` and make it the thread's current context.
 
     Raises:
@@ -161,3 +187,5 @@ def make_current(driver: Driver, device: int, division: Division, where: SmRange
     )
     driver.call("cuCtxFromGreenCtx", ctypes.byref(context), green)
     driver.call("cuCtxSetCurrent", context)
+    assert context.value is not None
+    return GreenContext(driver, context.value, len(chosen) * division.size)

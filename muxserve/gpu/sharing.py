@@ -18,7 +18,7 @@ class SharingError(RuntimeError):
 
 
 def settle(
-    gpus: Sequence[Gpu], wish: MpsWish, sharing: SmSharing, directory: Path, ours: Path | None = None
+    gpus: Sequence[Gpu], wish: MpsWish, sharing: SmSharing, directory: Path, ours: Path | None = None, known: str = ""
 ) -> tuple[SmSharing, list[str]]:
     """Try MPS on these GPUs.
 
@@ -27,6 +27,7 @@ def settle(
         sharing: the way of sharing if MPS works.
         directory: below which a server is started to try it.
         ours: servers with their pipes below this are those of other units, on GPUs of their own.
+        known: why MPS does not work here, if that has been found before.
 
     Returns:
         The way of sharing, and what the user should know of it.
@@ -38,6 +39,8 @@ def settle(
     notes = [f"note: {foreign}; engines of this fleet take turns with its clients"] if foreign else []
     if wish == "off":
         why_not = "it is switched off in the fleet file"
+    elif known:
+        why_not = known
     else:
         why_not = mps.probe([gpu.uuid for gpu in gpus], directory)
     if not why_not:

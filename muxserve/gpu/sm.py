@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from muxserve.spec import UnitSpec
+
+if TYPE_CHECKING:
+    from muxserve.gpu.green import GreenContext
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ def share_of(unit_spec: UnitSpec, model: str, phase: str) -> float:
     return of.prefill_share if phase == "prefill" else of.decode_share
 
 
-def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> int | None:
+def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> GreenContext | None:
     """With `sm_sharing: green_contexts`, make a green context with this engine's SMs current in this thread.
 
     To be called in the thread that launches kernels, before anything makes a stream there: streams belong to the
@@ -51,7 +55,7 @@ def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> int | N
     among the visible GPUs. The context lives as long as the process.
 
     Returns:
-        SMs of the context; None if the unit's spec shares in another way.
+        The context; None if the unit's spec shares in another way.
 
     Raises:
         muxserve.gpu.green.GreenContextError: the driver has no green contexts, or refuses this one; with what to do.
@@ -65,11 +69,10 @@ def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> int | N
     division = green.divide(driver, device)
     parts = len(division.parts)
     where = sm_range(unit_spec, model, phase, parts)
-    green.make_current(driver, device, division, where)
-    sms = where.count * division.size
-    log.info("%s/%s computes on %d of %d SMs, parts %d to %d of %d", model, phase, sms, division.total, where.first,
-             where.first + where.count - 1, parts)  # fmt: skip
-    return sms
+    context = green.make_current(driver, device, division, where)
+    log.info("%s/%s computes on %d of %d SMs, parts %d to %d of %d", model, phase, context.sms, division.total,
+             where.first, where.first + where.count - 1, parts)  # fmt: skip
+    return context
 
 
 def sm_range(unit_spec: UnitSpec, model: str, phase: str, parts: int) -> SmRange:

@@ -13,12 +13,16 @@ from pathlib import Path
 import msgspec
 
 from muxserve.gpu.budget import Budget, BudgetError, Needs, budget, check, pool_bytes
+from muxserve.gpu.findings import Fallback, Findings
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sharing import MpsWish
 from muxserve.spec import GpuSpec, PhasesName, PoolSpec, SmSharing, UnitSpec, save
 from placement import Machine, ModelDemand, PlanError, UnitPlan, least_pool_bytes, plan_unit, pool_groups
 from placement.format import format_size
 from placement.memory import MemoryRules
+
+# An MPS server takes so many processes with a context on each GPU (NVIDIA, "Multi-Process Service", since Volta).
+MOST_CLIENTS = 48
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class SmShares:
 class GpuUnit:
     """One unit over `gpus`, in the order of the ranks. `needs` are estimates until they have been measured; `notes`
     says in words what was decided. `phases` is how its models are arranged, `stages` the depth of its pipeline. A unit
-    that is served `elsewhere` gets GPUs like these on whatever machine it comes to."""
+    that is served `elsewhere` gets GPUs like these on whatever machine it comes to. `fallbacks` are what is done
+    instead of what probes found not to work there, `full_graphs` whether they found CUDA graphs with attention to."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -44,6 +49,8 @@ class GpuUnit:
     phases: PhasesName = "multiplexed"
     stages: int = 1
     elsewhere: bool = False
+    fallbacks: tuple[Fallback, ...] = ()
+    full_graphs: bool | None = None
 
     @property
     def ranks(self) -> int:
@@ -53,9 +60,54 @@ class GpuUnit:
     @property
     def deployed(self) -> GpuSpec:
         """What the processes are told. Elsewhere the unit's host adds which GPUs they are."""
-        exclusive = any(gpu.compute_mode.startswith("exclusive") for gpu in self.gpus)
         uuids = [] if self.elsewhere else [gpu.uuid for gpu in self.gpus]
-        return GpuSpec(uuids, self.sharing, keepers_in_mps=exclusive)
+        return GpuSpec(
+            uuids,
+            self.sharing,
+            ipc="legacy" if "ipc_legacy" in self.fallbacks else "auto",
+            keepers_in_mps=self._keepers_in_mps,
+            nvls="nvls_off" not in self.fallbacks,
+            full_graphs=self.full_graphs,
+            restart_mps="restart_mps" in self.fallbacks,
+        )
+
+    def as_found(self, findings: Findings) -> GpuUnit:
+        """The same on GPUs of which that was found; whether MPS works is not looked at here."""
+        fallbacks = findings.fallbacks
+        shares = self.sharing == "green_contexts" and "mps_shares" in fallbacks
+        return replace(
+            self,
+            sharing="mps" if shares else self.sharing,
+            fallbacks=tuple(sorted(fallbacks)),
+            # A pool that is allocated anew would have another address than the graphs know.
+            full_graphs=None if "ipc_legacy" in fallbacks and findings.full_graphs else findings.full_graphs,
+        )
+
+    @property
+    def _keepers_in_mps(self) -> bool:
+        exclusive = any(gpu.compute_mode.startswith("exclusive") for gpu in self.gpus)
+        return exclusive or "keepers_in_mps" in self.fallbacks
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether only one engine may compute at a time: without MPS, engines whose ranks wait for each other would be
+        taken off their GPUs at different times."""
+        alone = self.sharing == "off" or "fcfs" in self.fallbacks
+        return alone and self.phases == "multiplexed" and self.ranks > self.stages
+
+    def too_many_clients(self) -> str:
+        """Why an MPS server cannot take all processes of the unit; empty if it can."""
+        if self.sharing == "off":
+            return ""
+        models = len(self.shares)
+        # With the migrator, and with what keeps memory where a GPU lets clients in only.
+        clients = models * self.rules.engines + 1 + (models + 1 if self._keepers_in_mps else 0)
+        if clients <= MOST_CLIENTS:
+            return ""
+        return (
+            f"{models} models are {clients} clients of the MPS server on each GPU, which takes {MOST_CLIENTS}; serve "
+            "fewer models in a unit, or set `cluster.mps: off`"
+        )
 
     def measured(self, needs: Sequence[Needs]) -> GpuUnit:
         """The same with what was measured of the models."""
@@ -100,7 +152,7 @@ class GpuUnit:
         how = {
             "mps": "engines share the SMs by percentages of MPS",
             "green_contexts": "engines have SMs of their own (green contexts under MPS)",
-            "off": "engines take turns on the GPU (no MPS)",
+            "off": "engines take turns on the GPU (no MPS)" + (", one at a time" if self.one_at_a_time else ""),
         }
         condition = ", if MPS works there" if self.elsewhere and self.sharing != "off" else ""
         words = [f"{gpus}: {how[self.sharing]}{condition}"]

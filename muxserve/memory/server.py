@@ -18,6 +18,8 @@ from muxserve.net.heartbeat import heartbeat_file
 from muxserve.spec import UnitSpec
 
 _SHARED_MEMORY = Path("/dev/shm")
+# What an engine had launched on a GPU when it was killed may go on writing for about a step.
+LINGER_MS = 500
 BINARY = "muxserve-memory-manager"
 
 
@@ -75,7 +77,10 @@ def command(unit_spec: UnitSpec, *, die_with_parent: bool = True, options: Seque
     config.write_text(json.dumps(manager_config(unit_spec), indent=2))
     beats = heartbeat_file(unit_spec.run_dir, "memory")
     line = [str(binary()), "--socket", unit_spec.memory_socket, "--config", str(config)]
-    line += ["--heartbeat", str(beats), *options]
+    line += ["--heartbeat", str(beats)]
+    if unit_spec.gpu is not None:
+        line += ["--linger-ms", str(LINGER_MS)]
+    line += options
     return [*line, "--die-with-parent"] if die_with_parent else line
 
 

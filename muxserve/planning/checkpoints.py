@@ -3,6 +3,7 @@ name that is built in, for plans without a checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,11 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         raise CheckpointError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object")
+    # Where ModelOpt said how it quantised before config.json had a place for it.
+    separate = file.with_name("hf_quant_config.json")
+    if "quantization_config" not in config and separate.is_file():
+        with contextlib.suppress(OSError, ValueError):
+            config["quantization_config"] = {"quant_method": "modelopt", **json.loads(separate.read_bytes())}
     overrides = model.engine_args.get("hf_overrides")
     try:
         return read_architecture({**config, **overrides} if isinstance(overrides, dict) else config)

@@ -22,6 +22,7 @@ from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, 
 from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch
 from muxserve.planning.device_pool import CPU
 from muxserve.spec import ModelSpec, PolicyName
+from muxserve.vllm.quantisation import unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words, format_size
@@ -217,6 +218,8 @@ class ResolvedUnit:
     @property
     def policy(self) -> PolicyName:
         """By which the unit's scheduler decides."""
+        if self.gpu is not None and self.gpu.one_at_a_time:
+            return "fcfs"
         return arrangement_of(self.fleet.models[0]).policy(self.fleet)
 
     @property
@@ -311,6 +314,8 @@ def model_demands(
         if gpu is not None and demands[-1].dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
             problems.append(fleet.model_problem(model.name, "dtype", message))
+        if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
+            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
     if problems:
         raise FleetError(problems)
     return tuple(demands)
@@ -337,6 +342,8 @@ def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: G
     try:
         if gpu is None:
             return plan_unit(demands, machine, cores, size, units=units)
+        if words := gpu.too_many_clients():
+            raise FleetError([fleet.problem(("models",), words)])
         return plan_unit(demands, machine, cores, gpu.pool(demands, size), "cuda")
     except BudgetError as error:
         raise FleetError([fleet.problem(("cluster", "gpu_memory"), str(error))]) from None

@@ -29,6 +29,8 @@ class GpuSpec(msgspec.Struct, frozen=True):
     without percentages, `off` lets the engines take turns. `ipc` is how pools are exported. `keepers_in_mps`: weight
     holders and the memory manager are clients of the server, too, which a GPU in an exclusive compute mode wants.
     `nvls`: NCCL may use the NVSwitch's multicast where one model of several ranks has the GPUs to itself.
+    `full_graphs`: CUDA graphs of decode batches hold attention, too, because that was found to work; False: it was
+    found not to. `restart_mps`: an engine that was killed takes the server along.
     """
 
     uuids: list[str]
@@ -36,6 +38,8 @@ class GpuSpec(msgspec.Struct, frozen=True):
     ipc: PoolIpc = "auto"
     keepers_in_mps: bool = False
     nvls: bool = True
+    full_graphs: bool | None = None
+    restart_mps: bool = False
 
 
 class PoolSpec(msgspec.Struct, frozen=True):

@@ -133,7 +133,7 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
     return {
         # Without graphs a small model's decode step is mostly the launching of its kernels.
         "enforce_eager": own.get("enforce_eager", False),
-        "compilation_config": _compilation(own.get("compilation_config"), unit_spec.ranks),
+        "compilation_config": _compilation(own.get("compilation_config"), unit_spec),
         "attention_backend": "CUSTOM",
         # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
         "gpu_memory_utilization": 0.01,
@@ -141,14 +141,20 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _compilation(own: object, ranks: int) -> object:
-    """`compilation_config` of an engine on GPUs: the model's own, or graphs between attention layers.
+def _compilation(own: object, unit_spec: UnitSpec) -> object:
+    """`compilation_config` of an engine on GPUs: the model's own, or graphs between attention layers; of decode batches
+    also with attention, as stock vLLM has them, where that was tried and computes the same.
 
     To see whether it can fuse all-reduce with normalisation, vLLM imports flashinfer, which initialises CUDA; the
     processes of several ranks could not be forked any more.
     """
-    config = {"cudagraph_mode": "PIECEWISE"} if own is None else own
-    if ranks == 1 or not isinstance(config, Mapping):
+    full = None if unit_spec.gpu is None else unit_spec.gpu.full_graphs
+    config = {"cudagraph_mode": "FULL_AND_PIECEWISE" if full else "PIECEWISE"} if own is None else own
+    if not isinstance(config, Mapping):
+        return config
+    if full is False and config.get("cudagraph_mode") != "NONE":
+        config = {**config, "cudagraph_mode": "PIECEWISE"}
+    if unit_spec.ranks == 1:
         return config
     passes = config.get("pass_config")
     return {**config, "pass_config": {"fuse_allreduce_rms": False, **(passes if isinstance(passes, Mapping) else {})}}

@@ -83,6 +83,7 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", ()),
     ("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ()),
     ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ()),
+    ("vllm.v1.worker.gpu_worker", "Worker.execute_model", ("scheduler_output",)),
     ("vllm.v1.worker.gpu_worker", "request_memory", ("init_snapshot", "cache_config", "external_weight_memory")),
     # weights
     (_LOADER, "register_model_loader", ("load_format",)),

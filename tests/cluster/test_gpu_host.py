@@ -36,6 +36,7 @@ class There:
         self.unit: PlannedUnit = planned_unit(plan(directory, "{gpus: 2, launcher: ray}"), str(directory / "run"))
         monkeypatch.setattr(machine, "vllm_without_cuda", lambda: "")
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*self.gpus))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
         monkeypatch.setattr(mps, "probe", self.probe)
         monkeypatch.setattr(mps, "foreign", self.look)
 
@@ -76,7 +77,8 @@ def test_the_gpus_that_it_may_see_are_the_units(there: There) -> None:
     assert there.tried == [["GPU-node-2", "GPU-node-3"]]
     assert there.ours == default_base()
     assert there.environ["CUDA_VISIBLE_DEVICES"] == "GPU-node-2,GPU-node-3"
-    (words,) = done.notes
+    hint, words = done.notes
+    assert "`muxserve doctor --gpu`" in hint
     assert (
         words == "GPU 2 (NVIDIA H200, 140 GiB), 3 (NVIDIA H200, 140 GiB): engines share the SMs by percentages of MPS"
     )
@@ -98,8 +100,9 @@ def test_without_mps_the_unit_takes_turns(there: There) -> None:
     done = there.settle()
     assert done.unit_spec.gpu is not None
     assert done.unit_spec.gpu.sm_sharing == "off"
-    assert [note.partition(":")[0] for note in done.notes[:2]] == ["note", "without MPS"]
-    assert done.notes[2].endswith("engines take turns on the GPU (no MPS)")
+    assert [note.partition(":")[0] for note in done.notes[1:3]] == ["note", "without MPS"]
+    assert done.notes[3].endswith("engines take turns on the GPU (no MPS), one at a time")
+    assert done.unit_spec.policy == "fcfs"  # ranks of several engines would wait for each other off and on
 
 
 def test_what_cannot_be_served_there_is_told_in_words(there: There, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from muxserve.config import FleetError, parse_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import Machine as GpuMachine
-from muxserve.gpu.unit import GpuPlan, PoolSizer, SizingError, from_json
+from muxserve.gpu.unit import GpuPlan, PoolSizer, SizingError, SmShares, from_json
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit
@@ -89,6 +90,77 @@ def test_another_type_than_the_file_says_is_noted(tmp_path: Path) -> None:
     assert not any("the fleet file says" in note for note in plan(tmp_path, "{gpus: 1, gpu_type: h200}").notes)
     made = plan(tmp_path, "{gpus: 1, gpu_type: A100-80GB}")
     assert "the fleet file says A100-80GB, but this machine has NVIDIA H200; it is served on that" in made.notes
+
+
+class TestQuantised:
+    """Engines map weights that another process has loaded, which vLLM can do with some methods only."""
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"quant_method": "gptq", "bits": 4},
+            {"quant_method": "awq", "bits": 4},
+            {"quant_method": "compressed-tensors", "format": "float-quantized"},
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            {"quant_method": "bitsandbytes"},
+        ],
+    )
+    def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(
+        self, tmp_path: Path, config: dict[str, Any]
+    ) -> None:
+        plan(tmp_path, "{gpus: 1}")
+        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
+        words = rf"models\[0\].path: weights quantised by {config['quant_method']}.* cannot be shared.*not quantised"
+        with pytest.raises(FleetError, match=words):
+            self.planned(tmp_path)
+
+    @pytest.mark.parametrize(
+        "config",
+        [{"quant_method": "fp8"}, {"quant_method": "mxfp4"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}],
+    )
+    def test_others_are_served(self, tmp_path: Path, config: dict[str, Any]) -> None:
+        plan(tmp_path, "{gpus: 1}")
+        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
+        assert self.planned(tmp_path).gpu is not None
+
+    def test_where_modelopt_says_it_in_a_file_of_its_own(self, tmp_path: Path) -> None:
+        plan(tmp_path, "{gpus: 1}")
+        told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+        (tmp_path / "a" / "hf_quant_config.json").write_text(json.dumps(told))
+        with pytest.raises(FleetError, match="weights quantised by modelopt FP8 cannot be shared"):
+            self.planned(tmp_path)
+
+    def test_quantising_while_loading_is_refused(self, tmp_path: Path) -> None:
+        models = MODELS.replace("max_len: 512}", "max_len: 512, engine_args: {quantization: fp8}}", 1)
+        with pytest.raises(FleetError, match=r"cannot be shared by engines on a GPU: leave engine_args\.quantization"):
+            plan(tmp_path, "{gpus: 1}", models)
+
+    def planned(self, tmp_path: Path) -> ResolvedUnit:
+        fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+        return FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
+
+
+def test_without_mps_ranks_of_several_engines_take_turns(tmp_path: Path) -> None:
+    """Time slices would take the ranks of an engine off their GPUs at different times, while each waits for others."""
+    policies = []
+    for cluster in ("{gpus: 2}", "{gpus: 2, mps: off}", "{gpus: 1, mps: off}"):
+        policies.append(unit_spec_of(plan(tmp_path, cluster, found=gpus(2)), "/run/x").policy)
+    assert policies == ["adbs", "fcfs", "adbs"]
+
+
+def test_more_clients_than_mps_takes_are_refused(tmp_path: Path) -> None:
+    unit = plan(tmp_path, "{gpus: 1}").gpu
+    assert unit is not None
+
+    def words(models: int, **more: Any) -> str:
+        shares = {f"m{n}": SmShares(0.5, 0.5) for n in range(models)}
+        return replace(unit, shares=shares, **more).too_many_clients()
+
+    assert words(23) == ""
+    assert "24 models are 49 clients of the MPS server on each GPU, which takes 48" in words(24)
+    assert words(24, sharing="off") == ""
+    exclusive = (replace(unit.gpus[0], compute_mode="exclusive_process"),)
+    assert (words(15, gpus=exclusive), bool(words(16, gpus=exclusive))) == ("", True)
 
 
 class TestTypes:

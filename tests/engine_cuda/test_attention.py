@@ -10,40 +10,18 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from muxserve.engine.cuda import attention, tables
 from muxserve.engine.cuda.attention import PooledFlashImpl, PooledFlashMetadataBuilder
+from muxserve.probes.attention import settings
 from tests.engine_cuda import paged_reference
 
 BLOCK = 16
 MAX_LEN = 160
 MAX_SEQS = 8
-
-
-def config(graphs: CUDAGraphMode = CUDAGraphMode.PIECEWISE, capture: int = 0) -> Any:
-    """As much of vLLM's configuration as the builder reads."""
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            get_num_attention_heads=lambda _: 0,
-            rswa_window=None,
-            is_mm_prefix_lm=False,
-            max_model_len=MAX_LEN,
-            hf_config=SimpleNamespace(model_type="llama"),
-        ),
-        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=graphs, max_cudagraph_capture_size=capture, static_forward_context={}
-        ),
-        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
-        scheduler_config=SimpleNamespace(max_num_seqs=MAX_SEQS),
-        kernel_config=SimpleNamespace(enable_jit_warmup=False),
-        speculative_config=None,
-    )
 
 
 class Unit:
@@ -65,8 +43,10 @@ class Unit:
         monkeypatch.setattr(flash_attn, "get_num_attention_heads_from_layers", lambda *_: heads)
         monkeypatch.setattr(flash_attn, "get_dcp_world_size_and_rank", lambda *_: (1, 0))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=kv_heads, head_size=dim, dtype=torch.float32)
-        self.builder = PooledFlashMetadataBuilder(spec, names, config(**options), torch.device("cpu"))
-        self.builder.page_table = self.page_table
+        config = settings(MAX_SEQS, MAX_LEN, **options)
+        self.builder = PooledFlashMetadataBuilder(spec, names, config, torch.device("cpu"))
+        self.builder.bind(self.page_table, names)
+        self.builders: dict[str, PooledFlashMetadataBuilder] = {}  # of layers whose builder is another one
         self.impls = [PooledFlashImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto") for _ in names]
         self.layer_names = names
         self.block_ids: list[list[int]] = []
@@ -111,6 +91,7 @@ class Unit:
         """Run one batch through every layer and compare with ordinary attention; returns the metadata."""
         common = self.common(batch, padded)
         metadata = self.builder.build(0, common)
+        others = {id(each): each.build(0, common) for each in self.builders.values()}
         tokens = sum(count for _, count in batch)
         for index, name in enumerate(self.layer_names):
             # As it comes from one projection: q, k and v side by side, none of them contiguous.
@@ -122,7 +103,8 @@ class Unit:
             )
             output = torch.full((tokens + padded + 3, self.heads, self.dim), 5.0)
             layer = SimpleNamespace(layer_name=name)
-            self.impls[index].forward(layer, query, key, value, self.pool, metadata, output)
+            built = others[id(self.builders[name])] if self.builders else metadata
+            self.impls[index].forward(layer, query, key, value, self.pool, built, output)
             expected, row = [], 0
             for request, count in batch:
                 k, v = self.context[request][index]
@@ -179,9 +161,29 @@ def test_prefill_chunks_mixed_batches_and_decode(
     assert unit.pages_untouched()
 
 
+@pytest.mark.usefixtures("reference_flash", "gathering")
+def test_layers_with_other_query_heads_keep_their_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes a builder per number of query heads; each sees only its layers, which are some of the page table's."""
+    unit = Unit(8, 2, 16, 4, monkeypatch)
+    names = unit.layer_names
+    whole = unit.builder
+    wide, few = (
+        PooledFlashMetadataBuilder(whole.kv_cache_spec, names[first::2], whole.vllm_config, whole.device)
+        for first in (0, 1)
+    )
+    tables = wide.bind(unit.page_table, names)
+    assert few.bind(unit.page_table, names, tables) is tables
+    a, b = unit.add_request(), unit.add_request()
+    unit.builders = {name: (wide, few)[index % 2] for index, name in enumerate(names)}
+    unit.step([(a, 37), (b, 20)])
+    for _ in range(3):
+        unit.step([(a, 1), (b, 1)])
+    assert unit.pages_untouched()
+
+
 @pytest.mark.usefixtures("reference_flash")
 def test_a_padded_decode_batch_computes_and_writes_nothing_for_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    unit = Unit(8, 2, 16, 2, monkeypatch, graphs=CUDAGraphMode.FULL_AND_PIECEWISE, capture=MAX_SEQS)
+    unit = Unit(8, 2, 16, 2, monkeypatch, full_graphs=True)
     requests = [unit.add_request() for _ in range(5)]
     unit.step([(r, 5 + r) for r in requests])
     metadata = unit.step([(r, 1) for r in requests], padded=3)
@@ -195,7 +197,7 @@ def test_what_a_full_graph_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPat
     """A replayed graph reads the addresses of its capture; the next build must have put its batch there."""
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
     monkeypatch.setattr(flash_attn, "get_scheduler_metadata", paged_reference.get_scheduler_metadata, raising=False)
-    unit = Unit(8, 2, 16, 2, monkeypatch, graphs=CUDAGraphMode.FULL_AND_PIECEWISE, capture=MAX_SEQS)
+    unit = Unit(8, 2, 16, 2, monkeypatch, full_graphs=True)
     assert (
         PooledFlashMetadataBuilder.get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from tests.gpu.folded import Batch, FoldedAttention
+from muxserve.probes.attention import Batch, FoldedAttention
 
 
 @pytest.mark.usefixtures("reference_flash")
@@ -22,4 +22,11 @@ from tests.gpu.folded import Batch, FoldedAttention
 def test_folded_attention_is_attention(batch: Batch) -> None:
     folded = FoldedAttention(6, 2, 16, block=16, layers=2, dtype=torch.float32, device="cpu")
     output, expected = folded.run(batch)
+    torch.testing.assert_close(output, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.usefixtures("reference_flash")
+def test_a_graph_replayed_with_another_batch_computes_that_one() -> None:
+    folded = FoldedAttention(6, 2, 16, block=16, layers=2, dtype=torch.float32, device="cpu")
+    output, expected = folded.run(Batch(contexts=(20, 3, 33), new=(1, 1, 1)), replayed=True)
     torch.testing.assert_close(output, expected, rtol=2e-4, atol=2e-5)

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from muxserve.engine.cuda import cuda_ipc, weight_loader, weights
+from muxserve.engine.cuda import cuda_ipc, weight_loader, weight_tensors, weights
 from muxserve.engine.cuda import weight_wire as wire
 from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe, mapped
@@ -105,6 +105,20 @@ def test_tensors_come_out_as_they_went_in_and_share_their_memory(shared: SharedA
     again = mapped(told, CPU, shared.open)
     held.head.packed[1, 2] = 77.0
     assert found["head.packed"].tensor[1, 2] == again["head.packed"].tensor[1, 2] == 77.0
+
+
+def test_what_one_engine_writes_into_a_buffer_no_other_sees(
+    shared: SharedAllocations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = describe(model(shared), "GPU-1", shared.export, shared_device="cpu")
+    first, second = (mapped(told, CPU, shared.open) for _ in range(2))
+    first["ids"].tensor.fill_(-1)
+    assert second["ids"].tensor.tolist() == [1, 2, 3]
+    # Large tables stay one for all.
+    monkeypatch.setattr(weight_tensors, "OWN_BUFFER_BYTES", 8)
+    again = mapped(told, CPU, shared.open)["ids"].tensor
+    again[0] = 55
+    assert mapped(told, CPU, shared.open)["ids"].tensor[0] == 55
 
 
 def test_tensors_that_are_not_on_the_gpu_are_sent_by_value() -> None:

@@ -87,6 +87,21 @@ def test_a_lack_of_memory_is_told_in_words(tmp_path: Path, monkeypatch: pytest.M
         made._run_largest_batch()
 
 
+def test_a_worker_sees_to_it_that_its_sms_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = a_worker(tmp_path, monkeypatch, 0, "aaaa")
+    looked: list[int] = []
+    ran: list[object] = []
+    monkeypatch.setattr(worker.gpu_worker.Worker, "execute_model", lambda self, output: ran.append(output))
+    monkeypatch.setattr(worker.gpu_worker.Worker, "compile_or_warm_up_model", lambda self: "times")
+    made._run_largest_batch = lambda: None
+    made._green = SimpleNamespace(check=lambda: looked.append(len(ran)))
+    assert made.compile_or_warm_up_model() == "times"
+    for step in range(worker.CHECKED_STEPS + 1):
+        made.execute_model(step)
+    assert looked == [0, 0, worker.CHECKED_STEPS]
+    assert ran == list(range(worker.CHECKED_STEPS + 1))
+
+
 # ------------------------------------------------------------ the holder
 
 
@@ -223,6 +238,23 @@ def test_the_configuration_of_several_ranks_touches_no_gpu(tmp_path: Path) -> No
     }
     one = msgspec.structs.replace(of, ranks=1, gpu=GpuSpec(UUIDS[:1]))
     assert args.engine_args(one, "m", "decode")["compilation_config"] == {"cudagraph_mode": "PIECEWISE"}
+
+
+@pytest.mark.parametrize(
+    ("found", "own", "mode"),
+    [
+        (None, None, "PIECEWISE"),
+        (True, None, "FULL_AND_PIECEWISE"),
+        (False, None, "PIECEWISE"),
+        (None, "FULL", "FULL"),
+        (False, "FULL", "PIECEWISE"),
+        (False, "NONE", "NONE"),
+    ],
+)
+def test_graphs_hold_attention_where_that_works(tmp_path: Path, found: bool | None, own: str | None, mode: str) -> None:
+    options = {} if own is None else {"compilation_config": {"cudagraph_mode": own}}
+    of = msgspec.structs.replace(unit_spec(tmp_path, **options), ranks=1, gpu=GpuSpec(UUIDS[:1], full_graphs=found))
+    assert args.engine_args(of, "m", "decode")["compilation_config"] == {"cudagraph_mode": mode}
 
 
 def test_ranks_are_not_forked_where_cuda_was_touched(

@@ -92,6 +92,8 @@ def main() -> int:
         print(f"no GPU tests were run: {why}")
         return 0
     build()
+    print("what these GPUs can do:", flush=True)
+    subprocess.run([sys.executable, "-m", "muxserve.cli.app", "doctor", "--gpu"], cwd=ROOT)
     report = ROOT / "build/gpu_test.xml"
     report.parent.mkdir(exist_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.folded import Batch, FoldedAttention
+from muxserve.probes.attention import Batch, FoldedAttention
 
 SHAPES = [(32, 8, 128), (32, 8, 64), (16, 16, 64), (8, 1, 128), (4, 4, 96)]
 BATCHES = {

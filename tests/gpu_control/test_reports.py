@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,9 +13,12 @@ from prometheus_client.registry import CollectorRegistry
 
 from muxserve.cli import doctor, status
 from muxserve.cli.output import console
+from muxserve.cluster import machine
 from muxserve.gateway.gpus import GpuStatus
 from muxserve.gpu import mps, nvml
+from muxserve.gpu.findings import FALLBACK_WORDS, Finding, Findings, Place
 from muxserve.gpu.watch import MAX_AGE_SECONDS, GpuWatch
+from muxserve.probes import lab
 from muxserve.scheduling.policies import make_policy
 from muxserve.spec import GpuSpec, Listen
 from muxserve.unit.executor import UnitExecutor
@@ -220,9 +225,78 @@ class TestDoctor:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", UUIDS[1])
         assert self.checks(FakeGpu(), FakeGpu(uuid=UUIDS[1]))["visible GPUs"].detail == "1 of 2"
 
+    def test_an_old_driver_is_told_with_the_one_that_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine, "torch_cuda", lambda: "14.0")
+        check = self.checks(FakeGpu())["NVIDIA driver"]
+        assert check.verdict == "note"
+        assert "knows CUDA 13.0, but the installed torch" in check.advice
+
+    def test_what_has_been_tried_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "findings", lambda _: None)
+        assert "`muxserve doctor --gpu`" in self.checks(FakeGpu())["GPU probes"].advice
+        found = Findings(Place("h", "", "", (), {}), "today", (Finding("x", "failed", "y", 1.0, ("nvls_off",)),))
+        monkeypatch.setattr(doctor, "findings", lambda _: found)
+        check = self.checks(FakeGpu())["GPU probes"]
+        assert (check.verdict, check.detail) == ("note", "made on today")
+        assert check.advice == FALLBACK_WORDS["nvls_off"]
+
     def test_mps_missing_or_somebody_elses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mps, "binary", lambda: None)
         assert "engines take turns" in self.checks(FakeGpu())["MPS"].advice
         monkeypatch.setattr(mps, "binary", lambda: "x")
         monkeypatch.setattr(mps, "foreign", lambda: "another MPS server runs here (pid 3)")
         assert self.checks(FakeGpu())["MPS"].detail == "another MPS server runs here (pid 3)"
+
+
+class TestDoctorGpu:
+    """`muxserve doctor --gpu`, with probes that find what the test says."""
+
+    def run(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tried: list[Finding], *gpus: FakeGpu
+    ) -> tuple[int, list[Any]]:
+        asked: list[Any] = []
+
+        def run(of: lab.Lab, probes: Sequence[lab.Probe], tell: Any) -> list[Finding]:
+            asked.extend((of, probes))
+            return tried
+
+        found = nvml.machine(FakeNvml(*gpus))
+        monkeypatch.setattr(doctor.nvml, "machine", lambda: found)
+        monkeypatch.setattr(doctor.lab, "run", run)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        return doctor.doctor_gpu(), asked
+
+    def test_the_report_has_all_that_a_reader_needs(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tried = [Finding("CUDA", "ok", "computes", 8.0), Finding("graphs", "failed", "off by 3.5", 9.0, ("piecewise",))]
+        broken = FakeGpu(name="NVIDIA L40S", uuid=UUIDS[2], mig=1)
+        code, asked = self.run(monkeypatch, tmp_path, tried, FakeGpu(), FakeGpu(uuid=UUIDS[1]), broken)
+        assert code == 0
+        assert [gpu.uuid for gpu in asked[0].gpus] == [FakeGpu().uuid, UUIDS[1]]
+        assert asked[1][0].name == "driver"
+        said = capsys.readouterr().out
+        for words in ("driver 580.95.05 (CUDA 13.0)", "2 x NVIDIA H200", "off by 3.5 (9 s)", "-> CUDA graphs leave"):
+            assert words in said
+        found = machine.findings(doctor.nvml.machine())
+        assert found is not None
+        assert found.fallbacks == {"piecewise"}
+
+    def test_what_cannot_serve(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        tried = [Finding("CUDA", "failed", "no kernel image", 8.0, ("refuse",))]
+        assert self.run(monkeypatch, tmp_path, tried, FakeGpu())[0] == 1
+
+    def test_nothing_to_try(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        code, asked = self.run(monkeypatch, tmp_path, [], FakeGpu(mig=1))
+        assert (code, asked) == (1, [])
+        assert "there is nothing to try" in capsys.readouterr().err
+
+    def test_the_first_probe_compares_versions(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(machine, "torch_cuda", lambda: "14.0")
+        (driver, *_) = doctor.probes_of(nvml.machine(FakeNvml(FakeGpu())))
+        with pytest.raises(lab.ProbeFailed, match="install a newer driver"):
+            driver.attempt(lab.Lab([], tmp_path, None))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.gpu import green
-from muxserve.gpu.green import Driver, GreenContextError
+from muxserve.gpu.green import Driver, GreenContext, GreenContextError
 from muxserve.gpu.sm import SmRange, enter, parts_of, percentage, sm_range
 from muxserve.spec import GpuSpec, SmSharing, UnitSpec
 from tests.cluster.conftest import fake_unit_spec
@@ -70,16 +70,27 @@ class TestRanges:
 
 
 class TestGreenContexts:
-    def enter(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, phase: str = "decode") -> int | None:
+    def enter(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, phase: str = "decode") -> GreenContext:
         monkeypatch.setattr(Driver, "load", classmethod(lambda cls: cls(fake)))
-        return enter(unit_spec("green_contexts", [(0.5, 0.25), (0.5, 0.25)]), "two", phase)
+        context = enter(unit_spec("green_contexts", [(0.5, 0.25), (0.5, 0.25)]), "two", phase)
+        assert context is not None
+        return context
 
     def test_the_context_has_the_parts_of_its_place_and_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fake = FakeDriver()
-        assert self.enter(fake, monkeypatch) == 32
+        assert self.enter(fake, monkeypatch).sms == 32
         assert fake.chosen == [8, 9, 10, 11]  # of 16 parts of 8 SMs; 4 SMs of 132 are left over
         assert fake.current == 7
         assert fake.calls.index("cuDevicePrimaryCtxRetain") < fake.calls.index("cuGreenCtxCreate")
+
+    def test_a_library_that_chooses_the_whole_gpu_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """NCCL's `cudaSetDevice` makes the primary context current, and says nothing."""
+        fake = FakeDriver()
+        context = self.enter(fake, monkeypatch)
+        context.check()
+        fake.current = 1
+        with pytest.raises(GreenContextError, match=r"of 32 SMs is not current any more.*sm_sharing: mps"):
+            context.check()
 
     def test_the_current_context_tells_the_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fake = FakeDriver()

@@ -20,6 +20,7 @@ from muxserve.memory.fd_store import FdStore
 from muxserve.memory.view import ModelView
 from muxserve.spec import GpuSpec, UnitSpec
 from tests.memory.support import unit_spec
+from tests.support.patience import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = [f"GPU-00010203-0405-0607-0809-0a0b0c0d0e{i:02x}" for i in range(2)]
@@ -185,7 +186,8 @@ def test_a_killed_client_leaves_nothing_behind(of: UnitSpec, managers: list[subp
         map_in_another_process(of, "client.step(view, reserve=3)\nimport os\nos.kill(os.getpid(), 9)")
     with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:
         view = client.map(of.models[0].name)
-        assert view.counters.used_pages == 0
+        # What it had launched on the GPU may still write there for a while.
+        eventually(lambda: view.counters.used_pages == 0, "the blocks of the killed client are free again")
 
 
 @pytest.mark.parametrize(

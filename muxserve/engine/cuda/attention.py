@@ -12,6 +12,7 @@ a page; version 2 serves there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -117,15 +118,33 @@ class PooledFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         self.num_heads_kv = 1
         self.aot_sliding_window = (-1, -1)  # in every layer; other models are refused before an engine is built
         self.page_table: torch.Tensor | None = None
-        self.layer_index = {name: index for index, name in enumerate(layer_names)}
+        self.layer_index: dict[str, int] = {}
+        self.tables: FoldedTables | None = None
         shape = table_shape(vllm_config, len(layer_names), self.kv_heads, self.block_size)
-        self.tables = FoldedTables(shape, self.block_size, device)
         self._starts = torch.zeros(shape.rows + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(shape.rows, dtype=torch.int32, device=device)
         if self.use_full_cuda_graph and self.aot_schedule:
             # One word for the tile counter and, rounded up to 4 rows, up to 4 words for each row.
             self.scheduler_metadata = torch.zeros(1 + (shape.rows + 3) // 4 * 4 * 4, dtype=torch.int32, device=device)
         self.splits = Splits(self.num_heads_q, self.kv_heads, self.headdim, _multiprocessors(device))
+
+    def bind(
+        self, page_table: torch.Tensor, layer_names: Sequence[str], tables: FoldedTables | None = None
+    ) -> FoldedTables:
+        """Read pages from `page_table` from now on; returns the tables that it is gathered into.
+
+        Args:
+            page_table: int32 [blocks, L, H] on the device.
+            layer_names: of its L layers, in order. vLLM makes a builder for each number of query heads, so this one's
+                layers may be some of them only.
+            tables: those of another builder over the same page table: which pages a row has does not depend on queries.
+        """
+        self.page_table = page_table
+        self.layer_index = {name: index for index, name in enumerate(layer_names)}
+        if self.tables is None:
+            shape = table_shape(self.vllm_config, len(layer_names), self.kv_heads, self.block_size)
+            self.tables = tables or FoldedTables(shape, self.block_size, self.device)
+        return self.tables
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -139,7 +158,7 @@ class PooledFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError("attention that is not causal is not supported on the shared pool")
-        if self.page_table is None:
+        if self.page_table is None or self.tables is None:
             raise RuntimeError("no page table is bound to the attention backend yet")
         requests, heads = common.num_reqs, self.kv_heads
         decode_only = common.max_query_len == 1

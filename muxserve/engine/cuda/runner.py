@@ -67,10 +67,11 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
             self.page_table = DevicePageTable(source, self.device)
         else:
             self.page_table.rebind(source)
+        tables = None
         for attention_group in self._attn_group_iterator():
             for builder in attention_group.metadata_builders:
                 assert isinstance(builder, PooledFlashMetadataBuilder)
-                builder.page_table = self.page_table.table
+                tables = builder.bind(self.page_table.table, group.layer_names, tables)
         kv_caches = dict.fromkeys(group.layer_names, pool)
         bind_kv_cache(
             kv_caches,

@@ -11,6 +11,10 @@ import torch
 from muxserve.engine.cuda import cuda_ipc
 from muxserve.engine.cuda.weight_wire import Allocation, HeldTensor, Weights
 
+# Buffers up to this many bytes are an engine's own: a model may write into them (scales, counters), and the model's
+# other engine would see that. Larger ones are tables that nobody writes (rotary embeddings).
+OWN_BUFFER_BYTES = 1 << 20
+
 # From an address on a device to the allocation around it: its address, its size, its handle.
 Export = Callable[[int], tuple[int, int, bytes]]
 # From an allocation to its bytes here, uint8 [size].
@@ -81,13 +85,18 @@ class MappedTensor:
 
 
 def mapped(weights: Weights, device: torch.device, open_allocation: Open | None = None) -> dict[str, MappedTensor]:
-    """The tensors by name; nothing is copied, and the memory stays mapped.
+    """The tensors by name; only small buffers are copied. The memory stays mapped.
 
     Raises:
         CudaIpcError: the memory cannot be mapped.
     """
     opened = [(open_allocation or _opener(device))(allocation) for allocation in weights.allocations]
-    return {held.name: MappedTensor(held.kind, _tensor(held, opened, device)) for held in weights.tensors}
+    return {held.name: MappedTensor(held.kind, _own(held, _tensor(held, opened, device))) for held in weights.tensors}
+
+
+def _own(held: HeldTensor, tensor: torch.Tensor) -> torch.Tensor:
+    small = tensor.numel() * tensor.itemsize <= OWN_BUFFER_BYTES
+    return tensor.clone() if held.kind == "buffer" and small else tensor
 
 
 def _opener(device: torch.device) -> Open:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.v1.worker.gpu_worker as gpu_worker
@@ -13,6 +13,14 @@ from vllm.platforms import current_platform
 from muxserve.engine import binding
 from muxserve.engine.cuda import attention, weights
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from muxserve.gpu.green import GreenContext
+
+# How often a worker looks whether it still computes on its own SMs.
+CHECKED_STEPS = 1000
 
 attention.register()
 weights.register_loader()
@@ -24,6 +32,9 @@ class PooledGPUWorker(gpu_worker.Worker):
     It takes no part in vLLM's division of a GPU's memory: weights are mapped from their holder, the pool belongs to the
     memory manager, and what an engine needs beyond them was measured and set aside before the pool was made.
     """
+
+    _green: GreenContext | None = None
+    _steps = 0
 
     def init_device(self) -> None:
         """Bind to the unit, take the GPU of this rank, and its SM share.
@@ -48,7 +59,7 @@ class PooledGPUWorker(gpu_worker.Worker):
         from muxserve.gpu import sm
 
         unit_spec, model, phase = binding.place_of(self.vllm_config)
-        sm.enter(unit_spec, model, phase, self.local_rank)
+        self._green = sm.enter(unit_spec, model, phase, self.local_rank)
 
     def _check_device(self) -> None:
         unit_spec, model, _ = binding.place_of(self.vllm_config)
@@ -82,7 +93,18 @@ class PooledGPUWorker(gpu_worker.Worker):
         times = super().compile_or_warm_up_model()
         # Capturing graphs has given the memory of activations back.
         self._run_largest_batch()
+        self._check_sm_share()
         return times
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._steps % CHECKED_STEPS == 0:
+            self._check_sm_share()
+        self._steps += 1
+        return super().execute_model(scheduler_output)
+
+    def _check_sm_share(self) -> None:
+        if self._green is not None:
+            self._green.check()
 
     def _run_largest_batch(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""One step of head-folded attention on a GPU, and what plain attention makes of the same numbers."""
+"""One step of head-folded attention over pages of one KV head, and what plain attention makes of the same numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,33 @@ from unittest import mock
 import torch
 
 DEVICE = "cuda"
+
+
+def settings(requests: int, longest: int, full_graphs: bool = False) -> Any:
+    """As much of vLLM's configuration as its builder of attention metadata reads."""
+    from vllm.config import CUDAGraphMode
+
+    graphs = CUDAGraphMode.FULL_AND_PIECEWISE if full_graphs else CUDAGraphMode.PIECEWISE
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda _: 0,
+            rswa_window=None,
+            is_mm_prefix_lm=False,
+            max_model_len=longest,
+            hf_config=SimpleNamespace(model_type="llama"),
+        ),
+        parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=graphs,
+            max_cudagraph_capture_size=requests if full_graphs else 0,
+            static_forward_context={},
+        ),
+        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
+        scheduler_config=SimpleNamespace(max_num_seqs=requests),
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
+        speculative_config=None,
+    )
 
 
 @dataclass(frozen=True)
@@ -30,8 +57,9 @@ class FoldedAttention:
         self.dtype, self.device = dtype, torch.device(device)
         self.generator = torch.Generator().manual_seed(1)
 
-    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [layers, tokens, heads, dim], folded and plain."""
+    def run(self, batch: Batch, replayed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [layers, tokens, heads, dim], folded and plain. `replayed`: of a CUDA graph that was captured whole,
+        with the requests in another order; the batch must be decodes only."""
         longest = max(c + n for c, n in zip(batch.contexts, batch.new, strict=True))
         blocks = 1 + len(batch.new) * -(-longest // self.block)
         pages = blocks * self.layers * self.kv_heads
@@ -39,38 +67,39 @@ class FoldedAttention:
         table = order.view(blocks, self.layers, self.kv_heads).clone()
         table[0] = -1
         pool = torch.zeros((pages, 1, self.block, 2 * self.dim), dtype=self.dtype, device=self.device)
-        builder, impls = self._engine(table.to(self.device), longest, len(batch.new))
+        builder, impls = self._engine(table.to(self.device), longest, len(batch.new), replayed)
         ids = 1 + torch.arange(blocks - 1).view(len(batch.new), -1)
         tokens = [self._random(c + n) for c, n in zip(batch.contexts, batch.new, strict=True)]
         before = [(c, 0) for c in batch.contexts]
         if any(batch.contexts):
             self._step(builder, impls, pool, ids, tokens, before)
-        output = self._step(builder, impls, pool, ids, tokens, list(zip(batch.new, batch.contexts, strict=True)))
+        parts = list(zip(batch.new, batch.contexts, strict=True))
+        step = self._replay if replayed else self._step
+        output = step(builder, impls, pool, ids, tokens, parts)
         expected = torch.stack([self._plain(tokens, batch, layer) for layer in range(self.layers)])
         return output, expected
 
-    def _engine(self, table: torch.Tensor, longest: int, requests: int) -> tuple[Any, list[Any]]:
+    def _engine(
+        self, table: torch.Tensor, longest: int, requests: int, full_graphs: bool = False
+    ) -> tuple[Any, list[Any]]:
         from vllm.v1.attention.backends import flash_attn
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from muxserve.engine.cuda.attention import PooledFlashImpl, PooledFlashMetadataBuilder
-        from tests.engine_cuda.test_attention import config
 
         names = [f"layers.{i}" for i in range(self.layers)]
+        config = settings(requests, longest, full_graphs)
         spec = FullAttentionSpec(
             block_size=self.block, num_kv_heads=self.kv_heads, head_size=self.dim, dtype=self.dtype
         )
-        settings = config()
-        settings.model_config.max_model_len = longest
-        settings.scheduler_config.max_num_seqs = requests
         with (
             mock.patch.object(flash_attn, "get_num_attention_heads_from_layers", return_value=self.heads),
             mock.patch.object(flash_attn, "get_dcp_world_size_and_rank", return_value=(1, 0)),
         ):
-            builder = PooledFlashMetadataBuilder(spec, names, settings, self.device)
+            builder = PooledFlashMetadataBuilder(spec, names, config, self.device)
             shape = (self.heads, self.dim, self.dim**-0.5, self.kv_heads)
             impls = [PooledFlashImpl(*shape, None, None, "auto") for _ in names]
-        builder.page_table = table
+        builder.bind(table, names)
         return builder, impls
 
     def _random(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -91,9 +120,53 @@ class FoldedAttention:
         parts: list[tuple[int, int]],
     ) -> torch.Tensor:
         """Compute `count` tokens of each request, of which `start` are in the cache, for each (count, start)."""
+        rows = [r for r, (count, _) in enumerate(parts) if count]
+        inputs = self._inputs(tokens, rows, parts)
+        output = torch.empty_like(inputs[0])
+        metadata = builder.build(0, self._common(ids, rows, parts))
+        self._forward(impls, inputs, pool, metadata, output)
+        return output
+
+    def _replay(
+        self,
+        builder: Any,
+        impls: list[Any],
+        pool: torch.Tensor,
+        ids: torch.Tensor,
+        tokens: list[Any],
+        parts: list[tuple[int, int]],
+    ) -> torch.Tensor:
+        """The same by a graph that was captured with the requests in the opposite order. What it reads is put where it
+        was then, as vLLM does; on a CPU the captured calls are made again."""
+        rows = list(range(len(parts)))
+        inputs, common = self._inputs(tokens, rows[::-1], parts), self._common(ids, rows[::-1], parts)
+        output = torch.empty_like(inputs[0])
+        captured = builder.build_for_cudagraph_capture(common)
+
+        def forward() -> None:
+            self._forward(impls, inputs, pool, captured, output)
+
+        if self.device.type == "cuda":
+            forward()  # compiles the kernels
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                forward()
+            forward = graph.replay
+        now = self._common(ids, rows, parts)
+        for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+            getattr(common, name).copy_(getattr(now, name))
+        for place, values in zip(inputs, self._inputs(tokens, rows, parts), strict=True):
+            place.copy_(values)
+        builder.build(0, common)
+        output.fill_(float("nan"))
+        forward()
+        return output
+
+    def _common(self, ids: torch.Tensor, rows: list[int], parts: list[tuple[int, int]]) -> Any:
+        """vLLM's description of the batch of these requests."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        rows = [r for r, (count, _) in enumerate(parts) if count]
         counts = torch.tensor([parts[r][0] for r in rows], dtype=torch.int32)
         starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
         starts[1:] = counts.cumsum(0)
@@ -103,7 +176,7 @@ class FoldedAttention:
             for r in rows
             for p in range(parts[r][1], sum(parts[r]))
         ]
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             seq_lens=lens.to(self.device),
@@ -114,16 +187,26 @@ class FoldedAttention:
             block_table_tensor=ids[rows].to(torch.int32).to(self.device),
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=self.device),
         )
-        metadata = builder.build(0, common)
-        outputs = []
-        for layer, impl in enumerate(impls):
-            query, key, value = (
-                torch.cat([tokens[r][layer][which][parts[r][1] : sum(parts[r])] for r in rows]) for which in range(3)
+
+    def _inputs(self, tokens: list[Any], rows: list[int], parts: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """Query, key and value of the batch, [layers, tokens, heads, dim] each."""
+        return [
+            torch.stack(
+                [
+                    torch.cat([tokens[r][layer][which][parts[r][1] : sum(parts[r])] for r in rows])
+                    for layer in range(self.layers)
+                ]
             )
-            output = torch.empty_like(query)
-            impl.forward(SimpleNamespace(layer_name=f"layers.{layer}"), query, key, value, pool, metadata, output)
-            outputs.append(output)
-        return torch.stack(outputs)
+            for which in range(3)
+        ]
+
+    def _forward(
+        self, impls: list[Any], inputs: list[torch.Tensor], pool: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> None:
+        query, key, value = inputs
+        for layer, impl in enumerate(impls):
+            name = SimpleNamespace(layer_name=f"layers.{layer}")
+            impl.forward(name, query[layer], key[layer], value[layer], pool, metadata, output[layer])
 
     def _plain(self, tokens: list[Any], batch: Batch, layer: int) -> torch.Tensor:
         """Ordinary causal attention in float32, request by request."""

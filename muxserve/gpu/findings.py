@@ -1,0 +1,133 @@
+"""What probes found of a machine's GPUs, and what is done there instead of what did not work; remembered in a file.
+
+A finding counts for one machine with one driver, one set of GPUs and one build of torch and vLLM. Anything else has to
+be tried anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from muxserve.gpu.nvml import Machine
+
+Fallback = Literal[
+    "refuse", "mps_off", "ipc_legacy", "keepers_in_mps", "piecewise", "nvls_off", "fcfs", "restart_mps", "mps_shares"
+]
+FALLBACK_WORDS: Mapping[Fallback, str] = {
+    "refuse": "nothing can be served on these GPUs",
+    "mps_off": "`mps: off`: engines take turns on a GPU",
+    "ipc_legacy": "pools are shared by legacy CUDA IPC, and allocated anew when the memory manager dies",
+    "keepers_in_mps": "weights and pools are kept inside MPS, and end with its server",
+    "piecewise": "CUDA graphs leave attention out",
+    "nvls_off": "NCCL does without the NVSwitch's multicast",
+    "fcfs": "engines of several ranks compute one at a time (`policy: fcfs`)",
+    "restart_mps": "the MPS server is started again whenever an engine was killed",
+    "mps_shares": "`sm_sharing: mps` in place of green contexts",
+}
+
+
+# The probe that shows whether CUDA graphs may hold attention.
+GRAPHS = "attention in a CUDA graph"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One probe: what came of it, in words and figures, how long it took, and what is done instead if it failed."""
+
+    probe: str
+    verdict: Literal["ok", "failed", "not tried"]
+    detail: str
+    seconds: float = 0.0
+    fallbacks: tuple[Fallback, ...] = ()
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What findings count for."""
+
+    host: str
+    driver: str
+    cuda: str
+    gpus: tuple[str, ...]
+    packages: dict[str, str]
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """All probes of one machine."""
+
+    place: Place
+    date: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def fallbacks(self) -> frozenset[Fallback]:
+        """What is to be done differently here."""
+        return frozenset(each for finding in self.findings for each in finding.fallbacks)
+
+    @property
+    def full_graphs(self) -> bool | None:
+        """Whether CUDA graphs may hold attention; None if that was not tried."""
+        verdict = next((each.verdict for each in self.findings if each.probe == GRAPHS), "not tried")
+        return None if verdict == "not tried" else verdict == "ok"
+
+    @property
+    def refused(self) -> str:
+        """Why nothing can be served here; empty if something can."""
+        return "; ".join(f"{each.probe}: {each.detail}" for each in self.findings if "refuse" in each.fallbacks)
+
+
+def place_of(found: Machine, packages: Mapping[str, str]) -> Place:
+    """The machine as it is now; `packages` are versions by name."""
+    gpus = tuple(sorted(f"{gpu.name} {gpu.uuid}" for gpu in found.gpus))
+    return Place(socket.gethostname(), found.driver_version, found.cuda_version, gpus, dict(packages))
+
+
+def remembered(place: Place, file: Path | None = None) -> Findings | None:
+    """What was found at `place`; None if nothing was, or not with these GPUs, this driver, these packages."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        found = msgspec.json.decode((file or default_file()).read_bytes(), type=Findings)
+        if covers(found.place, place):
+            return found
+    return None
+
+
+def covers(tried: Place, place: Place) -> bool:
+    """Whether what was found at `tried` counts at `place`: some of its GPUs may be hidden there."""
+    same = (tried.host, tried.driver, tried.cuda, tried.packages) == (
+        place.host, place.driver, place.cuda, place.packages,
+    )  # fmt: skip
+    return same and set(place.gpus) <= set(tried.gpus)
+
+
+def remember(findings: Findings, file: Path | None = None) -> Path:
+    """Write it down, in place of what was found before.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = file or default_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".new")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(findings), indent=1))
+    os.replace(temporary, file)
+    return file
+
+
+def default_file() -> Path:
+    """Where findings are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "muxserve" / "gpu.json"
+
+
+def report(findings: Findings) -> Sequence[tuple[str, str, str]]:
+    """Rows of a table for people: verdict, probe, what was found and what is done instead."""
+    rows = []
+    for each in findings.findings:
+        instead = "".join(f"\n-> {FALLBACK_WORDS[name]}" for name in each.fallbacks)
+        rows.append((each.verdict, each.probe, f"{each.detail} ({each.seconds:.0f} s){instead}"))
+    return rows

@@ -1,0 +1,203 @@
+"""What runs in the child processes of probes: `python -m muxserve.probes.child ROLE ARGUMENTS`.
+
+Each role prints one line of JSON, `{"error": ...}` if it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SIZE = 16 << 20
+_PATTERN = 0x5A
+# Cycles of a kernel that outlasts every probe.
+_LONG = 1 << 42
+_ROUNDS = 200
+
+
+def compute() -> dict[str, Any]:
+    """Multiply small matrices, and compare."""
+    properties = torch.cuda.get_device_properties(0)
+    a, b = (torch.arange(64 * 64, dtype=torch.float32).view(64, 64) % 7 for _ in range(2))
+    if not torch.equal((a.cuda() @ b.cuda()).cpu(), a @ b):
+        raise ValueError("a product of matrices is wrong")
+    return {
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
+        "sms": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def keep() -> dict[str, Any]:
+    """Hold memory of cudaMalloc as a weight holder does, and tell its handle; stays."""
+    from muxserve.engine.cuda import cuda_ipc
+
+    global kept
+    kept = torch.full((_SIZE,), _PATTERN, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    base, size, handle = cuda_ipc.export(kept.data_ptr())
+    return {"handle": f"{kept.data_ptr() - base}:{size}:{handle.hex()}"}
+
+
+kept: torch.Tensor | None = None
+
+
+def map_memory(handle: str) -> dict[str, Any]:
+    """Map it as an engine does, and read it with a kernel."""
+    from muxserve.engine.cuda import cuda_ipc
+
+    torch.zeros(1, device="cuda")
+    offset, size, data = handle.split(":")
+    address = cuda_ipc.open_handle(bytes.fromhex(data))
+    whole = cuda_ipc.as_bytes(address, int(size), torch.device("cuda", 0))
+    return {"same": bool((whole[int(offset) : int(offset) + _SIZE] == _PATTERN).all())}
+
+
+def manage(directory: str, uuid: str, ipc: str) -> dict[str, Any]:
+    """Start a memory manager with a small pool on the GPU; stays."""
+    import msgspec
+
+    from muxserve.memory import server
+    from muxserve.spec import GatewaySpec, GpuSpec, ModelSpec, PoolSpec, UnitSpec
+
+    Path(directory).mkdir(exist_ok=True)
+    model = ModelSpec("m", "", "p", "bfloat16", 2, 2, 64, 16, 64, 128, 0, 512, 1.0, 8, 64, True, 1, 1.0, 1.0, 8, 8)
+    unit_spec = UnitSpec(directory, "probe", "adbs", 1, [PoolSpec("p", 4096, 256)], [model], GatewaySpec("", 0))
+    gpu = msgspec.convert({"uuids": [uuid], "ipc": ipc}, GpuSpec)
+    server.start(msgspec.structs.replace(unit_spec, gpu=gpu))
+    return {"socket": unit_spec.memory_socket}
+
+
+def _page(socket: str) -> torch.Tensor:
+    from muxserve.memory.client import MemoryClient
+
+    torch.zeros(1, device="cuda")
+    client = MemoryClient(socket, f"probe-{os.getpid()}")
+    return torch.as_tensor(client.map("m").device_pool, device="cuda")[3]
+
+
+def write_page(socket: str) -> dict[str, Any]:
+    """Write a page of that pool by a kernel."""
+    page = _page(socket)
+    page.copy_(torch.arange(page.numel(), device="cuda").to(torch.uint8))
+    torch.cuda.synchronize()
+    return {}
+
+
+def read_page(socket: str) -> dict[str, Any]:
+    """Read it in another process."""
+    page = _page(socket)
+    return {"same": bool((page == torch.arange(page.numel(), device="cuda").to(torch.uint8)).all())}
+
+
+def attention(replayed: bool = False) -> dict[str, Any]:
+    """Our kernels and FlashAttention on pages of one head, beside ordinary attention; shapes of common models."""
+    from muxserve.probes.attention import Batch, FoldedAttention
+
+    decode = Batch(contexts=(130, 1, 64, 700), new=(1, 1, 1, 1))
+    mixed = Batch(contexts=(300, 0, 33, 128), new=(1, 200, 1, 60))
+    cases = [(shape, block, batch) for shape in ((32, 8, 128), (16, 16, 64), (8, 1, 128)) for block in (32, 64)
+             for batch in ((decode,) if replayed else (decode, mixed))]  # fmt: skip
+    most, mean = 0.0, 0.0
+    for (heads, kv_heads, dim), block, batch in cases:
+        folded = FoldedAttention(heads, kv_heads, dim, block, layers=2, dtype=torch.bfloat16)
+        output, expected = folded.run(batch, replayed)
+        error = (output.float() - expected.float()).abs()
+        # NaN must not be lost: no comparison is true for it.
+        most = max(most, float(error.max())) if bool(error.isfinite().all()) else float("inf")
+        mean = max(mean, float(error.mean()))
+    return {"most": most, "mean": mean, "cases": len(cases)}
+
+
+def graph() -> dict[str, Any]:
+    """The same for decodes by a CUDA graph that was captured whole, replayed with another batch."""
+    return attention(replayed=True)
+
+
+def reduce(store: str, rank: str) -> dict[str, Any]:
+    """One of two ranks of a communicator: sums over both GPUs, between other work, as engines do."""
+    import torch.distributed as distributed
+
+    torch.cuda.set_device(int(rank))
+    distributed.init_process_group("nccl", init_method=f"file://{store}", rank=int(rank), world_size=2)
+    own = torch.full((1 << 20,), float(int(rank) + 1), device="cuda")
+    work = torch.randn(1024, 1024, device="cuda")
+    same = True
+    for _ in range(_ROUNDS):
+        total = own.clone()
+        distributed.all_reduce(total)
+        work = torch.tanh(work @ work)
+        same = same and bool((total == 3.0).all())
+    return {"same": same}
+
+
+def spin() -> dict[str, Any]:
+    """Launch a kernel that does not end; stays."""
+    torch.cuda._sleep(_LONG)
+    return {}
+
+
+def green() -> dict[str, Any]:
+    """Enter a green context as an engine does, and do what engines do there."""
+    from muxserve.gpu.green import Driver, device_of, divide, make_current
+    from muxserve.gpu.sm import SmRange
+
+    torch.cuda.set_device(0)
+    driver = Driver.load()
+    device = device_of(driver, 0)
+    division = divide(driver, device)
+    context = make_current(driver, device, division, SmRange(0, max(1, len(division.parts) // 2)))
+    compute()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.randn(1 << 20, device="cuda").sort()
+    import torch.distributed as distributed
+
+    store = distributed.HashStore()
+    distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    distributed.all_reduce(torch.ones(16, device="cuda"))
+    torch.cuda.synchronize()
+    context.check()
+    return {"sms": context.sms, "total": division.total}
+
+
+ROLES: dict[str, Callable[..., dict[str, Any]]] = {
+    "compute": compute,
+    "keep": keep,
+    "map": map_memory,
+    "manage": manage,
+    "write-page": write_page,
+    "read-page": read_page,
+    "attention": attention,
+    "graph": graph,
+    "reduce": reduce,
+    "spin": spin,
+    "green": green,
+}
+# These have something that others use, until they are killed or nobody listens any more.
+STAYING = ("keep", "manage", "spin")
+
+
+def main() -> None:
+    role, *arguments = sys.argv[1:]
+    try:
+        said = ROLES[role](*arguments)
+    except Exception as error:
+        said = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(said), flush=True)
+    if role in STAYING and "error" not in said:
+        sys.stdin.read()
+    # Not to wait for what was launched.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

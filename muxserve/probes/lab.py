@@ -1,0 +1,354 @@
+"""The probes of a GPU machine, one after another, each in child processes of its own with a time limit.
+
+A probe that fails is tried again in other ways, if it has any: the first that works is what `deploy` does then. Nothing
+is changed on the GPUs, and the MPS server that is started is stopped at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muxserve.gpu import mps
+from muxserve.gpu.environment import LOG, PIPE, VISIBLE
+from muxserve.gpu.findings import GRAPHS, Fallback, Finding
+from muxserve.gpu.nvml import Gpu
+from muxserve.gpu.sm import PERCENTAGE
+
+CHILD = (sys.executable, "-m", "muxserve.probes.child")
+# Importing torch and making a context take some seconds, compiling kernels some more.
+LIMIT = 90.0
+_TOLERANCE = 0.15  # of a share of SMs, which GPUs divide only so finely
+_SAID = 400
+
+
+class ProbeFailed(Exception):  # noqa: N818 -- a finding, not an error of ours
+    """What was tried does not work; the message says what came instead."""
+
+
+class NotTried(Exception):  # noqa: N818
+    """There is nothing to try here; the message says why."""
+
+
+@dataclass
+class Child:
+    """A process of a probe. It prints one line of JSON for each thing that it has done."""
+
+    role: str
+    process: subprocess.Popen[bytes]
+    until: float
+    _buffer: bytes = b""
+
+    def answer(self) -> dict[str, Any]:
+        """The next thing that it says.
+
+        Raises:
+            ProbeFailed: it ended, or said nothing in time; with the last it wrote.
+        """
+        stdout = self.process.stdout
+        assert stdout is not None
+        while b"\n" not in self._buffer:
+            left = self.until - time.monotonic()
+            if left <= 0 or not select.select([stdout], [], [], left)[0]:
+                raise ProbeFailed(f"{self.role} did not end in time")
+            got = os.read(stdout.fileno(), 65536)
+            if not got:
+                raise ProbeFailed(f"{self.role} ended with status {self.process.wait()}: {self._last_words()}")
+            self._buffer += got
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            said: dict[str, Any] = json.loads(line)
+        except ValueError:
+            return self.answer()  # a library wrote there
+        if "error" in said:
+            raise ProbeFailed(f"{self.role}: {said['error']}"[:_SAID])
+        return said
+
+    def _last_words(self) -> str:
+        assert self.process.stderr is not None
+        lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:_SAID] if lines else "it wrote nothing"
+
+    def kill(self) -> None:
+        """End it with all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@dataclass
+class Lab:
+    """Where probes are made.
+
+    Args:
+        gpus: all of one unit.
+        directory: short, for sockets.
+        control: the program that controls MPS; None without.
+        command: what runs a role; it gets its name and arguments.
+        limit: seconds for one child.
+    """
+
+    gpus: Sequence[Gpu]
+    directory: Path
+    control: str | None
+    command: Sequence[str] = CHILD
+    limit: float = LIMIT
+    # What is done differently by now.
+    fallbacks: set[Fallback] = field(default_factory=set)
+    _server: mps.MpsServer | None = None
+    _why_no_server: str = ""
+
+    def begin(self) -> None:
+        """Start an MPS server, if that works."""
+        if self.control is None:
+            self._why_no_server = f"{mps.CONTROL} is not installed (it comes with the driver)"
+            return
+        self._server = mps.MpsServer(self.directory / "mps", [gpu.uuid for gpu in self.gpus], self.control)
+        try:
+            self._server.start()
+        except mps.MpsError as error:
+            self._why_no_server = str(error)
+            self.end()
+
+    def end(self) -> None:
+        """Stop the MPS server."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def refresh(self) -> None:
+        """After a probe that failed, begin with a new server: a failed kernel leaves one that refuses all clients."""
+        if self._server is not None:
+            self._server.stop(at_once=True)
+            self._server = None
+            self.begin()
+
+    def needs_mps(self) -> mps.MpsServer:
+        """The MPS server.
+
+        Raises:
+            NotTried: engines do without.
+        """
+        if self._server is None or "mps_off" in self.fallbacks:
+            raise NotTried("engines do without MPS")
+        return self._server
+
+    @property
+    def why_no_mps(self) -> str:
+        """Why there is no MPS server; empty if there is one."""
+        return self._why_no_server if self._server is None else ""
+
+    def client(self, percentage: int | None = None, count: int | None = None) -> dict[str, str]:
+        """The environment of an engine on the first `count` GPUs (all by default), under MPS if that works."""
+        visible = {VISIBLE: ",".join(gpu.uuid for gpu in self.gpus[:count])}
+        if self._server is None or "mps_off" in self.fallbacks:
+            return visible
+        share = {} if percentage is None else {PERCENTAGE: str(percentage)}
+        return {**visible, PIPE: str(self._server.pipe), LOG: str(self._server.logs), **share}
+
+    def keeper(self) -> dict[str, str]:
+        """That of a process that keeps memory for engines, on the first GPU."""
+        if "keepers_in_mps" in self.fallbacks:
+            return self.client(count=1)
+        return {VISIBLE: self.gpus[0].uuid, PIPE: str(self.directory / "none")}
+
+    @contextlib.contextmanager
+    def child(self, role: str, *arguments: object, environment: Mapping[str, str]) -> Iterator[Child]:
+        """Run a role meanwhile."""
+        inherited = {name: value for name, value in os.environ.items() if name not in (PERCENTAGE, PIPE, LOG)}
+        process = subprocess.Popen(
+            [*self.command, role, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**inherited, **environment},
+            start_new_session=True,
+        )
+        child = Child(role, process, time.monotonic() + self.limit)
+        try:
+            yield child
+        finally:
+            child.kill()
+
+    def ask(self, role: str, *arguments: object, environment: Mapping[str, str]) -> dict[str, Any]:
+        """What a role has to say.
+
+        Raises:
+            ProbeFailed: see `Child.answer`.
+        """
+        with self.child(role, *arguments, environment=environment) as child:
+            return child.answer()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`attempt` says in words what it found, or raises `ProbeFailed` or `NotTried`. `ways` are fallbacks with which it
+    is tried again; `otherwise` is done if none of them helps."""
+
+    name: str
+    attempt: Callable[[Lab], str]
+    otherwise: Fallback
+    ways: tuple[tuple[Fallback, ...], ...] = ()
+
+
+def run(lab: Lab, probes: Sequence[Probe], tell: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """Make all probes; one that breaks has failed. After one because of which nothing can be served there are no
+    others. `tell` is told which one is made."""
+    findings = []
+    lab.begin()
+    try:
+        for probe in probes:
+            tell(probe.name)
+            findings.append(_find(lab, probe))
+            if "refuse" in findings[-1].fallbacks:
+                break
+    finally:
+        lab.end()
+    return findings
+
+
+def _find(lab: Lab, probe: Probe) -> Finding:
+    began = time.monotonic()
+    before, first = set(lab.fallbacks), ""
+    for way in ((), *probe.ways):
+        lab.fallbacks = before | set(way)
+        try:
+            detail = probe.attempt(lab)
+        except NotTried as why:
+            lab.fallbacks = before
+            return Finding(probe.name, "not tried", str(why), time.monotonic() - began)
+        except Exception as error:
+            first = first or (str(error) if isinstance(error, ProbeFailed) else f"{type(error).__name__}: {error}")
+            lab.refresh()
+            continue
+        if not way:
+            return Finding(probe.name, "ok", detail, time.monotonic() - began)
+        return Finding(probe.name, "failed", f"{first}; so: {detail}", time.monotonic() - began, way)
+    lab.fallbacks = before | {probe.otherwise}
+    return Finding(probe.name, "failed", first, time.monotonic() - began, (probe.otherwise,))
+
+
+# ------------------------------------------------------------ the probes
+
+
+def _computes(lab: Lab) -> str:
+    said = lab.ask("compute", environment={VISIBLE: lab.gpus[0].uuid, PIPE: str(lab.directory / "none")})
+    major, minor = said["capability"]
+    if (major, minor) < (8, 0):
+        raise ProbeFailed(f"compute capability {major}.{minor}; FlashAttention needs 8.0 or later")
+    return f"torch {said['torch']} (CUDA {said['cuda']}) computes on {said['name']}, capability {major}.{minor}"
+
+
+def _shares(lab: Lab) -> str:
+    if lab.why_no_mps:
+        raise ProbeFailed(lab.why_no_mps)
+    server_sms = {p: lab.ask("compute", environment=lab.client(p, 1))["sms"] for p in (50, 100)}
+    half, whole = server_sms[50], server_sms[100]
+    if abs(half / whole - 0.5) > _TOLERANCE:
+        raise ProbeFailed(f"a client with 50% sees {half} of {whole} SMs")
+    return f"a client with 50% sees {half} of {whole} SMs"
+
+
+def _weights(lab: Lab) -> str:
+    with lab.child("keep", environment=lab.keeper()) as keeper:
+        handle = keeper.answer()["handle"]
+        seen = lab.ask("map", handle, environment=lab.client(50, 1))
+    if not seen["same"]:
+        raise ProbeFailed("what a client reads in another process's memory is not what was written there")
+    where = "inside" if "keepers_in_mps" in lab.fallbacks or lab.why_no_mps else "outside"
+    return f"a client maps memory of a process {where} MPS"
+
+
+def _pool(lab: Lab) -> str:
+    ipc = "legacy" if "ipc_legacy" in lab.fallbacks else "vmm"
+    with lab.child("manage", lab.directory / "pool", lab.gpus[0].uuid, ipc, environment=lab.keeper()) as manager:
+        socket = manager.answer()["socket"]
+        lab.ask("write-page", socket, environment=lab.client(50, 1))
+        if not lab.ask("read-page", socket, environment=lab.client(50, 1))["same"]:
+            raise ProbeFailed(f"a page written by one client is not what another reads ({ipc})")
+    return f"two clients share a pool ({ipc})"
+
+
+# bfloat16 has a step of 2^-8 at 1.
+_MOST_ERROR, _MEAN_ERROR = 4e-2, 2e-3
+
+
+def _attention(role: str) -> Callable[[Lab], str]:
+    def attempt(lab: Lab) -> str:
+        said = lab.ask(role, environment=lab.client(None, 1))
+        words = f"largest difference from plain attention {said['most']:.2g}, mean {said['mean']:.2g}"
+        # Not a number compares with nothing.
+        if not (said["most"] <= _MOST_ERROR and said["mean"] <= _MEAN_ERROR):
+            raise ProbeFailed(f"{words} (at most {_MOST_ERROR:g} and {_MEAN_ERROR:g}), over {said['cases']} cases")
+        return f"{words}, over {said['cases']} cases"
+
+    return attempt
+
+
+def _communicators(lab: Lab) -> str:
+    if len(lab.gpus) < 2:
+        raise NotTried("there is one GPU")
+    environment = lab.client(50, 2)
+    if "nvls_off" in lab.fallbacks:
+        environment |= {"NCCL_NVLS_ENABLE": "0"}
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(
+                lab.child("reduce", lab.directory / f"store-{pair}-{len(lab.fallbacks)}", rank, environment=environment)
+            )
+            for pair in range(2)
+            for rank in range(2)
+        ]
+        for child in children:
+            if not child.answer()["same"]:
+                raise ProbeFailed("a sum over two GPUs is wrong")
+    return "two communicators over the same two GPUs reduce side by side"
+
+
+def _killed(lab: Lab) -> str:
+    server = lab.needs_mps()
+    with lab.child("spin", environment=lab.client(50, 1)) as spinning:
+        spinning.answer()
+        mps.terminate(server.pipe.parent, {spinning.process.pid})
+    lab.ask("compute", environment=lab.client(50, 1))
+    status = (server.command(f"get_server_status {server.server_pid}") or "").strip()
+    if "FAULT" in status:
+        raise ProbeFailed("the server is in FAULT afterwards")
+    return "another client computes after one was killed in the middle of a kernel"
+
+
+def _green(lab: Lab) -> str:
+    lab.needs_mps()
+    said = lab.ask("green", environment=lab.client(None, 1))
+    return f"a green context of {said['sms']} of {said['total']} SMs stays current"
+
+
+PROBES = (
+    Probe("CUDA", _computes, "refuse"),
+    Probe("SM shares under MPS", _shares, "mps_off"),
+    Probe("weights of another process", _weights, "refuse", (("keepers_in_mps",), ("mps_off",))),
+    Probe(
+        "pool of another process",
+        _pool,
+        "refuse",
+        (("ipc_legacy",), ("keepers_in_mps",), ("keepers_in_mps", "ipc_legacy"), ("mps_off",)),
+    ),
+    Probe("attention on one-head pages", _attention("attention"), "refuse"),
+    Probe(GRAPHS, _attention("graph"), "piecewise"),
+    Probe("communicators side by side", _communicators, "fcfs", (("nvls_off",),)),
+    Probe("a client killed in a kernel", _killed, "restart_mps"),
+    Probe("green context", _green, "mps_shares"),
+)
