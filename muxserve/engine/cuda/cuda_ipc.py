@@ -88,5 +88,5 @@ def _call(name: str, *arguments: Any) -> None:
         raise CudaIpcError(
             f"{name} failed with {status}: {why}. Weights are shared between processes through CUDA IPC; it needs "
             "memory of cudaMalloc (PYTORCH_CUDA_ALLOC_CONF without expandable_segments), the same user and, in "
-            "containers, the same IPC and PID namespace"
+            "containers, the same IPC and PID namespace; `muxserve doctor --gpu` finds a way that works here"
         )
