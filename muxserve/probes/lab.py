@@ -13,11 +13,12 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from muxserve.gpu import mps
 from muxserve.gpu.environment import LOG, PIPE, VISIBLE
@@ -27,7 +28,7 @@ from muxserve.gpu.sm import PERCENTAGE
 
 CHILD = (sys.executable, "-m", "muxserve.probes.child")
 # Importing torch and making a context take some seconds, compiling kernels some more.
-LIMIT = 90.0
+LIMIT = 120.0
 _TOLERANCE = 0.15  # of a share of SMs, which GPUs divide only so finely
 _SAID = 400
 
@@ -46,6 +47,7 @@ class Child:
 
     role: str
     process: subprocess.Popen[bytes]
+    errors: IO[bytes]
     until: float
     _buffer: bytes = b""
 
@@ -75,8 +77,8 @@ class Child:
         return said
 
     def _last_words(self) -> str:
-        assert self.process.stderr is not None
-        lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:_SAID] if lines else "it wrote nothing"
 
     def kill(self) -> None:
@@ -84,7 +86,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+        for stream in (self.process.stdin, self.process.stdout, self.errors):
             if stream is not None:
                 stream.close()
 
@@ -116,8 +118,8 @@ class Lab:
         if self.control is None:
             self._why_no_server = f"{mps.CONTROL} is not installed (it comes with the driver)"
             return
-        self._server = mps.MpsServer(self.directory / "mps", [gpu.uuid for gpu in self.gpus], self.control)
         try:
+            self._server = mps.MpsServer(self.directory / "mps", [gpu.uuid for gpu in self.gpus], self.control)
             self._server.start()
         except mps.MpsError as error:
             self._why_no_server = str(error)
@@ -169,15 +171,16 @@ class Lab:
     def child(self, role: str, *arguments: object, environment: Mapping[str, str]) -> Iterator[Child]:
         """Run a role meanwhile."""
         inherited = {name: value for name, value in os.environ.items() if name not in (PERCENTAGE, PIPE, LOG)}
+        errors = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 -- closed with the child
         process = subprocess.Popen(
             [*self.command, role, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=errors,
             env={**inherited, **environment},
             start_new_session=True,
         )
-        child = Child(role, process, time.monotonic() + self.limit)
+        child = Child(role, process, errors, time.monotonic() + self.limit)
         try:
             yield child
         finally:
