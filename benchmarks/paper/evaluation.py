@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,24 +151,42 @@ def figure8(latency: LatencyModel) -> Row:
 
 
 def figure9(latency: LatencyModel) -> Row:
-    """ADBS against FCFS and round-robin on given units."""
+    """ADBS against FCFS and round-robin on given units: requests of one model longer than those of the others, around
+    ShareGPT's mean lengths, and only ADBS sets quotas, as in the authors' system. With half of the KV memory too."""
     print("Figure 9: policies (the paper: ADBS 1.43x of round-robin, 1.85x of FCFS)")
     units = {
-        "30B, 13B, 7B at 2:8:8": (("30b", "13b", "7b"), (2.0, 8.0, 8.0), 4, ((0.5, 0.4), (0.5, 0.3), (0.5, 0.2))),
-        "65B, 30B at 1:8": (("65b", "30b"), (1.0, 8.0), 4, ((0.5, 0.3), (0.5, 0.4))),
+        "30B, 13B, 7B at 2:8:8, lengths 2:1:1": (
+            ("30b", "13b", "7b"),
+            (2.0, 8.0, 8.0),
+            4,
+            ((0.5, 0.4), (0.5, 0.3), (0.5, 0.2)),
+            (1.5, 0.75, 0.75),
+        ),
+        "65B, 30B at 1:8, lengths 4:1": (("65b", "30b"), (1.0, 8.0), 4, ((0.5, 0.3), (0.5, 0.4)), (1.6, 0.4)),
+    }
+    systems = {
+        "adbs": ("muxserve", True),
+        "slack": ("slack", True),
+        "round-robin": ("round-robin", False),
+        "round-robin with quotas": ("round-robin", True),
+        "fcfs": ("fcfs", False),
     }
     rows: Row = {}
-    for name, (sizes, rates, gpus, shares) in units.items():
-        for load in (1.0, 2.0, 3.0):
-            scenario, placement = by_hand(sizes, [rate * load for rate in rates], gpus, shares)
-            key = f"{name}, load x{load:g}"
-            rows[key] = {}
-            for mode in ("muxserve", "round-robin", "fcfs"):
-                try:
-                    rows[key][mode] = figures(run(scenario, placement, mode, latency))
-                except SimulationError as error:
-                    rows[key][mode] = {"error": str(error)}
-            show(key, rows[key])
+    for (name, (sizes, rates, gpus, shares, longer)), memory, load in itertools.product(
+        units.items(), (1.0, 0.5), (1.0, 2.0, 3.0)
+    ):
+        scenario, placement = by_hand(sizes, [rate * load for rate in rates], gpus, shares)
+        scenario = replace(scenario, longer=dict(zip(scenario.sizes, longer, strict=True)))
+        halved = tuple(replace(unit, kv_bytes=int(unit.kv_bytes * memory)) for unit in placement.units)
+        key = f"{name}, load x{load:g}" + (", half the memory" if memory < 1.0 else "")
+        rows[key] = {}
+        for system, (mode, quotas) in systems.items():
+            try:
+                done = run(scenario, replace(placement, units=halved), mode, latency, quotas)
+                rows[key][system] = figures(done) | {"preemptions": done.overall.preemptions}
+            except SimulationError as error:
+                rows[key][system] = {"error": str(error)}
+        show(key, rows[key])
     return rows
 
 

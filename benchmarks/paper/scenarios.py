@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inputs import DEVICE, DTYPE, costs, fleet_model, llama, placed_unit
@@ -17,13 +17,15 @@ from inputs import DEVICE, DTYPE, costs, fleet_model, llama, placed_unit
 from muxserve.costs import LatencyModel
 from muxserve.costs.devices import device
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.simulator import Alone, mode_of, simulate, units_of
+from muxserve.simulator import Alone, SimUnit, mode_of, simulate, units_of
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from placement.cluster import Cluster, Node, Placement
 from placement.demand import Demand
 from placement.planner import ClusterPlan, ModeName, PlanOptions, plan_cluster
 
 PROMPT, OUTPUT = 161, 338
+# With it prompt and answer fit into LLaMA's 2,048 tokens.
+LONGEST = 1352
 SLO_SCALES = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
 SIZES_19 = ("7b",) * 12 + ("13b",) * 4 + ("30b",) * 2 + ("65b",)
 # The fewest A100-80GB that hold a model and leave room for its KV.
@@ -34,7 +36,8 @@ AUTHORS_MESH = {"7b": 1, "13b": 2, "30b": 2, "65b": 4}
 
 @dataclass(frozen=True)
 class Scenario:
-    """Sizes and rates (requests per second) of the models, and the GPUs of each node."""
+    """Sizes and rates (requests per second) of the models, and the GPUs of each node. Requests of models in `longer`
+    are so many times as long as `prompt` and `output` say."""
 
     sizes: Mapping[str, str]
     rates: Mapping[str, float]
@@ -43,6 +46,7 @@ class Scenario:
     seed: int = 0
     prompt: int = PROMPT
     output: int = OUTPUT
+    longer: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def demands(self) -> list[Demand]:
@@ -93,17 +97,29 @@ def authors_spatial(scenario: Scenario) -> Placement:
     return Placement(scenario.cluster, tuple(units))
 
 
-def run(scenario: Scenario, placement: Placement, mode: str, latency: LatencyModel) -> Summary:
-    """Simulate the scenario's load on the placement."""
-    lengths = {
-        side: LogNormalLengths(mean / 1.377, 0.8, 1, 4 * mean)
-        for side, mean in (("prompt", scenario.prompt), ("output", scenario.output))
+def run(scenario: Scenario, placement: Placement, mode: str, latency: LatencyModel, quotas: bool = True) -> Summary:
+    """Simulate the scenario's load on the placement; without `quotas`, pages go to whoever takes them first."""
+
+    def lengths(name: str, mean: int) -> LogNormalLengths:
+        mean = round(mean * scenario.longer.get(name, 1.0))
+        return LogNormalLengths(mean / 1.377, 0.8, 1, min(4 * mean, LONGEST))
+
+    loads = {
+        name: ModelLoad(rate, lengths(name, scenario.prompt), lengths(name, scenario.output))
+        for name, rate in scenario.rates.items()
     }
-    loads = {name: ModelLoad(rate, lengths["prompt"], lengths["output"]) for name, rate in scenario.rates.items()}
     models = {name: fleet_model(name, size) for name, size in scenario.sizes.items()}
     units = units_of(placement, models, mode_of(mode))
+    if not quotas:
+        units = [_without_quotas(unit) for unit in units]
     result = simulate(units, generate(loads, scenario.seconds, scenario.seed), latency)
     return summarise(result.records, rates=scenario.rates, reference=alone(scenario, latency), slo_scales=SLO_SCALES)
+
+
+def _without_quotas(unit: SimUnit) -> SimUnit:
+    pages = {pool.name: pool.pages for pool in unit.pools}
+    models = (replace(m, profile=replace(m.profile, quota_pages=pages[m.profile.pool])) for m in unit.models)
+    return replace(unit, models=tuple(models), adapt_quotas=False)
 
 
 def alone(scenario: Scenario, latency: LatencyModel) -> Alone:
