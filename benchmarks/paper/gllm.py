@@ -1,8 +1,10 @@
 """gLLM's evaluation in simulation (arXiv:2504.14775): Qwen2.5-14B and 32B, each over four L20.
 
-    python benchmarks/paper/gllm.py [--seconds 128] [--only PART,PART] [--out FILE]
+    python benchmarks/paper/gllm.py [--seconds 128] [--only PART,PART] [--settings MODEL,LENGTHS/...] [--out FILE]
 
-Parts: iterations (figure 1), latency, ablation, sensitivity, variants.
+Parts: iterations (figure 1), latency, links, ablation, sensitivity, variants. The four GPUs are in one machine, over
+PCIe (20.79 GB/s measured there), or in the second setting one in each of four machines (73.28 Gb/s); `links` has
+both beside each other. With `--settings` latency and links run only those, and the result file has them apart.
 
 Every part prints a table; all numbers go to the result file, figure 1 to a picture beside it. docs/phases.md discusses
 them beside the paper's claims. Step times come from the roofline of an L20: nothing here ran on one.
@@ -25,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from report import machine, write_report
 
-from muxserve.costs import ModelArchitecture
+from muxserve.costs import Decode, EngineCosts, EngineShape, LatencyModel, Load, ModelArchitecture
 from muxserve.costs.architecture import split_layers
+from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
@@ -55,19 +58,27 @@ QWEN = {
     "32B": ModelArchitecture("Qwen2.5-32B", 64, 40, 8, 128, 5120, 27648, 152064, 32768, 32768, DTYPE),
 }
 # ShareGPT as the release's benchmark prunes it (prompts of 4 to 1,024 tokens, answers of 4 to 512), which is not at
-# hand: log-normals with means of 220 and 128 tokens, 1/5.2 and 1/1.66 of Azure's, which is how the two relate in the
-# paper. Azure: quantiles of the public conversation trace of 2023 (means 1,155 and 211).
+# hand: log-normals with means of 220 and 155 tokens; answers are those of the paper, prompts 1/5.2 of Azure's, which is
+# how the two relate there. Azure: quantiles of the public conversation trace of 2023, whose answers (mean 211) are
+# stretched to the paper's mean of 258.
 LENGTHS: dict[str, tuple[Lengths, Lengths]] = {
-    "ShareGPT": (LogNormalLengths(160, 1.3, 4, 1024), LogNormalLengths(100, 1.1, 4, 512)),
+    "ShareGPT": (LogNormalLengths(160, 1.3, 4, 1024), LogNormalLengths(141, 1.1, 4, 512)),
     "Azure": (
         QuantileLengths(
             1154.7, {0.1: 207, 0.25: 396, 0.5: 1020, 0.75: 1315, 0.9: 2735, 0.95: 4083, 0.99: 4142}, 2, 14050
         ),
         QuantileLengths(
-            211.1,
-            {0.1: 54, 0.25: 91, 0.5: 129, 0.6: 177, 0.7: 384, 0.75: 395, 0.9: 424, 0.95: 451, 0.99: 601},
-            7,
-            1000,
+            258.0,
+            {
+                share: tokens * 258.0 / 211.1
+                for share, tokens in zip(
+                    (0.1, 0.25, 0.5, 0.6, 0.7, 0.75, 0.9, 0.95, 0.99),
+                    (54, 91, 129, 177, 384, 395, 424, 451, 601),
+                    strict=True,
+                )
+            },
+            9,
+            1222,
         ),
     ),
 }
@@ -75,27 +86,32 @@ LENGTHS: dict[str, tuple[Lengths, Lengths]] = {
 ASSIGNED = {"14B": (13, 13, 12, 10), "32B": (16, 17, 16, 15)}
 # Requests per second; the last two are more than any of them can do.
 RATES: dict[tuple[str, str], tuple[float, ...]] = {
-    ("14B", "ShareGPT"): (4, 8, 12, 16, 20, 24, 28, 40),
-    ("14B", "Azure"): (1, 2, 3, 4, 5, 6, 8, 12),
-    ("32B", "ShareGPT"): (2, 4, 6, 8, 10, 12, 16, 24),
-    ("32B", "Azure"): (0.5, 1, 1.5, 2, 2.5, 3, 4, 6),
+    ("14B", "ShareGPT"): (4, 8, 12, 16, 20, 24, 28, 40, 56),
+    ("14B", "Azure"): (1, 2, 3, 4, 5, 6, 8, 12, 16),
+    ("32B", "ShareGPT"): (2, 4, 6, 8, 10, 12, 16, 24, 32),
+    ("32B", "Azure"): (0.5, 1, 1.5, 2, 2.5, 3, 4, 6, 8),
 }
 # The rate at which parts other than latency look: the fixed budget is near its limit there.
 BUSY = {("14B", "ShareGPT"): 16.0, ("14B", "Azure"): 4.0, ("32B", "ShareGPT"): 8.0, ("32B", "Azure"): 2.0}
 # What a request should take at most, seconds; by model, since 32B cannot be as fast as 14B whatever the schedule.
 OBJECTIVES = {"14B": Objectives(ttft=2.0, tpot=0.2), "32B": Objectives(ttft=4.0, tpot=0.4)}
 ATTAINED = 0.9
+# Between machines, bytes per second: 73.28 Gb/s (section 5 of the paper).
+NETWORK = Link(73.28e9 / 8, LINKS["network"].latency)
 THROTTLED, FIXED, TENSOR = "throttled", "fixed", "tensor parallel"
 Row = dict[str, Any]
+# What `latency` and `links` run only; all if there are none.
+SETTINGS: list[str] = []
 
 
 @dataclass(frozen=True)
 class System:
-    """One engine: a `unit` with a pipeline (of one stage where it is tensor parallel), and `overhead` seconds on the
-    host before each micro-batch."""
+    """One engine: a `unit` with a pipeline (of one stage where it is tensor parallel), `overhead` seconds on the host
+    before each micro-batch, and step times."""
 
     unit: SimUnit
     overhead: float = 0.0
+    costs: LatencyModel = COSTS
 
     @property
     def capacity(self) -> int:
@@ -104,18 +120,72 @@ class System:
         return pool.pages // model.profile.pages_per_block * model.profile.block_tokens
 
 
-def pipeline(model: str, share: float = 1.0, overhead: float = 0.0, **changes: Any) -> System:
+@dataclass(frozen=True)
+class OverNetwork:
+    """Step times of GPUs in several machines: all-reduces cross the network instead of the devices' own link."""
+
+    costs: Roofline
+
+    def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> NetworkCosts:
+        """Of that engine."""
+        inside = self.costs.engine(architecture, shape)
+        on = device(shape.device)
+        link = LINKS[on.link]
+        fixed = inside.all_reduces(0)
+        token = inside.all_reduces(1) - fixed
+        return NetworkCosts(
+            inside,
+            fixed * (NETWORK.latency / link.latency - 1.0),
+            token * (on.link_bandwidth * link.efficiency / NETWORK.bandwidth - 1.0),
+        )
+
+    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+        """That of the device."""
+        return self.costs.slowdown(device, mine, others)
+
+
+@dataclass(frozen=True)
+class NetworkCosts:
+    """`EngineCosts` whose all-reduces take `fixed` seconds longer, and `token` seconds for each token."""
+
+    inside: EngineCosts
+    fixed: float
+    token: float
+
+    def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
+        """Seconds of a prefill step."""
+        return self.inside.prefill(tokens, pairs, sequences) + self.fixed + self.token * tokens
+
+    def decode(self, batch: int, context: int) -> Decode:
+        """One decode step."""
+        step = self.inside.decode(batch, context)
+        return step._replace(fixed=step.fixed + self.fixed + self.token * batch)
+
+    def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
+        """That of the same step within a machine: nothing runs beside it here."""
+        return self.inside.prefill_load(tokens, pairs, sequences)
+
+    def decode_load(self, batch: int, context: int) -> Load:
+        """Likewise."""
+        return self.inside.decode_load(batch, context)
+
+
+def pipeline(
+    model: str, share: float = 1.0, overhead: float = 0.0, between: Link | None = None, **changes: Any
+) -> System:
     """Four stages of one GPU each, with that part of the KV cache."""
+    link = between or Link()
     memory = device(DEVICE).memory_bytes * UTILISATION
     blocks = kv_blocks(QWEN[model], DTYPE, GPUS, [memory] * GPUS, split=changes.get("layers"))
     layers = changes.pop("layers", None) or split_layers(QWEN[model].layers, GPUS)
-    return System(_unit(model, int(share * min(blocks)), Pipeline(layers, (Link(),) * (GPUS - 1), **changes)), overhead)
+    return System(_unit(model, int(share * min(blocks)), Pipeline(layers, (link,) * (GPUS - 1), **changes)), overhead)
 
 
-def tensor_parallel(model: str) -> System:
-    """One stage over four GPUs."""
+def tensor_parallel(model: str, network: bool = False) -> System:
+    """One stage over four GPUs, in one machine or in four."""
     (blocks,) = kv_blocks(QWEN[model], DTYPE, 1, [device(DEVICE).memory_bytes * UTILISATION * GPUS])
-    return System(_unit(model, blocks, Pipeline((QWEN[model].layers,), ())))
+    costs = OverNetwork(COSTS) if network else COSTS
+    return System(_unit(model, blocks, Pipeline((QWEN[model].layers,), ())), costs=costs)
 
 
 def _unit(model: str, blocks: int, how: Pipeline) -> SimUnit:
@@ -124,12 +194,13 @@ def _unit(model: str, blocks: int, how: Pipeline) -> SimUnit:
     return lone_unit("unit0", DEVICE, tuple(range(GPUS)), served, blocks, pipeline=how, waiting_tokens=ahead)
 
 
-def systems(model: str) -> dict[str, tuple[System, Callable[[], TokenBudget]]]:
+def systems(model: str, network: bool = False) -> dict[str, tuple[System, Callable[[], TokenBudget]]]:
     """What is compared; chunks and sequences are scheduled the same way in all, but for the budget."""
+    between = NETWORK if network else Link()
     return {
-        THROTTLED: (pipeline(model), TokenThrottling),
-        FIXED: (pipeline(model), FixedBudget),
-        TENSOR: (tensor_parallel(model), FixedBudget),
+        THROTTLED: (pipeline(model, between=between), TokenThrottling),
+        FIXED: (pipeline(model, between=between), FixedBudget),
+        TENSOR: (tensor_parallel(model, network), FixedBudget),
     }
 
 
@@ -145,7 +216,7 @@ def run(system: System, budget: Callable[[], TokenBudget], requests: list[TraceR
     assert unit.pipeline is not None
     unit = replace(unit, pipeline=replace(unit.pipeline, budget=budget))
     options = Options(Overheads(decode_step=system.overhead), sample_seconds=0.0)
-    return simulate([unit], requests, COSTS, options)
+    return simulate([unit], requests, system.costs, options)
 
 
 def play(system: System, budget: Callable[[], TokenBudget], requests: list[TraceRequest], seconds: float) -> Row:
@@ -225,16 +296,18 @@ def iterations(seconds: float) -> Row:
     return rows
 
 
-def latency(seconds: float) -> Row:
+def latency(seconds: float, network: bool = False) -> Row:
     """Latencies and throughput by rate; the most tokens per second that each system reaches, and the highest rate at
     which it keeps the objectives."""
     rows: Row = {}
     for (model, lengths), rates in RATES.items():
-        print(f"latency: {model}, {lengths}")
+        if SETTINGS and f"{model},{lengths}" not in SETTINGS:
+            continue
+        print(f"latency: {model}, {lengths}, {'over the network' if network else 'over PCIe'}")
         curves: dict[str, list[Row]] = {name: [] for name in systems(model)}
         for rate in rates:
             requests = workload(lengths, rate, seconds)
-            for name, (spec, budget) in systems(model).items():
+            for name, (spec, budget) in systems(model, network).items():
                 row = play(spec, budget, requests, seconds)
                 curves[name].append({"rate": rate} | row)
                 show(f"{rate:g}/s, {name}", row)
@@ -250,6 +323,11 @@ def latency(seconds: float) -> Row:
             print(f"  {figure}: {best}; {THROTTLED} more than {more}")
         rows[f"{model}, {lengths}"] = row
     return rows
+
+
+def links(seconds: float) -> Row:
+    """The paper's second setting, one GPU in each of four machines, beside the first."""
+    return {"over PCIe": latency(seconds), "over the network": latency(seconds, network=True)}
 
 
 def sustained(curve: list[Row]) -> float:
@@ -359,6 +437,7 @@ def plot(report: Row, path: Path) -> None:
 PARTS: dict[str, Callable[[float], Row]] = {
     "iterations": iterations,
     "latency": latency,
+    "links": links,
     "ablation": ablation,
     "sensitivity": sensitivity,
     "variants": variants,
@@ -368,19 +447,23 @@ PARTS: dict[str, Callable[[float], Row]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=128.0, help="of arrivals, as long as in the paper")
-    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--only", default=",".join(part for part in PARTS if part != "links"))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_gllm.json")
+    parser.add_argument("--settings", default="", help="of latency and links, e.g. 14B,ShareGPT/32B,Azure")
     args = parser.parse_args()
+    SETTINGS.extend(filter(None, args.settings.split("/")))
     # Parts that are not run keep their figures.
     report: Row = json.loads(args.out.read_text()) if args.out.exists() else {}
     report |= {
         "machine": machine(),
         "costs": f"roofline of an {DEVICE}, {DTYPE}",
-        "seconds_of_arrivals": args.seconds,
         "kv_tokens": {name: pipeline(name).capacity for name in QWEN},
     }
+    if not SETTINGS:
+        report["seconds_of_arrivals"] = args.seconds
     for part in args.only.split(","):
-        report[part] = PARTS[part](args.seconds)
+        key = f"{part} of {args.settings}, {args.seconds:g} s" if SETTINGS else part
+        report[key] = PARTS[part](args.seconds)
         write_report(args.out, report)
     if "iterations" in report:
         plot(report["iterations"], args.out.with_suffix(".png"))

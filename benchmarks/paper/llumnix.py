@@ -1,8 +1,9 @@
 """Llumnix's evaluation in simulation (arXiv:2406.03243, sections 6.3 to 6.5): 16 instances of LLaMA-7B on A10.
 
-    python benchmarks/paper/llumnix.py [--requests 10000] [--only PART,PART] [--out FILE]
+    python benchmarks/paper/llumnix.py [--requests 10000] [--only PART,PART] [--traces NAME/NAME] [--out FILE]
 
-Parts: latency, heavier, priorities, scaling, thresholds, lighter.
+Parts: tails, latency, heavier, priorities, scaling, thresholds, lighter. `tails` searches each trace for a rate at which
+INFaaS++ queues for tens of seconds at p99, as in the paper; `--traces` runs some.
 
 Every part prints a table; all numbers go to the result file. docs/replicas.md discusses them beside the paper's claims.
 Step times come from the roofline of an A10: nothing here ran on one.
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -266,7 +268,72 @@ def thresholds(count: int) -> Row:
     return rows
 
 
+# Of p99 prefill under INFaaS++, seconds: the rates of the paper are those where its requests queue for tens of seconds.
+QUEUED = (20.0, 60.0)
+SEEDS = 3
+# What `tails` runs only, e.g. "M-M, Poisson"; all if there are none.
+TRACES: list[str] = []
+
+
+def queueing_rate(prompt: str, output: str, start: float, count: int, cv: float) -> float:
+    """A rate at which INFaaS++ has a p99 of prefill within `QUEUED`, or the nearest one above: in steps of 6 % from
+    `start`, then halved between two steps."""
+    known: dict[float, float] = {}
+
+    def p99(rate: float) -> float:
+        _, row = play(workload(prompt, output, rate, count, cv), SYSTEMS["infaas++"])
+        show(f"search, {rate:.2f}/s", row)
+        known[rate] = float(row["prefill"]["p99"])
+        return known[rate]
+
+    low = high = start
+    if p99(start) < QUEUED[0]:
+        while p99(high) < QUEUED[0]:
+            low, high = high, round(high * 1.06, 2)
+    else:
+        while p99(low) > QUEUED[1]:
+            low, high = round(low / 1.06, 2), low
+    for _ in range(4):
+        within = [rate for rate, seconds in known.items() if QUEUED[0] <= seconds <= QUEUED[1]]
+        if within:
+            return within[0]
+        middle = round((low + high) / 2, 2)
+        low, high = (middle, high) if p99(middle) < QUEUED[0] else (low, middle)
+    return high
+
+
+def tails(count: int) -> Row:
+    """Section 6.3 by its own rule: each trace at a rate at which INFaaS++ queues for tens of seconds at p99; several
+    seeds, gains of each."""
+    print(f"tails: INFaaS++ has a p99 of prefill of {QUEUED[0]:g} to {QUEUED[1]:g} s")
+    rows: Row = {}
+    for (name, (prompt, output, *rates)), cv in itertools.product(LOADS.items(), (1.0, 4.0)):
+        trace = f"{name}, {'Poisson' if cv == 1.0 else f'gamma cv {cv:g}'}"
+        if TRACES and trace not in TRACES:
+            continue
+        rate = queueing_rate(prompt, output, rates[cv != 1.0], count, cv)
+        seeds: list[Row] = []
+        for seed in range(1, SEEDS + 1):
+            requests = workload(prompt, output, rate, count, cv, seed)
+            systems = {system: play(requests, SYSTEMS[system])[1] for system in ("infaas++", "llumnix", OURS)}
+            for system, row in systems.items():
+                show(f"{trace}, {rate:g}/s, seed {seed}, {system}"[-40:], row)
+            gains = {ours: gain(systems["infaas++"], systems[ours]) for ours in ("llumnix", OURS)}
+            seeds.append({"seed": seed, "systems": systems, "gains": gains})
+        means = {
+            ours: {
+                key: round(statistics.mean(each["gains"][ours][key] for each in seeds), 2)
+                for key in seeds[0]["gains"][ours]
+            }
+            for ours in ("llumnix", OURS)
+        }
+        print(f"  {trace}, {rate:g}/s: mean gains of {OURS} over infaas++ {means[OURS]}", flush=True)
+        rows[trace] = {"rate": rate, "requests": count, "seeds": seeds, "mean_gains": means}
+    return rows
+
+
 PARTS_OF_IT: dict[str, Callable[[int], Row]] = {
+    "tails": tails,
     "latency": latency,
     "heavier": lambda count: latency(count, 1.06),
     "priorities": priorities,
@@ -292,10 +359,14 @@ def summary(report: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=10_000, help="of a run; half of them in all parts but latency")
+    parser.add_argument(
+        "--requests", type=int, default=10_000, help="of a run; half of them in all parts but tails and latency"
+    )
     parser.add_argument("--only", default=",".join(PARTS_OF_IT))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_llumnix.json")
+    parser.add_argument("--traces", default="", help='of tails only these, with slashes, e.g. "M-M, Poisson"')
     args = parser.parse_args()
+    TRACES.extend(filter(None, args.traces.split("/")))
     # Parts that are not run keep their figures.
     report: Row = json.loads(args.out.read_text()) if args.out.exists() else {}
     report |= {
@@ -305,7 +376,9 @@ def main() -> None:
         "capacity_tokens": BLOCKS * 16,
     }
     for part in args.only.split(","):
-        report[part] = PARTS_OF_IT[part](args.requests if part == "latency" else args.requests // 2)
+        rows = PARTS_OF_IT[part](args.requests if part in ("latency", "tails") else args.requests // 2)
+        # Traces that are not run keep their figures, too.
+        report[part] = {**report.get(part, {}), **rows} if part == "tails" and TRACES else rows
         write_report(args.out, report)
     summary(report)
 
