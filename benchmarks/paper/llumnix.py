@@ -2,8 +2,8 @@
 
     python benchmarks/paper/llumnix.py [--requests 10000] [--only PART,PART] [--traces NAME/NAME] [--out FILE]
 
-Parts: tails, latency, heavier, priorities, scaling, thresholds, lighter. `tails` searches each trace for a rate at which
-INFaaS++ queues for tens of seconds at p99, as in the paper; `--traces` runs some.
+Parts: tails, latency, heavier, priorities, scaling, thresholds, lighter. `tails` searches for a rate of each trace at
+which INFaaS++ queues for tens of seconds at p99, as in the paper; `--traces` runs some.
 
 Every part prints a table; all numbers go to the result file. docs/replicas.md discusses them beside the paper's claims.
 Step times come from the roofline of an A10: nothing here ran on one.
