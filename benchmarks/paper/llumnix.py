@@ -311,7 +311,7 @@ def tails(count: int) -> Row:
         trace = f"{name}, {'Poisson' if cv == 1.0 else f'gamma cv {cv:g}'}"
         if TRACES and trace not in TRACES:
             continue
-        rate = queueing_rate(prompt, output, rates[cv != 1.0], count, cv)
+        rate = queueing_rate(prompt, output, round(1.4 * rates[cv != 1.0], 2), count, cv)
         seeds: list[Row] = []
         for seed in range(1, SEEDS + 1):
             requests = workload(prompt, output, rate, count, cv, seed)
