@@ -1,10 +1,10 @@
 """Algorithm 1 of MuxServe (arXiv:2404.02015), for clusters of any shape and size.
 
-The paper enumerates every group of meshes that the cluster can be cut into, places the models on each group one by one,
-most computation first, each where it adds most, and takes the best group. The number of groups explodes with the number
-of devices, so here groups are enumerated only while they are few. Otherwise the search starts from groups that suit the
-models (those of equal meshes, and one with the mesh that each model's Algorithm 2 would take) and goes on from the best
-by splitting and merging meshes, several of a kind at a time in large clusters.
+The paper enumerates all groups of meshes that the cluster can be cut into. On each group it places the models one by
+one, most computation first, where each adds most. It takes the best group. The number of groups explodes with the
+number of devices, so they are enumerated here only while they are few. Otherwise the search starts from groups that
+suit the models: those of equal meshes, and one of the meshes that Algorithm 2 prefers. From the best of them it splits
+and merges meshes, several of a kind at a time in large clusters.
 """
 
 from __future__ import annotations

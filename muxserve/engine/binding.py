@@ -2,8 +2,8 @@
 
 vLLM builds the worker, the attention backend and the scheduler by class name, so they cannot be handed their
 surroundings as arguments. They read them here. An engine process binds itself exactly once, before it builds its
-`EngineCore`. Where a model is split over several ranks, each rank's worker is a process of its own and binds itself by
-what vLLM's configuration says of its place (`bind_worker`), to the pool of its rank.
+`EngineCore`. The worker process of each rank binds itself to the pool of its rank (`bind_worker`), which it knows from
+vLLM's configuration.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The lease that an engine holds, and when it reports on it.
 
-An engine with nothing to tell does not report every step: only the first with requests that came with the lease, when
-half of the lease is used, so that the unit scheduler can renew it in time, and when it is over. Whatever the unit
-scheduler decides on (requests that end, have their first token, are handed over or returned, steps that found no pages)
-is told at once, and so is every step that computed prompts, since the promised pages follow what was computed.
+An engine reports at once what the unit scheduler decides on: requests that end, have their first token, are handed
+over or returned, and steps that found no pages. It reports every step that computed prompts, since the pages promised
+to prompts depend on it. Other steps are reported three times per lease: the first step with requests that came with
+it, the one that uses half of it (so that the scheduler can renew it in time), and the last.
 """
 
 from __future__ import annotations

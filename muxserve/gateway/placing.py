@@ -316,8 +316,10 @@ class Placing:
         ]
 
     def _choose(self, request: Tracked, last: str = "") -> str:
-        """The simple rule: of the units that serve its model the one with the fewest requests of this gateway, rather
-        not one that gives no sign of life, nor the one whose engines have just died under it; "" if none is up."""
+        """The unit that serves its model with the fewest requests of this gateway; "" if none is up.
+
+        A suspect unit, and the unit `last` whose engines have just died under the request, come last.
+        """
 
         def badness(unit: str) -> tuple[bool, bool, int]:
             return (unit, request.model) in self._suspects, unit == last, self._table.count(unit)

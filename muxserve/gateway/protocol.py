@@ -1,9 +1,8 @@
 """HTTP connections that cannot be held open, or made to fill memory, by a client that sends little or too much.
 
-uvicorn bounds how long a connection may be idle between two requests. What it leaves open is bounded here: how long a
-connection may be there before its first request, how long the head of a request may take, how large head and trailers
-may be, and how long the rest of a request may come that is answered already. (A body that is read has limits of its
-own, see `body`.)
+uvicorn bounds the idle time between two requests. This module bounds the rest: the time before a connection's first
+request, the time and size of a request's head and trailers, and the time for the rest of a request that is already
+answered. (`body` limits bodies that are read.)
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ class Freest:
 class FreestOfQueues:
     """As `Freest`, but all queued requests count: with their demand, and in the batch size.
 
-    Algorithm 1 counts the first queued request only, so that an instance with a long queue looks like one with a short
-    one, and a burst goes to one instance as soon as each has a queue. For migration that is right, since nothing but
-    the first can start; a new request has to wait for all of them.
+    Algorithm 1 counts the first queued request only. An instance with a long queue then looks like one with a short
+    queue, and a burst goes to one instance. That is right for migration, since only the first can start, but a new
+    request waits for all of them.
 
     What is missing on an overloaded instance is not divided by the batch size: otherwise the one with the largest batch
     would seem the least overloaded. That matters where headroom makes many instances overloaded.

@@ -1,8 +1,8 @@
 """Which waiting requests a prefill engine may take now.
 
-A request is admitted when the blocks of its prompt and of its first token fit into its model's quota and into the pool,
-beside what earlier admissions still have to take and one block for each running sequence to grow into. The head of the
-queue that does not fit waits there, and nobody overtakes it: smaller requests would starve it.
+A request is admitted when the blocks of its prompt and of its first token fit into its model's quota and into the pool.
+Blocks that earlier admissions still have to take, and one block of growth per running sequence, are set aside first. A
+head of the queue that does not fit waits, and nobody overtakes it: smaller requests would starve it.
 """
 
 from __future__ import annotations

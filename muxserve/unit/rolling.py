@@ -1,7 +1,7 @@
 """What the unit tells the global scheduler about replicas whose prefill rolls: who came, has its first token, left.
 
-It decides by these reports who gets the next prompt, so what makes room (a prompt that is prefilled, a request that
-left) is told in the turn in which it is heard. The rest is told together, a little later.
+The global scheduler chooses by these reports who gets the next prompt. So the unit reports at once what makes room: a
+prompt that is prefilled, a request that left. It reports the rest together, a little later.
 """
 
 from __future__ import annotations

@@ -369,10 +369,9 @@ class StateReply(Message):
 class TokensHeader(Message):
     """First frame of a token message; the frames after it are vLLM's msgpack encoding of one `EngineCoreOutputs`.
 
-    `entries` has one `(request_id, attempt, offset)` per output in order; `offset` is the number of output tokens of
-    the request before the first one in the message, so the gateway can put messages from a prefill and a decode engine
-    in order and drop what it has seen. `engine` is 0 for the prefill engine, 1 for the decode engine, also that of both
-    phases.
+    `entries` has one `(request_id, attempt, offset)` per output, in order. `offset` counts the request's output tokens
+    before the first one in the message. By it the gateway orders messages of several engines and drops tokens that it
+    has seen. `engine` is 0 for the prefill engine, and 1 for the decode engine or one of both phases.
     """
 
     gateway_epoch: str

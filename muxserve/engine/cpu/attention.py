@@ -1,7 +1,7 @@
 """Head-folded attention over the unified pool, on vLLM's own CPU kernels.
 
-The pool stores pages of one KV head each, so the kernel is run as if every (request, KV head) pair were a sequence of
-its own with `query heads / KV heads` query heads and one KV head. Block tables are gathered from the page table per
+The pool stores pages of one KV head each. The kernel therefore treats every (request, KV head) pair as a sequence with
+one KV head and `query heads / KV heads` query heads. Block tables are gathered from the page table per
 layer: `[L, R*H, blocks]`, R requests, H KV heads, L layers. (MuxServe, section 3.4: head-wise cache.)
 
 For a pure decode batch the fold is a view of query and output; a batch with prefill tokens needs the tokens of one head

@@ -1,7 +1,7 @@
 """Head-folded FlashAttention on the unified pool: vLLM's `CUSTOM` attention backend of engines on GPUs.
 
-The pool stores pages of one KV head each, so FlashAttention is run as if every (request, KV head) pair were a sequence
-of its own with G = query heads / KV heads query heads and one KV head; each layer has its own block table. (MuxServe,
+The pool stores pages of one KV head each. FlashAttention therefore treats every (request, KV head) pair as a sequence
+with one KV head and G = query heads / KV heads query heads. Each layer has its own block table. (MuxServe,
 arXiv:2404.02015, section 3.4: head-wise cache.) See `kernels.py` for the order of the rows.
 
 FlashAttention reads pages by stride. Within a page a token's K is followed by its V, as in vLLM's own cache, so the

@@ -81,8 +81,8 @@ class PooledGPUWorker(gpu_worker.Worker):
     def determine_available_memory(self) -> int:
         """Bytes of the model's blocks, as the unit has them.
 
-        The forward pass compiles the model and takes the memory that activations need at most from the GPU now, when a
-        lack of it can still be told in words, and not in the middle of serving.
+        Runs the largest batch: it compiles the model and allocates the most memory that activations need. So a lack of
+        memory shows at start-up, with a reason, and not while serving.
         """
         self._run_largest_batch()
         blocks = self.cache_config.num_gpu_blocks_override
