@@ -47,7 +47,8 @@ class PlacedUnit:
     them (tensor parallel). `kv_bytes` is what each device has left for the page pool.
 
     `phases` is the arrangement of its models. A pipelined one has its layers in `stages`, each on as many devices,
-    which split its tensors; on a CPU, where a unit is one device, each is a process.
+    which split its tensors; on a CPU, where a unit is one device, each is a process. `policy` is that of the unit's
+    scheduler and `batching` that of a pipeline's steps, where they are not the fleet file's.
     """
 
     name: str
@@ -57,6 +58,8 @@ class PlacedUnit:
     kv_bytes: int
     phases: PhasesName = "multiplexed"
     stages: int = 1
+    policy: str = ""
+    batching: str = ""
 
 
 @dataclass(frozen=True, slots=True)

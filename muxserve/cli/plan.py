@@ -10,7 +10,7 @@ from pathlib import Path
 from muxserve.cli.comparing import working
 from muxserve.cli.output import errors, escape, print_error, print_problems
 from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
-from muxserve.cli.plan_tables import show_plan, show_spare
+from muxserve.cli.plan_tables import show_plan, show_rivals, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
@@ -112,11 +112,12 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
     about = f"{arguments.fleet.name}, objective {made.plan.objective.name}, costs: {costs}"
     comparisons = made.arrangements.comparisons if made.arrangements else []
     if arguments.as_json:
-        data = document(made.plan, str(arguments.fleet), costs, seconds, made.simulated, made.points)
+        data = document(made.plan, str(arguments.fleet), costs, seconds, made.simulated, made.points, made.rivals)
         print(json.dumps({**data, "phases": documents(comparisons)}, indent=2))
     else:
         show_plan(made.plan, made.simulated, made.points, seconds, about)
         show_spare(made.spare)
+        show_rivals(made.rivals)
         show_comparisons(fleet, comparisons)
     for note in made.arrangements.notes if made.arrangements else ():
         errors.print(escape(note))

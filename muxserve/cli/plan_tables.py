@@ -11,6 +11,7 @@ from muxserve.planning.arrangements import arrangement
 from muxserve.planning.comparison import format_part, format_seconds
 from muxserve.planning.document import SweepPoint, needed
 from muxserve.planning.prediction import Prediction, falls_short
+from muxserve.planning.rivals import EQUAL, WAYS, Rival
 from placement.format import format_size
 from placement.planner import ClusterPlan
 
@@ -170,3 +171,18 @@ def show_spare(spare: Mapping[str, float]) -> None:
         console.print(
             f"planned with spare for models whose simulation fell short at first: {escape(models)} of the rate"
         )
+
+
+def show_rivals(rivals: Sequence[Rival]) -> None:
+    """Print which way to serve was chosen, and why the next one was not."""
+    if len(rivals) < 2:
+        return
+    first, second = rivals[:2]
+    behind = 1.0 - second.score / first.score if first.score else 0.0
+    why = f"{behind:.1%} fewer" if behind > EQUAL else "as many, but slower answers"
+    if second.short and not first.short:
+        why = f"{second.short} of its models fall short of their objectives"
+    elif first.plan.objective.name == "gpus" and second.plan.devices > first.plan.devices:
+        why = "more devices"
+    console.print(f"chosen by simulation: [bold]{first.words}[/] ({WAYS[first.way][1]})")
+    console.print(f"runner-up: {second.words} ({WAYS[second.way][1]}): {why}")

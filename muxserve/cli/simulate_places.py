@@ -124,8 +124,8 @@ class Places:
     def _planner(self, kind: str) -> Planner:
         search = self.search
         options = options_of(self.fleet, kind, search.seed)
-        # As `muxserve plan` does it: there a plan that falls short in its own simulation is made again with spare.
-        tried = self.cluster is not None and options.objective.name != "throughput"
+        # As `muxserve plan` does it: there simulation chooses, and a plan that falls short is made again.
+        tried = self.cluster is not None
         return Planner(
             file=self.file,
             fleet=self.fleet,

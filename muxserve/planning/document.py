@@ -11,6 +11,7 @@ from typing import Any
 
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.prediction import Prediction
+from muxserve.planning.rivals import WAYS, Rival
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
 from placement.planner import ClusterPlan, limits_in_words
@@ -89,6 +90,7 @@ def document(
     seconds: float,
     simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
+    rivals: Sequence[Rival] = (),
 ) -> dict[str, Any]:
     """A plan as plain data. Times are seconds, rates requests per second, sizes bytes on each device; None stands for
     what is not known or, as a TTFT, has no bound because the queue grows."""
@@ -132,6 +134,16 @@ def document(
             "greedy_optimality_gap": plan.greedy_gap,
         },
         "simulated": _simulated(simulated),
+        "candidates": [
+            {
+                "way": rival.way,
+                "about": WAYS[rival.way][1],
+                "score": rival.score,
+                "latency_mean": None if math.isinf(rival.latency) else rival.latency,
+                "devices_used": rival.plan.devices,
+            }
+            for rival in rivals
+        ],
         "sweep": [
             {
                 "gpus": p.gpus,

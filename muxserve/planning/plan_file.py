@@ -41,8 +41,9 @@ class PlanModel(Section):
 
 
 class PlanUnit(Section):
-    """Models colocated on `devices`, numbered through the nodes. `kv_bytes` is the page pool of each device; `phases`
-    and `stages` are left out where they say nothing new."""
+    """Models colocated on `devices`, numbered through the nodes. `kv_bytes` is the page pool of each device; `phases`,
+    `stages`, `policy` (of the unit's scheduler) and `batching` (of a pipeline's steps) are left out where they say
+    nothing new."""
 
     name: str = Field(pattern=NAME_PATTERN)
     device: str = Field(min_length=1)
@@ -50,6 +51,8 @@ class PlanUnit(Section):
     kv_bytes: int = Field(ge=1)
     phases: PhasesName = "multiplexed"
     stages: int = Field(default=1, ge=1)
+    policy: Literal["", "adbs", "fcfs", "round_robin"] = ""
+    batching: Literal["", "throttled", "fixed", "vllm"] = ""
     models: list[PlanModel] = Field(min_length=1)
 
 
@@ -73,6 +76,8 @@ class PlanFile(Section):
                 kv_bytes=unit.kv_bytes,
                 phases=unit.phases,
                 stages=unit.stages,
+                policy=unit.policy,
+                batching=unit.batching,
             )
             for unit in self.units
         )
@@ -93,6 +98,8 @@ def plan_text(placement: Placement, about: str = "") -> str:
                 "devices": list(unit.devices),
                 "kv_bytes": unit.kv_bytes,
                 **arrangement(unit.phases).plan_keys(unit),
+                **({"policy": unit.policy} if unit.policy else {}),
+                **({"batching": unit.batching} if unit.batching else {}),
                 "models": [
                     {
                         "model": m.model,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muxserve.cluster.machine import this_machine
@@ -19,6 +19,7 @@ from muxserve.planning.demands import demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
 from muxserve.planning.prediction import Prediction, Surroundings, predict, simulated_of, verified
+from muxserve.planning.rivals import WAYS, Rival, as_way, best_of
 from muxserve.planning.this_machine import plan_this_machine
 from muxserve.simulator import SimulationError
 from placement.cluster import Cluster
@@ -27,7 +28,7 @@ from placement.format import enumerate_words
 from placement.improve import ImproveLimits
 from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
-from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
+from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 
 _SIMULATED_REQUESTS, _SIMULATED_SECONDS = 5000, 300.0
 
@@ -84,7 +85,7 @@ class Progress:
 @dataclass(slots=True)
 class PlannedFleet:
     """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
-    which rates were raised in planning."""
+    which rates were raised in planning, `rivals` the plans that were compared on all requests, the best first."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -92,6 +93,7 @@ class PlannedFleet:
     points: list[SweepPoint] = field(default_factory=list)
     spare: Mapping[str, float] = field(default_factory=dict)
     arrangements: Arrangements | None = None
+    rivals: Sequence[Rival] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +139,19 @@ class Planner:
         demands = demands_of(self.fleet, self.file.parent, gpus=memory_of(cluster).items())
         made = self._place(demands, cluster)
         if not self.arranges:
-            return self._borne_out(made, demands, cluster)
+            return self._best(made, demands, cluster)
 
         with self.progress.comparing() as tell:
             divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self._trials(tell))
         if not divided.has_dedicated:
-            found = self._borne_out(made, demands, cluster)
+            found = self._best(made, demands, cluster)
         else:
             shared = divided.arrangements.shared
             rest = None
             if shared and divided.left.devices:
-                rest = self._borne_out(self._place(shared, divided.left), shared, divided.left)
+                rest = self._best(self._place(shared, divided.left), shared, divided.left)
             if divided.crowds_out(self.fleet, made, rest.plan if rest else None):
-                found = self._borne_out(made, demands, cluster)
+                found = self._best(made, demands, cluster)
                 names = enumerate_words([each.demand.name for each in divided.arrangements.arranged])
                 divided.arrangements.notes.append(
                     f"{names}: multiplexed after all, or other models would have no place"
@@ -178,7 +180,12 @@ class Planner:
         return PlannedFleet(chosen, simulated, why_not, points)
 
     def _place(
-        self, demands: Sequence[Demand], cluster: Cluster, seconds: float | None = None, before: str = ""
+        self,
+        demands: Sequence[Demand],
+        cluster: Cluster,
+        seconds: float | None = None,
+        before: str = "",
+        options: PlanOptions | None = None,
     ) -> ClusterPlan:
         until = time.monotonic() + (self.seconds if seconds is None else seconds)
         return plan_cluster(
@@ -186,10 +193,33 @@ class Planner:
             cluster,
             self.latency,
             memory_of(cluster),
-            self.options,
+            options or self.options,
             lambda: time.monotonic() >= until,
             lambda text: self.progress.told(before + text),
         )
+
+    def _best(self, shared: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
+        """The best of all ways to serve, by simulation; `shared` with its spare where there is no choice."""
+        found = self._borne_out(shared, demands, cluster)
+        if self.options.mode != "muxserve" or found.simulated is None:
+            return found
+        rivals = [Rival("shared", found.plan, found.simulated)]
+        plans: dict[ModeName, ClusterPlan] = {}
+        for way, (mode, _) in WAYS.items():
+            if mode == "muxserve":
+                continue
+            if mode not in plans:
+                options = replace(self.options, mode=mode, exact=False)
+                plans[mode] = self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
+            plan = as_way(way, plans[mode], self.fleet)
+            if all(plan.placement.units != rival.plan.placement.units for rival in rivals):
+                rivals.append(Rival(way, plan))
+        ranked = best_of(rivals, lambda plan, part: self._simulated(plan, part=part)[0])
+        first = ranked[0]
+        if first.way == "shared":
+            found.rivals = ranked
+            return found
+        return PlannedFleet(first.plan, first.prediction, rivals=ranked)
 
     def _borne_out(self, first: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
         """The plan, or one with spare for models that fall short in its simulation."""
@@ -232,8 +262,11 @@ class Planner:
 
     # ------------------------------------------------------------ simulation
 
-    def _simulated(self, made: ClusterPlan, pool: CpuPool | None = None) -> tuple[Prediction | None, str]:
-        """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for."""
+    def _simulated(
+        self, made: ClusterPlan, pool: CpuPool | None = None, part: float = 1.0
+    ) -> tuple[Prediction | None, str]:
+        """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for, `part`
+        that of the time to be simulated."""
 
         seconds = self.simulate
         if seconds is None:
@@ -248,6 +281,6 @@ class Planner:
 
         try:
             units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
-            return predict(made, self.latency, seconds, self.seed, units, count), ""
+            return predict(made, self.latency, part * seconds, self.seed, units, count), ""
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)

@@ -24,6 +24,7 @@ from muxserve.planning.arrangements import arrangement
 from muxserve.planning.arrangements.base import Layout, NoPlaceError, Place, Wanted, fleet_model, wanted_of
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
+from muxserve.planning.unit_plan import with_batching
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.scaling import ScalingRules as RollingScaling
@@ -146,7 +147,7 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
                 for number, devices in enumerate(more, 1)
             )
             continue
-        wanted = wanted_of(fleet.model(name), by_name[name], free=False)
+        wanted = wanted_of(with_batching(fleet.model(name), first), by_name[name], free=False)
         places = [_place(placement, unit, len(mine), wanted, around) for unit in mine]
         made = [how.sim_unit(wanted, place, unit.name, unit.devices) for place, unit in zip(places, mine, strict=True)]
         others += made

@@ -99,6 +99,8 @@ def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
             update["threads"] = max(1, min(cores, round(share * cores)))
         models.append(fleet.model(each.model).model_copy(update=update))
     part = fleet.with_models(models)
+    if unit.policy:
+        part = part.model_copy(update={"policy": unit.policy})
     if unit.device != CPU:
         return part
     return part.model_copy(update={"kv_pool": fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})})
@@ -124,8 +126,15 @@ def arranged(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedU
         if how.needs_objectives and (model.slo.ttft_ms is None or model.slo.tpot_ms is None):
             message = f"the plan has {model.name} {how.name}, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"
             raise wrong(path, message)
-        models.append(how.declare(model, unit.stages))
+        models.append(how.declare(with_batching(model, unit), unit.stages))
     return fleet.with_models(models)
+
+
+def with_batching(model: Model, unit: PlacedUnit) -> Model:
+    """The model with the batching that a plan gives its unit."""
+    if not unit.batching:
+        return model
+    return model.model_copy(update={"batching": model.batching.model_copy(update={"policy": unit.batching})})
 
 
 def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:

@@ -99,7 +99,8 @@ def adapt(unit: SimUnit, mode: Mode) -> SimUnit:
     return replace(
         unit,
         models=models,
-        policy=mode.policy or unit.policy,
+        # A plan may name the policy of a unit.
+        policy=unit.policy if mode.name == "muxserve" else mode.policy or unit.policy,
         adapt_quotas=mode.adapt_quotas,
         combined=mode.combined,
     )
@@ -159,7 +160,8 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         )
         for name in placed
     )
-    return SimUnit(unit.name, unit.device, unit.devices, simulated, tuple(pools))
+    policy = unit.policy or MODES["muxserve"].policy
+    return SimUnit(unit.name, unit.device, unit.devices, simulated, tuple(pools), policy)
 
 
 def lone_unit(

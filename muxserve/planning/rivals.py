@@ -1,0 +1,142 @@
+"""Plans that compete: models share GPUs, take turns on them or have their own, and simulation decides.
+
+Estimates of different ways to serve are not comparable enough to choose by them, so every way is planned, all plans are
+simulated on a quarter of the same requests, and the better half of them on all of these (successive halving).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from muxserve.config import Fleet
+from muxserve.planning.arrangements import arrangement, is_open
+from muxserve.planning.prediction import Prediction, falls_short
+from placement.planner import ClusterPlan, ModeName
+
+# The part of the requests on which all plans are compared at first.
+FIRST = 0.25
+# Plans whose scores differ by less are equal: the one whose requests take less time is taken.
+EQUAL = 0.005
+
+# How each way is planned, and what is said of it.
+WAYS: dict[str, tuple[ModeName, str]] = {
+    "shared": ("muxserve", "models share GPUs, each job on its planned SMs"),
+    "turns": ("temporal", "models share GPUs, each job on all SMs"),
+    "first come": ("temporal", "models share GPUs and take turns in order of arrival (FCFS)"),
+    "dedicated": ("spatial", "every replica has GPUs of its own"),
+    "one engine": ("spatial", "every replica has GPUs of its own and one engine of both phases, as stock vLLM"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """One way to serve a fleet, and what its simulation says. `score` is what the objective counts: requests per second
+    that are answered, within their objectives unless throughput alone counts; `latency` is their mean, seconds; `short`
+    are the models that meet their objectives less often than the plan's objective asks."""
+
+    way: str
+    plan: ClusterPlan
+    prediction: Prediction | None = None
+
+    @property
+    def score(self) -> float:
+        """See the class; 0 of what was not simulated."""
+        return score(self.plan, self.prediction) if self.prediction else 0.0
+
+    @property
+    def latency(self) -> float:
+        """See the class."""
+        latency = self.prediction.summary.overall.latency if self.prediction else None
+        return latency.mean if latency else math.inf
+
+    @property
+    def short(self) -> int:
+        """See the class."""
+        if self.prediction is None or self.plan.objective.name == "throughput":
+            return 0
+        return len(falls_short(self.plan, self.prediction))
+
+    @property
+    def words(self) -> str:
+        """The way with its figures."""
+        within = "" if self.plan.objective.name == "throughput" else " within their objectives"
+        figures = f"{self.score:.2f} requests/s{within}, {self.latency:.3g} s each"
+        return f"{self.way}, {figures} on {self.plan.devices} devices"
+
+
+def score(plan: ClusterPlan, prediction: Prediction) -> float:
+    """Requests per second that are answered, and within their objectives unless the objective is throughput."""
+    if plan.objective.name == "throughput":
+        return prediction.throughput
+    total = 0.0
+    for demand in plan.demands:
+        figures = prediction.summary.models.get(demand.name)
+        if figures is not None:
+            met = figures.slo.get("all")
+            total += min(demand.rate, prediction.sustained[demand.name]) if met is None else demand.rate * met
+    return total
+
+
+def as_way(way: str, plan: ClusterPlan, fleet: Fleet) -> ClusterPlan:
+    """A plan in that way's mode as `muxserve deploy` serves it."""
+    units = plan.placement.units
+    if way == "first come":
+        units = tuple(replace(unit, policy="fcfs") for unit in units)
+    if way == "one engine":
+        how = arrangement("pipelined")
+        units = tuple(
+            replace(unit, phases=how.name, stages=1, batching="vllm")
+            if all(_may_have_one_engine(fleet, placed.model) for placed in unit.models)
+            else unit
+            for unit in units
+        )
+    return replace(plan, mode="muxserve", placement=replace(plan.placement, units=units))
+
+
+def _may_have_one_engine(fleet: Fleet, name: str) -> bool:
+    """Whether the file leaves the arrangement of a model to the plan."""
+    model = fleet.model(name)
+    return is_open(model) or "phases" not in model.model_fields_set
+
+
+def best_of(rivals: Sequence[Rival], simulate: Callable[[ClusterPlan, float], Prediction | None]) -> list[Rival]:
+    """The plans that were simulated on all requests, the best first. Plans without a place for a model that others have
+    one for do not compete.
+
+    Args:
+        rivals: the one that is taken where nothing can be simulated comes first. Predictions that they have are of all
+            requests.
+        simulate: a plan on a part of the requests, the same for all; None: that is not possible.
+    """
+    fewest = min(len(each.plan.missing) for each in rivals)
+    heat = [each for each in rivals if len(each.plan.missing) == fewest]
+    short = [(replace(each, prediction=simulate(each.plan, FIRST)), each) for each in heat]
+    short = [pair for pair in short if pair[0].prediction is not None]
+    if not short:
+        return list(rivals[:1])
+    order = _ranked([each for each, _ in short])
+    whole = {id(each): rival for each, rival in short}
+    final = []
+    for each in order[: max(2, math.ceil(len(order) / 2))]:
+        rival = whole[id(each)]
+        final.append(rival if rival.prediction else replace(rival, prediction=simulate(rival.plan, 1.0)))
+    return _ranked([each for each in final if each.prediction is not None]) or list(rivals[:1])
+
+
+def _ranked(rivals: Sequence[Rival]) -> list[Rival]:
+    """The best first: those of which no model falls short, with the objective `gpus` those of them on the fewest
+    devices, then the highest score; of equal ones the one that answers soonest."""
+    remaining, order = list(rivals), []
+    while remaining:
+        borne_out = [each for each in remaining if not each.short]
+        pool = borne_out or remaining
+        if borne_out and pool[0].plan.objective.name == "gpus":
+            devices = min(each.plan.devices for each in pool)
+            pool = [each for each in pool if each.plan.devices == devices]
+        most = max(each.score for each in pool)
+        first = min((each for each in pool if each.score >= (1.0 - EQUAL) * most), key=lambda each: each.latency)
+        order.append(first)
+        remaining = [each for each in remaining if each is not first]
+    return order
