@@ -179,7 +179,12 @@ def show_rivals(rivals: Sequence[Rival]) -> None:
         return
     first, second = rivals[:2]
     behind = 1.0 - second.score / first.score if first.score else 0.0
-    why = f"{behind:.1%} fewer" if behind > EQUAL else "as many, but slower answers"
+    if behind > EQUAL:
+        why = f"{behind:.1%} fewer"
+    elif second.worst < first.worst:
+        why = f"as many, but {second.worst:.0%} of some model's, not {first.worst:.0%}"
+    else:
+        why = "as many, but slower answers"
     if second.short and not first.short:
         why = f"{second.short} of its models fall short of their objectives"
     elif first.plan.objective.name == "gpus" and second.plan.devices > first.plan.devices:

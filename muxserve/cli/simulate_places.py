@@ -150,7 +150,9 @@ class Places:
         empty."""
         others = [model.name for model in self.fleet.models if arrangement_of(model).dedicated]
         if _MUXSERVE in self.found:
-            others = list(dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models))
+            found = dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models)
+            # What the plan has chosen by itself, the file does not say.
+            others = [name for name in found if may_be_dedicated(self.fleet.model(name))]
         if not others or not modes:
             return ""
         serve = "serves" if len(modes) == 1 else "serve"

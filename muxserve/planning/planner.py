@@ -30,7 +30,8 @@ from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
 from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 
-_SIMULATED_REQUESTS, _SIMULATED_SECONDS = 5000, 300.0
+# How much is simulated: several plans are, so that not all of it is spent on one.
+_SIMULATED_REQUESTS, _PER_MODEL, _SIMULATED_SECONDS = 2000, 40, 300.0
 
 
 # What `muxserve plan` does unless it is told otherwise, which is also what `muxserve simulate` places by.
@@ -199,9 +200,10 @@ class Planner:
         )
 
     def _best(self, shared: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
-        """The best of all ways to serve, by simulation; `shared` with its spare where there is no choice."""
+        """The best of all ways to serve, by simulation; `shared`, with its spare, where there is no choice: nothing is
+        simulated, or the program is solved exactly."""
         found = self._borne_out(shared, demands, cluster)
-        if self.options.mode != "muxserve" or found.simulated is None:
+        if self.options.mode != "muxserve" or self.options.exact or found.simulated is None:
             return found
         rivals = [Rival("shared", found.plan, found.simulated)]
         plans: dict[ModeName, ClusterPlan] = {}
@@ -271,7 +273,7 @@ class Planner:
         seconds = self.simulate
         if seconds is None:
             # Long enough for the longest answers to come and go, unless that takes too long.
-            seconds = min(_SIMULATED_SECONDS, _SIMULATED_REQUESTS / made.asked)
+            seconds = min(_SIMULATED_SECONDS, max(_SIMULATED_REQUESTS, _PER_MODEL * len(made.demands)) / made.asked)
         if seconds <= 0 or not made.placement.units:
             return None, ""
         self.progress.told("simulating")

@@ -17,7 +17,7 @@ from placement.planner import ClusterPlan, ModeName
 
 # The part of the requests on which all plans are compared at first.
 FIRST = 0.25
-# Plans whose scores differ by less are equal: the one whose requests take less time is taken.
+# Plans whose scores differ by less are equal.
 EQUAL = 0.005
 
 # How each way is planned, and what is said of it.
@@ -57,6 +57,14 @@ class Rival:
         if self.prediction is None or self.plan.objective.name == "throughput":
             return 0
         return len(falls_short(self.plan, self.prediction))
+
+    @property
+    def worst(self) -> float:
+        """The part of the requests within their objectives, in hundredths, of the model that has the fewest."""
+        if self.prediction is None or self.plan.objective.name == "throughput":
+            return 1.0
+        models = self.prediction.summary.models.values()
+        return round(min((figures.slo.get("all", 1.0) for figures in models), default=1.0), 2)
 
     @property
     def words(self) -> str:
@@ -127,7 +135,8 @@ def best_of(rivals: Sequence[Rival], simulate: Callable[[ClusterPlan, float], Pr
 
 def _ranked(rivals: Sequence[Rival]) -> list[Rival]:
     """The best first: those of which no model falls short, with the objective `gpus` those of them on the fewest
-    devices, then the highest score; of equal ones the one that answers soonest."""
+    devices, then the highest score; of equal ones the one whose worst model is best off, and then the one that answers
+    soonest."""
     remaining, order = list(rivals), []
     while remaining:
         borne_out = [each for each in remaining if not each.short]
@@ -136,7 +145,9 @@ def _ranked(rivals: Sequence[Rival]) -> list[Rival]:
             devices = min(each.plan.devices for each in pool)
             pool = [each for each in pool if each.plan.devices == devices]
         most = max(each.score for each in pool)
-        first = min((each for each in pool if each.score >= (1.0 - EQUAL) * most), key=lambda each: each.latency)
+        first = min(
+            (each for each in pool if each.score >= (1.0 - EQUAL) * most), key=lambda each: (-each.worst, each.latency)
+        )
         order.append(first)
         remaining = [each for each in remaining if each is not first]
     return order

@@ -29,8 +29,8 @@ cluster: {{ gpus: 8, gpu_type: A100-80GB }}
 models:
   - {{ name: ring, architecture: llama-2-7b, rate: 2, {SLO}, phases: rolling, replicas: 2 }}
   - {{ name: pipe, architecture: llama-2-13b, rate: 1, {SLO}, phases: pipelined, stages: 2, replicas: 1 }}
-  - {{ name: chat, architecture: llama-2-7b, rate: 2, {SLO} }}
-  - {{ name: code, architecture: llama-2-13b, rate: 1 }}
+  - {{ name: chat, architecture: llama-2-7b, rate: 2, {SLO}, phases: multiplexed }}
+  - {{ name: code, architecture: llama-2-13b, rate: 1, phases: multiplexed }}
 """
 LOAD = "poisson:rate=6,duration=10,seed=1"
 SHORT = ("--max-prompt", "900", "--max-output", "60", "--seconds", "0")
