@@ -31,9 +31,9 @@ from muxserve.replicas.migration import MigrationRules, choose_request
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import POLICIES, make_policy
 from muxserve.scheduling.types import ModelProfile, Phase, PoolProfile, QueuedRequest
-from muxserve.unit.replicas import load_of, view_of
 
 TARGET_P99_US = 100.0
 

@@ -124,7 +124,7 @@ class Replicas:
         """Let the source move its next request there, if there is one that may."""
         if not isinstance(source, ScheduledUnit) or not isinstance(destination, ScheduledUnit):
             return False
-        view = source.view(self.model, load, self._moving)
+        view = source.view(self.model, load, levels, self._moving)
         block = source.ledger.by_name[self.model].block_tokens
         chosen = choose_request(view, there, rules, levels, growth=2 * block)
         if chosen is None:

@@ -5,13 +5,14 @@ It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 from muxserve.costs import LatencyModel
-from muxserve.replicas.priorities import NORMAL
-from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
+from muxserve.replicas.priorities import NORMAL, Levels
+from muxserve.replicas.views import InstanceLoad, InstanceView
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import Policy, Renewals
 from muxserve.scheduling.state import ModelState
@@ -264,54 +265,30 @@ class ScheduledUnit(Unit):
     # ------------------------------------------------------------ how its replicas stand
 
     def load(self, name: str) -> InstanceLoad:
-        """The replica as the global scheduler is to see it (as `unit.loads` tells it): what others hold of its pages
-        counts as used, and where all seats are taken, everything is."""
         self._count_pages(self.clock.now)
-        model, pages = self.ledger.by_name[name], self.page_of[name]
-        block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
-        most = self.policy.capacity(model) // per_block
-        left = min(
-            most * per_block - pages.held - model.promised,
-            pages.pool.profile.pages - pages.pool.held - pool.promised,
-        )
-        if model.in_engines >= model.max_seqs:
-            left = 0
-        return InstanceLoad(
-            name=self.spec.name,
-            capacity=most * block,
-            model=name,
-            used=(most - max(0, left) // per_block) * block,
-            running=model.in_engines,
-            waiting=len(queue),
-            head_demand=queue.head().blocks * block if queue else 0,
-            queued_demand=queue.blocks * block,
-            levels=dict(model.levels),
+        pages = self.page_of[name]
+        pool = pages.pool
+        return load_of(
+            self.spec.name,
+            self.ledger.by_name[name],
+            self.policy,
             moving_in=self.moving_in,
             moving_out=self.moving_out,
+            used=pages.held,
+            available=pool.profile.pages - pool.held,
         )
 
-    def view(self, name: str, load: InstanceLoad, staying: Container[str]) -> InstanceView:
+    def view(self, name: str, load: InstanceLoad, levels: Levels, staying: Collection[str]) -> InstanceView:
         """The replica as it sees itself, with the sums of `load`. Requests that decode can be moved, those in `staying`
-        apart."""
+        apart, and those that their engine has not taken in yet."""
         model, engine, now = self.ledger.by_name[name], self.decoder(name), self.clock.now
-        running = []
-        for request_id, live in model.decoding.items():
-            request = self.live[request_id]
-            usage = model.blocks_of(engine.computed(request, now)) * model.block_tokens
-            movable = request_id not in staying and engine.has(request)
-            running.append(RequestView(request_id, usage, execution=live.execution, movable=movable))
-        for others in (model.prefilling, model.handed, model.moving):
-            running += [RequestView(each, execution=o.execution, movable=False) for each, o in others.items()]
-        return InstanceView(
-            name=load.name,
-            capacity=load.capacity,
-            model=name,
-            running=running,
-            waiting=[RequestView("", demand=load.head_demand, queued=True)] if load.waiting else [],
-            reserved=load.used - sum(view.usage for view in running),
-            terminating=load.terminating,
-            moving_in=load.moving_in,
-            moving_out=load.moving_out,
+        entering = {each for each in model.decoding if not engine.has(self.live[each])}
+        return view_of(
+            model,
+            load,
+            levels,
+            entering.union(staying),
+            lambda live: engine.computed(self.live[live.request_id], now),
         )
 
     def result(self) -> UnitResult:

@@ -26,9 +26,10 @@ from muxserve.replicas.migration import choose_request
 from muxserve.replicas.views import InstanceLoad
 from muxserve.replicas.virtual_usage import freeness, score
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.loads import view_of
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, Place
-from muxserve.unit.replicas import load_of_replica, view_of
+from muxserve.unit.replicas import load_of_replica
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.state import UnitState
 from muxserve.wire import (

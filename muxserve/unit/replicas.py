@@ -1,21 +1,14 @@
-"""How the unit's models stand as replicas, and what the global scheduler and the unit tell each other about them.
-
-Loads are in the terms of `muxserve.replicas`: tokens of KV. The capacity of a replica is the most that its model can
-ever be given. What others of the unit hold of that counts as used, so that a replica is as free as it really is; where
-all seats are taken, everything is. All sums are at hand: a report costs the same however many requests there are.
-"""
+"""What the global scheduler and the unit tell each other about the unit's replicas (`scheduling.loads`)."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
 
 import msgspec
 
-from muxserve.replicas.priorities import Levels
-from muxserve.replicas.views import InstanceLoad, InstanceView, RequestView
-from muxserve.scheduling.policy import Policy
+from muxserve.replicas.views import InstanceLoad
+from muxserve.scheduling.loads import load_of
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.rolling import RollingReports
@@ -31,74 +24,12 @@ SILENCE_SECONDS = 1.0
 _WORTH_TELLING = 1 / 64
 
 
-def load_of(
-    unit: str,
-    model: ModelState,
-    policy: Policy,
-    layout: str,
-    terminating: bool = False,
-    moving_in: int = 0,
-    moving_out: int = 0,
-) -> InstanceLoad:
-    """The replica as the global scheduler is to see it."""
-    block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
-    capacity = policy.capacity(model)
-    left = min(capacity - model.used - model.promised, pool.available - pool.promised)
-    if model.in_engines >= model.max_seqs:
-        left = 0  # room for KV is no use to a request without a seat
-    most = capacity // per_block
-    return InstanceLoad(
-        name=unit,
-        model=model.name,
-        capacity=most * block,
-        layout=layout,
-        used=(most - max(0, left) // per_block) * block,
-        running=model.in_engines,
-        waiting=len(queue),
-        head_demand=queue.head().blocks * block if queue else 0,
-        queued_demand=queue.blocks * block,
-        levels=dict(model.levels),
-        terminating=terminating,
-        moving_in=moving_in,
-        moving_out=moving_out,
-    )
-
-
 def load_of_replica(state: UnitState, model: ModelState) -> InstanceLoad:
     """How the replica stands now."""
     name = model.name
     layout, terminating = state.unit_spec.layout(name), name in state.terminating
     moving_in, moving_out = state.moving_in.get(name, 0), state.moving_out[name]
     return load_of(state.unit_spec.unit, model, state.policy, layout, terminating, moving_in, moving_out)
-
-
-def view_of(model: ModelState, load: InstanceLoad, levels: Levels, staying: Collection[str]) -> InstanceView:
-    """The replica as it sees itself, request by request, with the sums of `load`. Requests that decode can be moved,
-    those in `staying` apart. Takes time in proportion to the requests that have a seat."""
-    block = model.block_tokens
-    known = {level.name for level in levels}
-    running = []
-    for live in model.decoding.values():
-        usage = model.blocks_of(model.tokens_of(live)) * block
-        level = live.execution if live.execution in known else levels.default
-        running.append(RequestView(live.request_id, usage, execution=level, movable=live.request_id not in staying))
-    # What they hold is in the sums; only how many there are, and of which level, must be known.
-    for others in (model.prefilling, model.handed, model.moving):
-        for live in others.values():
-            level = live.execution if live.execution in known else levels.default
-            running.append(RequestView(live.request_id, execution=level, movable=False))
-    return InstanceView(
-        name=load.name,
-        capacity=load.capacity,
-        model=model.name,
-        running=running,
-        waiting=[RequestView("", demand=load.head_demand, queued=True)] if load.waiting else [],
-        # Negative where requests share blocks: what they hold together is less than the sum.
-        reserved=load.used - sum(view.usage for view in running),
-        terminating=load.terminating,
-        moving_in=load.moving_in,
-        moving_out=load.moving_out,
-    )
 
 
 def worth_telling(known: list[InstanceLoad], now: list[InstanceLoad]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -53,7 +54,7 @@ def models(draw: st.DrawFn) -> tuple[list[ModelProfile], int]:
 
 
 def _fields(p: ModelProfile) -> dict[str, object]:
-    return {name: getattr(p, name) for name in p.__slots__}
+    return {each.name: getattr(p, each.name) for each in fields(p)}
 
 
 def requests(names: list[str]) -> st.SearchStrategy[list[Job]]:
