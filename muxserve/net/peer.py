@@ -279,7 +279,10 @@ class AsyncPeer(Peer):
         was_up = self.up
         if self._event(parse_monitor_message(frames)["event"]):
             if was_up:
-                log.warning("%s is gone; waiting for the next", self.at.name)
+                # Whoever keeps what is said meanwhile hears of its end in other ways.
+                log.log(
+                    logging.DEBUG if self._keeps else logging.WARNING, "%s is gone; waiting for the next", self.at.name
+                )
                 self._on_down()
         elif self.up and not was_up:
             self._on_up(None)
