@@ -266,14 +266,15 @@ def test_published_cells_that_are_plainly_wrong_are_found(published: ProfileMode
 
 
 def test_roofline_is_within_its_target_on_published_times(published: ProfileModel) -> None:
-    roofline = Roofline()
+    # An engine of 2023 without graphs, whose host takes longer between two steps (benchmarks/costs.py).
+    roofline = Roofline(replace(GPU, host_step=3.15e-3))
     bad = {(o.engine, o.phase, o.place) for o in published.outliers}
     for model in ("llama-13b", "llama-65b"):  # the constants were fitted on the others
         prefill, decode = [], []
         for engine in published.profile.engines:
             if engine.model != model:
                 continue
-            costs = roofline.engine(engine.shape.architecture(model), engine.where)
+            costs = roofline.engine(engine.shape.architecture(model), replace(engine.where, graphs="eager"))
             for cell in engine.prefill:
                 if (str(engine), "prefill", cell.place) not in bad:
                     prefill.append(abs(costs.prefill(cell.total, cell.pairs, cell.sequences) / cell.seconds - 1))
@@ -281,5 +282,5 @@ def test_roofline_is_within_its_target_on_published_times(published: ProfileMode
                 if (str(engine), "decode", step.place) not in bad:
                     total = step.batch * step.context
                     decode.append(abs(costs.decode(step.batch, total).seconds(total) / step.seconds - 1))
-        assert median(prefill) <= 0.15
-        assert median(decode) <= 0.15
+        assert median(prefill) <= 0.10
+        assert median(decode) <= 0.10
