@@ -371,7 +371,7 @@ def choose_phases(
 
     Args:
         demands: of the fleet's models, in their order (`planning.fleets.demands_of`).
-        pool_of: the devices that the model of a name has (`planning.phases_ground`: `GpuDevicePool`, `CpuDevicePool`).
+        pool_of: the devices that the model of a name has (`planning.device_pool`).
         free: the number of replicas may be chosen where the file leaves it at one, as when a plan is made; otherwise it
             is the file's.
         compared: what has been compared already.

@@ -43,7 +43,7 @@ class DedicatedModel:
 
 
 @dataclass(slots=True)
-class Arrangements:
+class ArrangedFleet:
     """What became of the models: those that are `arranged` in their own way have devices to themselves, `shared` ones
     are planned together, `missing` ones cannot be served as the file says (and why). `comparisons` are of those that
     leave it open, or were asked for. `notes` are for the user; `impossible` are the demands of what is missing."""
@@ -86,7 +86,7 @@ def arrange(
     take: Take,
     options: TrialOptions,
     free: bool = True,
-) -> Arrangements:
+) -> ArrangedFleet:
     """Compare what is open, and give every model that is rolling or pipelined devices to itself.
 
     Args:
@@ -95,7 +95,7 @@ def arrange(
         take: takes devices away.
         free: see `choose_phases`.
     """
-    found = Arrangements()
+    found = ArrangedFleet()
     open_models = [model.name for model in fleet.models if may_be_dedicated(model) or model.name in options.asked]
     for model, demand in zip(fleet.models, demands, strict=True):
         if model.name not in open_models:
@@ -310,7 +310,7 @@ class Divided:
     `numbers` the number in `cluster` of each of its devices."""
 
     cluster: Cluster
-    arrangements: Arrangements
+    arrangements: ArrangedFleet
     left: Cluster
     numbers: list[int]
 
@@ -379,7 +379,7 @@ def divide_gpus(
     return Divided(cluster, found, left, numbers)
 
 
-def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, options: TrialOptions) -> Arrangements:
+def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, options: TrialOptions) -> ArrangedFleet:
     """How models are arranged on the CPU of one machine, each compared as if it were there alone. The machine stands
     for as many devices as there are units; which those are is not said yet (`planning.machine`)."""
 

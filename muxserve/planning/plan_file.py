@@ -14,7 +14,7 @@ from muxserve.config import Fleet, FleetError, Problem
 from muxserve.config.loader import problems_of, read_text
 from muxserve.config.problems import KeyPath, did_you_mean
 from muxserve.config.source import Source, parse_yaml
-from muxserve.config.values import NAME_PATTERN, Section
+from muxserve.config.values import NAME_PATTERN, PolicyName, Section
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.device_pool import CPU
 from muxserve.spec import PhasesName
@@ -51,7 +51,7 @@ class PlanUnit(Section):
     kv_bytes: int = Field(ge=1)
     phases: PhasesName = "multiplexed"
     stages: int = Field(default=1, ge=1)
-    policy: Literal["", "adbs", "fcfs", "round_robin"] = ""
+    policy: PolicyName | Literal[""] = ""
     batching: Literal["", "throttled", "fixed", "vllm"] = ""
     models: list[PlanModel] = Field(min_length=1)
 

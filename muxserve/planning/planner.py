@@ -14,7 +14,7 @@ from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.planning.arrangements.base import NoPlaceError
 from muxserve.planning.comparison import Tell, silent
-from muxserve.planning.dedicated_units import Arrangements, TrialOptions, concerns, divide_cpu, divide_gpus
+from muxserve.planning.dedicated_units import ArrangedFleet, TrialOptions, concerns, divide_cpu, divide_gpus
 from muxserve.planning.demands import demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
@@ -93,7 +93,7 @@ class PlannedFleet:
     why_not: str = ""
     points: list[SweepPoint] = field(default_factory=list)
     spare: Mapping[str, float] = field(default_factory=dict)
-    arrangements: Arrangements | None = None
+    arrangements: ArrangedFleet | None = None
     rivals: Sequence[Rival] = ()
 
 
@@ -250,7 +250,7 @@ class Planner:
         resolved, own = load_fleet(self.file), self.fleet.cluster
         demands = demands_of(self.fleet, self.file.parent)
         pool = cpu_pool(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
-        found = Arrangements(shared=list(demands))
+        found = ArrangedFleet(shared=list(demands))
         if self.arranges:
             with self.progress.comparing() as tell:
                 found = divide_cpu(self.fleet, demands, pool, self._trials(tell))

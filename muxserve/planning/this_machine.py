@@ -12,7 +12,7 @@ from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement, arrangement_of
 from muxserve.planning.arrangements.base import wanted_of
-from muxserve.planning.dedicated_units import Arrangements, DedicatedModel, Divided
+from muxserve.planning.dedicated_units import ArrangedFleet, DedicatedModel, Divided
 from muxserve.planning.device_pool import CPU, CpuPool
 from muxserve.planning.fleet_planner import FleetPlanner, notes_of
 from muxserve.planning.unit_plan import ResolvedUnit
@@ -30,7 +30,7 @@ from placement.planner import ClusterPlan
 def plan_this_machine(
     fleet: Fleet,
     demands: Sequence[Demand],
-    found: Arrangements,
+    found: ArrangedFleet,
     pool: CpuPool,
     latency: LatencyModel,
     objective: Objective,
@@ -70,7 +70,7 @@ def as_served(demand: Demand, units: Sequence[ResolvedUnit]) -> Demand:
     return replace(demand, dtype=models[0].dtype, max_len=min(model.max_len for model in models))
 
 
-def _served(fleet: Fleet, found: Arrangements, machine: Machine) -> list[ResolvedUnit]:
+def _served(fleet: Fleet, found: ArrangedFleet, machine: Machine) -> list[ResolvedUnit]:
     """The units that `muxserve deploy` would begin with."""
     layouts = {each.demand.name: each.place.layout for each in found.arranged}
     models = []

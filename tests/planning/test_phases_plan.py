@@ -15,7 +15,7 @@ from muxserve.cli.app import app
 from muxserve.config import load_fleet
 from muxserve.planning.arrangements.base import Layout, Wanted
 from muxserve.planning.comparison import Compared, Comparison, Figures, Spread
-from muxserve.planning.dedicated_units import Arrangements, DedicatedModel, Divided, FreeDevices, part_of
+from muxserve.planning.dedicated_units import ArrangedFleet, DedicatedModel, Divided, FreeDevices, part_of
 from muxserve.planning.plan_file import load_plan
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
@@ -291,7 +291,7 @@ class TestCrowding:
             0.1,
             240,
         )
-        found = Arrangements([DedicatedModel(first, place, figures, ((0,), (1,)))], [other])
+        found = ArrangedFleet([DedicatedModel(first, place, figures, ((0,), (1,)))], [other])
         divided = Divided(made.placement.cluster, found, Cluster(()), [])
         assert divided.crowds_out(declared, made, None) == crowds
         whole = divided.joined(None, made.objective)
