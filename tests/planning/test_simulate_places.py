@@ -23,14 +23,16 @@ from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUICK = Search(seconds=0.0)
-SLO = "slo: { ttft_ms: 2000, tpot_ms: 100 }"
+# Short, so that plans are verified by few steps.
+LENGTHS = "workload: { prompt_tokens: 200, output_tokens: 40 }"
+SLO = f"{LENGTHS}, slo: {{ ttft_ms: 2000, tpot_ms: 100 }}"
 MIXED = f"""
 cluster: {{ gpus: 8, gpu_type: A100-80GB }}
 models:
   - {{ name: ring, architecture: llama-2-7b, rate: 2, {SLO}, phases: rolling, replicas: 2 }}
   - {{ name: pipe, architecture: llama-2-13b, rate: 1, {SLO}, phases: pipelined, stages: 2, replicas: 1 }}
   - {{ name: chat, architecture: llama-2-7b, rate: 2, {SLO}, phases: multiplexed }}
-  - {{ name: code, architecture: llama-2-13b, rate: 1, phases: multiplexed }}
+  - {{ name: code, architecture: llama-2-13b, rate: 1, {LENGTHS}, phases: multiplexed }}
 """
 LOAD = "poisson:rate=6,duration=10,seed=1"
 SHORT = ("--max-prompt", "900", "--max-output", "60", "--seconds", "0")
