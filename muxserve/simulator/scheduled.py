@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
-from muxserve.costs import LatencyModel
 from muxserve.replicas.priorities import NORMAL, Levels
 from muxserve.replicas.views import InstanceLoad, InstanceView
 from muxserve.scheduling.ledger import UnitLedger
@@ -17,12 +16,11 @@ from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import Policy, Renewals
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, Phase, QueuedRequest
-from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.leased import Lease, LeasedEngine, PhaseEngine, Report
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import UnitResult
-from muxserve.simulator.setup import Options, SimModel, SimUnit
+from muxserve.simulator.setup import SimModel
 from muxserve.simulator.stages import PipelineEngine
 from muxserve.simulator.unit import Unit
 
@@ -40,15 +38,8 @@ class ScheduledUnit(Unit):
 
     phase_engine: ClassVar[type[PhaseEngine]] = PhaseEngine
 
-    def __init__(
-        self,
-        spec: SimUnit,
-        latency: LatencyModel,
-        options: Options | None = None,
-        clock: Clock | None = None,
-        compute: Compute | None = None,
-    ) -> None:
-        super().__init__(spec, latency, options, clock, compute)
+    def _begin(self) -> None:
+        spec = self.spec
         self.policy: Policy = make_policy(spec.policy)
         self.ledger = UnitLedger([model.profile for model in spec.models], spec.pools)
         self.policy.check(self.ledger)

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections import deque
 from typing import ClassVar
 
-from muxserve.costs import LatencyModel
 from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.types import Phase, share_units
-from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.engine import BOUNDARY, IDLE, StepEngine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.setup import Options, SimModel, SimUnit
+from muxserve.simulator.setup import SimModel
 from muxserve.simulator.unit import Unit
 
 
@@ -113,15 +111,8 @@ class StockUnit(Unit):
 
     stock_engine: ClassVar[type[StockEngine]] = StockEngine
 
-    def __init__(
-        self,
-        spec: SimUnit,
-        latency: LatencyModel,
-        options: Options | None = None,
-        clock: Clock | None = None,
-        compute: Compute | None = None,
-    ) -> None:
-        super().__init__(spec, latency, options, clock, compute)
+    def _begin(self) -> None:
+        spec = self.spec
         self._by_name: dict[str, StockEngine] = {}
         for model, pages in zip(spec.models, self.pages, strict=True):
             if spec.adapt_quotas:

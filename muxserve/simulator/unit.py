@@ -79,6 +79,11 @@ class Unit:
         self._last_end = 0.0
         if options.sample_seconds > 0.0:
             self.clock.at(self.clock.now, self._sample)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the engines, and what decides on them."""
+        raise NotImplementedError
 
     def _add(self, engine: Engine) -> None:
         self.engines.append(engine)
