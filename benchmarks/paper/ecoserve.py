@@ -61,7 +61,7 @@ from muxserve.simulator import (
     simulate,
 )
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.stages import Work, make_stages
+from muxserve.simulator.stages import StageWork, make_stages
 from muxserve.workload import ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import QuantileLengths
 
@@ -306,7 +306,7 @@ def sarathi(cluster: Cluster, model: str, dataset: str) -> System:
         # (section 4.3) has the budget chosen, by profiling, for the TPOT objective.
         chunk = max(1, budget - batch)
         pairs = chunk * (prompt // 2) + chunk * (chunk + 1) // 2
-        if stage.seconds(Work(chunk, 1, pairs, batch, 2 * batch * prompt)) + STEP <= TPOT:
+        if stage.seconds(StageWork(chunk, 1, pairs, batch, 2 * batch * prompt)) + STEP <= TPOT:
             best = budget
     return independent(cluster, model, best)
 

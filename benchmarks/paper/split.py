@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from muxserve.costs import EngineCosts, LatencyModel
 from muxserve.simulator import Link, Options, SimUnit
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.engine import Prefilled
+from muxserve.simulator.engine import PrefillStep
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.stock import StockEngine, StockUnit
 from muxserve.workload.trace import TraceRequest
@@ -58,12 +58,12 @@ class PrefillEngine(StockEngine):
         super()._begin_prefill(tokens, pairs, now)
         self.owner.prefilling(self, [request for request, _ in self.chunks], now, self.planned_time)
 
-    def _end_prefill(self, now: float) -> Prefilled:
+    def _end_prefill(self, now: float) -> PrefillStep:
         done = super()._end_prefill(now)
         for _ in range(len(done.finished) + len(done.through)):
             self.waiting.popleft()
         self.owner.prefilled(self, done.through)
-        return Prefilled([], [], done.tokens)
+        return PrefillStep([], [], done.tokens)
 
     def boundary(self, now: float) -> None:
         super().boundary(now)

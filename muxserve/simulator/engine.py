@@ -27,7 +27,7 @@ NO_LOAD = Load(0.0, 0.0)
 _NEVER = float("inf")
 
 
-class Prefilled(NamedTuple):
+class PrefillStep(NamedTuple):
     """What a prefill step did: requests that ended with it, those that have a token and go on, and its tokens."""
 
     finished: list[SimRequest]
@@ -139,7 +139,7 @@ class StepEngine(Engine):
         self.planned_time = now + self._duration * self.slow
         self.unit.look(self)
 
-    def _end_prefill(self, now: float) -> Prefilled:
+    def _end_prefill(self, now: float) -> PrefillStep:
         """The chunks are computed."""
         unit = self.unit
         finished: list[SimRequest] = []
@@ -167,7 +167,7 @@ class StepEngine(Engine):
         self.tokens += tokens
         self.state = BOUNDARY
         self.version += 1
-        return Prefilled(finished, through, tokens)
+        return PrefillStep(finished, through, tokens)
 
     # ------------------------------------------------------------ decode steps
 

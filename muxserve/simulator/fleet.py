@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from muxserve.costs import LatencyModel
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.simulator.clock import Clock, Compute, SimulationError
-from muxserve.simulator.replicas import Dispatched, ReplicaRules, Replicas
+from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import FleetResult
 from muxserve.simulator.ring import Ring, RingRules
@@ -95,7 +95,7 @@ class Group:
         self._latency = latency
         self._options = options or Options()
         self._cpu: Compute | None = None
-        self.replicas: dict[str, Replicas] = {}
+        self.replicas: dict[str, ReplicaSet] = {}
         self._units: dict[str, Unit] = {}
         by_model: dict[str, list[Unit]] = {}
         fallback = ReplicaRules(levels=levels)

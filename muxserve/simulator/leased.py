@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NEVER = float("inf")
 
 
-class Lease(NamedTuple):
+class SimLease(NamedTuple):
     """What an engine is told: `steps` steps of `phase` within `seconds` of taking it, on `share` millionths of the
     unit; requests that `admit` come in with it."""
 
@@ -48,14 +48,14 @@ class LeasedEngine(StepEngine):
         self.scheduler = unit
         self.lease_id = 0
         self.lease_phase = phase
-        self._pending: Lease | None = None
+        self._pending: SimLease | None = None
         self._entering: list[SimRequest] = []
         self._granted_share = 0
         self._deadline = 0.0
         # Called at the next boundary, for whom it has to stand between two steps.
         self.calls: list[Callable[[float], None]] = []
 
-    def receive(self, lease: Lease, now: float) -> None:
+    def receive(self, lease: SimLease, now: float) -> None:
         """A lease arrives."""
         self._pending = lease
         self._entering += lease.admit
@@ -90,7 +90,7 @@ class LeasedEngine(StepEngine):
         """A request may end with the step that runs, and give pages back."""
         return False
 
-    def _accept(self, lease: Lease, now: float) -> bool:
+    def _accept(self, lease: SimLease, now: float) -> bool:
         """The lease replaces the one before; whether the engine's costs are others than before."""
         self._pending = None
         self.lease_id = lease.lease_id
@@ -105,7 +105,7 @@ class LeasedEngine(StepEngine):
         return True
 
 
-class Report(NamedTuple):
+class SimReport(NamedTuple):
     """An engine's `StepReport`: `steps` steps of `seconds` and `tokens` in all (of prompts, and in steps of nothing
     else, as the ledger wants it of engines of both phases), `left` steps of the lease, and `remaining` requests.
     Requests that are `through` have their first token."""
@@ -178,14 +178,14 @@ class PhaseEngine(LeasedEngine):
         else:
             self._decode(now)
 
-    def _take(self, lease: Lease, now: float) -> None:
+    def _take(self, lease: SimLease, now: float) -> None:
         smaller = lease.share < self._granted_share
         self._enter(lease, now)
         if smaller:
             remaining = len(self.prompts) + len(self.batch.running)
-            self.scheduler.report(Report(self, lease.lease_id, lease.steps, 0.0, 0, 0, remaining, [], [], []))
+            self.scheduler.report(SimReport(self, lease.lease_id, lease.steps, 0.0, 0, 0, remaining, [], [], []))
 
-    def _enter(self, lease: Lease, now: float) -> None:
+    def _enter(self, lease: SimLease, now: float) -> None:
         if self._accept(lease, now):
             self._dirty = True
         self.far = False
@@ -293,7 +293,7 @@ class PhaseEngine(LeasedEngine):
         remaining = len(self.prompts) + len(batch.running)
         tokens, spent = done.tokens, seconds if stalled or not steps else now - self._started
         self.scheduler.report(
-            Report(
+            SimReport(
                 self, self.lease_id, left, seconds, tokens + decoded, steps + 1, remaining, done.finished, done.through,
                 returned, tokens, spent,
             )
@@ -332,7 +332,7 @@ class PhaseEngine(LeasedEngine):
         self.tokens += tokens
         remaining = len(self.prompts) + len(batch.running)
         self.scheduler.report(
-            Report(self, self.lease_id, left, seconds, tokens, steps, remaining, finished, [], returned)
+            SimReport(self, self.lease_id, left, seconds, tokens, steps, remaining, finished, [], returned)
         )
 
     def _stalled(self, now: float) -> None:
@@ -344,7 +344,7 @@ class PhaseEngine(LeasedEngine):
         self.state = BOUNDARY
         self.jobs += 1
         seconds = self.unit.overheads.stall
-        self.scheduler.report(Report(self, self.lease_id, left, seconds, 0, 1, len(self.prompts), [], [], returned))
+        self.scheduler.report(SimReport(self, self.lease_id, left, seconds, 0, 1, len(self.prompts), [], [], returned))
         self.unit.at_boundary(self)
 
     def _decode(self, now: float) -> None:

@@ -33,7 +33,7 @@ class StageStep(NamedTuple):
     decode: int
 
 
-class Spread(NamedTuple):
+class CountSpread(NamedTuple):
     """Of a count over micro-batches: mean, standard deviation, and the second over the first (0 when the mean is)."""
 
     mean: float
@@ -121,7 +121,7 @@ class MicroBatches:
         active = self.active(after, before)
         return sum(self.bubbles(after, before)) / (active * len(self._works)) if active else 0.0
 
-    def spread(self, after: float = 0.0, before: float = _EVER) -> dict[str, Spread]:
+    def spread(self, after: float = 0.0, before: float = _EVER) -> dict[str, CountSpread]:
         """How `prefill`, `decode` and all `tokens` of the micro-batches made in that time spread, and their `seconds`
         on the slowest stage."""
         made = np.asarray(self._made)
@@ -143,8 +143,8 @@ def _overlap(begins: _Floats, ends: _Floats, after: float, before: float) -> flo
     return float(np.sum(np.clip(np.minimum(ends, before) - np.maximum(begins, after), 0.0, None)))
 
 
-def _spread(values: _Floats) -> Spread:
+def _spread(values: _Floats) -> CountSpread:
     if not len(values):
-        return Spread(0.0, 0.0, 0.0)
+        return CountSpread(0.0, 0.0, 0.0)
     mean, deviation = float(np.mean(values)), float(np.std(values))
-    return Spread(mean, deviation, deviation / mean if mean else 0.0)
+    return CountSpread(mean, deviation, deviation / mean if mean else 0.0)

@@ -14,7 +14,7 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.moves import MigrationCosts, Move
+from muxserve.simulator.moves import MigrationCosts, RequestMove
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ReplicasResult
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -47,7 +47,7 @@ class ReplicaRules:
             raise ValueError("stale and start_seconds must not be negative, and tick be above zero")
 
 
-class Replicas:
+class ReplicaSet:
     """What all ways have in common in which replicas of a model work together: units, those that start and stop, and
     moves between them. `start` makes a unit of a spare."""
 
@@ -130,13 +130,13 @@ class Replicas:
         if chosen is None:
             return False
         request = source.live[chosen.request_id]
-        move = Move(self.clock, copying, request, source, destination, self._ended, self.result.downtimes)
+        move = RequestMove(self.clock, copying, request, source, destination, self._ended, self.result.downtimes)
         if not move.begin(self.clock.now):
             return False
         self._moving.add(request.request_id)
         return True
 
-    def _ended(self, move: Move, arrived: bool, now: float) -> None:
+    def _ended(self, move: RequestMove, arrived: bool, now: float) -> None:
         self._moving.discard(move.request.request_id)
         result = self.result
         if not arrived:
@@ -146,11 +146,11 @@ class Replicas:
         result.copy_seconds.append(now - move.began)
         self._moved(move, now)
 
-    def _moved(self, move: Move, now: float) -> None:
+    def _moved(self, move: RequestMove, now: float) -> None:
         """A request is where it was to go."""
 
 
-class Dispatched(Replicas):
+class Dispatched(ReplicaSet):
     """Replicas under a `GlobalScheduler`."""
 
     def __init__(
@@ -218,7 +218,7 @@ class Dispatched(Replicas):
             here, there = self._load(source), self._load(destination)
             self._move_one(source, here, destination, there, rules.migration, rules.levels, rules.copying)
 
-    def _moved(self, move: Move, now: float) -> None:
+    def _moved(self, move: RequestMove, now: float) -> None:
         self._pump(move.source.spec.name)
 
     def _apply(self, decisions: Iterable[Decision], now: float) -> None:

@@ -18,9 +18,9 @@ from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import Attainment, ScalingRules
 from muxserve.rolling.scheduler import RollingScheduler, Sent
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.leased import PhaseEngine, Report
-from muxserve.simulator.moves import MigrationCosts, Move
-from muxserve.simulator.replicas import Replicas
+from muxserve.simulator.leased import PhaseEngine, SimReport
+from muxserve.simulator.moves import MigrationCosts, RequestMove
+from muxserve.simulator.replicas import ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimUnit
@@ -57,7 +57,7 @@ class RingRules:
             raise ValueError("expected_output must be at least 1, start_seconds not negative")
 
 
-class Ring(Replicas):
+class Ring(ReplicaSet):
     """Units under a `RollingScheduler`."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Ring(Replicas):
 
     # ------------------------------------------------------------ what units tell
 
-    def _told(self, report: Report, now: float) -> None:
+    def _told(self, report: SimReport, now: float) -> None:
         name = report.engine.unit.spec.name
         member = self.scheduler.member(name)
         changed = bool(report.through or report.finished or report.returned)
@@ -250,7 +250,7 @@ class Ring(Replicas):
         room.used = max(room.used, self.scheduler.member(destination).promised)
         self._move_one(here, load, there, room, rules.migration, rules.levels, rules.copying)
 
-    def _moved(self, move: Move, now: float) -> None:
+    def _moved(self, move: RequestMove, now: float) -> None:
         request_id = move.request.request_id
         self._count_steps(now)
         source = self.scheduler.member(move.source.spec.name)

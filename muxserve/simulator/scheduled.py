@@ -16,7 +16,7 @@ from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import Policy, Renewals
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, Phase, QueuedRequest
-from muxserve.simulator.leased import Lease, LeasedEngine, PhaseEngine, Report
+from muxserve.simulator.leased import LeasedEngine, PhaseEngine, SimLease, SimReport
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import UnitResult
@@ -44,7 +44,7 @@ class ScheduledUnit(Unit):
         self.ledger = UnitLedger([model.profile for model in spec.models], spec.pools)
         self.policy.check(self.ledger)
         self.live: dict[str, SimRequest] = {}
-        self.watcher: Callable[[Report, float], None] | None = None
+        self.watcher: Callable[[SimReport, float], None] | None = None
         self.moving_in = self.moving_out = 0
         # Of execution levels: who gives way first. Without any, the last to have joined.
         self.ranks: dict[str, int] = {}
@@ -135,7 +135,7 @@ class ScheduledUnit(Unit):
 
     # ------------------------------------------------------------ engines
 
-    def report(self, report: Report) -> None:
+    def report(self, report: SimReport) -> None:
         """An engine's `StepReport`, which takes its time. One that says nothing but that a lease is half used does not
         have to: it is sent, and answered, well before the lease ends."""
         delay, engine = self.overheads.report, report.engine
@@ -158,7 +158,7 @@ class ScheduledUnit(Unit):
         self._flying[engine][way] -= 1
         self._in_flight -= 1
 
-    def _told(self, report: Report, now: float) -> None:
+    def _told(self, report: SimReport, now: float) -> None:
         engine, ledger = report.engine, self.ledger
         phase, name, lease_id = engine.phase, engine.model.name, report.lease_id
         both = phase is BOTH
@@ -452,7 +452,7 @@ class ScheduledUnit(Unit):
         for request in admit:
             request.lease_id = lease_id
         engine = self._engine[grant.model, grant.phase]
-        lease = Lease(lease_id, grant.phase, grant.steps, grant.share, grant.seconds, admit)
+        lease = SimLease(lease_id, grant.phase, grant.steps, grant.share, grant.seconds, admit)
         if not delay or (renews and not self._flying[engine][0]):
             # A lease that is renewed ahead takes effect when the one before is not over yet, however long it takes.
             engine.receive(lease, now)

@@ -16,7 +16,7 @@ from muxserve.costs.measured import MeasuredCosts
 from muxserve.scheduling.token_throttling import EngineState as Holding
 from muxserve.scheduling.types import Phase
 from muxserve.simulator.engine import BOUNDARY, IDLE, NO_LOAD, STEPPING
-from muxserve.simulator.leased import Lease, LeasedEngine, Report
+from muxserve.simulator.leased import LeasedEngine, SimLease, SimReport
 from muxserve.simulator.micro_batches import MicroBatches
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
@@ -31,7 +31,7 @@ _MANY_PAIRS = 1 << 40
 
 
 @dataclass(slots=True)
-class Work:
+class StageWork:
     """One micro-batch as the stages see it. `prefill` prompt tokens of `prompts` prompts with `pairs` (query, key)
     pairs of attention; `decode` sequences with `context` tokens of KV between them, the new ones included."""
 
@@ -52,7 +52,7 @@ class MicroBatch:
     """What goes through the stages together. `chunks` are prompts of which tokens are computed; `whole` are those whose
     prompt ends with it, which get a token by it like the `decodes`."""
 
-    work: Work = field(default_factory=Work)
+    work: StageWork = field(default_factory=StageWork)
     chunks: list[SimRequest] = field(default_factory=list)
     whole: list[SimRequest] = field(default_factory=list)
     decodes: list[SimRequest] = field(default_factory=list)
@@ -125,7 +125,7 @@ class PipelineEngine(LeasedEngine):
 
     # ------------------------------------------------------------ told by the unit
 
-    def receive(self, lease: Lease, now: float) -> None:
+    def receive(self, lease: SimLease, now: float) -> None:
         self._pending = lease
         self._entering += lease.admit
         self.state = BOUNDARY
@@ -184,7 +184,7 @@ class PipelineEngine(LeasedEngine):
     def in_flight(self, request: SimRequest) -> bool:
         return request.flying > 0
 
-    def _take(self, lease: Lease, now: float) -> None:
+    def _take(self, lease: SimLease, now: float) -> None:
         self._pending = None
         self.lease_id = lease.lease_id
         self._steps = self._left = lease.steps
@@ -243,7 +243,7 @@ class PipelineEngine(LeasedEngine):
             arrives = stage.free_at + latency + work.tokens * per_token
         self._flying.append((self.stages[-1].free_at + spec.return_seconds, batch))
 
-    def _load(self, work: Work) -> Load:
+    def _load(self, work: StageWork) -> Load:
         """What the stages that have something to do ask of the devices together."""
         each, stages = self.stages[0].load(work), min(len(self._flying) + 1, len(self.stages))
         return Load(min(1.0, each.bandwidth * stages), min(1.0, each.compute * stages))
@@ -301,7 +301,7 @@ class PipelineEngine(LeasedEngine):
             self._told_at = now
         self._untold_steps = self._untold_tokens = self._untold_prompts = 0
         self.scheduler.report(
-            Report(
+            SimReport(
                 self, self.lease_id, left, seconds, tokens, steps, remaining, finished, through, returned, prompts
             )
         )  # fmt: skip
@@ -475,13 +475,13 @@ class Stage:
         longer = costs.prefill(1, 2 * _MANY_PAIRS, 1) - costs.prefill(1, _MANY_PAIRS, 1)
         self._pair_seconds = longer / _MANY_PAIRS
 
-    def load(self, work: Work) -> Load:
+    def load(self, work: StageWork) -> Load:
         """What it asks of the device meanwhile."""
         if not work.prefill:
             return self._costs.decode_load(work.decode, work.context)
         return self._costs.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StageWork) -> float:
         """How long it computes that micro-batch.
 
         Latency models know steps of one kind. In a mixed one all tokens go through the linear layers together, which is

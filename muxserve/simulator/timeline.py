@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Job(NamedTuple):
+class TimelineJob(NamedTuple):
     """One job: `phase` is "prefill", "decode" or, of both together, "mixed". Times are seconds."""
 
     model: str
@@ -32,11 +32,11 @@ class Timeline:
         self.unit = unit
         self.device = device
         self.devices = devices
-        self.jobs: list[Job] = []
+        self.jobs: list[TimelineJob] = []
 
     def job(self, model: str, phase: str, began: float, ended: float, sequences: int, tokens: int) -> None:
         """A job has run."""
-        self.jobs.append(Job(model, phase, began, ended, sequences, tokens))
+        self.jobs.append(TimelineJob(model, phase, began, ended, sequences, tokens))
 
 
 def trace_events(timelines: Iterable[Timeline]) -> Iterator[dict[str, object]]:
