@@ -39,14 +39,14 @@ def admissible(
     if tokens_left <= 0 or not head_fits(ledger, model, limit, reserved):
         return None
     seated = model.in_engines
-    room = _room(model, seated, limit, reserved)
+    blocks_left = room(model, limit, reserved)
     chosen: list[str] = []
     tokens = 0
     for live in model.queue.first(min(model.max_seqs - seated, tokens_left)):
         needed = live.tokens
-        if chosen and (tokens + needed > tokens_left or live.blocks > room):
+        if chosen and (tokens + needed > tokens_left or live.blocks > blocks_left):
             break
-        room -= live.blocks
+        blocks_left -= live.blocks
         tokens += needed
         chosen.append(live.request_id)
         if tokens >= tokens_left:
@@ -62,18 +62,18 @@ def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None, r
     if seated >= model.max_seqs or not model.up:
         return False
     blocks = model.queue.head().blocks
-    if blocks <= _room(model, seated, limit, reserved):
+    if blocks <= room(model, limit, reserved):
         return True
     return not seated and _fits_alone(blocks, model, reserved)
 
 
-def _room(model: ModelState, seated: int, limit: int | None, reserved: int) -> int:
-    """Blocks for new requests, beside those promised and one for each of the `seated` to grow into."""
+def room(model: ModelState, limit: int | None = None, reserved: int = 0) -> int:
+    """Blocks for new requests, beside those promised and one for each sequence that has a seat to grow into."""
     pool = model.pool
     quota = model.quota if limit is None or limit > model.quota else limit
     in_quota = quota - model.used - model.promised
     in_pool = pool.available - pool.promised - reserved
-    return (in_quota if in_quota < in_pool else in_pool) // model.pages_per_block - seated
+    return (in_quota if in_quota < in_pool else in_pool) // model.pages_per_block - model.in_engines
 
 
 def _fits_alone(blocks: int, model: ModelState, reserved: int) -> bool:

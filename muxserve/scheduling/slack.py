@@ -3,9 +3,10 @@
 What differs from `adbs` (MuxServe, arXiv:2404.02015, Algorithm 3, whose text has SMs partitioned dynamically):
 
 * **Shares follow the load.** Jobs that run divide the whole unit between them. While planned shares do not fill it,
-  what is left goes to the prefill job, which gains from all of it, or without one to the decode engines in proportion.
-  While they do not fit, all are reduced alike, down to `least` of the planned share; only what does not fit even so
-  waits for its turn. Prefill keeps its planned share when prompts fill a whole step, since it is the bottleneck then.
+  what is left goes to the prefill job, which gains from all of it, or without one to the decode engines, more to those
+  with larger batches. While they do not fit, prefill gives way first, down to half of its planned share, since requests
+  spend most of their time in decode; but where prompts for a whole step wait that could be admitted, prefill is the
+  bottleneck, and decode engines give way, down to `least` of theirs. Only what does not fit even so waits for its turn.
   Shares change when jobs come and go; an engine meets a smaller one between two steps, and only then is the rest given
   to somebody else.
 * **Prefill is batched while there is slack.** Where more prompts wait than seats, pages or a step let in, starting one
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from muxserve.scheduling.adbs import Adbs, AdbsConfig
-from muxserve.scheduling.admission import admissible, wants_prefill
+from muxserve.scheduling.admission import admissible, head_fits, room, wants_prefill
 from muxserve.scheduling.engines import LeaseState
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Renewals
@@ -37,14 +38,15 @@ _NEVER = float("inf")
 
 @dataclass(slots=True)
 class SlackConfig(AdbsConfig):
-    """`least` is the part of its planned share below which no engine runs; `worth`, of a step's tokens, is the prefill
-    that is never held back; `slack` the seconds for which others are; `crowd` the part of the model's seats from which
-    on a batch is large."""
+    """`least` is the part of its planned share below which no decode engine runs. A prefill of `worth`, in parts of a
+    step's tokens, is never held back, others for `slack` seconds. A batch is large from `crowd`, a part of the model's
+    seats, on; prefill is the bottleneck from `pressing`, steps' worth of prompts, on."""
 
     least: float = 0.7
     worth: float = 0.25
     slack: float = 0.1
     crowd: float = 0.125
+    pressing: float = 1.0
 
 
 class Division(NamedTuple):
@@ -88,10 +90,7 @@ class Slack(Adbs):
         order = [*first, *(model for model in (*leased, *ready) if model not in first)]
 
         prefill = prefilling or starting
-        tokens = 0 if prefill is None else prefill.outstanding
-        if job is not None:
-            tokens += sum(ledger.requests[request_id].tokens for request_id in job.admit)
-        pressed = prefill is not None and tokens >= prefill.batch_tokens
+        pressed = prefill is not None and self._pressed(ledger)
         division = self._divide(prefill, order, len(first), pressed)
         contended = self._left_out = len(division.decode) < len(order)
 
@@ -150,7 +149,7 @@ class Slack(Adbs):
         """Divide the unit between the prefill job, if there is one, and decode engines in order of precedence. The
         first `certain` of these get a share whatever the others need."""
         own = prefill.prefill.share if prefill is not None else 0
-        least = own if pressed else int(own * self._rules.least)
+        least = own if pressed else own // 2
         needed, wanted = least, own
         chosen: list[ModelState] = []
         for place, model in enumerate(decoding):
@@ -167,14 +166,42 @@ class Slack(Adbs):
         if not own:
             part = WHOLE
         elif wanted > WHOLE:
-            part = max(int(decode * self._rules.least), WHOLE - own) if pressed else decode * WHOLE // wanted
-        shares = {m.index: max(GRAIN, m.decode.share * part // decode // GRAIN * GRAIN) for m in chosen}
+            part = min(decode, max(int(decode * self._rules.least), WHOLE - least))
+        shares = self._among(chosen, decode, part)
         rest = WHOLE - sum(shares.values())
         if own:
             return Division(rest, shares)
         # Nothing is idle for being less than a grain for each.
         shares[chosen[0].index] += rest
         return Division(0, shares)
+
+    def _pressed(self, ledger: UnitLedger) -> bool:
+        """Prompts that are in prefill engines, or could be, are so many steps' worth that prefill is the bottleneck."""
+        steps = 0.0
+        for model in ledger.models:
+            tokens = float(model.outstanding)
+            waiting = len(model.queue)
+            if waiting and head_fits(ledger, model, self._limits[model.index]):
+                seats = min(waiting, model.max_seqs - model.in_engines)
+                blocks = min(model.queue.blocks * seats / waiting, room(model, self._limits[model.index]))
+                tokens += max(0.0, blocks) * model.block_tokens
+            steps += tokens / model.batch_tokens
+        return steps >= self._rules.pressing
+
+    def _among(self, chosen: list[ModelState], planned: int, part: int) -> dict[int, int]:
+        """Divide `part` of the unit among decode engines with `planned` shares in all: each has its planned share, or
+        its least where these do not fit, and of the rest as much as the sequences of its batch need. Of these only the
+        order of magnitude counts, so that shares do not change with every request."""
+        base = {m.index: m.decode.share if planned <= part else int(m.decode.share * self._rules.least) for m in chosen}
+        spare = part - sum(base.values())
+        if spare < 0:
+            base = {m.index: m.decode.share * part // planned for m in chosen}
+            spare = 0
+        needs = {m.index: m.decode.share << len(m.decoding).bit_length() for m in chosen}
+        whole = sum(needs.values())
+        return {
+            index: max(GRAIN, (share + spare * needs[index] // whole) // GRAIN * GRAIN) for index, share in base.items()
+        }
 
     def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
         if not all(model.profile.elastic for model in ledger.models):

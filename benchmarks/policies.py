@@ -1,0 +1,243 @@
+"""Every policy on every scenario, in simulation on A100-80GB: throughput, and how many requests keep their SLO.
+
+    python benchmarks/policies.py [--scenarios NAME ...] [--friction 0 0.15 0.3] [--out FILE]
+
+A scenario is a unit, given, and a load on it, which is offered at several levels. The SLO is 8 times the latency of the
+request alone, on the fewest GPUs that hold its model (as in MuxServe's evaluation). Throughput is MuxServe's, each
+model over its own span, weighted by rates. `unmanaged` is the simulator's mode no-sm: every job on all of the compute,
+so that only conservation of bandwidth and compute (and friction) slows it; no policy, but what sharing can reach at
+most. docs/scheduling.md discusses the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "paper"))
+
+from inputs import DTYPE, fleet_model, placed_unit
+from msgspec import structs
+from report import machine, write_report
+
+from muxserve.costs.interference import Interference
+from muxserve.costs.roofline import Roofline
+from muxserve.metrics.summary import summarise
+from muxserve.planning.checkpoints import planned_architecture
+from muxserve.simulator import Alone, FleetModel, Mode, mode_of, simulate, units_of
+from muxserve.workload import Arrivals, LogNormalLengths, ModelLoad, TraceRequest, generate
+from placement.cluster import Cluster, Node, PlacedUnit, Placement
+
+ROOT = Path(__file__).resolve().parent.parent
+ALONE_ON = {"7b": 1, "8b": 1, "13b": 1, "30b": 2, "65b": 4, "70b": 4}
+MODES = {"slack": "slack", "adbs": "muxserve", "round_robin": "round-robin", "fcfs": "fcfs", "unmanaged": "no-sm"}
+POLICIES = ("slack", "adbs", "round_robin", "fcfs")
+SLO_SCALES = (2.0, 4.0, 8.0)
+LONGEST = 4096
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model: its size, requests per second, mean lengths in tokens, and how its arrivals are spread (cv)."""
+
+    size: str
+    rate: float
+    prompt: int = 161
+    output: int = 338
+    cv: float = 1.0
+    prefill_share: float = 0.5
+    decode_share: float = 0.3
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Models on one unit of `gpus`. `memory` is the part of the KV memory that is there. After half of the time the
+    rates are those of `later`, if there are any; nobody has told the unit of that."""
+
+    models: Sequence[Served]
+    gpus: int
+    seconds: float = 40.0
+    memory: float = 1.0
+    later: Sequence[float] = ()
+
+    def times(self, factor: float) -> Scenario:
+        """The same with so many times the requests."""
+        models = [replace(model, rate=model.rate * factor) for model in self.models]
+        return replace(self, models=models, later=[rate * factor for rate in self.later])
+
+
+def _scenarios() -> dict[str, Scenario]:
+    def even(count: int, size: str, rate: float, **changes: object) -> list[Served]:
+        return [Served(size, rate, **changes) for _ in range(count)]  # type: ignore[arg-type]
+
+    two = Scenario(even(2, "7b", 5.0, decode_share=0.4), 1)
+    three = Scenario(
+        [Served("30b", 4.0, decode_share=0.4), Served("13b", 16.0), Served("7b", 16.0, decode_share=0.2)], 4
+    )
+    big = Scenario([Served("65b", 1.0), Served("30b", 8.0, decode_share=0.4)], 4)
+    four = Scenario(even(4, "7b", 9.0), 4)
+    eight = Scenario([Served("7b", 10.0 * 0.6**rank, decode_share=0.2) for rank in range(8)], 4)
+    modern = Scenario([Served("70b", 3.0, 400, 300, decode_share=0.4), Served("8b", 20.0, 400, 200)], 4)
+    long = Scenario([Served("7b", 1.6, 1500, 150), Served("13b", 1.0, 1500, 150)], 1)
+    short = Scenario([Served("7b", 10.0, 300, 20), Served("7b", 4.0, 161, 250)], 1)
+    one = Scenario([Served("7b", 8.0, 200, 250)], 1)
+    made = {
+        "one 7B": one,
+        "two 7B, even": two,
+        "two 7B, 1:8": replace(two, models=[Served("7b", 1.0, decode_share=0.4), Served("7b", 8.0, decode_share=0.4)]),
+        "30B, 13B, 7B": three,
+        "65B, 30B": big,
+        "four 7B, even": four,
+        "eight 7B, skewed": eight,
+        "70B, 8B (GQA)": modern,
+        "long prompts": long,
+        "short answers": short,
+        "bursts (cv 4)": replace(four, models=even(4, "7b", 7.0, cv=4.0)),
+        "popularity shifts": replace(
+            four, models=[Served("7b", rate) for rate in (24.0, 4.0, 2.0, 2.0)], later=[2.0, 2.0, 4.0, 24.0]
+        ),
+        "2:1:1 lengths": replace(
+            three,
+            models=[
+                Served("30b", 3.0, 322, 676, decode_share=0.4),
+                Served("13b", 12.0),
+                Served("7b", 12.0, decode_share=0.2),
+            ],
+        ),
+    }
+    made["tight memory"] = replace(made["2:1:1 lengths"], memory=0.5)
+    made["tight memory, shifts"] = replace(made["popularity shifts"], memory=0.25)
+    return made
+
+
+# Times the scenario's rates.
+LOADS = {"light": 0.4, "busy": 0.8, "overload": 1.5}
+
+
+def model_of(name: str, size: str) -> FleetModel:
+    """A model as the simulator takes it."""
+    if size in ("8b", "70b"):
+        return FleetModel(name, planned_architecture(f"llama-3.1-{size}", ROOT), DTYPE, max_len=2 * LONGEST)
+    return replace(fleet_model(name, size), max_len=2 * LONGEST)
+
+
+def requests_of(scenario: Scenario, names: Sequence[str], seed: int) -> list[TraceRequest]:
+    """The load."""
+
+    def loads(rates: Sequence[float]) -> Mapping[str, ModelLoad]:
+        return {
+            name: ModelLoad(
+                rate,
+                LogNormalLengths(model.prompt / 1.377, 0.8, 1, min(4 * model.prompt, LONGEST - 600)),
+                LogNormalLengths(model.output / 1.377, 0.8, 1, min(4 * model.output, LONGEST // 2)),
+                Arrivals(model.cv),
+            )
+            for name, model, rate in zip(names, scenario.models, rates, strict=True)
+        }
+
+    rates = [model.rate for model in scenario.models]
+    if not scenario.later:
+        return list(generate(loads(rates), scenario.seconds, seed))
+    half = scenario.seconds / 2
+    first = list(generate(loads(rates), half, seed))
+    return first + [
+        structs.replace(r, arrival=r.arrival + half) for r in generate(loads(scenario.later), half, seed + 1)
+    ]
+
+
+def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0) -> Row:
+    """Simulate the scenario in that mode."""
+    latency = Roofline(interference=Interference(friction=friction))
+    names = [f"{model.size}-{rank}" for rank, model in enumerate(scenario.models)]
+    models = {name: model_of(name, served.size) for name, served in zip(names, scenario.models, strict=True)}
+    cluster = Cluster((Node("A100-80GB", max(scenario.gpus, *(ALONE_ON[m.size] for m in scenario.models))),))
+    members = {
+        name: (models[name], m.rate, m.prefill_share, m.decode_share)
+        for name, m in zip(names, scenario.models, strict=True)
+    }
+    unit = placed_unit("unit0", 0, scenario.gpus, members)
+    unit = replace(unit, kv_bytes=int(unit.kv_bytes * scenario.memory))
+    lone = tuple(_alone(name, m.size, models[name]) for name, m in zip(names, scenario.models, strict=True))
+    reference = Alone(units_of(Placement(cluster, lone), models, mode_of("spatial")), latency)
+    units = units_of(Placement(cluster, (unit,)), models, mode)
+    result = simulate(units, requests_of(scenario, names, seed), latency)
+    rates = {name: m.rate for name, m in zip(names, scenario.models, strict=True)}
+    summary = summarise(result.records, rates=rates, reference=reference, slo_scales=SLO_SCALES)
+    overall = summary.overall
+    met = dict(zip(SLO_SCALES, overall.attainment["latency"], strict=True))
+    assert overall.ttft is not None
+    assert overall.tpot is not None
+    assert overall.latency is not None
+    figures = {
+        "throughput": summary.weighted_throughput_own_span,
+        "slo": met[8.0],
+        "slo2": met[2.0],
+        "slo4": met[4.0],
+        "ttft_mean": overall.ttft.mean,
+        "ttft_p99": overall.ttft.p99,
+        "tpot_mean": overall.tpot.mean,
+        "latency_mean": overall.latency.mean,
+        "preemptions": overall.preemptions,
+        "failed": overall.requests - overall.completed,
+    }
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def _alone(name: str, size: str, model: FleetModel) -> PlacedUnit:
+    return placed_unit(name, 0, ALONE_ON[size], {name: (model, 1.0, 1.0, 1.0)})
+
+
+def table(rows: dict[str, dict[str, Row]]) -> dict[str, object]:
+    """Print each point, and how the policies compare: throughput of the best policy at a point is 1."""
+    print(f"{'':32s}" + "".join(f"{name:>18s}" for name in MODES))
+    behind: dict[str, list[str]] = {name: [] for name in POLICIES}
+    logs: dict[str, list[float]] = {name: [] for name in MODES}
+    for point, row in rows.items():
+        best = {key: max(row[name][key] for name in POLICIES) for key in ("throughput", "slo")}
+        cells = []
+        for name in MODES:
+            ratio = row[name]["throughput"] / best["throughput"]
+            logs[name].append(math.log(ratio))
+            cells.append(f"{ratio:10.3f} {row[name]['slo']:6.1%}")
+            if name in behind and (ratio < 0.99 or row[name]["slo"] < best["slo"] - 0.01):
+                behind[name].append(point)
+        print(f"{point:32s}" + "".join(f"{cell:>18s}" for cell in cells), flush=True)
+    means = {name: round(math.exp(fmean(values)), 4) for name, values in logs.items()}
+    met = {name: round(fmean(row[name]["slo"] for row in rows.values()), 4) for name in MODES}
+    print(f"throughput, mean: {means}\nSLO, mean: {met}")
+    print("more than 1 % behind the best policy: " + ", ".join(f"{name} {len(at)}" for name, at in behind.items()))
+    return {"throughput": means, "slo": met, "behind": behind}
+
+
+def main() -> int:
+    """Run everything."""
+    made = _scenarios()
+    parser = argparse.ArgumentParser(description="Policies on scenarios, in simulation.")
+    parser.add_argument("--scenarios", nargs="+", choices=list(made), default=list(made))
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--friction", nargs="+", type=float, default=[0.0, 0.15, 0.3])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/policies.json")
+    options = parser.parse_args()
+    report: dict[str, object] = {"machine": machine(), "costs": "roofline", "slo_scale": 8.0}
+    for friction in options.friction:
+        print(f"friction {friction:g}")
+        rows = {
+            f"{name}, {load}": {
+                policy: run(made[name].times(LOADS[load]), mode_of(mode), friction) for policy, mode in MODES.items()
+            }
+            for name in options.scenarios
+            for load in options.loads
+        }
+        report[f"friction {friction:g}"] = {"compared": table(rows), "points": rows}
+    write_report(options.out, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
