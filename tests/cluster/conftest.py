@@ -270,11 +270,11 @@ async def fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
 
 
 @pytest.fixture
-async def exclusive_gpu_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
-    """On GPUs that let an MPS server in and nobody else."""
+async def other_gpu_fleet(run_dir: RunDir, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    """On GPUs that have to be treated otherwise: the parameter is what of their spec differs."""
     of = gpu_unit_spec(run_dir.path)
     assert of.gpu is not None
-    of = msgspec.structs.replace(of, gpu=msgspec.structs.replace(of.gpu, keepers_in_mps=True))
+    of = msgspec.structs.replace(of, gpu=msgspec.structs.replace(of.gpu, **request.param))
     async for each in running(Fleet(run_dir, [of])):
         yield each
 

@@ -89,8 +89,9 @@ async def test_all_that_computes_ends_with_the_mps_server(gpu_fleet: Fleet) -> N
     assert reasons == {"ended with the MPS server"}
 
 
-async def test_on_a_gpu_that_lets_mps_in_only_memory_ends_with_it(exclusive_gpu_fleet: Fleet) -> None:
-    fleet = exclusive_gpu_fleet
+@pytest.mark.parametrize("other_gpu_fleet", [{"keepers_in_mps": True}], indirect=True)
+async def test_on_a_gpu_that_lets_mps_in_only_memory_ends_with_it(other_gpu_fleet: Fleet) -> None:
+    fleet = other_gpu_fleet
     await fleet.serving()
     os.kill(fleet.pid(MPS), signal.SIGKILL)
     again = [MPS, MEMORY, *HOLDERS, *ENGINES]
@@ -102,6 +103,20 @@ async def test_on_a_gpu_that_lets_mps_in_only_memory_ends_with_it(exclusive_gpu_
         assert index(after, Starting, engine) > index(after, Up, PartId("weights", engine.model))
         assert index(after, Starting, engine) > index(after, Up, MEMORY)
     assert fleet.journal().count("memory has 1000 pages") == 2
+
+
+@pytest.mark.parametrize("other_gpu_fleet", [{"restart_mps": True}], indirect=True)
+async def test_a_server_that_does_not_outlive_a_killed_client_is_started_again(other_gpu_fleet: Fleet) -> None:
+    fleet = other_gpu_fleet
+    await fleet.serving()
+    os.kill(fleet.pid(ENGINES[0]), signal.SIGKILL)
+    await fleet.until(lambda: all(fleet.ups(part) >= 2 for part in [MPS, *ENGINES]))
+    assert all(fleet.ups(part) == 1 for part in (VLLM, WARM, UNIT, GATEWAY, MEMORY, *HOLDERS))
+    reasons = {event.part: event.reason for event in fleet.events if isinstance(event, Down)}
+    assert reasons[MPS] == "is started again after the death of an engine"
+    assert "ended with the MPS server" in reasons.values()
+    # That engines end with it is no reason to start it again.
+    assert fleet.ups(MPS) == 2
 
 
 async def test_a_holder_that_waits_for_others_has_all_its_time_left(gpu_fleet: Fleet) -> None:
