@@ -162,9 +162,11 @@ class Slack(Adbs):
             return Division(WHOLE if own else 0, {})
         decode = wanted - own
         part = decode
-        pressed = pressed and needed <= WHOLE
         if not own:
             part = WHOLE
+        elif needed > WHOLE:
+            # Those that are certain do not fit even so.
+            part = decode * WHOLE // wanted
         elif wanted > WHOLE:
             part = min(decode, max(int(decode * self._rules.least), WHOLE - least))
         shares = self._among(chosen, decode, part)

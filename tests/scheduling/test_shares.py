@@ -54,6 +54,16 @@ def test_a_prompt_takes_from_decode_what_is_above_its_planned_share() -> None:
     assert (prefill.phase, prefill.share) == (Phase.PREFILL, int(0.7 * WHOLE))
 
 
+def test_decode_engines_that_waited_too_long_share_the_unit_with_a_prefill_whatever_was_planned() -> None:
+    profiles = [profile(name, prefill_share=1.0, decode_share=1.0) for name in "abc"]
+    models = UnitLedger(profiles, [PoolProfile("pool", 2000)]).models
+    division = Slack()._divide(models[0], models, certain=3, pressed=False)
+    assert division.prefill > 0
+    assert set(division.decode) == {0, 1, 2}
+    assert min(division.decode.values()) > 0
+    assert division.prefill + sum(division.decode.values()) == WHOLE
+
+
 def shared_out(machine: Machine, grants: list[Grant]) -> None:
     """Leases fit the unit, nobody has less than it may, and nothing is idle while somebody could use it."""
     ledger = machine.ledger
