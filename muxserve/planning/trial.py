@@ -233,7 +233,7 @@ class Search:
         def good(point: int) -> bool:
             return self.attained(point, switch) >= share
 
-        low, high = _bracket(good, start, 2 * stride, reach)
+        low, high = bracket(good, start, 2 * stride, reach)
         if low is None:
             return 0.0
         while high - low > stride:
@@ -242,15 +242,16 @@ class Search:
         return STEP**low
 
 
-def _bracket(good: Callable[[int], bool], start: int, stride: int, reach: int) -> tuple[int | None, int]:
-    """A point that is good, and one above it that is not; strides double as one goes, but not further than `reach`."""
+def bracket(good: Callable[[int], bool], start: int, stride: int, reach: int) -> tuple[int | None, int]:
+    """A point that is good, and one above it that is not; strides double as one goes, up to `reach` from `start`. None
+    if no point down to there is good, twice the last point if all up to there are."""
     point, up = start, good(start)
     while True:
-        following = point + (stride if up else -stride)
-        if following <= start - reach:
+        if not up and point == start - reach:
             return None, point
-        if following >= start + reach:
+        if up and point == start + reach:
             return point, point
+        following = min(point + stride, start + reach) if up else max(point - stride, start - reach)
         if good(following) != up:
             return min(point, following), max(point, following)
         point, stride = following, 2 * stride

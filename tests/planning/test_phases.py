@@ -30,6 +30,7 @@ from muxserve.planning.trial import (
     Search,
     Trial,
     balance,
+    bracket,
     objectives_of,
     part_met,
     point_of,
@@ -41,6 +42,16 @@ from muxserve.spec import PhasesName
 from tests.planning.phases_support import TINY, WIDE, cores, gpus, tiny, wanted, with_demand
 
 COSTS = Roofline()
+
+
+@pytest.mark.parametrize("crossing", [-40, -33, -7, -1, 0, 1, 5, 33, 40])
+def test_a_crossing_is_found_wherever_it_is_within_reach(crossing: int) -> None:
+    # Strides double: 2, 6, 14, 30 and then beyond the reach of 40, to which the last one is cut.
+    low, high = bracket(lambda point: point <= crossing, 0, 2, 40)
+    assert low is not None
+    assert low <= crossing
+    assert crossing < high or high == 40
+    assert bracket(lambda point: False, 0, 2, 40)[0] is None
 
 
 def figures(goodput: float, attainment: float = 1.0, smooth: float | None = None) -> Figures:
