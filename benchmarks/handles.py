@@ -37,9 +37,9 @@ from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import ToClient, ToUnit
 from muxserve.global_scheduler.rolling_state import apply, rebuild
 from muxserve.replicas.views import InstanceLoad
-from muxserve.rolling.constraints import Demand
+from muxserve.rolling.constraints import PrefillDemand
 from muxserve.rolling.macro_instance import MacroInstance
-from muxserve.rolling.member import Member
+from muxserve.rolling.member import MacroMember
 from muxserve.rolling.rules import RollingRules
 from muxserve.rolling.scheduler import pack, unpack
 from muxserve.spec import (
@@ -231,9 +231,9 @@ class Scheduler:
         for member in self.macro.ring:
             member.leaving = True
 
-    def member(self, name: str, requests: int) -> Member:
+    def member(self, name: str, requests: int) -> MacroMember:
         now = time.monotonic()
-        member = Member(name, CAPACITY, RULES.tpot, switched_at=now)
+        member = MacroMember(name, CAPACITY, RULES.tpot, switched_at=now)
         rebuild(member, everything(name, requests), RULES, (), now)
         member.stepped(100)
         return member
@@ -259,7 +259,7 @@ class Scheduler:
                 member = unpack(data).member
                 self.macro.join(member)
                 now = time.monotonic()
-                ((_, to),) = self.macro.arrive(Demand("probe", 0.01, 500, now), now)
+                ((_, to),) = self.macro.arrive(PrefillDemand("probe", 0.01, 500, now), now)
                 took = (time.monotonic_ns() - int.from_bytes(started, "little")) / 1e6
                 if to is not member:
                     raise SystemExit(f"the request went to {to.name}")

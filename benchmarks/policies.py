@@ -29,7 +29,7 @@ from muxserve.costs.interference import Interference
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.summary import summarise
 from muxserve.planning.checkpoints import planned_architecture
-from muxserve.simulator import Alone, FleetModel, Mode, mode_of, simulate, units_of
+from muxserve.simulator import AloneSimulation, FleetModel, Mode, mode_of, simulate, units_of
 from muxserve.workload import Arrivals, LogNormalLengths, ModelLoad, TraceRequest, generate
 from placement.cluster import Cluster, Node, PlacedUnit, Placement
 
@@ -164,7 +164,7 @@ def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0) ->
     unit = placed_unit("unit0", 0, scenario.gpus, members)
     unit = replace(unit, kv_bytes=int(unit.kv_bytes * scenario.memory))
     lone = tuple(_alone(name, m.size, models[name]) for name, m in zip(names, scenario.models, strict=True))
-    reference = Alone(units_of(Placement(cluster, lone), models, mode_of("spatial")), latency)
+    reference = AloneSimulation(units_of(Placement(cluster, lone), models, mode_of("spatial")), latency)
     units = units_of(Placement(cluster, (unit,)), models, mode)
     result = simulate(units, requests_of(scenario, names, seed), latency)
     rates = {name: m.rate for name, m in zip(names, scenario.models, strict=True)}

@@ -30,7 +30,7 @@ import zmq
 from report import machine, percentiles, write_report
 
 from muxserve.net import sockets
-from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, NewRequest, RoundRobin
+from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, NewRequest, RoundRobinDispatch
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules, choose_request
 from muxserve.replicas.priorities import DEFAULT_LEVELS
@@ -52,7 +52,7 @@ POLICIES = {
     "freest": lambda: Freest(),
     "freest_of_queues": lambda: FreestOfQueues(DEFAULT_LEVELS),
     "load_aware": lambda: LoadAware(),
-    "round_robin": lambda: RoundRobin(),
+    "round_robin": lambda: RoundRobinDispatch(),
 }
 
 

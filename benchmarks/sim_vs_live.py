@@ -39,7 +39,7 @@ from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.demands import demands_of
 from muxserve.planning.this_machine import plan_machine
 from muxserve.planning.unit_plan import resolve_unit
-from muxserve.simulator import FleetModel, Options, Overheads, mode_of, simulate, units_of
+from muxserve.simulator import ControlDelays, FleetModel, Options, mode_of, simulate, units_of
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from muxserve.workload.trace import TraceRequest, write_trace
 from placement.objective import Objective
@@ -196,7 +196,7 @@ def main() -> int:
                 )
                 if options.save_profile:
                     save_profile(measured, options.save_profile)
-                overheads = Overheads.live(known.turn, known.between, known.request)
+                overheads = ControlDelays.live(known.turn, known.between, known.request)
                 costs = with_front_end(latency, known)
                 for rate in options.rates:
                     requests = workload(names, rate, options.duration, options.seed)

@@ -11,7 +11,7 @@ from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel, Load
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class CurveLengths:
     """The part of a demand that shapes its curves."""
 
     prompt: int
@@ -38,7 +38,7 @@ class DecodeCurve:
     made non-decreasing. Below a batch of 1 the engine is idle part of the time.
     """
 
-    def __init__(self, costs: EngineCosts, lengths: Lengths) -> None:
+    def __init__(self, costs: EngineCosts, lengths: CurveLengths) -> None:
         self._costs, self._lengths = costs, lengths
         self.batch = [float(b) for b in batch_grid(lengths.max_seqs)]
         self.seconds: list[float] = []
@@ -93,7 +93,7 @@ class DecodeCurve:
 class PrefillCurve:
     """Prefill of one engine: seconds per request, when `batch` prompts of the mean length are taken together."""
 
-    def __init__(self, costs: EngineCosts, lengths: Lengths) -> None:
+    def __init__(self, costs: EngineCosts, lengths: CurveLengths) -> None:
         p, limit = lengths.prompt, lengths.max_tokens
         if p > limit:
             self.batch, self.seconds = [1.0], [_chunked(costs, p, limit)]
@@ -141,8 +141,8 @@ class Curves:
     def __init__(self, latency: LatencyModel) -> None:
         self.latency = latency
         self._costs: dict[tuple[ModelArchitecture, EngineShape], EngineCosts] = {}
-        self._decode: dict[tuple[ModelArchitecture, EngineShape, Lengths], DecodeCurve] = {}
-        self._prefill: dict[tuple[ModelArchitecture, EngineShape, Lengths], PrefillCurve] = {}
+        self._decode: dict[tuple[ModelArchitecture, EngineShape, CurveLengths], DecodeCurve] = {}
+        self._prefill: dict[tuple[ModelArchitecture, EngineShape, CurveLengths], PrefillCurve] = {}
 
     def _engine(self, architecture: ModelArchitecture, shape: EngineShape) -> EngineCosts:
         key = (architecture, shape)
@@ -151,7 +151,7 @@ class Curves:
             found = self._costs[key] = self.latency.engine(architecture, shape)
         return found
 
-    def decode(self, architecture: ModelArchitecture, shape: EngineShape, lengths: Lengths) -> DecodeCurve:
+    def decode(self, architecture: ModelArchitecture, shape: EngineShape, lengths: CurveLengths) -> DecodeCurve:
         """The decode table of that engine."""
         key = (architecture, shape, lengths)
         found = self._decode.get(key)
@@ -159,7 +159,7 @@ class Curves:
             found = self._decode[key] = DecodeCurve(self._engine(architecture, shape), lengths)
         return found
 
-    def prefill(self, architecture: ModelArchitecture, shape: EngineShape, lengths: Lengths) -> PrefillCurve:
+    def prefill(self, architecture: ModelArchitecture, shape: EngineShape, lengths: CurveLengths) -> PrefillCurve:
         """The prefill table of that engine."""
         key = (architecture, shape, lengths)
         found = self._prefill.get(key)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from muxserve.costs.latency import CostError, EngineShape, LatencyModel, Load
-from placement.curves import Curves, DecodeCurve, Lengths, PrefillCurve
+from placement.curves import CurveLengths, Curves, DecodeCurve, PrefillCurve
 from placement.demand import Demand, Mesh, splits_evenly
 from placement.memory import MemoryRules, model_bytes, sequence_bytes
 
@@ -109,9 +109,9 @@ class Engines:
         return self.decode(model, mesh, 1.0) is not None and self.prefill(model, mesh, 1.0) is not None
 
 
-def lengths_of(demand: Demand) -> Lengths:
+def lengths_of(demand: Demand) -> CurveLengths:
     """What of a demand its curves depend on."""
-    return Lengths(
+    return CurveLengths(
         prompt=demand.prompt_tokens,
         steps=demand.decode_steps,
         context=demand.sequence_tokens,

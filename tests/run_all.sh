@@ -111,7 +111,7 @@ done
 for name in "${passed[@]}"; do
   echo "== $name"
   # pytest's summary, with what was skipped or ran twice; of the others their last lines.
-  sed -n '/^=* short test summary/,$p' "$logs/$name.log" | grep . || tail -n 6 "$logs/$name.log"
+  sed -n '/^[=_]* \(first run of\|rerun test summary\|short test summary\)/,$p' "$logs/$name.log" | grep . || tail -n 6 "$logs/$name.log"
 done
 for name in "${failed[@]}"; do
   [ "$name" = "$shown" ] || { echo "== $name" && cat "$logs/$name.log"; }

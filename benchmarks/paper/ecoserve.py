@@ -41,17 +41,17 @@ from muxserve.metrics import percentile
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.replicas.dispatch import DispatchPolicy, NewRequest
 from muxserve.replicas.views import InstanceLoad
-from muxserve.rolling.member import Member
-from muxserve.rolling.member import Objectives as RollingObjectives
+from muxserve.rolling.member import LatencyTargets as RollingObjectives
+from muxserve.rolling.member import MacroMember
 from muxserve.rolling.mitosis import Bounds
-from muxserve.rolling.scaling import ScalingRules
+from muxserve.rolling.scaling import RollingScalingRules
 from muxserve.rolling.scheduler import pack, unpack
 from muxserve.scheduling.token_throttling import FixedBudget
 from muxserve.simulator import (
+    ControlDelays,
     FleetModel,
     Link,
     Options,
-    Overheads,
     Pipeline,
     ReplicaRules,
     ReplicasResult,
@@ -145,7 +145,7 @@ Row = dict[str, Any]
 
 # A good figure of the engines of 2024 is 5 ms of the host for each step, of which the roofline has one.
 STEP = 4e-3
-OPTIONS = Options(Overheads(prefill_step=STEP, decode_step=STEP), sample_seconds=0.0)
+OPTIONS = Options(ControlDelays(prefill_step=STEP, decode_step=STEP), sample_seconds=0.0)
 
 
 def unit_of(cluster: Cluster, model: str, number: int = 0, pipeline: Pipeline | None = None) -> SimUnit:
@@ -527,7 +527,7 @@ def part_dynamic(effort: Effort, keep: Callable[[Row], None]) -> Row:
     for number, rate in enumerate(range(20, 55, 5)):
         for request in workload(dataset, rate, each, seed=number + 1):
             requests.append(structs.replace(request, arrival=request.arrival + number * each))
-    rules = ScalingRules(target=0.9, window=10.0, patience=4.0, least=6, most=48)
+    rules = RollingScalingRules(target=0.9, window=10.0, patience=4.0, least=6, most=48)
     found: Row = {}
     for name, more in (
         ("scaled", {"scaling": rules, "start_seconds": 5.0, "bounds": Bounds(4, 16)}),
@@ -577,7 +577,7 @@ def part_ablation(effort: Effort, keep: Callable[[Row], None]) -> Row:
 
 def part_handles(effort: Effort, keep: Callable[[Row], None]) -> Row:
     """What it takes to hand a replica with 256 requests to another macro instance: to bytes, and back."""
-    member = Member("u0", 100_000, TPOT)
+    member = MacroMember("u0", 100_000, TPOT)
     for number in range(256):
         member.admitted(f"request-{number:08d}-{'x' * 24}", 500, 0.05, float(number))
         member.prefilled(f"request-{number:08d}-{'x' * 24}", float(number) + 0.05)

@@ -42,7 +42,17 @@ from muxserve.scheduling.token_throttling import (
     TokenThrottling,
     prompt_tokens_ahead,
 )
-from muxserve.simulator import FleetModel, FleetResult, Link, Options, Overheads, Pipeline, SimUnit, lone_unit, simulate
+from muxserve.simulator import (
+    ControlDelays,
+    FleetModel,
+    FleetResult,
+    Link,
+    Options,
+    Pipeline,
+    SimUnit,
+    lone_unit,
+    simulate,
+)
 from muxserve.simulator.stages import kv_blocks
 from muxserve.workload import ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import Lengths, LogNormalLengths, QuantileLengths
@@ -215,7 +225,7 @@ def run(system: System, budget: Callable[[], TokenBudget], requests: list[TraceR
     unit = system.unit
     assert unit.pipeline is not None
     unit = replace(unit, pipeline=replace(unit.pipeline, budget=budget))
-    options = Options(Overheads(decode_step=system.overhead), sample_seconds=0.0)
+    options = Options(ControlDelays(decode_step=system.overhead), sample_seconds=0.0)
     return simulate([unit], requests, system.costs, options)
 
 

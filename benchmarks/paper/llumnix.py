@@ -30,7 +30,7 @@ from inputs import DTYPE, llama
 from report import machine, write_report
 
 from muxserve.costs.roofline import Roofline
-from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, RoundRobin
+from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, RoundRobinDispatch
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.simulator import FleetModel, FleetResult, Options, ReplicaRules, SimUnit, lone_unit, simulate
@@ -55,7 +55,7 @@ LOADS: dict[str, tuple[str, str, float, float]] = {
     "L-S": ("long", "short", 24.8, 23.5),
 }
 SYSTEMS: dict[str, ReplicaRules] = {
-    "round-robin": ReplicaRules(dispatch=lambda levels: RoundRobin()),
+    "round-robin": ReplicaRules(dispatch=lambda levels: RoundRobinDispatch()),
     "infaas++": ReplicaRules(dispatch=lambda levels: LoadAware()),
     "llumnix": ReplicaRules(dispatch=lambda levels: Freest(), migration=MigrationRules()),
     # Dispatch counts whole queues, as Llumnix's release does; the rest is the same.

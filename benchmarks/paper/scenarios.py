@@ -17,7 +17,7 @@ from inputs import DEVICE, DTYPE, costs, fleet_model, llama, placed_unit
 from muxserve.costs import LatencyModel
 from muxserve.costs.devices import device
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.simulator import Alone, SimUnit, mode_of, simulate, units_of
+from muxserve.simulator import AloneSimulation, SimUnit, mode_of, simulate, units_of
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from placement.cluster import Cluster, Node, Placement
 from placement.demand import Demand
@@ -122,14 +122,14 @@ def _without_quotas(unit: SimUnit) -> SimUnit:
     return replace(unit, models=tuple(models), adapt_quotas=False)
 
 
-def alone(scenario: Scenario, latency: LatencyModel) -> Alone:
+def alone(scenario: Scenario, latency: LatencyModel) -> AloneSimulation:
     """Latencies of single requests, each model by itself on the fewest GPUs."""
     models = {name: fleet_model(name, size) for name, size in scenario.sizes.items()}
     units = tuple(
         placed_unit(name, 0, ALONE_ON[size], {name: (models[name], 1.0, 1.0, 1.0)})
         for name, size in scenario.sizes.items()
     )
-    return Alone(units_of(Placement(scenario.cluster, units), models, mode_of("spatial")), latency)
+    return AloneSimulation(units_of(Placement(scenario.cluster, units), models, mode_of("spatial")), latency)
 
 
 def figures(summary: Summary, scale: float = 8.0) -> dict[str, Any]:

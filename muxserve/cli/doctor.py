@@ -141,7 +141,7 @@ def doctor_gpu() -> int:
     return 0
 
 
-def probes_of(machine: nvml.Machine) -> list[lab.Probe]:
+def probes_of(machine: nvml.GpuMachine) -> list[lab.Probe]:
     """The probes, the first of which compares versions: an old driver makes every other fail in its own way."""
 
     def driver(_: lab.Lab) -> str:
@@ -294,7 +294,7 @@ def _parts() -> Iterator[Check]:
             yield Check("port 8000", "note", str(error.strerror), "deploy with --port")
 
 
-def _gpu(found: Callable[[], nvml.Machine] = nvml.machine) -> Iterator[Check]:
+def _gpu(found: Callable[[], nvml.GpuMachine] = nvml.machine) -> Iterator[Check]:
     """GPUs are used by fleets that ask for them; nothing here keeps one from being served on the CPU."""
     machine = found()
     if not machine.gpus:
@@ -327,7 +327,7 @@ def _gpu(found: Callable[[], nvml.Machine] = nvml.machine) -> Iterator[Check]:
     )
 
 
-def _probed(machine: nvml.Machine) -> Check:
+def _probed(machine: nvml.GpuMachine) -> Check:
     tried = findings(machine)
     if tried is None:
         return Check("GPU probes", "note", "not made", "`muxserve doctor --gpu` tries what these GPUs can do, once")

@@ -180,12 +180,12 @@ def simulate(
     Exit codes: 0 all requests were answered in every mode, 1 some were not, 2 the fleet, the workload or the command
     line is wrong, 130 interrupted.
     """
-    from muxserve.cli.simulate import Settings
+    from muxserve.cli.simulate import SimulateSettings
     from muxserve.cli.simulate import run as run_simulation
 
     raise typer.Exit(
         run_simulation(
-            Settings(
+            SimulateSettings(
                 fleet=fleet,
                 workload=workload,
                 options=reading,
@@ -283,10 +283,10 @@ def replay(
     Exit codes: 0 all requests were answered, 1 some failed, 2 nothing was sent (wrong workload, option, URL or key),
     130 ended early.
     """
-    from muxserve.cli.replay import Settings
+    from muxserve.cli.replay import ReplaySettings
     from muxserve.cli.replay import replay as run
 
-    settings = Settings(
+    settings = ReplaySettings(
         url, workload, reading, fleet, models, key, max_in_flight, timeout, alone, slo_ttft_ms, slo_tpot_ms,
         out, html, plotly, records, json,
     )  # fmt: skip

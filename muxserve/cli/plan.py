@@ -24,7 +24,7 @@ from muxserve.planning.planner import (
     SEARCH_SECONDS,
     PlannedFleet,
     Planner,
-    Progress,
+    PlanningProgress,
     UsageError,
     options_of,
 )
@@ -92,7 +92,7 @@ def _plan(arguments: PlanArguments) -> int:
             simulate=arguments.simulate,
             compare=compare,
             network=None if arguments.network is None else arguments.network * 1e9 / 8,
-            progress=Progress(told, lambda: comparison_bar(alone)),
+            progress=PlanningProgress(told, lambda: comparison_bar(alone)),
         )
         if cluster is None:
             _check_cpu(arguments)

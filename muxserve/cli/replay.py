@@ -76,7 +76,7 @@ EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReplaySettings:
     """What the command line says; times in seconds, objectives in milliseconds."""
 
     url: str
@@ -97,7 +97,7 @@ class Settings:
     as_json: bool = False
 
 
-def replay(settings: Settings) -> int:
+def replay(settings: ReplaySettings) -> int:
     """Replay a workload; returns the exit code."""
     try:
         for path in filter(None, (settings.out, settings.html, settings.records)):
@@ -116,7 +116,7 @@ def replay(settings: Settings) -> int:
     return EXIT_WRONG
 
 
-async def _replay(settings: Settings) -> int:
+async def _replay(settings: ReplaySettings) -> int:
     given = models_of(settings.fleet, settings.models)
     options = WorkloadOptions(**settings.options)
     async with Endpoint(settings.url, settings.key, settings.timeout) as endpoint:
@@ -165,7 +165,7 @@ def _count(described: Description) -> int:
     return described.overall.requests if described.overall else 0
 
 
-def _tell_mapping(settings: Settings, workload: Workload, given: bool, served: list[str]) -> None:
+def _tell_mapping(settings: ReplaySettings, workload: Workload, given: bool, served: list[str]) -> None:
     foreign = [name for name in workload.source_models if name not in workload.models]
     if foreign and settings.options.get("mapping", "auto") == "auto":
         shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
@@ -186,7 +186,7 @@ async def _alone(
     return found
 
 
-def _objectives(settings: Settings, models: tuple[str, ...]) -> dict[str, Objectives]:
+def _objectives(settings: ReplaySettings, models: tuple[str, ...]) -> dict[str, Objectives]:
     found = {}
     of_fleet = {} if settings.fleet is None else {model.name: model.slo for model in load_fleet(settings.fleet).models}
     for name in models:
@@ -243,7 +243,7 @@ def _extra(running: Replay, alone: Mapping[str, Alone] | None) -> dict[str, obje
     return extra
 
 
-def _report(settings: Settings, workload: Workload, dialects: Mapping[str, Dialect], summary: Summary) -> None:
+def _report(settings: ReplaySettings, workload: Workload, dialects: Mapping[str, Dialect], summary: Summary) -> None:
     runs = {"replay": summary}
     about = f"{workload.about} on {settings.url}"
     parameters = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from muxserve.cli.comparing import working
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cli.simulate_places import Places, PlacesError, Search, places_of
+from muxserve.cli.simulate_places import PlacementSearch, Places, PlacesError, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
 from muxserve.costs.front_end import with_front_end
@@ -28,11 +28,11 @@ from muxserve.planning.prediction import Simulated
 from muxserve.planning.specs import levels_of
 from muxserve.replicas.priorities import Levels, PriorityError
 from muxserve.simulator import (
-    Alone,
+    AloneSimulation,
+    ControlDelays,
     FleetResult,
     Mode,
     Options,
-    Overheads,
     SimulationError,
     UnitResult,
     mode_of,
@@ -46,7 +46,7 @@ EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SimulateSettings:
     """What the command line says; see `muxserve simulate --help`."""
 
     fleet: Path
@@ -80,7 +80,7 @@ class Run:
     placed: Simulated
 
 
-def run(settings: Settings) -> int:
+def run(settings: SimulateSettings) -> int:
     """Simulate, print, write what was asked for; returns the exit code."""
     try:
         return _run(settings)
@@ -96,14 +96,14 @@ def run(settings: Settings) -> int:
     return EXIT_WRONG
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: SimulateSettings) -> int:
     modes = _modes(settings.modes)
     for path in filter(None, (settings.out, settings.html, settings.timeline)):
         if not path.parent.is_dir():
             raise PlacesError(f"{path} cannot be written: there is no directory {path.parent}")
     latency = latency_model(settings.profile)
     with working("reading") as (told, apart):
-        search = Search(settings.seconds, settings.seed, told, apart)
+        search = PlacementSearch(settings.seconds, settings.seed, told, apart)
         places = places_of(
             settings.fleet, settings.gpus, settings.gpu_type, settings.nodes, settings.plan, latency, search
         )
@@ -115,12 +115,12 @@ def _run(settings: Settings) -> int:
         levels = Levels(levels_of(places.fleet), places.fleet.default_level)
         priorities = _priorities(settings, levels)
         runs: dict[str, Run] = {}
-        alone: Alone | None = None
+        alone: AloneSimulation | None = None
         for mode in modes:
             placed = places.placed(mode.placement)
             units = placed.units(mode)
             # One yardstick for all modes: the devices that a model has in the first.
-            alone = alone or Alone(units, latency)
+            alone = alone or AloneSimulation(units, latency)
             measured = measured_overheads(latency, placed.placement.units[0].device)
             options = Options(_overheads(measured, settings), timeline=settings.timeline is not None)
             costs = with_front_end(latency, measured)
@@ -147,7 +147,7 @@ def _run(settings: Settings) -> int:
     return EXIT_FAILED if failed else EXIT_OK
 
 
-def _priorities(settings: Settings, levels: Levels) -> PriorityOf | None:
+def _priorities(settings: SimulateSettings, levels: Levels) -> PriorityOf | None:
     """The levels of requests, drawn by the parts that the command line gives; all others have the default one."""
     if not settings.priorities:
         return None
@@ -178,16 +178,16 @@ def _modes(text: str) -> list[Mode]:
     return [mode_of(name) for name in dict.fromkeys(names)]
 
 
-def _overheads(measured: MeasuredOverheads | None, settings: Settings) -> Overheads:
+def _overheads(measured: MeasuredOverheads | None, settings: SimulateSettings) -> ControlDelays:
     """What the profile measured of the control path, unless the command line says otherwise."""
     known = measured or MeasuredOverheads()
-    overheads = Overheads.live(known.turn, known.between, known.request)
+    overheads = ControlDelays.live(known.turn, known.between, known.request)
     if settings.request_overhead is not None:
         overheads = replace(overheads, request=settings.request_overhead)
     return overheads if settings.control_delays else replace(overheads, lease=0.0, report=0.0)
 
 
-def _summary(result: FleetResult, places: Places, alone: Alone, mode: Mode, placed: Simulated) -> Summary:
+def _summary(result: FleetResult, places: Places, alone: AloneSimulation, mode: Mode, placed: Simulated) -> Summary:
     return summarise(
         result.records,
         rates={demand.name: demand.rate for demand in places.demands},
@@ -248,7 +248,7 @@ def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, obje
     }
 
 
-def _report(settings: Settings, workload: Workload, places: Places, runs: Mapping[str, Run]) -> None:
+def _report(settings: SimulateSettings, workload: Workload, places: Places, runs: Mapping[str, Run]) -> None:
     summaries = {name: run.summary for name, run in runs.items()}
     about = f"{workload.about}; {places.about}; costs: {format_latency(settings.profile)}"
     parameters: dict[str, object] = {

@@ -18,7 +18,7 @@ from muxserve.planning.demands import cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
-from muxserve.planning.planner import SEARCH_SECONDS, Planner, Progress, options_of
+from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
 from muxserve.planning.this_machine import as_served, plan_machine
 from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
@@ -36,7 +36,7 @@ class PlacesError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class PlacementSearch:
     """How placements are looked for, within about `seconds` each. `told` and `alone`: as in `comparison_bar`."""
 
     seconds: float = SEARCH_SECONDS
@@ -57,7 +57,7 @@ class Places:
     latency: LatencyModel
     cluster: Cluster | None
     machine: CpuPool | None
-    search: Search
+    search: PlacementSearch
     found: dict[str, Simulated] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -133,7 +133,7 @@ class Places:
             options=options,
             seconds=search.seconds,
             simulate=None if tried else 0.0,
-            progress=Progress(
+            progress=PlanningProgress(
                 lambda text: search.told(f"placing for {kind}: {text}"), lambda: comparison_bar(search.alone)
             ),
             goodputs=False,
@@ -168,7 +168,7 @@ def places_of(
     nodes: str | None,
     plan: Path | None,
     latency: LatencyModel,
-    search: Search | None = None,
+    search: PlacementSearch | None = None,
 ) -> Places:
     """Read the fleet and what it is to run on: a plan file, the GPUs of the fleet file or of the command line, or the
     CPU of this machine.
@@ -190,7 +190,14 @@ def places_of(
         cluster = cluster_of(fleet, gpus, gpu_type, nodes)
     demands = demands_of(fleet, file.parent, gpus=memory_of(cluster).items() if cluster else ())
     places = Places(
-        _words(fleet, cluster), fleet, file, demands, latency, cluster, _machine(fleet, cluster), search or Search()
+        _words(fleet, cluster),
+        fleet,
+        file,
+        demands,
+        latency,
+        cluster,
+        _machine(fleet, cluster),
+        search or PlacementSearch(),
     )
     if given is not None:
         places.found[_MUXSERVE] = _given(places, given, plan)

@@ -17,7 +17,7 @@ from muxserve.config import FleetError
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.workload import TraceRequest, Workload, WorkloadError, WorkloadOptions, open_workload, write_trace
 from muxserve.workload import describe as figures_of
-from muxserve.workload.describe import Description, Part
+from muxserve.workload.describe import Description, WorkloadSummary
 from muxserve.workload.spec import is_spec
 
 EXIT_OK, EXIT_WRONG = 0, 2
@@ -135,7 +135,7 @@ def _table(described: Description) -> FigureTable:
     return table
 
 
-def _cells(part: Part) -> list[str]:
+def _cells(part: WorkloadSummary) -> list[str]:
     cells = [str(part.requests), f"{part.rate:.4g}"]
     cells += ["-" if value is None else f"{value:.3g}" for value in (part.cv, part.peak)]
     for side in (part.prompt, part.output):

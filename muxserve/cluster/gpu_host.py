@@ -71,7 +71,7 @@ def settle_gpus(unit_spec: UnitSpec, plan: GpuPlan, file: Path, environ: Mutable
 
 
 def tried(
-    unit: GpuUnit, wish: MpsWish, directory: Path, whole: nvml.Machine, ours: Path | None = None
+    unit: GpuUnit, wish: MpsWish, directory: Path, whole: nvml.GpuMachine, ours: Path | None = None
 ) -> tuple[GpuUnit, list[str]]:
     """The unit as its GPUs can be shared on this machine, by what was found here before and by trying MPS.
 

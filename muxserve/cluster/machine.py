@@ -24,18 +24,18 @@ def this_machine() -> Machine:
     return Machine(cores=usable_cores(), memory_bytes=usable_memory(), shared_memory_bytes=free_shared_memory())
 
 
-def this_machines_gpus() -> nvml.Machine:
+def this_machines_gpus() -> nvml.GpuMachine:
     """The GPUs that this process may use; none if the driver is too old for the installed torch."""
     return fit_for_torch(nvml.visible(nvml.machine(), os.environ))
 
 
-def fit_for_torch(found: nvml.Machine) -> nvml.Machine:
+def fit_for_torch(found: nvml.GpuMachine) -> nvml.GpuMachine:
     """`found`, or no GPUs, with the reason, if the installed torch cannot compute there."""
     problem = driver_too_old(found)
     return replace(found, gpus=(), why_none=problem) if problem else found
 
 
-def findings(machine: nvml.Machine | None = None) -> Findings | None:
+def findings(machine: nvml.GpuMachine | None = None) -> Findings | None:
     """What `muxserve doctor --gpu` has found of the GPUs of this machine with what is installed now; None if it has not
     looked."""
     return remembered(place_of(machine or nvml.machine(), packages()))
@@ -50,7 +50,7 @@ def packages() -> dict[str, str]:
 _FIRST_DRIVER = {"12": "525", "13": "580"}
 
 
-def driver_too_old(found: nvml.Machine, cuda: str | None = None) -> str:
+def driver_too_old(found: nvml.GpuMachine, cuda: str | None = None) -> str:
     """Why the installed torch cannot compute with the driver; empty if it can, or if either does not say its version.
 
     Args:

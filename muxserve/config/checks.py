@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean
-from muxserve.config.schema import ApiKey, Batching, Fleet, Rolling
+from muxserve.config.schema import ApiKey, BatchingSection, Fleet, RollingSection
 from muxserve.config.source import Source
 from muxserve.config.values import parse_duration
 from muxserve.replicas.migration import MigrationRules
@@ -139,7 +139,7 @@ def _number(value: object) -> TypeGuard[float]:
 #
 # Like `checks`, these look at the raw data.
 
-_ROLLING, _BATCHING = Rolling(), Batching()
+_ROLLING, _BATCHING = RollingSection(), BatchingSection()
 _GOES_WITH = {
     "rolling": ("rolling", "auto"),
     "stages": ("pipelined", "auto"),

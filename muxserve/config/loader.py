@@ -216,13 +216,13 @@ def fleet_schema() -> dict[str, Any]:
     reference = cluster.pop("$ref")
     cluster["anyOf"] = [{"const": "auto"}, {"$ref": reference}]
     # As one writes it, not in bytes per second.
-    cluster["default"]["network"] = schema["$defs"]["Cluster"]["properties"]["network"]["default"]
+    cluster["default"]["network"] = schema["$defs"]["ClusterSection"]["properties"]["network"]["default"]
     model = schema["$defs"]["Model"]
     # A mapping, or what stands for one.
     replicas = model["properties"]["replicas"]
     replicas["anyOf"] = [{"type": "integer", "minimum": 1}, {"$ref": replicas.pop("$ref")}]
     replicas["default"] = 1
-    keys = schema["$defs"]["Gateway"]["properties"]["api_keys"]
+    keys = schema["$defs"]["GatewaySection"]["properties"]["api_keys"]
     key = {"anyOf": [{"type": "string", "minLength": 1}, keys.pop("items")]}
     del keys["type"]
     keys["anyOf"] = [*key["anyOf"], {"type": "array", "items": key}]

@@ -194,7 +194,7 @@ Spared = Annotated[
 ]
 
 
-class Rolling(Section):
+class RollingSection(Section):
     """How prefill rolls over the replicas of a model (EcoServe). Macro instances have between `lower` and `upper`
     members."""
 
@@ -212,7 +212,7 @@ class Rolling(Section):
         return None if self.spared == "mean" else self.spared
 
 
-class Batching(Section):
+class BatchingSection(Section):
     """What one step of a pipelined model may hold. `throttled` is gLLM's Token Throttling (its Eq. 3), `fixed` fills
     `max_num_batched_tokens` up with prompts, `vllm` leaves it to vLLM."""
 
@@ -231,7 +231,7 @@ class Batching(Section):
 def _auto_cluster(value: object) -> object:
     if value == AUTO:
         return {}
-    if not isinstance(value, (dict, Cluster)):
+    if not isinstance(value, (dict, ClusterSection)):
         raise ValueError(f'must be auto or a mapping such as "cores: 2", not {value!r}')
     return value
 
@@ -259,7 +259,7 @@ class Nodes(Section):
 NETWORK = 1.25e9
 
 
-class Cluster(Section):
+class ClusterSection(Section):
     """The machine, or the machines."""
 
     cores: CountOrAuto = Field(
@@ -310,7 +310,7 @@ class Sm(Section):
     decode: Share | None = Field(default=None, description="Share of the decode engine, e.g. 0.4")
 
 
-class Workload(Section):
+class WorkloadSection(Section):
     """What requests of a model look like, for planning."""
 
     prompt_tokens: int = Field(default=512, ge=1, description="Mean prompt length in tokens")
@@ -371,12 +371,14 @@ class Model(Section):
         description="How prefill and decode are arranged: engines for each on shares of the same devices, one engine "
         "whose prefill rolls over the replicas, one engine over the stages of a pipeline; auto: what simulates best",
     )
-    rolling: Rolling = Field(default=Rolling(), description="For phases: rolling")
+    rolling: RollingSection = Field(default=RollingSection(), description="For phases: rolling")
     stages: CountOrAuto = Field(
         default=AUTO, description="For phases: pipelined; auto: 2 on CPU, on GPUs as many as the unit has"
     )
-    batching: Batching = Field(default=Batching(), description="For phases: pipelined; what a step may hold")
-    workload: Workload = Field(default=Workload(), description="Lengths of its requests, for planning")
+    batching: BatchingSection = Field(
+        default=BatchingSection(), description="For phases: pipelined; what a step may hold"
+    )
+    workload: WorkloadSection = Field(default=WorkloadSection(), description="Lengths of its requests, for planning")
     slo: Slo = Field(default=Slo(), description="Latency objectives")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of weights and KV cache; auto: the checkpoint's own"
@@ -416,7 +418,7 @@ class StructuredOutput(Section):
     workers: int = Field(default=1, ge=1, le=64, description="Slow grammars that one gateway compiles at once")
 
 
-class Gateway(Section):
+class GatewaySection(Section):
     """The OpenAI endpoint."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on")
@@ -450,12 +452,12 @@ class Gateway(Section):
 class Fleet(Section):
     """A fleet file."""
 
-    cluster: Annotated[Cluster, BeforeValidator(_auto_cluster)] = Field(
-        default=Cluster(), description="The machine; auto: what it has"
+    cluster: Annotated[ClusterSection, BeforeValidator(_auto_cluster)] = Field(
+        default=ClusterSection(), description="The machine; auto: what it has"
     )
     policy: PolicyName = Field(default="adbs", description="How models share the machine")
     kv_pool: KVPool = Field(default=KVPool(), description="The shared KV page pool")
-    gateway: Gateway = Field(default=Gateway(), description="The OpenAI endpoint")
+    gateway: GatewaySection = Field(default=GatewaySection(), description="The OpenAI endpoint")
     priorities: Priorities = Field(
         default=DEFAULT_PRIORITIES, min_length=1, description="Priority levels of requests, by name"
     )

@@ -148,7 +148,7 @@ class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     token_work: float = 0.0
 
 
-class Machine(msgspec.Struct, frozen=True, omit_defaults=True):
+class MeasuredMachine(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the device was measured to reach with all `cores`: `flops` per second of a large matrix product by dtype,
     bytes per second that a large copy reads and writes. `name` tells it from others of its type."""
 
@@ -163,7 +163,7 @@ class Profile(msgspec.Struct):
 
     muxserve_profile: int = VERSION
     about: str = ""
-    machines: dict[str, Machine] = {}
+    machines: dict[str, MeasuredMachine] = {}
     engines: list[EngineProfile] = []
     pairs: list[PairCell] = []
     interference: dict[str, Interference] = {}

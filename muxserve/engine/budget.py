@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 
 from vllm.v1.request import Request
 
-from muxserve.scheduling.token_throttling import EngineState, FixedBudget, Throttle, TokenBudget, TokenThrottling
+from muxserve.scheduling.token_throttling import BudgetInputs, FixedBudget, Throttle, TokenBudget, TokenThrottling
 from muxserve.spec import Batching
 
 
@@ -69,7 +69,7 @@ class BudgetedSteps:
             if left:
                 ready.append(request)
         unfinished += sum(request.num_tokens for request in waiting)
-        prefill, decode = self._budget.next(EngineState(unfinished, decoding, len(ready), kv_free, self._depth))
+        prefill, decode = self._budget.next(BudgetInputs(unfinished, decoding, len(ready), kv_free, self._depth))
         ready.sort(key=lambda request: self._scheduled_at.get(request.request_id, 0))
         for request in ready[decode:]:
             request.next_decode_eligible_step = step + 1

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from muxserve.gpu import nvml
-from muxserve.gpu.nvml import Machine
+from muxserve.gpu.nvml import GpuMachine
 from muxserve.gpu.watch import MAX_AGE_SECONDS, states
 from muxserve.spec import UnitSpec
 
@@ -31,7 +31,7 @@ class GpuStatus(Collector):
     def __init__(
         self,
         unit_spec: UnitSpec,
-        ask: Callable[[], Machine] = nvml.machine,
+        ask: Callable[[], GpuMachine] = nvml.machine,
         clock: Callable[[], float] = time.monotonic,
         told: Callable[[], object] | None = None,
     ) -> None:
@@ -41,7 +41,7 @@ class GpuStatus(Collector):
         self._told = told
         self._asked_at = -1e9
         self._asking = asyncio.Lock()
-        self._machine = Machine()
+        self._machine = GpuMachine()
 
     async def refresh(self) -> None:
         """Ask again if what is known is too old."""
@@ -59,7 +59,7 @@ class GpuStatus(Collector):
             return told
         return states(
             self._unit_spec,
-            self._machine if self._told is None else Machine(why_none="its unit has not told of it yet"),
+            self._machine if self._told is None else GpuMachine(why_none="its unit has not told of it yet"),
         )
 
     def collect(self) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
-from muxserve.replicas.decisions import Decision, Dispatch, Drain, Pair, Refuse, Resume, Start, Stop, Unpair
+from muxserve.replicas.decisions import Decision, Dispatch, Drain, Pair, Refuse, Resume, Start, StopInstance, Unpair
 from muxserve.replicas.dispatch import NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.priorities import PriorityError
@@ -164,7 +164,7 @@ class ModelScheduler(ModelSchedulerBase):
                 case Resume(unit):
                     log.info("%s stays in %s", self.model, unit)
                     self._tell(unit, False, now)
-                case Stop(unit):
+                case StopInstance(unit):
                     self._stop(unit, now)
 
 

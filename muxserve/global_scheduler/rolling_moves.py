@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from muxserve.global_scheduler.rolling_state import MigratedProgress
 from muxserve.rolling.draining import destinations
-from muxserve.rolling.member import Admitted, Member
+from muxserve.rolling.member import Admitted, MacroMember
 from muxserve.rolling.scheduler import RollingScheduler
 from muxserve.wire import RollingReport
 
@@ -51,7 +51,7 @@ class RollingMoves:
         return set(before)
 
     def brought(
-        self, report: RollingReport, member: Member, scheduler: RollingScheduler, now: float
+        self, report: RollingReport, member: MacroMember, scheduler: RollingScheduler, now: float
     ) -> dict[str, MigratedProgress]:
         """What the requests of a report that came to `member` with their KV had where they were, which they have left
         by that."""
@@ -70,7 +70,9 @@ class RollingMoves:
                     found[key] = MigratedProgress(source.saved_by(was, now), now, was.since)
         return found
 
-    def left(self, member: Member, ended: Iterable[tuple[str, Admitted]], now: float) -> list[tuple[str, Admitted]]:
+    def left(
+        self, member: MacroMember, ended: Iterable[tuple[str, Admitted]], now: float
+    ) -> list[tuple[str, Admitted]]:
         """These have left `member`; returns those that have ended by it. Of one that is drained nobody knows yet."""
         if not member.leaving:
             return list(ended)

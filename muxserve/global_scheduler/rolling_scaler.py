@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from muxserve.replicas.scaling import ScalingRules as Bounds
-from muxserve.rolling.member import Admitted, Member, Objectives
-from muxserve.rolling.scaling import Attainment, ScalingRules
+from muxserve.rolling.member import Admitted, LatencyTargets, MacroMember
+from muxserve.rolling.scaling import Attainment, RollingScalingRules
 from muxserve.wire import RollingReport
 
 # Seconds from one look at the objectives to the next.
@@ -31,11 +31,11 @@ class RollingScaler:
     (`hold`) and the sleep of the last replica are those of the fleet file; when there should be more or less is
     `rolling.scaling.Attainment`'s."""
 
-    def __init__(self, bounds: Bounds, objectives: Objectives, now: float) -> None:
+    def __init__(self, bounds: Bounds, objectives: LatencyTargets, now: float) -> None:
         self.bounds = bounds
         self.objectives = objectives
         self._attainment = Attainment(
-            ScalingRules(patience=bounds.hold, idle=IDLE, least=max(1, bounds.minimum), most=bounds.maximum)
+            RollingScalingRules(patience=bounds.hold, idle=IDLE, least=max(1, bounds.minimum), most=bounds.maximum)
         )
         self._requests: dict[str, PendingRequest] = {}
         self._busy = 0.0
@@ -48,7 +48,9 @@ class RollingScaler:
         """Somebody wants it served; its first arrival counts."""
         self._requests.setdefault(request_id, PendingRequest(arrival))
 
-    def take(self, report: RollingReport, ended: Iterable[tuple[str, Admitted]], member: Member, now: float) -> None:
+    def take(
+        self, report: RollingReport, ended: Iterable[tuple[str, Admitted]], member: MacroMember, now: float
+    ) -> None:
         """What a replica reports, and which requests have left it.
 
         Time to first token counts to the phase switch, time per token from there on. Who leaves without a first token
@@ -81,7 +83,7 @@ class RollingScaler:
         """Replicas that have to be there in any case and are not; one if somebody waits."""
         return max(0, max(self.bounds.minimum, 1 if waiting else 0) - members - coming)
 
-    def wanted(self, members: list[Member], coming: int, waiting: int, now: float) -> int:
+    def wanted(self, members: list[MacroMember], coming: int, waiting: int, now: float) -> int:
         """Replicas more, or one less (-1); counts as carried out."""
         last = not (self.bounds.minimum or coming or waiting) and len(members) == 1 and members[0].idle
         self._idle_since = (now if self._idle_since is None else self._idle_since) if last else None
@@ -102,6 +104,6 @@ class RollingScaler:
         return self._attainment.wanted(len(members) + coming, busy if spare else 1.0, now, waiting)
 
 
-def _without_largest(members: list[Member]) -> int:
+def _without_largest(members: list[MacroMember]) -> int:
     """Tokens of KV of the others."""
     return sum(member.capacity for member in members) - max((member.capacity for member in members), default=0)

@@ -16,8 +16,8 @@ from muxserve.global_scheduler.rolling_scaler import RollingScaler
 from muxserve.global_scheduler.rolling_state import apply, promise, rebuild, show
 from muxserve.replicas.priorities import PriorityError
 from muxserve.replicas.views import InstanceLoad
-from muxserve.rolling.constraints import Demand
-from muxserve.rolling.member import Member
+from muxserve.rolling.constraints import PrefillDemand
+from muxserve.rolling.member import MacroMember
 from muxserve.rolling.rules import RollingRules
 from muxserve.rolling.scheduler import RollingScheduler, Sent
 from muxserve.wire import Place, Placed, RollingReport, SchedulerHello, Unpaired, Waits
@@ -100,7 +100,7 @@ class RollingModelScheduler(ModelSchedulerBase):
         self._scheduler = self._make()
         self._scaler = self._make_scaler(now)
         # Members of which the requests are known, but not the load.
-        self._apart: dict[str, Member] = {}
+        self._apart: dict[str, MacroMember] = {}
         self._placements = PendingPlacements()
         self._moves = RollingMoves()
         # Draining because of the load; those stay when they are needed after all.
@@ -133,7 +133,7 @@ class RollingModelScheduler(ModelSchedulerBase):
             # Predictions are as wrong there as elsewhere, until more is known.
             biases = [other.bias for other in self._scheduler.members.values()]
             bias = sum(biases) / len(biases) if biases else 1.0
-            member = self._apart[unit] = Member(unit, 0, self._rolling.tpot, switched_at=now, bias=bias)
+            member = self._apart[unit] = MacroMember(unit, 0, self._rolling.tpot, switched_at=now, bias=bias)
         unnamed = self._placements.at(unit)
         if report.whole:
             before = set(member.requests)
@@ -240,7 +240,7 @@ class RollingModelScheduler(ModelSchedulerBase):
             self._asked_at[unit] = now
             self._out.to_unit(unit, SchedulerHello(self._epoch))
 
-    def _member(self, unit: str) -> Member | None:
+    def _member(self, unit: str) -> MacroMember | None:
         scheduler = self._scheduler
         return self._apart.get(unit) or scheduler.members.get(unit) or scheduler.draining.get(unit)
 
@@ -316,7 +316,7 @@ class RollingModelScheduler(ModelSchedulerBase):
         tokens = place.tokens or place.demand
         promised = promise(tokens, place.max_tokens, largest)
         arrival = min(now, place.arrival)
-        demand = Demand(key, self._rolling.prefill_seconds(tokens), promised, arrival, rank)
+        demand = PrefillDemand(key, self._rolling.prefill_seconds(tokens), promised, arrival, rank)
         if self._scaler is not None:
             self._scaler.came(key, arrival)
         self._deliver(self._scheduler.arrive(demand, now), now)

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from muxserve.replicas.views import InstanceLoad
-from muxserve.rolling.member import Admitted, Member
+from muxserve.rolling.member import Admitted, MacroMember
 from muxserve.rolling.rules import RollingRules
 from muxserve.wire import RollingReport, RollingRequest
 
@@ -43,7 +43,7 @@ def promise(tokens: int, max_tokens: int, capacity: int) -> int:
 
 
 def rebuild(
-    member: Member, report: RollingReport, rules: RollingRules, unnamed: Iterable[str], now: float
+    member: MacroMember, report: RollingReport, rules: RollingRules, unnamed: Iterable[str], now: float
 ) -> list[str]:
     """The replica has exactly the requests of this report, and those that were sent there so lately that it cannot name
     them (`unnamed`). Of those that decode, what has been seen of them stays true. Returns the ids that it names."""
@@ -73,7 +73,7 @@ def rebuild(
 
 
 def apply(
-    member: Member,
+    member: MacroMember,
     report: RollingReport,
     rules: RollingRules,
     unnamed: Container[str],
@@ -108,7 +108,7 @@ def apply(
     return news
 
 
-def show(load: InstanceLoad, member: Member | None, spared: float | None, now: float) -> dict[str, object]:
+def show(load: InstanceLoad, member: MacroMember | None, spared: float | None, now: float) -> dict[str, object]:
     """How a replica stands, as JSON-ready data; without a member its requests are not known."""
     shown: dict[str, object] = {
         "capacity": load.capacity,
@@ -134,7 +134,7 @@ def show(load: InstanceLoad, member: Member | None, spared: float | None, now: f
 
 
 def _came(
-    member: Member, request: RollingRequest, rules: RollingRules, brought: MigratedProgress | None, now: float
+    member: MacroMember, request: RollingRequest, rules: RollingRules, brought: MigratedProgress | None, now: float
 ) -> None:
     if request.decoding_seconds is not None:
         tokens = promise(request.tokens, request.max_tokens, member.capacity)
@@ -150,12 +150,12 @@ def _came(
         _admit(member, request, rules, now)
 
 
-def _admit(member: Member, request: RollingRequest, rules: RollingRules, now: float) -> None:
+def _admit(member: MacroMember, request: RollingRequest, rules: RollingRules, now: float) -> None:
     tokens = promise(request.tokens, request.max_tokens, member.capacity)
     member.admitted(request.request_id, tokens, rules.prefill_seconds(request.tokens), now)
 
 
-def _waits_to_decode(member: Member, request: RollingRequest, now: float) -> None:
+def _waits_to_decode(member: MacroMember, request: RollingRequest, now: float) -> None:
     tokens = promise(request.tokens, request.max_tokens, member.capacity)
     member.admitted(request.request_id, tokens, 0.0, now)
     member.prefilled(request.request_id, now)

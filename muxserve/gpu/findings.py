@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from muxserve.gpu.nvml import Machine
+from muxserve.gpu.nvml import GpuMachine
 
 Fallback = Literal[
     "refuse", "mps_off", "ipc_legacy", "keepers_in_mps", "piecewise", "nvls_off", "fcfs", "restart_mps", "mps_shares"
@@ -37,7 +37,7 @@ FALLBACK_WORDS: Mapping[Fallback, str] = {
 GRAPHS = "attention in a CUDA graph"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class ProbeFinding(msgspec.Struct, frozen=True):
     """One probe: what came of it, in words and figures, how long it took, and what is done instead if it failed."""
 
     probe: str
@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True):
     fallbacks: tuple[Fallback, ...] = ()
 
 
-class Place(msgspec.Struct, frozen=True):
+class ProbedMachine(msgspec.Struct, frozen=True):
     """What findings count for."""
 
     host: str
@@ -60,9 +60,9 @@ class Place(msgspec.Struct, frozen=True):
 class Findings(msgspec.Struct, frozen=True):
     """All probes of one machine."""
 
-    place: Place
+    place: ProbedMachine
     date: str
-    findings: tuple[Finding, ...]
+    findings: tuple[ProbeFinding, ...]
 
     @property
     def fallbacks(self) -> frozenset[Fallback]:
@@ -81,13 +81,13 @@ class Findings(msgspec.Struct, frozen=True):
         return "; ".join(f"{each.probe}: {each.detail}" for each in self.findings if "refuse" in each.fallbacks)
 
 
-def place_of(found: Machine, packages: Mapping[str, str]) -> Place:
+def place_of(found: GpuMachine, packages: Mapping[str, str]) -> ProbedMachine:
     """The machine as it is now; `packages` are versions by name."""
     gpus = tuple(sorted(f"{gpu.name} {gpu.uuid}" for gpu in found.gpus))
-    return Place(socket.gethostname(), found.driver_version, found.cuda_version, gpus, dict(packages))
+    return ProbedMachine(socket.gethostname(), found.driver_version, found.cuda_version, gpus, dict(packages))
 
 
-def remembered(place: Place, file: Path | None = None) -> Findings | None:
+def remembered(place: ProbedMachine, file: Path | None = None) -> Findings | None:
     """What was found at `place`; None if nothing was, or not with these GPUs, this driver, these packages."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         found = msgspec.json.decode((file or default_file()).read_bytes(), type=Findings)
@@ -96,7 +96,7 @@ def remembered(place: Place, file: Path | None = None) -> Findings | None:
     return None
 
 
-def covers(tried: Place, place: Place) -> bool:
+def covers(tried: ProbedMachine, place: ProbedMachine) -> bool:
     """Whether what was found at `tried` counts at `place`: some of its GPUs may be hidden there."""
     same = (tried.host, tried.driver, tried.cuda, tried.packages) == (
         place.host, place.driver, place.cuda, place.packages,

@@ -50,7 +50,7 @@ class Library(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class SmDivision:
     """A GPU of `total` SMs in equal `parts` of `size` SMs each."""
 
     total: int
@@ -113,7 +113,7 @@ def device_of(driver: Driver, rank: int) -> int:
     return device.value
 
 
-def divide(driver: Driver, device: int) -> Division:
+def divide(driver: Driver, device: int) -> SmDivision:
     """Divide the SMs of a GPU into the smallest equal parts that it allows.
 
     Their size is what the driver says, or what its documentation does for the architecture (Hopper and later: 8;
@@ -142,7 +142,7 @@ def divide(driver: Driver, device: int) -> Division:
     )
     if groups.value < 2:
         raise GreenContextError(f"the {whole.count} SMs of this GPU cannot be divided: {_ADVICE}")
-    return Division(whole.count, parts[0].count, tuple(parts[: groups.value]))
+    return SmDivision(whole.count, parts[0].count, tuple(parts[: groups.value]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class GreenContext:
             )
 
 
-def make_current(driver: Driver, device: int, division: Division, where: SmRange) -> GreenContext:
+def make_current(driver: Driver, device: int, division: SmDivision, where: SmRange) -> GreenContext:
     """Make a green context of the parts of `where` and make it the thread's current context.
 
     Raises:

@@ -63,7 +63,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class GpuMachine:
     """The GPUs of a machine, or of several; `why_none` says in words why there are none, `where` whose they are."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -104,7 +104,7 @@ def load() -> Nvml | None:
         return None
 
 
-def machine(nvml: Nvml | None = None) -> Machine:
+def machine(nvml: Nvml | None = None) -> GpuMachine:
     """Ask for all GPUs.
 
     Args:
@@ -112,14 +112,14 @@ def machine(nvml: Nvml | None = None) -> Machine:
     """
     nvml = nvml or load()
     if nvml is None:
-        return Machine(why_none="nvidia-ml-py is not installed (pip install nvidia-ml-py; the `gpu` extra has it)")
+        return GpuMachine(why_none="nvidia-ml-py is not installed (pip install nvidia-ml-py; the `gpu` extra has it)")
     try:
         with _session(nvml):
             gpus = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
             versions = _versions(nvml)
     except nvml.NVMLError as error:
-        return Machine(why_none=words_of(error))
-    return Machine(gpus, *versions, why_none="" if gpus else "the driver shows no GPU")
+        return GpuMachine(why_none=words_of(error))
+    return GpuMachine(gpus, *versions, why_none="" if gpus else "the driver shows no GPU")
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def same_type(one: Gpu, other: Gpu) -> bool:
     return one.name == other.name or (kind is not None and kind == device_name(other))
 
 
-def visible(found: Machine, environ: Mapping[str, str]) -> Machine:
+def visible(found: GpuMachine, environ: Mapping[str, str]) -> GpuMachine:
     """Only the GPUs that CUDA_VISIBLE_DEVICES leaves to this process: numbers, UUIDs or beginnings of UUIDs."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None or not found.gpus:
@@ -234,7 +234,7 @@ class GpuChoiceError(ValueError):
         self.key = key
 
 
-def choose(found: Machine, count: int, ids: Sequence[int | str] = ()) -> tuple[Gpu, ...]:
+def choose(found: GpuMachine, count: int, ids: Sequence[int | str] = ()) -> tuple[Gpu, ...]:
     """`count` GPUs for a unit: those named by `ids` (numbers or UUIDs), else equal ones with the most free memory.
 
     Raises:
@@ -258,7 +258,7 @@ def choose(found: Machine, count: int, ids: Sequence[int | str] = ()) -> tuple[G
     return tuple(sorted(chosen, key=lambda gpu: gpu.index))
 
 
-def _named(found: Machine, ids: Sequence[int | str]) -> tuple[Gpu, ...]:
+def _named(found: GpuMachine, ids: Sequence[int | str]) -> tuple[Gpu, ...]:
     chosen: list[Gpu] = []
     for wanted in ids:
         gpu = next((gpu for gpu in found.gpus if wanted in (gpu.index, gpu.uuid)), None)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 
 from muxserve.gpu import nvml
-from muxserve.gpu.nvml import Machine
+from muxserve.gpu.nvml import GpuMachine
 from muxserve.spec import UnitSpec
 
 # The driver averages utilisation over up to a second; asking more often tells nothing new.
 MAX_AGE_SECONDS = 1.0
 
 
-def states(unit_spec: UnitSpec, machine: Machine) -> list[dict[str, object]]:
+def states(unit_spec: UnitSpec, machine: GpuMachine) -> list[dict[str, object]]:
     """The unit's GPUs by rank, ready for JSON: bytes of memory, in use by anyone, of it KV pages; the part of the last
     second in which a kernel ran; in words what is wrong. `host` is the machine, if it is another one."""
     pool_bytes = sum(pool.page_bytes * pool.num_pages for pool in unit_spec.pools)
@@ -51,13 +51,13 @@ class GpuWatch:
     def __init__(
         self,
         unit_spec: UnitSpec,
-        ask: Callable[[], Machine] = nvml.machine,
+        ask: Callable[[], GpuMachine] = nvml.machine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._unit_spec = unit_spec
         self._ask = ask
         self._clock = clock
-        self._machine: Machine | None = None
+        self._machine: GpuMachine | None = None
         self._asked_at = -1e9
         self._asking: threading.Thread | None = None
 

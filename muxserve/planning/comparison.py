@@ -15,8 +15,15 @@ from muxserve.config import Fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.metrics.definitions import percentile
 from muxserve.planning.arrangements import ARRANGEMENTS, arrangement, is_open
-from muxserve.planning.arrangements.base import DevicePool, Layout, NoPlaceError, Place, Wanted, wanted_of
-from muxserve.planning.trial import COARSE, QUEUED, WARM, Load, Outcome, Search, point_of
+from muxserve.planning.arrangements.base import (
+    DevicePool,
+    NoPlaceError,
+    ReplicaLayout,
+    SimulatedLayout,
+    Wanted,
+    wanted_of,
+)
+from muxserve.planning.trial import COARSE, QUEUED, WARM, GoodputSearch, Outcome, TrialLoad, point_of
 from muxserve.simulator import SimulationError
 from muxserve.spec import PhasesName
 from placement.demand import Demand
@@ -45,7 +52,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ArrangementFigures:
     """What an arrangement does, with the layout that has the highest goodput. Rates are requests per second.
 
     `goodput` is the largest rate at which 90 % of the requests meet their objectives, on a grid of 5 %; the wait for
@@ -59,7 +66,7 @@ class Figures:
     objectives at the goodput (None: it is 0).
     """
 
-    layout: Layout
+    layout: ReplicaLayout
     devices: int
     goodput: float
     goodput_smooth: float
@@ -95,7 +102,7 @@ class Compared:
     """One arrangement: its figures, or why it is not possible."""
 
     phases: PhasesName
-    figures: Figures | None
+    figures: ArrangementFigures | None
     why_not: str = ""
 
 
@@ -118,7 +125,7 @@ class Comparison:
         return next(each for each in self.arrangements if each.phases == phases)
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> ReplicaLayout | None:
         """That of the recommended arrangement; None if nothing is possible."""
         figures = self.of(self.recommended).figures
         return figures.layout if figures else None
@@ -156,7 +163,7 @@ def compare(
     """Simulate all arrangements (or `only` some) of one model on the same devices, under the same seeded load. The same
     arguments give the same figures. Without `goodputs` the goodput of the layout that is taken is not looked for (0),
     and its figures are of fewer requests: for who only wants to know the layout."""
-    load = Load(wanted, seed)
+    load = TrialLoad(wanted, seed)
     found: list[Compared] = []
     simulations = 0
     for number, phases in enumerate(only):
@@ -181,11 +188,11 @@ def _arrangement(
     wanted: Wanted,
     pool: DevicePool,
     latency: LatencyModel,
-    load: Load,
+    load: TrialLoad,
     phases: PhasesName,
     tell: Tell,
     goodputs: bool,
-) -> tuple[Figures, int]:
+) -> tuple[ArrangementFigures, int]:
     """The best layout of an arrangement, and how many simulations that took.
 
     Raises:
@@ -200,7 +207,7 @@ def _arrangement(
         most = -1.0
         for number, each in enumerate(places):
             tell(0.7 * number / len(places), each.layout.words)
-            search = Search(wanted, pool, each, latency, load, brief=True)
+            search = GoodputSearch(wanted, pool, each, latency, load, brief=True)
             try:
                 found = search.goodput(SHARE, start, COARSE)
             except NoPlaceError:
@@ -212,7 +219,7 @@ def _arrangement(
             start = point_of(found, COARSE) if found else start
         start = point_of(most) if most > 0 else start
     tell(0.75, place.layout.words)
-    best = Search(wanted, pool, place, latency, load, brief=not goodputs)
+    best = GoodputSearch(wanted, pool, place, latency, load, brief=not goodputs)
     goodput = best.goodput(SHARE, start) if goodputs else 0.0
     tell(0.9, place.layout.words)
     smooth = goodput
@@ -222,7 +229,7 @@ def _arrangement(
     return figures, simulations + best.simulations + 1
 
 
-def places_of(wanted: Wanted, pool: DevicePool, phases: PhasesName) -> list[Place]:
+def places_of(wanted: Wanted, pool: DevicePool, phases: PhasesName) -> list[SimulatedLayout]:
     """The layouts of an arrangement that are possible, of those that leave the fewest devices idle; on many devices the
     ones whose parts are neither smallest nor largest are left out.
 
@@ -231,7 +238,7 @@ def places_of(wanted: Wanted, pool: DevicePool, phases: PhasesName) -> list[Plac
     """
     if arrangement(phases).needs_objectives and not wanted.has_objectives:
         raise NoPlaceError("needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next one would miss them")
-    places: dict[Layout, Place] = {}
+    places: dict[ReplicaLayout, SimulatedLayout] = {}
     first = ""
     for layout in pool.layouts(wanted, phases):
         if places and layout.devices < max(each.devices for each in places):
@@ -253,18 +260,18 @@ def places_of(wanted: Wanted, pool: DevicePool, phases: PhasesName) -> list[Plac
     return [places[layout] for layout in kept]
 
 
-def largest_first(layouts: Sequence[Layout]) -> list[Layout]:
+def largest_first(layouts: Sequence[ReplicaLayout]) -> list[ReplicaLayout]:
     """Those that leave the fewest devices idle, in their order."""
     most = max((layout.devices for layout in layouts), default=0)
     return [layout for layout in layouts if layout.devices == most]
 
 
-def _figures(wanted: Wanted, search: Search, goodput: float, smooth: float, rate: float) -> Figures:
+def _figures(wanted: Wanted, search: GoodputSearch, goodput: float, smooth: float, rate: float) -> ArrangementFigures:
     trial = search.at(rate)
     place, demand = search.place, wanted.demand
     counted = [each for each in trial.outcomes if each.arrival >= WARM * search.seconds(rate)]
     devices = min(place.layout.devices, search.devices)
-    return Figures(
+    return ArrangementFigures(
         layout=place.layout,
         devices=devices,
         goodput=goodput,
@@ -391,7 +398,7 @@ def choose_phases(
 
 def chosen_by(comparison: Comparison) -> ChosenPhases:
     """What a comparison recommends."""
-    layout = comparison.layout or Layout("multiplexed", 1, 1, 1)
+    layout = comparison.layout or ReplicaLayout("multiplexed", 1, 1, 1)
     return ChosenPhases(
         comparison.recommended, layout.replicas, layout.stages, layout.tp, comparison.reason, comparison
     )
@@ -434,7 +441,7 @@ def format_part(part: float) -> str:
     return f"{part:.0%}" if part < 0.995 else f"{part:.1%}"
 
 
-def _cells(figures: Figures) -> list[str]:
+def _cells(figures: ArrangementFigures) -> list[str]:
     wait = figures.ttft_with_wait
     return [
         figures.layout.words,

@@ -15,8 +15,8 @@ from muxserve.config import Fleet
 from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import ARRANGEMENTS, arrangement, is_open, may_be_dedicated
-from muxserve.planning.arrangements.base import DevicePool, Layout, NoPlaceError, Place, wanted_of
-from muxserve.planning.comparison import Comparison, Figures, Tell, compare, places_of, silent
+from muxserve.planning.arrangements.base import DevicePool, NoPlaceError, ReplicaLayout, SimulatedLayout, wanted_of
+from muxserve.planning.comparison import ArrangementFigures, Comparison, Tell, compare, places_of, silent
 from muxserve.planning.device_pool import CpuPool, GpuPool
 from muxserve.planning.prediction import Surroundings
 from muxserve.spec import PhasesName
@@ -27,7 +27,7 @@ from placement.objective import Objective
 from placement.planner import ClusterPlan, notes_of
 
 # Devices of each replica of that layout on the pool of that model, or None: they are not there (any more).
-Take = Callable[[DevicePool, Layout], tuple[tuple[int, ...], ...] | None]
+Take = Callable[[DevicePool, ReplicaLayout], tuple[tuple[int, ...], ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class DedicatedModel:
     arrangement was compared in. `share` is of the compute of each device."""
 
     demand: Demand
-    place: Place
-    figures: Figures
+    place: SimulatedLayout
+    figures: ArrangementFigures
     devices: tuple[tuple[int, ...], ...]
     share: float = 1.0
 
@@ -135,7 +135,7 @@ def arrange(
     return found
 
 
-def _taken(phases: PhasesName, layout: Layout, pool: DevicePool) -> str:
+def _taken(phases: PhasesName, layout: ReplicaLayout, pool: DevicePool) -> str:
     return (
         f"{phases} needs {layout.devices} {pool.kind} for it alone ({layout.words}), which the other models do not "
         "leave"
@@ -156,7 +156,7 @@ class FreeDevices:
             self._free.append(list(range(number, number + node.count)))
             number += node.count
 
-    def take(self, kind: str, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
+    def take(self, kind: str, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...] | None:
         """Devices of type `kind` for each replica of a layout: those of one within a machine if that has them, the
         stages of a longer pipeline over several. None, and nothing taken, if they are not there."""
         free = [list(numbers) for numbers in self._free]
@@ -177,7 +177,7 @@ class FreeDevices:
         return cluster, [number for _, numbers in nodes for number in numbers]
 
 
-def _replica(nodes: Sequence[list[int]], layout: Layout) -> tuple[int, ...] | None:
+def _replica(nodes: Sequence[list[int]], layout: ReplicaLayout) -> tuple[int, ...] | None:
     size = layout.stages * layout.tp
     fitting = [numbers for numbers in nodes if len(numbers) >= size]
     if fitting:
@@ -371,7 +371,7 @@ def divide_gpus(
                 return pool
         return part
 
-    def take(pool: DevicePool, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
+    def take(pool: DevicePool, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...] | None:
         return free.take(pool.kind, layout)
 
     found = arrange(fleet, demands, pool_of, take, options)
@@ -383,7 +383,7 @@ def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, options: 
     """How models are arranged on the CPU of one machine, each compared as if it were there alone. The machine stands
     for as many devices as there are units; which those are is not said yet (`planning.machine`)."""
 
-    def take(_: DevicePool, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    def take(_: DevicePool, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...]:
         return ((0,),) * layout.replicas
 
     return arrange(fleet, demands, lambda _: pool, take, options, free=False)

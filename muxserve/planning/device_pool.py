@@ -11,7 +11,14 @@ from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape, LatencyModel
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.arrangements.base import Layout, NoPlaceError, Place, Wanted, link_bytes, link_of
+from muxserve.planning.arrangements.base import (
+    NoPlaceError,
+    ReplicaLayout,
+    SimulatedLayout,
+    Wanted,
+    link_bytes,
+    link_of,
+)
 from muxserve.planning.gpus import unit_shares
 from muxserve.simulator import Link
 from muxserve.spec import PhasesName
@@ -50,7 +57,7 @@ class GpuPool:
         """See `GpuDevices`."""
         return int(self.memory * self.rules.utilisation) - self.rules.reserve_bytes
 
-    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[Layout]:
+    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[ReplicaLayout]:
         """See `DevicePool`."""
         how, architecture, found = arrangement(phases), wanted.demand.architecture, False
         how.check_pool(wanted, wanted.replicas or self.devices, self.devices, "one GPU")
@@ -59,25 +66,25 @@ class GpuPool:
                 if not splits_evenly(architecture, tp) or len(self._groups(tp)) * tp < devices:
                     continue
                 for stages in _divisors(devices // tp):
-                    layout = Layout(phases, devices // tp // stages, stages, tp)
+                    layout = ReplicaLayout(phases, devices // tp // stages, stages, tp)
                     if how.allows(layout, wanted):
                         found = True
                         yield layout
         if not found:
             raise NoPlaceError(how.no_layout(wanted, self.words))
 
-    def place(self, wanted: Wanted, layout: Layout) -> Place:
+    def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """See `DevicePool`."""
         return arrangement(layout.phases).on_gpus(self, wanted, layout)
 
-    def shares(self, demand: Demand, place: Place, latency: LatencyModel) -> tuple[float, float]:
+    def shares(self, demand: Demand, place: SimulatedLayout, latency: LatencyModel) -> tuple[float, float]:
         """See `DevicePool`: those that the planner gives it."""
         found = unit_shares([demand], self.kind, place.layout.tp, self.memory, self.rules, latency)
         if found is None:
             raise NoPlaceError("the planner sees no room for it")
         return found[demand.name].prefill, found[demand.name].decode
 
-    def check_room(self, wanted: Wanted, tokens: int, layout: Layout, own: int | None = None) -> None:
+    def check_room(self, wanted: Wanted, tokens: int, layout: ReplicaLayout, own: int | None = None) -> None:
         """See `GpuDevices`."""
         demand = wanted.demand
         if tokens >= demand.sequence_tokens:
@@ -93,7 +100,7 @@ class GpuPool:
             f"{max(0, tokens)} tokens of KV, and a mean request has {demand.sequence_tokens}"
         )
 
-    def crossing(self, layout: Layout) -> list[bool]:
+    def crossing(self, layout: ReplicaLayout) -> list[bool]:
         """See `GpuDevices`: of the first replica; the others are laid out as it is, or better."""
         return [a != b for a, b in pairwise(self._groups(layout.tp)[: layout.stages])]
 
@@ -127,13 +134,13 @@ class CpuPool:
         """See `DevicePool`."""
         return f"{self.cores} cores of this machine"
 
-    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[Layout]:
+    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[ReplicaLayout]:
         """See `DevicePool`."""
         how, replicas = arrangement(phases), wanted.replicas or 1
         how.check_pool(wanted, replicas, None, "one replica in the fleet file; give `replicas: 2` or more")
-        yield Layout(phases, replicas, how.cpu_stages(wanted), self.ranks)
+        yield ReplicaLayout(phases, replicas, how.cpu_stages(wanted), self.ranks)
 
-    def place(self, wanted: Wanted, layout: Layout) -> Place:
+    def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """See `DevicePool`."""
         demand, replicas = wanted.demand, layout.replicas
         units = replicas + self.others
@@ -162,7 +169,7 @@ class CpuPool:
         (model,) = plan.models
         # Engines of both phases have as many threads as leave the others as many.
         each = 1.0 / (units * ranks)
-        place = Place(
+        place = SimulatedLayout(
             layout,
             EngineShape(CPU, self.ranks, each, demand.dtype),
             model.block_tokens,
@@ -175,7 +182,7 @@ class CpuPool:
         )
         return arrangement(layout.phases).on_cpu(place, model, units, ranks)
 
-    def shares(self, demand: Demand, place: Place, latency: LatencyModel) -> tuple[float, float]:
+    def shares(self, demand: Demand, place: SimulatedLayout, latency: LatencyModel) -> tuple[float, float]:
         """See `DevicePool`: those that the live planner gives it."""
         assert place.prefill_share is not None, "multiplexed places have shares"
         assert place.decode_share is not None

@@ -19,7 +19,7 @@ from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, FleetError
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
-from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.auto_phases import arranged_by_simulation
 from muxserve.planning.checkpoints import (

@@ -10,7 +10,7 @@ from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.budget import estimated
-from muxserve.gpu.nvml import Gpu, GpuChoiceError, Machine, choose, device_name
+from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuMachine, choose, device_name
 from muxserve.gpu.unit import GpuUnit, SmShares
 from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.checkpoints import Hub
@@ -30,7 +30,7 @@ UNPLANNED = SmShares(prefill=0.6, decode=0.4)
 ALL_SMS = SmShares(prefill=1.0, decode=1.0)
 
 
-def gpu_unit(fleet: Fleet, found: Machine, hub: Hub | None = None, placed: PlacedUnit | None = None) -> GpuUnit:
+def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: PlacedUnit | None = None) -> GpuUnit:
     """Choose GPUs for the fleet, and how its models share them if MPS works there.
 
     Args:

@@ -75,7 +75,7 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PlanningProgress:
     """Who hears how far planning is: `told` what goes on, and what `comparing` gives how far the comparison of
     arrangements is (a part in 0..1, and what is simulated)."""
 
@@ -112,7 +112,7 @@ class Planner:
     simulate: float | None = None
     compare: tuple[str, ...] = ()
     network: float | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: PlanningProgress = field(default_factory=PlanningProgress)
     goodputs: bool = True
 
     @property

@@ -21,19 +21,26 @@ from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.arrangements.base import Layout, NoPlaceError, Place, Wanted, fleet_model, wanted_of
+from muxserve.planning.arrangements.base import (
+    NoPlaceError,
+    ReplicaLayout,
+    SimulatedLayout,
+    Wanted,
+    fleet_model,
+    wanted_of,
+)
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.planning.unit_plan import with_batching
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.rolling.scaling import ScalingRules as RollingScaling
+from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
 from muxserve.simulator import (
+    ControlDelays,
     FleetModel,
     MigrationCosts,
     Mode,
     Options,
-    Overheads,
     ReplicaRules,
     RingRules,
     Rules,
@@ -220,14 +227,16 @@ def _with_scaling(
     )
 
 
-def _place(placement: Placement, unit: PlacedUnit, replicas: int, wanted: Wanted, around: Surroundings) -> Place:
+def _place(
+    placement: Placement, unit: PlacedUnit, replicas: int, wanted: Wanted, around: Surroundings
+) -> SimulatedLayout:
     """That unit in detail, with the page pool that the placement gives it."""
     name = wanted.demand.name
     if unit.device == CPU:
         assert around.machine is not None, "units on a CPU are on some machine"
         machine = replace(around.machine, pool=unit.kv_bytes, others=len(placement.units) - replicas)
         try:
-            return machine.place(wanted, Layout(unit.phases, replicas, unit.stages, machine.ranks))
+            return machine.place(wanted, ReplicaLayout(unit.phases, replicas, unit.stages, machine.ranks))
         except NoPlaceError as error:
             raise NoPlaceError(f"{name}: {error}") from None
     tp = len(unit.devices) // unit.stages
@@ -236,7 +245,7 @@ def _place(placement: Placement, unit: PlacedUnit, replicas: int, wanted: Wanted
         raise NoPlaceError(f"{name}: the GPUs of a stage of {unit.name} are not all on one machine")
     pool = GpuPool(unit.device, nodes, device(unit.device).memory_bytes, around.rules, around.network)
     try:
-        place = pool.place(wanted, Layout(unit.phases, replicas, unit.stages, tp))
+        place = pool.place(wanted, ReplicaLayout(unit.phases, replicas, unit.stages, tp))
     except NoPlaceError as error:
         raise NoPlaceError(f"{name}: {error}") from None
     blocks = tuple(max(1, count * unit.kv_bytes // place.kv_bytes) for count in place.blocks)
@@ -309,7 +318,7 @@ def predict(
     # Memory-greedy placements are served as MuxServe's own are.
     how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
     workload = generate(loads, seconds, seed)
-    options = Options(Overheads.live())
+    options = Options(ControlDelays.live())
     result = simulate(simulated.units(how), workload, latency, options, simulated.rules_of(how), progress=progress)
     summary = summarise(
         result.records,

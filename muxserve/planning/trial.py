@@ -12,10 +12,10 @@ from typing import NamedTuple
 from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.arrangements.base import DevicePool, Place, Wanted
+from muxserve.planning.arrangements.base import DevicePool, SimulatedLayout, Wanted
 from muxserve.planning.demands import between_steps
 from muxserve.planning.prediction import lengths
-from muxserve.simulator import Options, Overheads, Rules, simulate
+from muxserve.simulator import ControlDelays, Options, Rules, simulate
 from muxserve.workload.trace import TraceRequest
 
 # Of more replicas that get requests by their load only so many are simulated, with their part of the requests.
@@ -68,7 +68,12 @@ class Trial:
 
 
 def run_trial(
-    wanted: Wanted, pool: DevicePool, place: Place, latency: LatencyModel, requests: Sequence[TraceRequest], rate: float
+    wanted: Wanted,
+    pool: DevicePool,
+    place: SimulatedLayout,
+    latency: LatencyModel,
+    requests: Sequence[TraceRequest],
+    rate: float,
 ) -> Trial:
     """Simulate `requests` (of `wanted.demand.name`, in order of arrival), `rate` of which come per second.
 
@@ -89,7 +94,7 @@ def run_trial(
     unit = how.trial_unit(wanted, pool, place, latency, rate / layout.replicas)
     units = [replace(unit, name=f"unit{number}") for number in range(count)]
     between = between_steps(latency, place.shape.device)
-    options = Options(Overheads.live(between=between), sample_seconds=0.0)
+    options = Options(ControlDelays.live(between=between), sample_seconds=0.0)
     result = simulate(units, requests, latency, options, rules)
     outcomes = [
         Outcome(r.arrival, None)
@@ -136,7 +141,7 @@ QUEUED = 10.0
 _LEAST = 1 / 4096
 
 
-class Load:
+class TrialLoad:
     """One seeded workload at every rate: the same requests in the same order, closer together or further apart, so
     that layouts and rates are compared on equal terms. Log-normal lengths around the demand's means, Poisson
     arrivals."""
@@ -176,11 +181,17 @@ def objectives_of(wanted: Wanted) -> Objectives:
     return Objectives(QUEUED if demand.slo_ttft is None else demand.slo_ttft, demand.slo_tpot)
 
 
-class Search:
+class GoodputSearch:
     """The rates of one layout; `brief`: with fewer requests. What was simulated once is kept."""
 
     def __init__(
-        self, wanted: Wanted, pool: DevicePool, place: Place, latency: LatencyModel, load: Load, brief: bool = False
+        self,
+        wanted: Wanted,
+        pool: DevicePool,
+        place: SimulatedLayout,
+        latency: LatencyModel,
+        load: TrialLoad,
+        brief: bool = False,
     ) -> None:
         self.place = place
         self._brief = brief

@@ -32,7 +32,7 @@ UNIT = "u0"
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
-class Part(NamedTuple):
+class UnitModels(NamedTuple):
     """The models of one unit, and which of them have engines from the beginning."""
 
     fleet: Fleet
@@ -61,7 +61,7 @@ def _prepared(model: Model) -> int:
     return max(1, model.replicas.at_start)
 
 
-def parts_of(fleet: Fleet) -> Iterator[Part]:
+def parts_of(fleet: Fleet) -> Iterator[UnitModels]:
     """What the units have at the start: those that are shared, then those of one model, each with its part of the
     rate."""
     shared = together(fleet)
@@ -71,7 +71,7 @@ def parts_of(fleet: Fleet) -> Iterator[Part]:
     for number, models in groups:
         parts = [model.model_copy(update={"rate": model.rate / _prepared(model)}) for model in models]
         serves = tuple(model.name for model in models if model.replicas.at_start > number)
-        yield Part(fleet.with_models(parts), serves)
+        yield UnitModels(fleet.with_models(parts), serves)
 
 
 def like(model: Model, offered: ModelSpec | None) -> Model:

@@ -40,7 +40,7 @@ def settings(requests: int, longest: int, full_graphs: bool = False) -> Any:
 
 
 @dataclass(frozen=True)
-class Batch:
+class AttentionBatch:
     """Requests with so many tokens in the cache, that compute so many new ones."""
 
     contexts: tuple[int, ...]
@@ -57,7 +57,7 @@ class FoldedAttention:
         self.dtype, self.device = dtype, torch.device(device)
         self.generator = torch.Generator().manual_seed(1)
 
-    def run(self, batch: Batch, replayed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, batch: AttentionBatch, replayed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [layers, tokens, heads, dim], folded and plain. `replayed`: of a CUDA graph that was captured whole,
         with the requests in another order; the batch must be decodes only."""
         longest = max(c + n for c, n in zip(batch.contexts, batch.new, strict=True))
@@ -208,7 +208,7 @@ class FoldedAttention:
             name = SimpleNamespace(layer_name=f"layers.{layer}")
             impl.forward(name, query[layer], key[layer], value[layer], pool, metadata, output[layer])
 
-    def _plain(self, tokens: list[Any], batch: Batch, layer: int) -> torch.Tensor:
+    def _plain(self, tokens: list[Any], batch: AttentionBatch, layer: int) -> torch.Tensor:
         """Ordinary causal attention in float32, request by request."""
         found = []
         group = self.heads // self.kv_heads

@@ -100,10 +100,10 @@ def read_page(socket: str) -> dict[str, Any]:
 
 def attention(replayed: bool = False) -> dict[str, Any]:
     """Our kernels and FlashAttention on pages of one head, beside ordinary attention; shapes of common models."""
-    from muxserve.probes.attention import Batch, FoldedAttention
+    from muxserve.probes.attention import AttentionBatch, FoldedAttention
 
-    decode = Batch(contexts=(130, 1, 64, 700), new=(1, 1, 1, 1))
-    mixed = Batch(contexts=(300, 0, 33, 128), new=(1, 200, 1, 60))
+    decode = AttentionBatch(contexts=(130, 1, 64, 700), new=(1, 1, 1, 1))
+    mixed = AttentionBatch(contexts=(300, 0, 33, 128), new=(1, 200, 1, 60))
     cases = [(shape, block, batch) for shape in ((32, 8, 128), (16, 16, 64), (8, 1, 128)) for block in (32, 64)
              for batch in ((decode,) if replayed else (decode, mixed))]  # fmt: skip
     most, mean = 0.0, 0.0

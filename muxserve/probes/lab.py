@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from muxserve.gpu import mps
 from muxserve.gpu.environment import LOG, PIPE, VISIBLE
-from muxserve.gpu.findings import GRAPHS, Fallback, Finding
+from muxserve.gpu.findings import GRAPHS, Fallback, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 
@@ -42,7 +42,7 @@ class NotTried(Exception):  # noqa: N818
 
 
 @dataclass
-class Child:
+class ProbeProcess:
     """A process of a probe. It prints one line of JSON for each thing that it has done."""
 
     role: str
@@ -168,7 +168,7 @@ class Lab:
         return {VISIBLE: self.gpus[0].uuid, PIPE: str(self.directory / "none")}
 
     @contextlib.contextmanager
-    def child(self, role: str, *arguments: object, environment: Mapping[str, str]) -> Iterator[Child]:
+    def child(self, role: str, *arguments: object, environment: Mapping[str, str]) -> Iterator[ProbeProcess]:
         """Run a role meanwhile."""
         inherited = {name: value for name, value in os.environ.items() if name not in (PERCENTAGE, PIPE, LOG)}
         errors = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 -- closed with the child
@@ -180,7 +180,7 @@ class Lab:
             env={**inherited, **environment},
             start_new_session=True,
         )
-        child = Child(role, process, errors, time.monotonic() + self.limit)
+        child = ProbeProcess(role, process, errors, time.monotonic() + self.limit)
         try:
             yield child
         finally:
@@ -207,7 +207,7 @@ class Probe:
     ways: tuple[tuple[Fallback, ...], ...] = ()
 
 
-def run(lab: Lab, probes: Sequence[Probe], tell: Callable[[str], None] = lambda _: None) -> list[Finding]:
+def run(lab: Lab, probes: Sequence[Probe], tell: Callable[[str], None] = lambda _: None) -> list[ProbeFinding]:
     """Make all probes; one that breaks has failed. After one because of which nothing can be served there are no
     others. `tell` is told which one is made."""
     findings = []
@@ -223,7 +223,7 @@ def run(lab: Lab, probes: Sequence[Probe], tell: Callable[[str], None] = lambda 
     return findings
 
 
-def _find(lab: Lab, probe: Probe) -> Finding:
+def _find(lab: Lab, probe: Probe) -> ProbeFinding:
     began = time.monotonic()
     before, first = set(lab.fallbacks), ""
     for way in ((), *probe.ways):
@@ -232,16 +232,16 @@ def _find(lab: Lab, probe: Probe) -> Finding:
             detail = probe.attempt(lab)
         except NotTried as why:
             lab.fallbacks = before
-            return Finding(probe.name, "not tried", str(why), time.monotonic() - began)
+            return ProbeFinding(probe.name, "not tried", str(why), time.monotonic() - began)
         except Exception as error:
             first = first or (str(error) if isinstance(error, ProbeFailed) else f"{type(error).__name__}: {error}")
             lab.refresh()
             continue
         if not way:
-            return Finding(probe.name, "ok", detail, time.monotonic() - began)
-        return Finding(probe.name, "failed", f"{first}; so: {detail}", time.monotonic() - began, way)
+            return ProbeFinding(probe.name, "ok", detail, time.monotonic() - began)
+        return ProbeFinding(probe.name, "failed", f"{first}; so: {detail}", time.monotonic() - began, way)
     lab.fallbacks = before | {probe.otherwise}
-    return Finding(probe.name, "failed", first, time.monotonic() - began, (probe.otherwise,))
+    return ProbeFinding(probe.name, "failed", first, time.monotonic() - began, (probe.otherwise,))
 
 
 # ------------------------------------------------------------ the probes

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from muxserve.costs.profile import Machine
+from muxserve.costs.profile import MeasuredMachine
 
 _COPY_BYTES = 128 << 20  # more than a core's share of any cache
 _PRODUCT = 1024
@@ -27,7 +27,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def measure_machine(cores: int) -> Machine:
+def measure_machine(cores: int) -> MeasuredMachine:
     """Takes a second or two. The best of some tries counts: whatever else runs makes it only slower."""
     import numpy as np
 
@@ -43,7 +43,7 @@ def measure_machine(cores: int) -> Machine:
         seconds = _best(copy)
     product = _best(lambda: np.matmul(factors[0], factors[1], out=result))
     moved = 2 * sum(source.nbytes for source in sources)
-    return Machine(
+    return MeasuredMachine(
         name=f"{cpu_name()}, {cores} of {os.cpu_count()} cores",
         bandwidth=moved / seconds,
         flops={"float32": 2.0 * _PRODUCT**3 / product},

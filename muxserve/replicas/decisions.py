@@ -61,10 +61,10 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopInstance:
     """The instance is drained: end it."""
 
     instance: str
 
 
-Decision = Union[Dispatch, Refuse, Pair, Unpair, Start, Drain, Resume, Stop]
+Decision = Union[Dispatch, Refuse, Pair, Unpair, Start, Drain, Resume, StopInstance]

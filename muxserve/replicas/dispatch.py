@@ -88,7 +88,7 @@ class FreestOfQueues:
         return [(name, tokens) for name, tokens in headrooms.items() if self._levels[name].rank > rank]
 
 
-class RoundRobin:
+class RoundRobinDispatch:
     """The next one by name, wherever it stands."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from muxserve.replicas.decisions import Decision, Dispatch, Drain, Refuse, Resume, Start, Stop
+from muxserve.replicas.decisions import Decision, Dispatch, Drain, Refuse, Resume, Start, StopInstance
 from muxserve.replicas.dispatch import DispatchPolicy, DispatchQueue, FreestOfQueues, NewRequest
 from muxserve.replicas.migration import MigrationRules, Pairing
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
@@ -185,9 +185,9 @@ class GlobalScheduler:
         return [Refuse(request.request_id, reason, late=True) for request in late]
 
     def _scale(self, now: float) -> list[Decision]:
-        decisions: list[Decision] = [Stop(name) for name in sorted(self._leaving) if self._loads[name].idle]
+        decisions: list[Decision] = [StopInstance(name) for name in sorted(self._leaving) if self._loads[name].idle]
         if not self._scaler:
-            return decisions + [Stop(name) for name in sorted(self._draining) if self._loads[name].idle]
+            return decisions + [StopInstance(name) for name in sorted(self._draining) if self._loads[name].idle]
         staying = [load for name, load in self._loads.items() if name not in self._leaving]
         for change in self._scaler.decide(now, staying, self.starting, len(self.queue)):
             if isinstance(change, Start):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muxserve.replicas.decisions import Drain, Resume, Start, Stop
+from muxserve.replicas.decisions import Drain, Resume, Start, StopInstance
 from muxserve.replicas.views import InstanceLoad
 
 
@@ -55,7 +55,7 @@ class Scaler:
 
     def decide(
         self, now: float, loads: Sequence[InstanceLoad], starting: int, waiting: int
-    ) -> list[Start | Drain | Resume | Stop]:
+    ) -> list[Start | Drain | Resume | StopInstance]:
         """What changes at `now` (seconds), given all scored instances that are up, how many are starting, and how many
         requests wait for an instance.
 
@@ -65,7 +65,9 @@ class Scaler:
         rules = self.rules
         serving = [load for load in loads if not load.terminating]
         draining = [load for load in loads if load.terminating]
-        changes: list[Start | Drain | Resume | Stop] = [Stop(load.name) for load in draining if load.idle]
+        changes: list[Start | Drain | Resume | StopInstance] = [
+            StopInstance(load.name) for load in draining if load.idle
+        ]
         draining = [load for load in draining if not load.idle]
         missing = max(rules.minimum, 1 if waiting else 0) - len(serving) - starting
         if missing > 0:
@@ -105,10 +107,10 @@ def _since(since: float | None, now: float, holds: bool) -> float | None:
     return now if since is None else since
 
 
-def _more(draining: Sequence[InstanceLoad], count: int) -> list[Start | Drain | Resume | Stop]:
+def _more(draining: Sequence[InstanceLoad], count: int) -> list[Start | Drain | Resume | StopInstance]:
     """`count` instances more; of the draining ones first those that have most to do still."""
     back = sorted(draining, key=lambda load: (-load.running, load.name))[:count]
-    changes: list[Start | Drain | Resume | Stop] = [Resume(load.name) for load in back]
+    changes: list[Start | Drain | Resume | StopInstance] = [Resume(load.name) for load in back]
     if count > len(back):
         changes.append(Start(count - len(back)))
     return changes

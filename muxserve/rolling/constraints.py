@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from muxserve.rolling.member import Member, Objectives, Window
+from muxserve.rolling.member import LatencyTargets, MacroMember, Window
 
 
 class Verdict(StrEnum):
@@ -18,7 +18,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class PrefillDemand:
     """A request that wants a place: its predicted prefill, seconds, and the tokens of KV that it holds at most. Who
     waits goes by `rank` (higher first), then by `arrival`."""
 
@@ -34,7 +34,7 @@ class Demand:
         return -self.rank, self.arrival
 
 
-def check(member: Member, demand: Demand, objectives: Objectives, now: float) -> Verdict:
+def check(member: MacroMember, demand: PrefillDemand, objectives: LatencyTargets, now: float) -> Verdict:
     """Algorithm 2. Predicted prefills are corrected by the member's bias.
 
     TTFT: those that the member was given since its prefill window opened, and this one, must not exceed the objective.

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from muxserve.rolling.member import Member, Objectives
+from muxserve.rolling.member import LatencyTargets, MacroMember
 
 
-def takes(member: Member, source: Member, objectives: Objectives, now: float) -> bool:
+def takes(member: MacroMember, source: MacroMember, objectives: LatencyTargets, now: float) -> bool:
     """Whether `member` may take decodes of `source` over. They bring their KV, and need no prefill.
 
     Memory: the least of them fits into what is not promised.
@@ -27,9 +27,9 @@ def takes(member: Member, source: Member, objectives: Objectives, now: float) ->
 
 
 def destinations(
-    leaving: Iterable[Member],
-    members: Iterable[Member],
-    objectives: Objectives,
+    leaving: Iterable[MacroMember],
+    members: Iterable[MacroMember],
+    objectives: LatencyTargets,
     now: float,
     before: Mapping[str, str],
     alike: Callable[[str, str], bool],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from muxserve.rolling.constraints import Demand, Verdict, check
-from muxserve.rolling.member import Member, Objectives, Window
+from muxserve.rolling.constraints import PrefillDemand, Verdict, check
+from muxserve.rolling.member import LatencyTargets, MacroMember, Window
 
 
 class MacroInstance:
@@ -24,11 +24,11 @@ class MacroInstance:
     first token would be late even if nothing were.
     """
 
-    def __init__(self, name: str, objectives: Objectives, members: Iterable[Member] = ()) -> None:
+    def __init__(self, name: str, objectives: LatencyTargets, members: Iterable[MacroMember] = ()) -> None:
         self.name = name
         self.objectives = objectives
-        self.ring: list[Member] = list(members)
-        self.waiting: deque[Demand] = deque()
+        self.ring: list[MacroMember] = list(members)
+        self.waiting: deque[PrefillDemand] = deque()
         self._last = 0
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class MacroInstance:
     def __contains__(self, name: str) -> bool:
         return any(member.name == name for member in self.ring)
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> MacroMember:
         """The member of that name.
 
         Raises:
@@ -55,7 +55,7 @@ class MacroInstance:
 
     # ------------------------------------------------------------ requests
 
-    def arrive(self, demand: Demand, now: float) -> list[tuple[Demand, Member]]:
+    def arrive(self, demand: PrefillDemand, now: float) -> list[tuple[PrefillDemand, MacroMember]]:
         """A request comes in; what is sent where now, which may be nothing yet."""
         at = len(self.waiting)
         while at and self.waiting[at - 1].turn > demand.turn:
@@ -63,9 +63,9 @@ class MacroInstance:
         self.waiting.insert(at, demand)
         return self.retry(now)
 
-    def retry(self, now: float) -> list[tuple[Demand, Member]]:
+    def retry(self, now: float) -> list[tuple[PrefillDemand, MacroMember]]:
         """Something has changed: send what waits, in order, as far as constraints allow. Members are told."""
-        sent: list[tuple[Demand, Member]] = []
+        sent: list[tuple[PrefillDemand, MacroMember]] = []
         while self.waiting:
             member = self.choose(self.waiting[0], now)
             if member is None:
@@ -83,7 +83,7 @@ class MacroInstance:
                 return True
         return False
 
-    def choose(self, demand: Demand, now: float) -> Member | None:
+    def choose(self, demand: PrefillDemand, now: float) -> MacroMember | None:
         """Algorithm 1, and what becomes of a request for which it is the last moment."""
         ring = self.ring
         for turn in range(len(ring)):
@@ -102,7 +102,7 @@ class MacroInstance:
             return None
         return max(now, self._latest(self.waiting[0]))
 
-    def _latest(self, demand: Demand) -> float:
+    def _latest(self, demand: PrefillDemand) -> float:
         """When it has to be sent to somebody, lest its first token come too late."""
         staying = [member for member in self.ring if not member.leaving]
         with_room = [m for m in staying if m.promised + demand.tokens <= m.capacity]
@@ -111,7 +111,7 @@ class MacroInstance:
             soonest = demand.prefill_seconds * max(1.0, min((m.bias for m in staying), default=1.0))
         return demand.arrival + self.objectives.ttft - soonest
 
-    def _done_in(self, member: Member, demand: Demand) -> float:
+    def _done_in(self, member: MacroMember, demand: PrefillDemand) -> float:
         """Seconds until its first token there, predicted: what is pending, or a decode step under way that takes as
         long as it may, and its own prefill. Those that take less than predicted are not relied on to do so again."""
         before = member.pending_seconds
@@ -121,13 +121,13 @@ class MacroInstance:
 
     # ------------------------------------------------------------ members
 
-    def join(self, member: Member) -> None:
+    def join(self, member: MacroMember) -> None:
         """A member comes, with whatever it has to do; it is the last in the ring."""
         if member.name in self:
             raise ValueError(f"{member.name} is a member of {self.name} already")
         self.ring.append(member)
 
-    def leave(self, name: str) -> Member:
+    def leave(self, name: str) -> MacroMember:
         """A member goes, with whatever it has to do.
 
         Raises:

@@ -19,7 +19,7 @@ class Window(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
+class LatencyTargets:
     """The latencies to be met, seconds: time to first token, and time per output token after it.
 
     `spared` says whose saved time decides whether decodes can be kept waiting: None, the mean of all (EcoServe's
@@ -59,7 +59,7 @@ class Admitted:
 
 
 @dataclass(slots=True)
-class Member:
+class MacroMember:
     """One replica in a macro instance: plain data, so that it can be sent to another scheduler as it is.
 
     `capacity` and `promised` are tokens of KV: all there is, and what admitted requests may come to hold. `tpot` is the

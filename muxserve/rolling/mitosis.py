@@ -49,7 +49,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class HandleMove:
     """The replica's handle moves to another macro instance (which is new, the first time it is named); the replica
     itself goes on with what it does."""
 
@@ -73,7 +73,7 @@ class Dissolve:
     macro: str
 
 
-Change = Union[Join, Found, Move, Leave, Dissolve]
+Change = Union[Join, Found, HandleMove, Leave, Dissolve]
 
 
 class Mitosis:
@@ -113,7 +113,7 @@ class Mitosis:
         moving = self.macros[source][: self.bounds.lower]
         self.macros[source] = self.macros[source][self.bounds.lower :]
         self.macros[target] = moving
-        return [Move(member, source, target) for member in moving]
+        return [HandleMove(member, source, target) for member in moving]
 
     def shrink(self, loads: Mapping[str, float]) -> list[Change]:
         """A replica less: of the smallest macro instance that has more than N_l the one with the least load (`loads`:
@@ -149,7 +149,7 @@ class Mitosis:
         room = [name for name in others if len(self.macros[name]) + len(members) <= bounds.upper]
         if room:
             target = max(room, key=lambda each: (len(self.macros[each]), each))
-            moved: list[Change] = [Move(member, small, target) for member in members]
+            moved: list[Change] = [HandleMove(member, small, target) for member in members]
             self.macros[target] += members
             del self.macros[small]
             return [*moved, Dissolve(small)]
@@ -157,7 +157,7 @@ class Mitosis:
         moving = self.macros[source][: bounds.lower - len(members)]
         self.macros[source] = self.macros[source][len(moving) :]
         members += moving
-        return [Move(member, source, small) for member in moving]
+        return [HandleMove(member, source, small) for member in moving]
 
     def _new(self) -> str:
         self._count += 1

@@ -6,12 +6,12 @@ from bisect import bisect_left
 
 import msgspec
 
-from muxserve.rolling.member import Objectives
+from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.mitosis import Bounds
 
 
 class RollingRules(msgspec.Struct, frozen=True):
-    """Objectives in seconds (`spared` as in `Objectives`), N_l and N_u, and predicted prefills.
+    """Objectives in seconds (`spared` as in `LatencyTargets`), N_l and N_u, and predicted prefills.
 
     `prefill` has points (tokens, seconds) of one prefill, in order of tokens: what the latency model says, before it is
     corrected by what is observed.
@@ -25,13 +25,13 @@ class RollingRules(msgspec.Struct, frozen=True):
     upper: int = 16
 
     @property
-    def objectives(self) -> Objectives:
+    def objectives(self) -> LatencyTargets:
         """The objectives as the policies want them.
 
         Raises:
-            ValueError: as `Objectives`.
+            ValueError: as `LatencyTargets`.
         """
-        return Objectives(self.ttft, self.tpot, self.spared)
+        return LatencyTargets(self.ttft, self.tpot, self.spared)
 
     @property
     def bounds(self) -> Bounds:

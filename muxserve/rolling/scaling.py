@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingRules:
+class RollingScalingRules:
     """More replicas when less than `target` of the requests of the last `window` seconds met their objectives (once
     there are `enough` of them), or when more than `backlog` requests per replica wait for one: a part `growth` of those
     there are, at least one. One less when at least `target` did (of few, all) and replicas spent less than `idle` of
@@ -37,7 +37,7 @@ class ScalingRules:
 class Attainment:
     """Tells how many replicas there should be more (above zero) or less (below)."""
 
-    def __init__(self, rules: ScalingRules) -> None:
+    def __init__(self, rules: RollingScalingRules) -> None:
         self.rules = rules
         self._seen: deque[tuple[float, bool]] = deque()
         self._met = 0

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from muxserve.rolling.constraints import Demand
+from muxserve.rolling.constraints import PrefillDemand
 from muxserve.rolling.macro_instance import MacroInstance
-from muxserve.rolling.member import Member, Objectives
-from muxserve.rolling.mitosis import Bounds, Change, Dissolve, Found, Join, Leave, Mitosis, Move
+from muxserve.rolling.member import LatencyTargets, MacroMember
+from muxserve.rolling.mitosis import Bounds, Change, Dissolve, Found, HandleMove, Join, Leave, Mitosis
 
 VERSION = 3
 
@@ -22,7 +22,7 @@ class Handle(msgspec.Struct, frozen=True):
     """
 
     address: str
-    member: Member
+    member: MacroMember
     version: int = VERSION
 
 
@@ -34,7 +34,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Handle)
 
 
-def pack(member: Member, address: str) -> bytes:
+def pack(member: MacroMember, address: str) -> bytes:
     """The handle as bytes."""
     return _encoder.encode(Handle(address, member))
 
@@ -54,7 +54,7 @@ def unpack(data: bytes) -> Handle:
     return handle
 
 
-Sent = list[tuple[Demand, Member]]
+Sent = list[tuple[PrefillDemand, MacroMember]]
 
 
 class RollingScheduler:
@@ -64,20 +64,20 @@ class RollingScheduler:
     promised (EcoServe, section 3.2, says "by capability" only). It stays there, unless that one is dissolved.
 
     Members move as handles, through bytes: what a macro instance gets is what another process would get. References to
-    a `Member` are therefore good until the next `grow`, `shrink` or `gone` only; ask `member` again.
+    a `MacroMember` are therefore good until the next `grow`, `shrink` or `gone` only; ask `member` again.
     """
 
-    def __init__(self, objectives: Objectives, bounds: Bounds | None = None) -> None:
+    def __init__(self, objectives: LatencyTargets, bounds: Bounds | None = None) -> None:
         self.objectives = objectives
         self.mitosis = Mitosis(bounds)
         self.macros: dict[str, MacroInstance] = {}
-        self.members: dict[str, Member] = {}
-        self.draining: dict[str, Member] = {}
+        self.members: dict[str, MacroMember] = {}
+        self.draining: dict[str, MacroMember] = {}
         self.moved = 0
         # What waits while there is no member at all.
-        self._homeless: list[Demand] = []
+        self._homeless: list[PrefillDemand] = []
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> MacroMember:
         """The member of that name, draining ones included.
 
         Raises:
@@ -92,7 +92,7 @@ class RollingScheduler:
 
     # ------------------------------------------------------------ requests
 
-    def arrive(self, demand: Demand, now: float) -> Sent:
+    def arrive(self, demand: PrefillDemand, now: float) -> Sent:
         """A request comes in; what is sent where now, which may be nothing yet."""
         if not self.macros:
             self._homeless.append(demand)
@@ -107,7 +107,7 @@ class RollingScheduler:
                 sent += macro.retry(now)
         return sent
 
-    def waiters(self) -> Iterator[Demand]:
+    def waiters(self) -> Iterator[PrefillDemand]:
         """The requests that no member has got yet."""
         yield from self._homeless
         for macro in self.macros.values():
@@ -127,7 +127,7 @@ class RollingScheduler:
 
     # ------------------------------------------------------------ members
 
-    def grow(self, member: Member, now: float) -> Sent:
+    def grow(self, member: MacroMember, now: float) -> Sent:
         """A replica more; what can be sent because of it."""
         changes = self.mitosis.grow(member.name)
         self.members[member.name] = member
@@ -155,7 +155,7 @@ class RollingScheduler:
         member.leaving = False
         return self.grow(member, now)
 
-    def found_draining(self, member: Member) -> None:
+    def found_draining(self, member: MacroMember) -> None:
         """A replica is there that is being drained already."""
         member.leaving = True
         self.draining[member.name] = member
@@ -180,7 +180,7 @@ class RollingScheduler:
                     self.macros[macro] = MacroInstance(macro, self.objectives, [self.members[member]])
                 case Join(member, macro):
                     self.macros[macro].join(self.members[member])
-                case Move(member, source, target):
+                case HandleMove(member, source, target):
                     if target not in self.macros:
                         self.macros[target] = MacroInstance(target, self.objectives)
                     handle = unpack(pack(self.macros[source].leave(member), member))

@@ -23,9 +23,9 @@ from muxserve.scheduling.types import (
     Grant,
     ModelProfile,
     Phase,
-    Place,
     PoolProfile,
     QueuedRequest,
+    RequestPlace,
 )
 
 
@@ -99,7 +99,7 @@ class UnitLedger:
         self.requests[request.request_id] = live
         return live
 
-    def cancelled(self, request_id: str, now: float) -> Place | None:
+    def cancelled(self, request_id: str, now: float) -> RequestPlace | None:
         """A request is not wanted any more. Returns where it was, None if it is not live.
 
         Its engine may be in the middle of a step: the lease stays until the engine has answered.

@@ -64,7 +64,7 @@ def is_culprit(record: Failures) -> bool:
     return record.crashes_alone > 0 or record.kills_alone >= CULPRIT_KILLS
 
 
-class Turn(NamedTuple):
+class LoneTurn(NamedTuple):
     """Whose turn it is to be alone, for at most so many steps."""
 
     request_id: str
@@ -116,7 +116,7 @@ class Quarantine:
             for request_id in batch:
                 self._records[request_id] = failed(self.record(request_id), cause, len(batch))
 
-    def turn(self, there: Container[str], now: float) -> Turn | None:
+    def turn(self, there: Container[str], now: float) -> LoneTurn | None:
         """Who of those `there`, in one engine, is to be computed alone next; None: all together."""
         for request_id, suspect in list(self._suspects.items()):
             if request_id not in there:
@@ -126,7 +126,7 @@ class Quarantine:
             elif now - suspect.since >= ALONE_SECONDS:
                 self._clear(request_id)
                 continue
-            return Turn(request_id, suspect.steps)
+            return LoneTurn(request_id, suspect.steps)
         return None
 
     def decoded(self, request_id: str, steps: int) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 
-class EngineState(NamedTuple):
+class BudgetInputs(NamedTuple):
     """What a budget is made from, counted over all micro-batches of one engine.
 
     `waiting_tokens` are prompt tokens in no micro-batch yet (#WP; of preempted sequences their outputs too). `decoding`
@@ -36,7 +36,7 @@ class EngineState(NamedTuple):
     depth: int
 
 
-class Budget(NamedTuple):
+class StepBudget(NamedTuple):
     """At most so many prompt tokens, and so many sequences that decode, in the next micro-batch. One of them is above
     zero whenever something could run."""
 
@@ -71,7 +71,7 @@ class Throttle:
         if not 0.0 <= self.kv_threshold < 1.0:
             raise ValueError(f"kv_threshold must be in [0, 1), not {self.kv_threshold}")
 
-    def prefill(self, state: EngineState) -> int:
+    def prefill(self, state: BudgetInputs) -> int:
         """Eq. 3, in whole tokens.
 
         Below the threshold the formula would still grant #MinP; the paper suspends prefill there, and so does this. But
@@ -102,7 +102,7 @@ class TokenBudget(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def next(self, state: EngineState) -> Budget:
+    def next(self, state: BudgetInputs) -> StepBudget:
         """The budget of the micro-batch that is made now."""
 
 
@@ -119,10 +119,10 @@ class TokenThrottling(TokenBudget):
         self.throttle = throttle or Throttle()
         self._owed = 0
 
-    def next(self, state: EngineState) -> Budget:
-        return Budget(self.throttle.prefill(state), self._decode(state))
+    def next(self, state: BudgetInputs) -> StepBudget:
+        return StepBudget(self.throttle.prefill(state), self._decode(state))
 
-    def _decode(self, state: EngineState) -> int:
+    def _decode(self, state: BudgetInputs) -> int:
         if not state.decoding:
             self._owed = 0
             return 0
@@ -141,9 +141,9 @@ class FixedBudget(TokenBudget):
             raise ValueError(f"the token budget must be at least 1, not {tokens}")
         self.tokens = tokens
 
-    def next(self, state: EngineState) -> Budget:
+    def next(self, state: BudgetInputs) -> StepBudget:
         decode = min(state.ready, self.tokens)
-        return Budget(self.tokens - decode, decode)
+        return StepBudget(self.tokens - decode, decode)
 
 
 _ALL = Throttle()

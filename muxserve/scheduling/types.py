@@ -24,7 +24,7 @@ class Phase(StrEnum):
     BOTH = "both"
 
 
-class Place(StrEnum):
+class RequestPlace(StrEnum):
     """Where a live request is. Every live request is in exactly one.
 
     One that is `HANDED` waits to be adopted by the engine that decodes; in an engine of both phases a request goes from
@@ -41,7 +41,7 @@ class Place(StrEnum):
 
 # Where every event asks: to look a member up in its enum takes several times as long as a name.
 PREFILL, DECODE, BOTH = Phase
-QUEUED, PREFILLING, HANDED, DECODING, MOVING = Place
+QUEUED, PREFILLING, HANDED, DECODING, MOVING = RequestPlace
 
 
 def share_units(share: float) -> int:

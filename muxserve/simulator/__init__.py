@@ -4,7 +4,7 @@ units = units_of(placement, models, mode_of("muxserve"))
 result = simulate(units, workload, latency_model)              # result.records: list[RequestRecord]
 """
 
-from muxserve.simulator.alone import Alone
+from muxserve.simulator.alone import AloneSimulation
 from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.fleet import Rules, simulate
 from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
@@ -12,19 +12,19 @@ from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
 from muxserve.simulator.result import FleetResult, ReplicasResult, UnitResult
 from muxserve.simulator.ring import RingRules
-from muxserve.simulator.setup import Link, Options, Overheads, Pipeline, SimModel, SimUnit
+from muxserve.simulator.setup import ControlDelays, Link, Options, Pipeline, SimModel, SimUnit
 from muxserve.simulator.timeline import write_timeline
 
 __all__ = [
     "MODES",
-    "Alone",
+    "AloneSimulation",
+    "ControlDelays",
     "FleetModel",
     "FleetResult",
     "Link",
     "MigrationCosts",
     "Mode",
     "Options",
-    "Overheads",
     "Pipeline",
     "ReplicaRules",
     "ReplicasResult",

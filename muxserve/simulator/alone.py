@@ -34,7 +34,7 @@ def prefill_seconds(costs: EngineCosts, tokens: int, most: int) -> float:
     return seconds
 
 
-class Alone:
+class AloneSimulation:
     """Gives the latency of each record's request, were it alone on the devices of the first unit that serves its model,
     with all of their compute. Stages of a pipeline are one after the other, which together are the whole model on the
     devices of one. Pass it to `muxserve.metrics` as the reference.

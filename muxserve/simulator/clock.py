@@ -17,7 +17,7 @@ from muxserve.simulator.engine import Engine
 from muxserve.simulator.requests import SimRequest
 
 if TYPE_CHECKING:
-    from muxserve.simulator.unit import Unit
+    from muxserve.simulator.unit import SimulatedUnit
 
 # Actions come after the steps that end at the same time.
 _AFTER_ENGINES = 1 << 20
@@ -39,7 +39,7 @@ class Compute:
         self.device = device
         self.shared = shared
         self.engines: list[Engine] = []
-        self.units: list[Unit] = []
+        self.units: list[SimulatedUnit] = []
         self.changed = False
         self._slowdown = latency.slowdown
 
@@ -79,13 +79,13 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.open = 0
-        self.units: list[Unit] = []
+        self.units: list[SimulatedUnit] = []
         self.places = 0
         self.heap: list[tuple[float, int, int, Engine | Callable[[float], None]]] = []
         self._serial = _AFTER_ENGINES
-        self._touched: list[Unit] = []
+        self._touched: list[SimulatedUnit] = []
         # The only unit, as long as there is one.
-        self._alone: Unit | None = None
+        self._alone: SimulatedUnit | None = None
 
     def place(self) -> int:
         """The next engine's place in the order of those that end steps at one moment."""
@@ -97,7 +97,7 @@ class Clock:
         self._serial += 1
         heappush(self.heap, (time, self._serial, 0, action))
 
-    def join(self, unit: Unit) -> None:
+    def join(self, unit: SimulatedUnit) -> None:
         """A unit comes."""
         self.units.append(unit)
         first, self._alone = self._alone, unit if len(self.units) == 1 else None
@@ -106,7 +106,7 @@ class Clock:
             self._touched = [first]
             first.touched = True
 
-    def touch(self, unit: Unit) -> None:
+    def touch(self, unit: SimulatedUnit) -> None:
         """Something is to be done for that unit at this moment."""
         self._touched.append(unit)
 

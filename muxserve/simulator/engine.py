@@ -20,7 +20,7 @@ from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import SimModel
 
 if TYPE_CHECKING:
-    from muxserve.simulator.unit import Unit
+    from muxserve.simulator.unit import SimulatedUnit
 
 IDLE, BOUNDARY, STEPPING, STALLED = range(4)
 NO_LOAD = Load(0.0, 0.0)
@@ -39,7 +39,7 @@ class Engine:
     """What the unit and the clock see of an engine. `order` is its place among those that end steps at one moment;
     `version` tells events that are out of date."""
 
-    def __init__(self, unit: Unit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+    def __init__(self, unit: SimulatedUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
         self.unit = unit
         self.model = model
         self.phase = phase
@@ -102,7 +102,7 @@ class StepEngine(Engine):
     `chunks` are those of the prefill step that runs; none while it decodes.
     """
 
-    def __init__(self, unit: Unit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+    def __init__(self, unit: SimulatedUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
         super().__init__(unit, model, phase, pages)
         if phase is not PREFILL:
             pages.grower = self

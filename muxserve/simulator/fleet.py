@@ -15,7 +15,7 @@ from muxserve.simulator.ring import Ring, RingRules
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import Options, SimUnit
 from muxserve.simulator.stock import StockUnit
-from muxserve.simulator.unit import Unit
+from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
 
 CPU = "CPU"
@@ -96,8 +96,8 @@ class Group:
         self._options = options or Options()
         self._cpu: Compute | None = None
         self.replicas: dict[str, ReplicaSet] = {}
-        self._units: dict[str, Unit] = {}
-        by_model: dict[str, list[Unit]] = {}
+        self._units: dict[str, SimulatedUnit] = {}
+        by_model: dict[str, list[SimulatedUnit]] = {}
         fallback = ReplicaRules(levels=levels)
         for spec in units:
             unit = self._start(spec)
@@ -111,7 +111,7 @@ class Group:
             elif given is not None or len(mine) > 1:
                 self.replicas[name] = Dispatched(name, mine, self.clock, given or fallback, self._start)
 
-    def _start(self, spec: SimUnit) -> Unit:
+    def _start(self, spec: SimUnit) -> SimulatedUnit:
         compute = None
         if spec.device == CPU:
             # Each is a part of one machine.

@@ -41,7 +41,7 @@ class MigrationCosts:
             raise ValueError("last_stage_blocks and max_stages must be at least 1")
 
 
-class RequestMove:
+class SimulatedMove:
     """Moves `request`, which decodes. `begin` it; `ended` is told whether it has arrived, `downtimes` gets how long it
     was in no batch.
 
@@ -56,7 +56,7 @@ class RequestMove:
         request: SimRequest,
         source: ScheduledUnit,
         destination: ScheduledUnit,
-        ended: Callable[[RequestMove, bool, float], None],
+        ended: Callable[[SimulatedMove, bool, float], None],
         downtimes: list[float],
     ) -> None:
         self.request = request

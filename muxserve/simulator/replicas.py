@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from muxserve.replicas.decisions import Decision, Dispatch, Drain, Refuse, Resume, Start, Stop
+from muxserve.replicas.decisions import Decision, Dispatch, Drain, Refuse, Resume, Start, StopInstance
 from muxserve.replicas.dispatch import DispatchPolicy, FreestOfQueues, NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules, choose_request
@@ -14,12 +14,12 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.moves import MigrationCosts, RequestMove
+from muxserve.simulator.moves import MigrationCosts, SimulatedMove
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ReplicasResult
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimUnit
-from muxserve.simulator.unit import Unit
+from muxserve.simulator.unit import SimulatedUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class ReplicaSet:
     def __init__(
         self,
         model: str,
-        units: Sequence[Unit],
+        units: Sequence[SimulatedUnit],
         clock: Clock,
         spares: Iterable[SimUnit],
         start_seconds: float,
-        start: Callable[[SimUnit], Unit],
+        start: Callable[[SimUnit], SimulatedUnit],
     ) -> None:
         self.model = model
         self.clock = clock
@@ -95,7 +95,7 @@ class ReplicaSet:
 
         return up
 
-    def _came(self, unit: Unit, now: float) -> None:
+    def _came(self, unit: SimulatedUnit, now: float) -> None:
         """A replica has come."""
         raise NotImplementedError
 
@@ -118,9 +118,15 @@ class ReplicaSet:
     # ------------------------------------------------------------ moves
 
     def _move_one(
-        self, source: Unit, load: InstanceLoad, destination: Unit, there: InstanceLoad, rules: MigrationRules,
-        levels: Levels, copying: MigrationCosts,
-    ) -> bool:  # fmt: skip
+        self,
+        source: SimulatedUnit,
+        load: InstanceLoad,
+        destination: SimulatedUnit,
+        there: InstanceLoad,
+        rules: MigrationRules,
+        levels: Levels,
+        copying: MigrationCosts,
+    ) -> bool:
         """Let the source move its next request there, if there is one that may."""
         if not isinstance(source, ScheduledUnit) or not isinstance(destination, ScheduledUnit):
             return False
@@ -130,13 +136,13 @@ class ReplicaSet:
         if chosen is None:
             return False
         request = source.live[chosen.request_id]
-        move = RequestMove(self.clock, copying, request, source, destination, self._ended, self.result.downtimes)
+        move = SimulatedMove(self.clock, copying, request, source, destination, self._ended, self.result.downtimes)
         if not move.begin(self.clock.now):
             return False
         self._moving.add(request.request_id)
         return True
 
-    def _ended(self, move: RequestMove, arrived: bool, now: float) -> None:
+    def _ended(self, move: SimulatedMove, arrived: bool, now: float) -> None:
         self._moving.discard(move.request.request_id)
         result = self.result
         if not arrived:
@@ -146,7 +152,7 @@ class ReplicaSet:
         result.copy_seconds.append(now - move.began)
         self._moved(move, now)
 
-    def _moved(self, move: RequestMove, now: float) -> None:
+    def _moved(self, move: SimulatedMove, now: float) -> None:
         """A request is where it was to go."""
 
 
@@ -154,7 +160,12 @@ class Dispatched(ReplicaSet):
     """Replicas under a `GlobalScheduler`."""
 
     def __init__(
-        self, model: str, units: Sequence[Unit], clock: Clock, rules: ReplicaRules, start: Callable[[SimUnit], Unit]
+        self,
+        model: str,
+        units: Sequence[SimulatedUnit],
+        clock: Clock,
+        rules: ReplicaRules,
+        start: Callable[[SimUnit], SimulatedUnit],
     ) -> None:
         super().__init__(model, units, clock, rules.spares, rules.start_seconds, start)
         self.rules = rules
@@ -190,7 +201,7 @@ class Dispatched(ReplicaSet):
         new = NewRequest(request.request_id, demand, request.arrival, request.scheduling, request.execution)
         self._apply(self.scheduler.arrive(now, new), now)
 
-    def _load(self, unit: Unit) -> InstanceLoad:
+    def _load(self, unit: SimulatedUnit) -> InstanceLoad:
         load = unit.load(self.model)
         load.terminating = unit.spec.name in self._draining
         return load
@@ -218,7 +229,7 @@ class Dispatched(ReplicaSet):
             here, there = self._load(source), self._load(destination)
             self._move_one(source, here, destination, there, rules.migration, rules.levels, rules.copying)
 
-    def _moved(self, move: RequestMove, now: float) -> None:
+    def _moved(self, move: SimulatedMove, now: float) -> None:
         self._pump(move.source.spec.name)
 
     def _apply(self, decisions: Iterable[Decision], now: float) -> None:
@@ -241,7 +252,7 @@ class Dispatched(ReplicaSet):
                             self._dispatch(request, now)
                 case Resume(name):
                     self._draining.discard(name)
-                case Stop(name) if self._load(self.units[name]).idle:
+                case StopInstance(name) if self._load(self.units[name]).idle:
                     self._draining.discard(name)
                     self.scheduler.down(name)
                     self._gone(name, now)
@@ -250,7 +261,7 @@ class Dispatched(ReplicaSet):
                     # a replica since it was last looked at.
                     pass
 
-    def _came(self, unit: Unit, now: float) -> None:
+    def _came(self, unit: SimulatedUnit, now: float) -> None:
         if isinstance(unit, ScheduledUnit):
             unit.ranks = self._ranks
         self.scheduler.up(self._load(unit))

@@ -8,7 +8,7 @@ from muxserve.metrics.records import RequestRecord
 from muxserve.workload.trace import TraceRequest
 
 if TYPE_CHECKING:
-    from muxserve.simulator.unit import Unit
+    from muxserve.simulator.unit import SimulatedUnit
 
 
 class SimRequest:
@@ -65,7 +65,7 @@ class SimRequest:
         self.output = output
         self.scheduling = self.execution = ""
         self.priority = 0
-        self.unit: Unit | None = None
+        self.unit: SimulatedUnit | None = None
         self.made = 0
         self.computed = 0
         self.blocks = 0

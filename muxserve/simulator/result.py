@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from muxserve.metrics.records import RequestRecord
 from muxserve.simulator.micro_batches import MicroBatches
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.timeline import Timeline
+from muxserve.simulator.timeline import JobTimeline
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class UnitResult:
     peak_pages: tuple[int, ...]
     turns: int
     looks: int
-    timelines: list[Timeline] = field(default_factory=list, repr=False)
+    timelines: list[JobTimeline] = field(default_factory=list, repr=False)
     waits: Sequence[float] = ()
     stages: tuple[float, ...] = ()
     active: float = 0.0
@@ -136,6 +136,6 @@ class FleetResult:
         return sum(unit.devices * unit.busy_seconds for unit in self.units)
 
     @property
-    def timelines(self) -> list[Timeline]:
+    def timelines(self) -> list[JobTimeline]:
         """All that were kept."""
         return [timeline for unit in self.units for timeline in unit.timelines]

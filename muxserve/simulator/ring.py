@@ -11,20 +11,20 @@ from muxserve.costs import EngineShape, LatencyModel
 from muxserve.costs.front_end import engines_only
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
-from muxserve.rolling.constraints import Demand
+from muxserve.rolling.constraints import PrefillDemand
 from muxserve.rolling.draining import destinations
-from muxserve.rolling.member import Member, Objectives
+from muxserve.rolling.member import LatencyTargets, MacroMember
 from muxserve.rolling.mitosis import Bounds
-from muxserve.rolling.scaling import Attainment, ScalingRules
+from muxserve.rolling.scaling import Attainment, RollingScalingRules
 from muxserve.rolling.scheduler import RollingScheduler, Sent
 from muxserve.simulator.clock import Clock
 from muxserve.simulator.leased import PhaseEngine, SimReport
-from muxserve.simulator.moves import MigrationCosts, RequestMove
+from muxserve.simulator.moves import MigrationCosts, SimulatedMove
 from muxserve.simulator.replicas import ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimUnit
-from muxserve.simulator.unit import Unit
+from muxserve.simulator.unit import SimulatedUnit
 
 # What waits is tried again at least so often: live replicas tell of decode steps after this time.
 REPORT_SECONDS = 0.02
@@ -42,10 +42,10 @@ class RingRules:
     decided; decodes of those that go move if there are rules for `migration`, and otherwise end where they are.
     """
 
-    objectives: Objectives
+    objectives: LatencyTargets
     bounds: Bounds = field(default_factory=Bounds)
     expected_output: int = 256
-    scaling: ScalingRules | None = None
+    scaling: RollingScalingRules | None = None
     migration: MigrationRules | None = None
     levels: Levels = DEFAULT_LEVELS
     copying: MigrationCosts = field(default_factory=MigrationCosts)
@@ -63,10 +63,10 @@ class Ring(ReplicaSet):
     def __init__(
         self,
         model: str,
-        units: Sequence[Unit],
+        units: Sequence[SimulatedUnit],
         clock: Clock,
         rules: RingRules,
-        start: Callable[[SimUnit], Unit],
+        start: Callable[[SimUnit], SimulatedUnit],
         latency: LatencyModel,
     ) -> None:
         super().__init__(model, units, clock, rules.spares, rules.start_seconds, start)
@@ -105,7 +105,7 @@ class Ring(ReplicaSet):
         if self._attainment is not None:
             self._unanswered.append(request)
         promised = min(largest, request.tokens + self.rules.expected_output)
-        demand = Demand(request.request_id, self._predicted(request), promised, request.arrival)
+        demand = PrefillDemand(request.request_id, self._predicted(request), promised, request.arrival)
         self._count_steps(now)
         self._deliver(self.scheduler.arrive(demand, now), now)
         self._watch(now)
@@ -182,14 +182,14 @@ class Ring(ReplicaSet):
 
     # ------------------------------------------------------------ replicas that come and go
 
-    def _came(self, unit: Unit, now: float) -> None:
+    def _came(self, unit: SimulatedUnit, now: float) -> None:
         assert isinstance(unit, ScheduledUnit)
         unit.watcher = self._told
         (model,) = unit.spec.models
         pages = unit.page_of[self.model]
         capacity = min(pages.quota, pages.pool.profile.pages) // pages.per_block * model.profile.block_tokens
         self._coming = max(0, self._coming - 1)
-        member = Member(unit.spec.name, capacity, self.rules.objectives.tpot, switched_at=now)
+        member = MacroMember(unit.spec.name, capacity, self.rules.objectives.tpot, switched_at=now)
         sent = self.scheduler.grow(member, now)
         self.result.moves = self.scheduler.moved
         self._deliver(sent, now)
@@ -250,7 +250,7 @@ class Ring(ReplicaSet):
         room.used = max(room.used, self.scheduler.member(destination).promised)
         self._move_one(here, load, there, room, rules.migration, rules.levels, rules.copying)
 
-    def _moved(self, move: RequestMove, now: float) -> None:
+    def _moved(self, move: SimulatedMove, now: float) -> None:
         request_id = move.request.request_id
         self._count_steps(now)
         source = self.scheduler.member(move.source.spec.name)
@@ -265,7 +265,7 @@ class Ring(ReplicaSet):
         self._retry(now)
 
 
-def _engine(unit: Unit, model: str) -> PhaseEngine:
+def _engine(unit: SimulatedUnit, model: str) -> PhaseEngine:
     assert isinstance(unit, ScheduledUnit)
     engine = unit.decoder(model)
     assert isinstance(engine, PhaseEngine)

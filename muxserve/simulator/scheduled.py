@@ -22,13 +22,13 @@ from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import UnitResult
 from muxserve.simulator.setup import SimModel
 from muxserve.simulator.stages import PipelineEngine
-from muxserve.simulator.unit import Unit
+from muxserve.simulator.unit import SimulatedUnit
 
 # A wakeup that is due already and changed nothing is tried again after this time, so that the clock moves on.
 _AGAIN_SECONDS = 0.001
 
 
-class ScheduledUnit(Unit):
+class ScheduledUnit(SimulatedUnit):
     """Simulates a unit under the policy that it names. `watcher` is told of each report after the ledger was, and of
     requests that are refused.
 

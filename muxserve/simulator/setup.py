@@ -138,7 +138,7 @@ TURN_SECONDS = 0.000744
 
 
 @dataclass(frozen=True, slots=True)
-class Overheads:
+class ControlDelays:
     """Delays of the control path, in seconds.
 
     `request`: from the client to the unit's queue. `lease`: from a decision to the engine. `report`: from an engine to
@@ -156,7 +156,7 @@ class Overheads:
     stall: float = 0.001
 
     @classmethod
-    def live(cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0) -> Overheads:
+    def live(cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0) -> ControlDelays:
         """Delays as measured live (`costs.profile.Overheads`): half of the `turn` (0: `TURN_SECONDS`) goes by on each
         way, and the lease's is part of what was measured as `request`."""
         way = (turn or TURN_SECONDS) / 2.0
@@ -175,7 +175,7 @@ class Options:
     """How to simulate. `sample_seconds` is how often page counts are recorded (0: never), `timeline` keeps every job,
     `load_tolerance` is by how much a job's load may change before others are told."""
 
-    overheads: Overheads = field(default_factory=Overheads)
+    overheads: ControlDelays = field(default_factory=ControlDelays)
     sample_seconds: float = 1.0
     timeline: bool = False
     load_tolerance: float = 0.02

@@ -13,7 +13,7 @@ from muxserve.costs.architecture import ITEM_BYTES, split_layers
 from muxserve.costs.front_end import engines_only
 from muxserve.costs.latency import Decode, Load
 from muxserve.costs.measured import MeasuredCosts
-from muxserve.scheduling.token_throttling import EngineState as Holding
+from muxserve.scheduling.token_throttling import BudgetInputs as Holding
 from muxserve.scheduling.types import Phase
 from muxserve.simulator.engine import BOUNDARY, IDLE, NO_LOAD, STEPPING
 from muxserve.simulator.leased import LeasedEngine, SimLease, SimReport
@@ -21,7 +21,7 @@ from muxserve.simulator.micro_batches import MicroBatches
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import Pipeline, SimModel, check_split
-from muxserve.simulator.timeline import Timeline
+from muxserve.simulator.timeline import JobTimeline
 
 if TYPE_CHECKING:
     from muxserve.simulator.scheduled import ScheduledUnit
@@ -400,15 +400,15 @@ class PipelineEngine(LeasedEngine):
 
     # ------------------------------------------------------------ what is seen of it
 
-    def timelines(self) -> list[Timeline]:
+    def timelines(self) -> list[JobTimeline]:
         """One of each stage, on devices of its own; where they share one, as processes on a CPU do, one of all."""
         spec = self.unit.spec
         tp = len(spec.devices) // self.spec.stages
-        found: list[Timeline] = []
+        found: list[JobTimeline] = []
         for number in range(self.spec.stages):
             name = f"{self.model.name}, stage {number + 1},"
             if tp or not found:
-                found.append(Timeline(spec.name, spec.device, spec.devices[number * tp :][:tp] or spec.devices))
+                found.append(JobTimeline(spec.name, spec.device, spec.devices[number * tp :][:tp] or spec.devices))
             for step in self.record.steps_of(number):
                 phase = "mixed" if step.prefill and step.decode else "prefill" if step.prefill else "decode"
                 sequences, tokens = step.prompts + step.decode, step.prefill + step.decode

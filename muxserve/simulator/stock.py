@@ -16,13 +16,13 @@ from muxserve.simulator.engine import BOUNDARY, IDLE, StepEngine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import SimModel
-from muxserve.simulator.unit import Unit
+from muxserve.simulator.unit import SimulatedUnit
 
 
 class StockEngine(StepEngine):
     """One model's engine."""
 
-    def __init__(self, unit: Unit, model: SimModel, pages: ModelPages) -> None:
+    def __init__(self, unit: SimulatedUnit, model: SimModel, pages: ModelPages) -> None:
         super().__init__(unit, model, Phase.BOTH, pages)
         self.waiting: deque[SimRequest] = deque()
         share = share_units(model.profile.decode_share)
@@ -106,7 +106,7 @@ class StockEngine(StepEngine):
         return True
 
 
-class StockUnit(Unit):
+class StockUnit(SimulatedUnit):
     """Simulates a unit whose models are stock engines."""
 
     stock_engine: ClassVar[type[StockEngine]] = StockEngine

@@ -23,7 +23,7 @@ class TimelineJob(NamedTuple):
     tokens: int
 
 
-class Timeline:
+class JobTimeline:
     """Jobs of one unit."""
 
     __slots__ = ("device", "devices", "jobs", "unit")
@@ -39,7 +39,7 @@ class Timeline:
         self.jobs.append(TimelineJob(model, phase, began, ended, sequences, tokens))
 
 
-def trace_events(timelines: Iterable[Timeline]) -> Iterator[dict[str, object]]:
+def trace_events(timelines: Iterable[JobTimeline]) -> Iterator[dict[str, object]]:
     """The events of a Chrome trace."""
     for timeline in timelines:
         # Prefill above decode, models in order of appearance.
@@ -71,7 +71,7 @@ def trace_events(timelines: Iterable[Timeline]) -> Iterator[dict[str, object]]:
                 }
 
 
-def write_timeline(path: Path, timelines: Iterable[Timeline]) -> int:
+def write_timeline(path: Path, timelines: Iterable[JobTimeline]) -> int:
     """Write a trace file, event by event; returns how many events it has.
 
     Raises:

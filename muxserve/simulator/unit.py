@@ -15,12 +15,12 @@ from muxserve.simulator.pages import ModelPages, SimPool
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import EngineUse, UnitResult
 from muxserve.simulator.setup import Options, SimModel, SimUnit
-from muxserve.simulator.timeline import Timeline
+from muxserve.simulator.timeline import JobTimeline
 
 _ORDER = attrgetter("order")
 
 
-class Unit:
+class SimulatedUnit:
     """Runs the engines of one unit. Subclasses say what an arrival does, and who decides what runs.
 
     Raises:
@@ -47,7 +47,7 @@ class Unit:
         self.number = len(self.clock.units)
         self.clock.join(self)
         self.compute.units.append(self)
-        self.timeline = Timeline(spec.name, spec.device, spec.devices) if options.timeline else None
+        self.timeline = JobTimeline(spec.name, spec.device, spec.devices) if options.timeline else None
         self.turn_due = False
         # Nothing but renewals of leases is to be decided on.
         self.calm = False

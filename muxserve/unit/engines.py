@@ -9,8 +9,8 @@ from typing import cast
 
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.net.server import shown
-from muxserve.scheduling.quarantine import Turn, is_culprit
-from muxserve.scheduling.types import Grant, Phase, Place
+from muxserve.scheduling.quarantine import LoneTurn, is_culprit
+from muxserve.scheduling.types import Grant, Phase, RequestPlace
 from muxserve.spec import EnginePhase
 from muxserve.unit.pages import PageQuotas
 from muxserve.unit.reconcile import EngineProcess, Reconciliation
@@ -211,7 +211,7 @@ class EngineTable:
         lease = engine.state.lease
         if lease is not None and lease.alone and lease.lease_id == report.lease_id:
             live = ledger.requests.get(lease.alone)
-            if live is not None and live.place is Place.DECODING:
+            if live is not None and live.place is RequestPlace.DECODING:
                 table.quarantine.decoded(lease.alone, report.steps)
         ledger.stepped(
             name,
@@ -272,7 +272,7 @@ class EngineTable:
         engine = self._state.ledger.by_name[grant.model].engine(grant.phase)
         self._state.send(f"{grant.model}/{engine.phase}".encode(), lease)
 
-    def _turn_of(self, grant: Grant, now: float) -> Turn | None:
+    def _turn_of(self, grant: Grant, now: float) -> LoneTurn | None:
         """Which suspect an engine computes alone under that lease, of those that it has or takes in."""
         model = self._state.ledger.by_name[grant.model]
         inside: Iterable[str] = model.engine(grant.phase).inside

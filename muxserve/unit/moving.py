@@ -28,7 +28,7 @@ from muxserve.replicas.virtual_usage import freeness, score
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.loads import view_of
 from muxserve.scheduling.state import LiveRequest, ModelState
-from muxserve.scheduling.types import Phase, Place
+from muxserve.scheduling.types import Phase, RequestPlace
 from muxserve.unit.replicas import load_of_replica
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.state import UnitState
@@ -103,8 +103,8 @@ class RequestMove:
         if ledger.requests.get(live.request_id) is not live:
             return False
         if self.detached:
-            return live.place is Place.MOVING
-        return live.place is Place.DECODING and live.lease_id == self.incarnation
+            return live.place is RequestPlace.MOVING
+        return live.place is RequestPlace.DECODING and live.lease_id == self.incarnation
 
     def nearly_over(self, now: float) -> bool:
         """The next stage is to be the last one."""

@@ -12,7 +12,7 @@ from itertools import repeat
 from muxserve.net.server import shown
 from muxserve.scheduling.quarantine import Quarantine, is_culprit, is_known
 from muxserve.scheduling.state import LiveRequest, ModelState
-from muxserve.scheduling.types import Place, QueuedRequest
+from muxserve.scheduling.types import QueuedRequest, RequestPlace
 from muxserve.unit.state import UnitState
 from muxserve.wire import (
     Abort,
@@ -195,11 +195,11 @@ class UnitRequestTable:
                 continue
             model = live.model
             place = self._state.ledger.cancelled(request_id, now)
-            if place in (Place.HANDED, Place.MOVING):
+            if place in (RequestPlace.HANDED, RequestPlace.MOVING):
                 if held.key:
                     self._state.memory.drop(model.name, held.key)
-            elif place in (Place.PREFILLING, Place.DECODING):
-                engine = model.prefill if place is Place.PREFILLING else model.decode
+            elif place in (RequestPlace.PREFILLING, RequestPlace.DECODING):
+                engine = model.prefill if place is RequestPlace.PREFILLING else model.decode
                 aborts[f"{model.name}/{engine.phase}".encode()].append(request_id)
         for address, ids in aborts.items():
             self._state.send(address, Abort(ids))
@@ -333,7 +333,7 @@ class UnitRequestTable:
         """What tells the engine that the ledger has put the request into to take it in."""
         held = self.held[live.request_id]
         gateway = self.gateways[held.gateway]
-        adopts = live.place is Place.DECODING
+        adopts = live.place is RequestPlace.DECODING
         return Admit(
             request_id=live.request_id,
             incarnation=live.lease_id,

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from muxserve.scheduling.state import Event, LiveRequest, ModelState, Note
-from muxserve.scheduling.types import Phase, Place
+from muxserve.scheduling.types import Phase, RequestPlace
 from muxserve.unit.state import UnitState
 from muxserve.wire import RollingReport, RollingRequest
 
@@ -126,7 +126,7 @@ class RollingReports:
 
 
 def _request(live: LiveRequest, now: float) -> RollingRequest:
-    prefilled = live.place not in (Place.QUEUED, Place.PREFILLING)
+    prefilled = live.place not in (RequestPlace.QUEUED, RequestPlace.PREFILLING)
     since: float | None = None
     if live.decoding_since is not None:
         since = now - live.decoding_since

@@ -169,11 +169,11 @@ def config_of(options: dict[str, Any]) -> VllmConfig:
     names = {field.name for field in dataclasses.fields(EngineArgs)}
     known = {name: value for name, value in options.items() if name in names}
     config = EngineArgs(**known).create_engine_config(UsageContext.ENGINE_CONTEXT)
-    config.additional_config = Place(options["additional_config"])
+    config.additional_config = EnginePlace(options["additional_config"])
     return config
 
 
-class Place(Mapping[str, Any]):
+class EnginePlace(Mapping[str, Any]):
     """`vllm_config.additional_config` of an engine: `{"muxserve": {"unit_spec": path, "model": .., "phase": ..}}`.
 
     Not a dict, because vLLM would hash a dict into the name of the directory where it keeps compiled code, and each

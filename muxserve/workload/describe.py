@@ -14,7 +14,7 @@ from muxserve.workload.trace import TraceRequest
 _WINDOWS = 60
 
 
-class Lengths(msgspec.Struct, frozen=True):
+class LengthSummary(msgspec.Struct, frozen=True):
     """Token counts of prompts or outputs."""
 
     mean: float
@@ -25,7 +25,7 @@ class Lengths(msgspec.Struct, frozen=True):
     max: int
 
 
-class Part(msgspec.Struct, frozen=True):
+class WorkloadSummary(msgspec.Struct, frozen=True):
     """Of one model, or of all. `rate` is requests per second of the span, `cv` the coefficient of variation of the gaps
     (1: Poisson), `peak` the busiest sixtieth of the span over the mean; both None below two requests."""
 
@@ -33,16 +33,16 @@ class Part(msgspec.Struct, frozen=True):
     rate: float
     cv: float | None
     peak: float | None
-    prompt: Lengths
-    output: Lengths
+    prompt: LengthSummary
+    output: LengthSummary
 
 
 class Description(msgspec.Struct, frozen=True):
     """A workload of `seconds`; models by their requests, most first."""
 
     seconds: float
-    overall: Part | None
-    models: dict[str, Part]
+    overall: WorkloadSummary | None
+    models: dict[str, WorkloadSummary]
 
 
 def _counts() -> array[int]:
@@ -78,7 +78,7 @@ def describe(requests: Iterable[TraceRequest], seconds: float = 0.0) -> Descript
     )
 
 
-def _part(kept: _Kept, span: float) -> Part:
+def _part(kept: _Kept, span: float) -> WorkloadSummary:
     arrivals = np.asarray(kept.arrivals)
     gaps = np.diff(arrivals)
     cv = peak = None
@@ -87,10 +87,10 @@ def _part(kept: _Kept, span: float) -> Part:
         windows = np.histogram(arrivals, _WINDOWS, (0.0, max(span, float(arrivals[-1]))))[0]
         peak = float(windows.max() / windows.mean())
     rate = len(arrivals) / span if span > 0 else 0.0
-    return Part(len(arrivals), rate, cv, peak, _lengths(kept.prompts), _lengths(kept.outputs))
+    return WorkloadSummary(len(arrivals), rate, cv, peak, _lengths(kept.prompts), _lengths(kept.outputs))
 
 
-def _lengths(values: array[int]) -> Lengths:
+def _lengths(values: array[int]) -> LengthSummary:
     counts = np.asarray(values)
     p50, p80, p95, p99 = np.quantile(counts, (0.5, 0.8, 0.95, 0.99)).tolist()
-    return Lengths(float(counts.mean()), p50, p80, p95, p99, int(counts.max()))
+    return LengthSummary(float(counts.mean()), p50, p80, p95, p99, int(counts.max()))

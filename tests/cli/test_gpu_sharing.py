@@ -37,7 +37,7 @@ def sharing(
 
     monkeypatch.setattr(mps, "probe", probe)
     # Somebody has tried what these GPUs can do, and all worked.
-    monkeypatch.setattr(machine, "findings", lambda _: Findings(place_of(nvml.Machine(), {}), "today", ()))
+    monkeypatch.setattr(machine, "findings", lambda _: Findings(place_of(nvml.GpuMachine(), {}), "today", ()))
     monkeypatch.setattr(mps, "foreign", lambda **_: "")
     found = gpus(2)
     if mode:

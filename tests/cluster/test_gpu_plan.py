@@ -11,7 +11,7 @@ import pytest
 
 from muxserve.config import FleetError, parse_fleet
 from muxserve.gpu.nvml import Gpu
-from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuPlan, PoolSizer, SizingError, SmShares, from_json
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.specs import unit_spec_of

@@ -265,7 +265,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_driver_older_than_torch_s_cuda_is_refused_in_words(driver: str, torch: str, refused: bool) -> None:
-    found = nvml.Machine((nvml.Gpu(0, "GPU-a", "NVIDIA H200"),), "535.183.01", driver)
+    found = nvml.GpuMachine((nvml.Gpu(0, "GPU-a", "NVIDIA H200"),), "535.183.01", driver)
     words = machine.driver_too_old(found, torch)
     assert bool(words) is refused
     if refused:
@@ -274,7 +274,7 @@ def test_a_driver_older_than_torch_s_cuda_is_refused_in_words(driver: str, torch
 
 
 def test_gpus_that_torch_cannot_use_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = nvml.Machine((nvml.Gpu(0, "GPU-a", "NVIDIA H200"),), "535.183.01", "12.2")
+    found = nvml.GpuMachine((nvml.Gpu(0, "GPU-a", "NVIDIA H200"),), "535.183.01", "12.2")
     monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
     assert machine.fit_for_torch(found).gpus == ()
     with pytest.raises(nvml.GpuChoiceError, match=r"no usable GPU: the NVIDIA driver 535\.183\.01 knows CUDA 12\.2"):

@@ -277,4 +277,4 @@ def test_a_speed_says_what_it_counts(value: object) -> None:
 
 def test_the_network_is_10_gigabits_unless_it_is_said() -> None:
     assert parse_fleet(ONE, "fleet.yaml", Path("/"), {}).cluster.network == parse_speed("10Gb/s")
-    assert fleet_schema()["$defs"]["Cluster"]["properties"]["network"]["default"] == "10Gb/s"
+    assert fleet_schema()["$defs"]["ClusterSection"]["properties"]["network"]["default"] == "10Gb/s"

@@ -21,7 +21,7 @@ from muxserve.costs.profile import (
     DecodeCell,
     EngineProfile,
     Job,
-    Machine,
+    MeasuredMachine,
     Overheads,
     PairCell,
     PrefillCell,
@@ -64,7 +64,7 @@ def measured(**changes: Any) -> Profile:
 def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
     jobs = (Job("seven", "decode", 0.5, (8, 128)), Job("seven", "prefill", 0.5, (1, 256, 0)))
     profile = measured(
-        machines={"A100-80GB": Machine("here", 1.5e12, {"float16": 2e14}, 108)},
+        machines={"A100-80GB": MeasuredMachine("here", 1.5e12, {"float16": 2e14}, 108)},
         pairs=[PairCell("A100-80GB", jobs, (0.01, 0.1), (0.012, 0.11), (Load(0.8, 0.1), Load(0.3, 0.5)))],
         overheads={"A100-80GB": Overheads(1e-3, 1e-4)},
     )

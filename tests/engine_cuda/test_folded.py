@@ -7,19 +7,19 @@ import torch
 
 pytest.importorskip("vllm")
 
-from muxserve.probes.attention import Batch, FoldedAttention
+from muxserve.probes.attention import AttentionBatch, FoldedAttention
 
 
 @pytest.mark.usefixtures("reference_flash")
 @pytest.mark.parametrize(
     "batch",
     [
-        Batch(contexts=(20, 1, 32), new=(1, 1, 1)),
-        Batch(contexts=(0, 0), new=(5, 40)),
-        Batch(contexts=(30, 0, 7), new=(1, 20, 9)),
+        AttentionBatch(contexts=(20, 1, 32), new=(1, 1, 1)),
+        AttentionBatch(contexts=(0, 0), new=(5, 40)),
+        AttentionBatch(contexts=(30, 0, 7), new=(1, 20, 9)),
     ],
 )
-def test_folded_attention_is_attention(batch: Batch) -> None:
+def test_folded_attention_is_attention(batch: AttentionBatch) -> None:
     folded = FoldedAttention(6, 2, 16, block=16, layers=2, dtype=torch.float32, device="cpu")
     output, expected = folded.run(batch)
     torch.testing.assert_close(output, expected, rtol=2e-4, atol=2e-5)
@@ -28,5 +28,5 @@ def test_folded_attention_is_attention(batch: Batch) -> None:
 @pytest.mark.usefixtures("reference_flash")
 def test_a_graph_replayed_with_another_batch_computes_that_one() -> None:
     folded = FoldedAttention(6, 2, 16, block=16, layers=2, dtype=torch.float32, device="cpu")
-    output, expected = folded.run(Batch(contexts=(20, 3, 33), new=(1, 1, 1)), replayed=True)
+    output, expected = folded.run(AttentionBatch(contexts=(20, 3, 33), new=(1, 1, 1)), replayed=True)
     torch.testing.assert_close(output, expected, rtol=2e-4, atol=2e-5)

@@ -17,7 +17,7 @@ from muxserve.global_scheduler.outbox import Destination, ToClient, ToUnit
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.views import InstanceLoad
-from muxserve.rolling.member import Member
+from muxserve.rolling.member import MacroMember
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import FleetSpec
 from muxserve.wire import (
@@ -605,7 +605,7 @@ class RollingWorld:
         raise AssertionError(f"not served: {self.requests}")
 
 
-def check_sums(member: Member) -> None:
+def check_sums(member: MacroMember) -> None:
     """What a member knows adds up."""
     requests = member.requests.values()
     assert member.promised == sum(each.tokens for each in requests)

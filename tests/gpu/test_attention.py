@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from muxserve.probes.attention import Batch, FoldedAttention
+from muxserve.probes.attention import AttentionBatch, FoldedAttention
 
 SHAPES = [(32, 8, 128), (32, 8, 64), (16, 16, 64), (8, 1, 128), (4, 4, 96)]
 BATCHES = {
-    "decode": Batch(contexts=(130, 1, 64, 700), new=(1, 1, 1, 1)),
-    "prefill": Batch(contexts=(0, 0, 0), new=(5, 300, 64)),
-    "chunks": Batch(contexts=(256, 64), new=(128, 100)),
-    "mixed": Batch(contexts=(300, 0, 33, 128), new=(1, 200, 1, 60)),
+    "decode": AttentionBatch(contexts=(130, 1, 64, 700), new=(1, 1, 1, 1)),
+    "prefill": AttentionBatch(contexts=(0, 0, 0), new=(5, 300, 64)),
+    "chunks": AttentionBatch(contexts=(256, 64), new=(128, 100)),
+    "mixed": AttentionBatch(contexts=(300, 0, 33, 128), new=(1, 200, 1, 60)),
 }
 
 

@@ -14,27 +14,27 @@ from muxserve.gpu.findings import (
     FALLBACK_WORDS,
     GRAPHS,
     Fallback,
-    Finding,
     Findings,
+    ProbeFinding,
     place_of,
     remember,
     remembered,
     report,
 )
-from muxserve.gpu.nvml import Gpu, Machine
+from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sharing import SharingError
 from muxserve.gpu.unit import GpuUnit, SmShares
 from placement.memory import MemoryRules
 
 GPUS = (Gpu(0, "GPU-a", "NVIDIA H200"), Gpu(1, "GPU-b", "NVIDIA H200"))
-FOUND = Machine(GPUS, "580.95.05", "13.0")
+FOUND = GpuMachine(GPUS, "580.95.05", "13.0")
 PACKAGES = {"torch": "2.13.0", "vllm": "0.32.0"}
 
 
 def findings(*fallbacks: Fallback) -> Findings:
     place = place_of(FOUND, PACKAGES)
-    tried = tuple(Finding(f"probe {each}", "failed", "it says 3.5", 2.0, (each,)) for each in fallbacks)
-    return Findings(place, "2026-01-02 03:04", (*tried, Finding("another", "ok", "fine")))
+    tried = tuple(ProbeFinding(f"probe {each}", "failed", "it says 3.5", 2.0, (each,)) for each in fallbacks)
+    return Findings(place, "2026-01-02 03:04", (*tried, ProbeFinding("another", "ok", "fine")))
 
 
 def test_what_was_found_is_remembered(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_what_was_found_is_remembered(tmp_path: Path) -> None:
     ],
 )
 def test_another_driver_package_or_gpu_has_to_be_tried_anew(
-    tmp_path: Path, other: Machine, packages: dict[str, str]
+    tmp_path: Path, other: GpuMachine, packages: dict[str, str]
 ) -> None:
     remember(findings("nvls_off"), tmp_path / "gpu.json")
     assert remembered(place_of(other, packages), tmp_path / "gpu.json") is None
@@ -104,9 +104,9 @@ class TestDeploy:
 
     def test_graphs_hold_attention_where_that_was_found_to_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         base = findings()
-        worked = msgspec.structs.replace(base, findings=(Finding(GRAPHS, "ok", "equal"),))
+        worked = msgspec.structs.replace(base, findings=(ProbeFinding(GRAPHS, "ok", "equal"),))
         legacy = msgspec.structs.replace(base, findings=(*worked.findings, *findings("ipc_legacy").findings))
-        failed = msgspec.structs.replace(base, findings=(Finding(GRAPHS, "failed", "3.5", 1.0, ("piecewise",)),))
+        failed = msgspec.structs.replace(base, findings=(ProbeFinding(GRAPHS, "failed", "3.5", 1.0, ("piecewise",)),))
         found = [
             self.tried(monkeypatch, each, unit())[0].deployed.full_graphs for each in (worked, legacy, failed, base)
         ]

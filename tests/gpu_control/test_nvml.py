@@ -6,7 +6,7 @@ import pytest
 
 from muxserve.gpu import nvml
 from muxserve.gpu.faults import explain
-from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuProcess, Machine, choose, device_name, visible
+from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuMachine, GpuProcess, choose, device_name, visible
 from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml
 
 OPTIONAL = [
@@ -20,9 +20,9 @@ def uuid(number: int) -> str:
     return f"GPU-{number:08d}-0000-0000-0000-000000000000"
 
 
-def fleet(*used: int, name: str = "NVIDIA H200") -> Machine:
+def fleet(*used: int, name: str = "NVIDIA H200") -> GpuMachine:
     gpus = tuple(Gpu(i, uuid(i), name, 140 * GIB, each * GIB) for i, each in enumerate(used))
-    return Machine(gpus, "580", "13.0")
+    return GpuMachine(gpus, "580", "13.0")
 
 
 def test_everything_that_is_known_of_a_gpu() -> None:
@@ -86,11 +86,11 @@ class TestChoice:
         good, other = fleet(1, 1).gpus
         divided = Gpu(other.index, other.uuid, other.name, other.memory_bytes, mig=True)
         with pytest.raises(GpuChoiceError, match=words) as caught:
-            choose(Machine((good, divided)), len(ids), ids)
+            choose(GpuMachine((good, divided)), len(ids), ids)
         assert caught.value.key == "gpu_ids"
 
     def test_too_few_of_one_type(self) -> None:
-        mixed = Machine((*fleet(1).gpus, Gpu(1, uuid(1), "NVIDIA L40S", 45 * GIB)))
+        mixed = GpuMachine((*fleet(1).gpus, Gpu(1, uuid(1), "NVIDIA L40S", 45 * GIB)))
         with pytest.raises(
             GpuChoiceError, match=r"2 GPUs of one type are wanted, this machine has 1 NVIDIA H200, 1 NV"
         ):
@@ -101,11 +101,11 @@ class TestChoice:
     def test_forbidden_by_compute_mode(self) -> None:
         gpu = Gpu(0, uuid(0), "NVIDIA H200", GIB, compute_mode="prohibited")
         with pytest.raises(GpuChoiceError, match="GPU 0 is out: its compute mode forbids"):
-            choose(Machine((gpu,)), 1)
+            choose(GpuMachine((gpu,)), 1)
 
     def test_none_at_all_says_why(self) -> None:
         with pytest.raises(GpuChoiceError, match="no usable GPU: no driver"):
-            choose(Machine(why_none="no driver"), 1)
+            choose(GpuMachine(why_none="no driver"), 1)
 
 
 @pytest.mark.parametrize(

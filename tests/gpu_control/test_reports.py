@@ -16,7 +16,7 @@ from muxserve.cli.output import console
 from muxserve.cluster import machine
 from muxserve.gateway.gpus import GpuStatus
 from muxserve.gpu import mps, nvml
-from muxserve.gpu.findings import FALLBACK_WORDS, Finding, Findings, Place
+from muxserve.gpu.findings import FALLBACK_WORDS, Findings, ProbedMachine, ProbeFinding
 from muxserve.gpu.watch import MAX_AGE_SECONDS, GpuWatch
 from muxserve.probes import lab
 from muxserve.scheduling.policies import make_policy
@@ -40,7 +40,7 @@ class Watched:
         unit_spec = msgspec.structs.replace(fake_unit_spec(Path("/run/x")), gpu=GpuSpec([UUIDS[2], UUIDS[0]]))
         self.status = GpuStatus(unit_spec, self.ask, lambda: self.now)
 
-    def ask(self) -> nvml.Machine:
+    def ask(self) -> nvml.GpuMachine:
         self.asked += 1
         return nvml.machine(FakeNvml(*self.gpus))
 
@@ -97,9 +97,9 @@ async def test_a_lost_gpu_is_down_and_says_why() -> None:
 async def test_without_gpus_nobody_is_asked() -> None:
     asked: list[int] = []
 
-    def ask() -> nvml.Machine:
+    def ask() -> nvml.GpuMachine:
         asked.append(1)
-        return nvml.Machine()
+        return nvml.GpuMachine()
 
     nothing = GpuStatus(fake_unit_spec(Path("/run/x")), ask)
     await nothing.refresh()
@@ -118,12 +118,12 @@ class Elsewhere:
         self.said: object = None
         self.status = GpuStatus(unit_spec, self.never, told=lambda: self.said)
 
-    def ask(self) -> nvml.Machine:
+    def ask(self) -> nvml.GpuMachine:
         self.asked.release()
         assert self.gate.acquire(timeout=PATIENCE)
         return nvml.machine(FakeNvml(self.gpu))
 
-    def never(self) -> nvml.Machine:
+    def never(self) -> nvml.GpuMachine:
         raise AssertionError("these GPUs are not in this machine")
 
     def answer(self) -> None:
@@ -234,7 +234,9 @@ class TestDoctor:
     def test_what_has_been_tried_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "findings", lambda _: None)
         assert "`muxserve doctor --gpu`" in self.checks(FakeGpu())["GPU probes"].advice
-        found = Findings(Place("h", "", "", (), {}), "today", (Finding("x", "failed", "y", 1.0, ("nvls_off",)),))
+        found = Findings(
+            ProbedMachine("h", "", "", (), {}), "today", (ProbeFinding("x", "failed", "y", 1.0, ("nvls_off",)),)
+        )
         monkeypatch.setattr(doctor, "findings", lambda _: found)
         check = self.checks(FakeGpu())["GPU probes"]
         assert (check.verdict, check.detail) == ("note", "made on today")
@@ -252,11 +254,11 @@ class TestDoctorGpu:
     """`muxserve doctor --gpu`, with probes that find what the test says."""
 
     def run(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tried: list[Finding], *gpus: FakeGpu
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tried: list[ProbeFinding], *gpus: FakeGpu
     ) -> tuple[int, list[Any]]:
         asked: list[Any] = []
 
-        def run(of: lab.Lab, probes: Sequence[lab.Probe], tell: Any) -> list[Finding]:
+        def run(of: lab.Lab, probes: Sequence[lab.Probe], tell: Any) -> list[ProbeFinding]:
             asked.extend((of, probes))
             return tried
 
@@ -271,7 +273,10 @@ class TestDoctorGpu:
     def test_the_report_has_all_that_a_reader_needs(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        tried = [Finding("CUDA", "ok", "computes", 8.0), Finding("graphs", "failed", "off by 3.5", 9.0, ("piecewise",))]
+        tried = [
+            ProbeFinding("CUDA", "ok", "computes", 8.0),
+            ProbeFinding("graphs", "failed", "off by 3.5", 9.0, ("piecewise",)),
+        ]
         broken = FakeGpu(name="NVIDIA L40S", uuid=UUIDS[2], mig=1)
         code, asked = self.run(monkeypatch, tmp_path, tried, FakeGpu(), FakeGpu(uuid=UUIDS[1]), broken)
         assert code == 0
@@ -285,7 +290,7 @@ class TestDoctorGpu:
         assert found.fallbacks == {"piecewise"}
 
     def test_what_cannot_serve(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        tried = [Finding("CUDA", "failed", "no kernel image", 8.0, ("refuse",))]
+        tried = [ProbeFinding("CUDA", "failed", "no kernel image", 8.0, ("refuse",))]
         assert self.run(monkeypatch, tmp_path, tried, FakeGpu())[0] == 1
 
     def test_nothing_to_try(

@@ -18,7 +18,7 @@ from muxserve.costs.architecture import read_architecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
-from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.planning.checkpoints import BUILT_IN
 from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, ScaleOut, notes_of
 from muxserve.planning.plan_file import load_plan, save_plan

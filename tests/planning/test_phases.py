@@ -11,11 +11,11 @@ from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
-from muxserve.planning.arrangements.base import Layout, NoPlaceError, wanted_of
+from muxserve.planning.arrangements.base import NoPlaceError, ReplicaLayout, wanted_of
 from muxserve.planning.comparison import (
+    ArrangementFigures,
     Compared,
     Comparison,
-    Figures,
     Spread,
     choose_phases,
     compare,
@@ -25,10 +25,10 @@ from muxserve.planning.comparison import (
 from muxserve.planning.demands import between_steps
 from muxserve.planning.trial import (
     STEP,
-    Load,
+    GoodputSearch,
     Outcome,
-    Search,
     Trial,
+    TrialLoad,
     balance,
     bracket,
     objectives_of,
@@ -54,10 +54,10 @@ def test_a_crossing_is_found_wherever_it_is_within_reach(crossing: int) -> None:
     assert bracket(lambda point: False, 0, 2, 40)[0] is None
 
 
-def figures(goodput: float, attainment: float = 1.0, smooth: float | None = None) -> Figures:
+def figures(goodput: float, attainment: float = 1.0, smooth: float | None = None) -> ArrangementFigures:
     spread = Spread(0.1, 0.1, 0.2, 0.3)
-    return Figures(
-        layout=Layout("multiplexed", 2, 1, 1),
+    return ArrangementFigures(
+        layout=ReplicaLayout("multiplexed", 2, 1, 1),
         devices=2,
         goodput=goodput,
         goodput_smooth=goodput if smooth is None else smooth,
@@ -95,8 +95,8 @@ class TestLayouts:
     def test_what_the_file_fixes_stays(self) -> None:
         given = replace(wanted(), replicas=2, stages=2)
         pool = gpus(8)
-        assert largest_first(list(pool.layouts(given, "pipelined"))) == [Layout("pipelined", 2, 2, 2)]
-        assert largest_first(list(pool.layouts(given, "rolling"))) == [Layout("rolling", 2, 1, 4)]
+        assert largest_first(list(pool.layouts(given, "pipelined"))) == [ReplicaLayout("pipelined", 2, 2, 2)]
+        assert largest_first(list(pool.layouts(given, "rolling"))) == [ReplicaLayout("rolling", 2, 1, 4)]
 
     def test_tensors_are_not_split_between_machines(self) -> None:
         layouts = largest_first(list(gpus(4, 4).layouts(wanted(), "multiplexed")))
@@ -104,9 +104,9 @@ class TestLayouts:
 
     def test_three_devices_are_no_tensor_parallel_group_but_a_pipeline(self) -> None:
         pool, given = gpus(3), replace(wanted(), replicas=1)
-        assert largest_first(list(pool.layouts(given, "pipelined"))) == [Layout("pipelined", 1, 3, 1)]
+        assert largest_first(list(pool.layouts(given, "pipelined"))) == [ReplicaLayout("pipelined", 1, 3, 1)]
         # 64 heads: two of the three at most.
-        assert largest_first(list(pool.layouts(given, "multiplexed"))) == [Layout("multiplexed", 1, 1, 2)]
+        assert largest_first(list(pool.layouts(given, "multiplexed"))) == [ReplicaLayout("multiplexed", 1, 1, 2)]
 
     @pytest.mark.parametrize(
         ("phases", "nodes", "more", "words"),
@@ -126,70 +126,70 @@ class TestLayouts:
 class TestPlaces:
     def test_an_engine_of_both_phases_leaves_more_for_kv_than_two(self) -> None:
         pool = gpus(2)
-        multiplexed = pool.place(wanted(), Layout("multiplexed", 2, 1, 1))
-        rolling = pool.place(wanted(), Layout("rolling", 2, 1, 1))
+        multiplexed = pool.place(wanted(), ReplicaLayout("multiplexed", 2, 1, 1))
+        rolling = pool.place(wanted(), ReplicaLayout("rolling", 2, 1, 1))
         assert rolling.kv_bytes > multiplexed.kv_bytes
         assert rolling.blocks[0] * rolling.block_tokens * WIDE.kv_bytes_per_token("bfloat16") <= rolling.kv_bytes
 
     def test_a_stage_holds_its_layers_of_the_weights_and_of_the_kv(self) -> None:
         pool = gpus(2)
-        one = pool.place(wanted(), Layout("rolling", 2, 1, 1))
-        two = pool.place(wanted(), Layout("pipelined", 1, 2, 1))
+        one = pool.place(wanted(), ReplicaLayout("rolling", 2, 1, 1))
+        two = pool.place(wanted(), ReplicaLayout("pipelined", 1, 2, 1))
         # Half of the weights are gone and each token takes half as much: more than twice as many tokens.
         assert min(two.blocks) > 2 * one.blocks[0]
         assert two.own_bytes + two.kv_bytes <= pool.memory
 
     def test_stages_on_several_machines_send_over_the_network(self) -> None:
-        slow = gpus(2, 2, network=1e8).place(wanted(), Layout("pipelined", 1, 4, 1))
+        slow = gpus(2, 2, network=1e8).place(wanted(), ReplicaLayout("pipelined", 1, 4, 1))
         assert [link.bandwidth < 1e9 for link in slow.links] == [False, True, False]
         assert slow.network_bytes == pytest.approx(slow.link_bytes / 3)
-        within = gpus(4).place(wanted(), Layout("pipelined", 1, 4, 1))
+        within = gpus(4).place(wanted(), ReplicaLayout("pipelined", 1, 4, 1))
         assert within.network_bytes == 0.0
 
     def test_bytes_per_token(self) -> None:
         hidden = WIDE.hidden * 2
-        split = gpus(2).place(wanted(), Layout("multiplexed", 1, 1, 2))
+        split = gpus(2).place(wanted(), ReplicaLayout("multiplexed", 1, 1, 2))
         # Two all-reduces per layer, in each of which both devices send the hidden state once.
         assert split.link_bytes == 2 * WIDE.layers * 2 * hidden
-        assert gpus(2).place(wanted(), Layout("pipelined", 1, 2, 1)).link_bytes == 2 * hidden
-        assert gpus(2).place(wanted(), Layout("rolling", 2, 1, 1)).link_bytes == 0
+        assert gpus(2).place(wanted(), ReplicaLayout("pipelined", 1, 2, 1)).link_bytes == 2 * hidden
+        assert gpus(2).place(wanted(), ReplicaLayout("rolling", 2, 1, 1)).link_bytes == 0
 
     def test_too_little_memory_is_told_with_numbers(self) -> None:
         with pytest.raises(NoPlaceError, match=r"weights, activations and processes take .* on each of 1 L20-48GB"):
-            gpus(2, memory=12e9).place(wanted(), Layout("multiplexed", 2, 1, 1))
+            gpus(2, memory=12e9).place(wanted(), ReplicaLayout("multiplexed", 2, 1, 1))
 
     def test_engines_on_cpu_divide_the_cores(self) -> None:
         pool = cores(4)
-        pipeline = pool.place(replace(tiny(), replicas=2), Layout("pipelined", 2, 2, 1))
+        pipeline = pool.place(replace(tiny(), replicas=2), ReplicaLayout("pipelined", 2, 2, 1))
         assert pipeline.shape.share == pytest.approx(0.25)
         assert len(pipeline.blocks) == 2
-        rolling = pool.place(replace(tiny(), replicas=2), Layout("rolling", 2, 1, 1))
+        rolling = pool.place(replace(tiny(), replicas=2), ReplicaLayout("rolling", 2, 1, 1))
         assert rolling.shape.share == pytest.approx(0.5)
-        multiplexed = pool.place(tiny(), Layout("multiplexed", 1, 1, 1))
+        multiplexed = pool.place(tiny(), ReplicaLayout("multiplexed", 1, 1, 1))
         assert multiplexed.cost_share is not None
         assert multiplexed.prefill_share is not None
         assert multiplexed.cost_share <= multiplexed.prefill_share <= 1.0
 
     def test_memory_of_a_cpu(self) -> None:
         with pytest.raises(NoPlaceError, match="16 replicas need"):
-            cores(memory=8 << 30).place(replace(tiny(), replicas=16), Layout("rolling", 16, 1, 1))
+            cores(memory=8 << 30).place(replace(tiny(), replicas=16), ReplicaLayout("rolling", 16, 1, 1))
 
 
 class TestLoad:
     def test_the_same_requests_come_at_every_rate(self) -> None:
-        load = Load(wanted(), seed=3)
+        load = TrialLoad(wanted(), seed=3)
         slow, fast = load.requests(2.0), load.requests(8.0)
         assert [(r.prompt_tokens, r.output_tokens) for r in slow] == [
             (r.prompt_tokens, r.output_tokens) for r in fast[: len(slow)]
         ]
         for a, b in zip(slow, fast, strict=False):
             assert a.arrival == pytest.approx(4 * b.arrival)
-        assert load.requests(2.0) == slow == Load(wanted(), seed=3).requests(2.0)
-        assert Load(wanted(), seed=4).requests(2.0) != slow
+        assert load.requests(2.0) == slow == TrialLoad(wanted(), seed=3).requests(2.0)
+        assert TrialLoad(wanted(), seed=4).requests(2.0) != slow
 
     def test_no_sequence_is_longer_than_the_model_allows(self) -> None:
         short = with_demand(wanted(), max_len=300)
-        requests = Load(with_demand(short, prompt_tokens=280), seed=0).requests(10.0)
+        requests = TrialLoad(with_demand(short, prompt_tokens=280), seed=0).requests(10.0)
         assert max(r.prompt_tokens + r.output_tokens for r in requests) <= 300
 
     def test_a_model_without_an_objective_for_the_first_token_gets_one(self) -> None:
@@ -217,7 +217,7 @@ class TestPlaying:
     @pytest.mark.parametrize("phases", ["multiplexed", "pipelined", "rolling"])
     def test_every_request_is_answered_in_every_arrangement(self, phases: PhasesName) -> None:
         asked, pool = wanted(rate=4.0), gpus(4)
-        load = Load(asked, seed=1)
+        load = TrialLoad(asked, seed=1)
         for layout in largest_first(list(pool.layouts(asked, phases))):
             trial = run_trial(asked, pool, pool.place(asked, layout), COSTS, load.requests(4.0), 4.0)
             assert len(trial.outcomes) == load.count(4.0)
@@ -230,7 +230,9 @@ class TestPlaying:
 class TestGoodput:
     def test_it_is_the_last_point_of_the_grid_that_attains(self) -> None:
         asked, pool = wanted(), gpus(2)
-        search = Search(asked, pool, pool.place(asked, Layout("rolling", 2, 1, 1)), COSTS, Load(asked, 0))
+        search = GoodputSearch(
+            asked, pool, pool.place(asked, ReplicaLayout("rolling", 2, 1, 1)), COSTS, TrialLoad(asked, 0)
+        )
         found = search.goodput(0.9, point_of(8.0))
         point = point_of(found)
         assert found == pytest.approx(STEP**point)
@@ -241,7 +243,9 @@ class TestGoodput:
 
     def test_what_never_attains_has_none(self) -> None:
         asked, pool = wanted(tpot=1e-4), gpus(2)
-        search = Search(asked, pool, pool.place(asked, Layout("multiplexed", 2, 1, 1)), COSTS, Load(asked, 0))
+        search = GoodputSearch(
+            asked, pool, pool.place(asked, ReplicaLayout("multiplexed", 2, 1, 1)), COSTS, TrialLoad(asked, 0)
+        )
         assert search.goodput(0.9, point_of(8.0)) == 0.0
         assert search.simulations < 10
 
@@ -410,7 +414,7 @@ class TestMeasuredCosts:
     def test_time_between_steps_is_in_every_arrangement(self) -> None:
         assert between_steps(COSTS, "CPU") == 0.0
         asked, pool = replace(tiny(0.1), replicas=2), cores(2)
-        requests = Load(asked, 0).requests(0.1)[:40]
+        requests = TrialLoad(asked, 0).requests(0.1)[:40]
         for phases in ("multiplexed", "pipelined", "rolling"):
             (layout,) = pool.layouts(asked, phases)
             place = pool.place(asked, layout)

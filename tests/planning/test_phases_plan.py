@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from muxserve.cli import plan_phases
 from muxserve.cli.app import app
 from muxserve.config import load_fleet
-from muxserve.planning.arrangements.base import Layout, Wanted
-from muxserve.planning.comparison import Compared, Comparison, Figures, Spread
+from muxserve.planning.arrangements.base import ReplicaLayout, Wanted
+from muxserve.planning.comparison import ArrangementFigures, Compared, Comparison, Spread
 from muxserve.planning.dedicated_units import ArrangedFleet, DedicatedModel, Divided, FreeDevices, part_of
 from muxserve.planning.plan_file import load_plan
 from placement.cluster import Cluster, Node
@@ -72,22 +72,22 @@ def run(*arguments: object) -> tuple[int, str, str]:
 class TestFreeDevices:
     def test_replicas_stay_within_machines_and_leave_large_holes(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 4), Node("b", 8), Node("a", 2))))
-        assert carving.take("a", Layout("rolling", 2, 1, 1)) == ((12,), (13,))
-        assert carving.take("a", Layout("rolling", 1, 1, 4)) == ((0, 1, 2, 3),)
-        assert carving.take("a", Layout("rolling", 1, 1, 1)) is None
+        assert carving.take("a", ReplicaLayout("rolling", 2, 1, 1)) == ((12,), (13,))
+        assert carving.take("a", ReplicaLayout("rolling", 1, 1, 4)) == ((0, 1, 2, 3),)
+        assert carving.take("a", ReplicaLayout("rolling", 1, 1, 1)) is None
         cluster, numbers = carving.rest()
         assert cluster == Cluster((Node("b", 8),))
         assert numbers == list(range(4, 12))
 
     def test_a_long_pipeline_goes_over_machines_but_no_stage_does(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 3), Node("a", 3), Node("a", 2))))
-        (devices,) = carving.take("a", Layout("pipelined", 1, 3, 2)) or ()
+        (devices,) = carving.take("a", ReplicaLayout("pipelined", 1, 3, 2)) or ()
         assert [tuple(devices[n : n + 2]) for n in (0, 2, 4)] == [(0, 1), (3, 4), (6, 7)]
 
     def test_what_is_not_there_takes_nothing(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 3),)))
-        assert carving.take("a", Layout("rolling", 2, 1, 2)) is None
-        assert carving.take("a", Layout("rolling", 3, 1, 1)) == ((0,), (1,), (2,))
+        assert carving.take("a", ReplicaLayout("rolling", 2, 1, 2)) is None
+        assert carving.take("a", ReplicaLayout("rolling", 3, 1, 1)) == ((0,), (1,), (2,))
 
 
 class TestParts:
@@ -231,9 +231,9 @@ class TestTables:
     def shown(width: int, monkeypatch: pytest.MonkeyPatch) -> str:
         console = Console(file=io.StringIO(), width=width)
         monkeypatch.setattr(plan_phases, "console", console)
-        layout = Layout("multiplexed", 4, 1, 2)
+        layout = ReplicaLayout("multiplexed", 4, 1, 2)
         spread = Spread(0.1, 0.1, 0.2, 2.5)
-        figures = Figures(
+        figures = ArrangementFigures(
             layout, 8, 6.0, 6.0, 0.5, 0.5, spread, spread, spread, spread, 5.0, 20.0, 0, 1.25, (), 2e6, 0.0, 0.4, 490
         )
         compared = (Compared("multiplexed", figures), Compared("rolling", None, "no objectives"))
@@ -268,9 +268,9 @@ class TestCrowding:
         first, other = (
             replace(demand, name=name) for demand, name in zip(made.demands, ("open", "other"), strict=True)
         )
-        place = gpus(2).place(Wanted(first), Layout("rolling", 2, 1, 1))
+        place = gpus(2).place(Wanted(first), ReplicaLayout("rolling", 2, 1, 1))
         spread = Spread(0.1, 0.1, 0.1, 0.1)
-        figures = Figures(
+        figures = ArrangementFigures(
             place.layout,
             2,
             9.0,

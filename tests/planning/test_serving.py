@@ -9,7 +9,7 @@ import pytest
 
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.gpu.nvml import Gpu
-from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.planning.demands import batch_of, demands_of, gpu_batch, least_batch
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import save_plan

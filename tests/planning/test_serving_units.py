@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from muxserve.config import Fleet, FleetError, Replicas, parse_fleet
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
-from muxserve.gpu.nvml import Machine as GpuMachine
+from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.planning.demands import demands_of
 from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, notes_of
 from muxserve.planning.plan_file import save_plan

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from muxserve.cli.app import app
-from muxserve.cli.simulate_places import Search, places_of
+from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
 from muxserve.planning import dedicated_units, planner
@@ -22,7 +22,7 @@ from muxserve.planning.prediction import Verified
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-QUICK = Search(seconds=0.0)
+QUICK = PlacementSearch(seconds=0.0)
 # Short, so that plans are verified by few steps.
 LENGTHS = "workload: { prompt_tokens: 200, output_tokens: 40 }"
 SLO = f"{LENGTHS}, slo: {{ ttft_ms: 2000, tpot_ms: 100 }}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from muxserve.gpu import mps
-from muxserve.gpu.findings import Finding
+from muxserve.gpu.findings import ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.probes.lab import PROBES, Lab, run
 from tests.cluster.conftest import alive
@@ -52,7 +52,7 @@ class Machine:
     def say(self, role: str, *lines: str) -> None:
         (self.directory / role).write_text("\n".join(lines))
 
-    def findings(self) -> dict[str, Finding]:
+    def findings(self) -> dict[str, ProbeFinding]:
         return {each.probe: each for each in run(self.lab, PROBES)}
 
     def journal(self, role: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from muxserve.cli.app import app
-from muxserve.costs.profile import Machine, Profile, save_profile
+from muxserve.costs.profile import MeasuredMachine, Profile, save_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -42,7 +42,7 @@ def test_a_file_that_is_no_profile_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_profile_of_another_machine_is_not_mixed_with_this_one(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
-    save_profile(Profile(machines={"CPU": Machine("Zilog Z80, 1 of 1 cores", 1e6, {"float32": 1e5}, 1)}), out)
+    save_profile(Profile(machines={"CPU": MeasuredMachine("Zilog Z80, 1 of 1 cores", 1e6, {"float32": 1e5}, 1)}), out)
     result = runner.invoke(app, ["profile", QUICKSTART, "-o", str(out)])
     assert result.exit_code == 2
     assert "was measured on another machine (Zilog Z80, 1 of 1 cores); give another file with -o" in result.stderr

@@ -11,7 +11,7 @@ from muxserve.cluster.ray.calls import HOST
 from muxserve.cluster.ray.cluster import NodeGpus, eligible, gpus_for, merged, type_resources
 from muxserve.cluster.supervision import GaveUp
 from muxserve.config import parse_fleet
-from muxserve.gpu.nvml import Gpu, GpuChoiceError, Machine, choose
+from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuMachine, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
@@ -21,7 +21,7 @@ L40S = ("NVIDIA L40S", 45)
 
 def node(name: str, kind: tuple[str, int], count: int = 2, resource: str = "") -> NodeGpus:
     gpus = tuple(Gpu(i, f"GPU-{name}-{i}", kind[0], kind[1] * GIB, i * GIB) for i in range(count))
-    return NodeGpus(name, f"10.0.0.{name}", resource, Machine(gpus))
+    return NodeGpus(name, f"10.0.0.{name}", resource, GpuMachine(gpus))
 
 
 def test_the_gpus_of_all_nodes_are_numbered_through() -> None:
@@ -32,7 +32,7 @@ def test_the_gpus_of_all_nodes_are_numbered_through() -> None:
 
 
 def test_why_there_are_none() -> None:
-    mute = NodeGpus("1", "10.0.0.1", "", Machine(why_none="the NVIDIA driver is not loaded"))
+    mute = NodeGpus("1", "10.0.0.1", "", GpuMachine(why_none="the NVIDIA driver is not loaded"))
     assert merged([mute]).why_none == "10.0.0.1: the NVIDIA driver is not loaded"
     assert "ray start --num-gpus" in merged([]).why_none
     assert merged([mute, node("2", H200)]).why_none == ""

@@ -11,7 +11,7 @@ from muxserve.replicas.dispatch import (
     FreestOfQueues,
     LoadAware,
     NewRequest,
-    RoundRobin,
+    RoundRobinDispatch,
 )
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.virtual_usage import score
@@ -60,7 +60,7 @@ def test_headroom_is_kept_from_lower_priorities_only() -> None:
 
 
 def test_round_robin_goes_on_when_instances_come_and_go() -> None:
-    policy, loads = RoundRobin(), [load(name) for name in "acd"]
+    policy, loads = RoundRobinDispatch(), [load(name) for name in "acd"]
     assert [policy.choose(loads, NEW).name for _ in range(4)] == ["a", "c", "d", "a"]
     loads.insert(1, load("b"))
     assert policy.choose(loads, NEW).name == "b"

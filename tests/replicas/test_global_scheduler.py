@@ -2,7 +2,7 @@
 
 import pytest
 
-from muxserve.replicas.decisions import Dispatch, Drain, Pair, Refuse, Resume, Start, Stop
+from muxserve.replicas.decisions import Dispatch, Drain, Pair, Refuse, Resume, Start, StopInstance
 from muxserve.replicas.dispatch import NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules
@@ -111,7 +111,7 @@ def test_drain_on_request_takes_no_new_requests_gives_away_and_is_stopped_when_e
     scheduler.report(InstanceLoad("a", CAPACITY, used=100, running=1))
     assert scheduler.tick(1) == [Pair("a", "b")]
     scheduler.report(InstanceLoad("a", CAPACITY))
-    assert Stop("a") in scheduler.tick(2)
+    assert StopInstance("a") in scheduler.tick(2)
     scheduler.down("a")
     assert [each.name for each in scheduler.instances] == ["b"]
     assert a is not b

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.replicas.decisions import Drain, Resume, Start, Stop
+from muxserve.replicas.decisions import Drain, Resume, Start, StopInstance
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.scaling import Scaler, ScalingRules
 from muxserve.replicas.views import InstanceLoad
@@ -57,7 +57,7 @@ def test_does_not_drain_while_one_is_starting() -> None:
 def test_a_drained_instance_is_stopped_once_it_is_empty() -> None:
     scaler = Scaler(RULES)
     assert scaler.decide(0, [load("a", FINE, 1), draining("b", 100, 1)], 0, 0) == []
-    assert scaler.decide(1, [load("a", FINE, 1), draining("b")], 0, 0) == [Stop("b")]
+    assert scaler.decide(1, [load("a", FINE, 1), draining("b")], 0, 0) == [StopInstance("b")]
 
 
 def test_a_draining_instance_stays_rather_than_that_another_starts() -> None:
@@ -83,7 +83,7 @@ def test_scales_to_zero_after_a_while_and_wakes_for_a_request() -> None:
     assert scaler.decide(31, idle, 0, 0) == []
     assert scaler.decide(90, idle, 0, 0) == []
     assert scaler.decide(91, idle, 0, 0) == [Drain("a")]
-    assert scaler.decide(92, [draining("a")], 0, 0) == [Stop("a")]
+    assert scaler.decide(92, [draining("a")], 0, 0) == [StopInstance("a")]
     assert scaler.decide(500, [], 0, 0) == []
     assert scaler.decide(501, [], 0, 1) == [Start(1)]
     assert scaler.decide(502, [], 1, 3) == []
@@ -124,7 +124,7 @@ def test_bounds_hold_whatever_happens(minimum: int, more: int, steps: list[tuple
                     up[name] = True
                 case Resume(name):
                     up[name] = False
-                case Stop(name):
+                case StopInstance(name):
                     assert up.pop(name)
         serving = sum(not going for going in up.values())
         assert serving + starting <= rules.maximum

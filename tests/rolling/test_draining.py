@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from muxserve.rolling.draining import destinations, takes
-from muxserve.rolling.member import Member, Objectives
+from muxserve.rolling.member import LatencyTargets, MacroMember
 
-SLO = Objectives(ttft=1.0, tpot=0.1)
+SLO = LatencyTargets(ttft=1.0, tpot=0.1)
 
 
-def member(name: str, decodes: int = 0, pending: float = 0.0, tokens: int = 100, capacity: int = 1000) -> Member:
+def member(name: str, decodes: int = 0, pending: float = 0.0, tokens: int = 100, capacity: int = 1000) -> MacroMember:
     """With so many decodes that have saved nothing at time 0."""
-    made = Member(name, capacity, SLO.tpot)
+    made = MacroMember(name, capacity, SLO.tpot)
     for number in range(decodes):
         made.found(f"{name}/{number}", tokens, 0.0, 0.0)
     if pending:
@@ -20,7 +20,7 @@ def member(name: str, decodes: int = 0, pending: float = 0.0, tokens: int = 100,
     return made
 
 
-def chosen(source: Member, *others: Member, now: float = 0.0, before: str = "") -> str:
+def chosen(source: MacroMember, *others: MacroMember, now: float = 0.0, before: str = "") -> str:
     known = {source.name: before} if before else {}
     return destinations([source], others, SLO, now, known, lambda a, b: True).get(source.name, "")
 
@@ -65,7 +65,7 @@ def test_by_the_quantile_where_that_is_what_counts() -> None:
     mixed.found("younger", 10, 0.6, 0.6)
     # 1.0 s saved less 0.7 s; a second and a third that have just begun.
     assert takes(mixed, source, SLO, 0.7)
-    assert not takes(mixed, source, Objectives(1.0, 0.1, 0.25), 0.7)
+    assert not takes(mixed, source, LatencyTargets(1.0, 0.1, 0.25), 0.7)
 
 
 def test_who_has_no_decodes_or_leaves_too_is_no_part_of_it() -> None:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.rolling.constraints import Demand, Verdict, check
-from muxserve.rolling.member import Member, Objectives, Window
+from muxserve.rolling.constraints import PrefillDemand, Verdict, check
+from muxserve.rolling.member import LatencyTargets, MacroMember, Window
 
 
 def test_windows_open_with_the_first_prefill_and_close_after_the_last() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     assert member.window is Window.DECODE
     member.admitted("a", 10, 0.5, now=1.0)
     member.admitted("b", 10, 0.25, now=1.1)
@@ -27,7 +27,7 @@ def test_windows_open_with_the_first_prefill_and_close_after_the_last() -> None:
 
 
 def test_saved_time_is_that_of_the_paper() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     member.admitted("a", 10, 0.5, now=0.0)
     member.prefilled("a", now=1.0)
     member.stepped(10)
@@ -42,7 +42,7 @@ def test_saved_time_is_that_of_the_paper() -> None:
 
 
 def test_the_mean_counts_from_first_tokens_also_while_the_window_is_open() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     member.admitted("a", 10, 0.5, now=0.0)
     member.admitted("b", 10, 0.5, now=0.0)
     member.prefilled("a", now=0.5)
@@ -63,7 +63,7 @@ def test_the_mean_counts_from_first_tokens_also_while_the_window_is_open() -> No
 def test_algorithm_2_holds_the_mean_against_the_whole_window() -> None:
     """What was prefilled since the switch counts in t_total; a quantile looks at what is pending only."""
     for spared, verdict in ((None, Verdict.TPOT), (0.0, Verdict.FITS)):
-        member = Member("u0", 1000, 0.1)
+        member = MacroMember("u0", 1000, 0.1)
         member.admitted("a", 10, 0.1, now=0.0)
         member.prefilled("a", now=0.1)
         member.stepped(20)
@@ -71,16 +71,16 @@ def test_algorithm_2_holds_the_mean_against_the_whole_window() -> None:
             member.admitted(name, 10, 0.6, now=1.1)
         member.prefilled("b", now=1.2)
         # Saved: a 0.9, b -0.1 s; given since the switch and new: 1.3 s; pending and new: 0.7 s.
-        objectives = Objectives(5.0, 0.1, spared)
-        assert check(member, Demand("d", 0.1, 10), objectives, now=1.3) is verdict
+        objectives = LatencyTargets(5.0, 0.1, spared)
+        assert check(member, PrefillDemand("d", 0.1, 10), objectives, now=1.3) is verdict
 
 
 def test_without_decodes_there_is_all_the_time_in_the_world() -> None:
-    assert Member("u0", 1000, 0.1).saved(5.0) == math.inf
+    assert MacroMember("u0", 1000, 0.1).saved(5.0) == math.inf
 
 
 def test_predictions_follow_what_is_observed() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     for _ in range(100):
         member.observed(predicted=0.1, measured=0.2)
     assert member.bias == pytest.approx(2.0, rel=1e-3)
@@ -91,7 +91,7 @@ def test_predictions_follow_what_is_observed() -> None:
 
 
 def test_a_request_may_leave_at_any_time() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     for name in "abc":
         member.admitted(name, 10, 0.1, now=0.0)
     member.left("b", now=0.05)
@@ -112,7 +112,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["admit", "prefill", "step", "leave"
 
 @given(EVENTS)
 def test_sums_are_those_of_the_requests(events: list[tuple[str, int]]) -> None:
-    member = Member("u0", 10_000, 0.05)
+    member = MacroMember("u0", 10_000, 0.05)
     now = 0.0
     for what, number in events:
         now += 0.01
@@ -141,11 +141,11 @@ def test_sums_are_those_of_the_requests(events: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize(("ttft", "tpot", "spared"), [(0, 1, None), (1, -1, None), (1, 1, 1.0), (1, 1, -0.1)])
 def test_objectives_must_make_sense(ttft: float, tpot: float, spared: float | None) -> None:
     with pytest.raises(ValueError, match="must be"):
-        Objectives(ttft, tpot, spared)
+        LatencyTargets(ttft, tpot, spared)
 
 
 def test_a_request_that_comes_again_has_one_life() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     member.admitted("a", 10, 0.1, now=0.0)
     member.prefilled("a", now=0.1)
     member.admitted("a", 30, 0.2, now=0.2)
@@ -155,7 +155,7 @@ def test_a_request_that_comes_again_has_one_life() -> None:
 
 
 def test_what_is_found_decoding_has_saved_nothing_unless_somebody_knows_better() -> None:
-    member = Member("u0", 1000, 0.1, steps=70)
+    member = MacroMember("u0", 1000, 0.1, steps=70)
     member.found("a", 10, since=3.0, now=5.0)
     assert member.saved(5.0) == pytest.approx(0.0)
     member.stepped(4)
@@ -168,7 +168,7 @@ def test_what_is_found_decoding_has_saved_nothing_unless_somebody_knows_better()
 
 
 def test_an_engine_that_counts_anew_has_not_lost_what_was_saved() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     for name, now in (("a", 0.0), ("b", 1.0)):
         member.admitted(name, 10, 0.1, now)
         member.prefilled(name, now)
@@ -183,7 +183,7 @@ def test_an_engine_that_counts_anew_has_not_lost_what_was_saved() -> None:
 
 
 def test_chunks_of_a_prompt_are_measured_together() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     member.admitted("a", 10, 0.1, now=0.0)
     member.measured(0.1, [])
     assert member.bias == 1.0
@@ -195,7 +195,7 @@ def test_chunks_of_a_prompt_are_measured_together() -> None:
 
 
 def test_other_objectives_hold_from_the_beginning() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     member.admitted("a", 10, 0.1, now=1.0)
     member.prefilled("a", now=1.5)
     member.counted(8)
@@ -212,7 +212,7 @@ def test_other_objectives_hold_from_the_beginning() -> None:
 
 
 def test_long_prefills_weigh_more_than_short_ones() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     for number in range(600):
         # Each takes a tenth of a second beyond its prediction; the long ones are almost right.
         seconds = 0.01 if number % 2 else 1.0

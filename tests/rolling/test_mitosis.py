@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.rolling.mitosis import Bounds, Dissolve, Found, Join, Leave, Mitosis, Move
+from muxserve.rolling.mitosis import Bounds, Dissolve, Found, HandleMove, Join, Leave, Mitosis
 
 
 def sizes(mitosis: Mitosis) -> list[int]:
@@ -27,7 +27,7 @@ def test_it_grows_to_the_upper_bound_and_then_splits_off_the_lower() -> None:
     mitosis.grow("u2")
     mitosis.grow("u3")
     changes = mitosis.grow("u4")
-    assert changes == [Join("u4", "m1"), Move("u0", "m1", "m2"), Move("u1", "m1", "m2")]
+    assert changes == [Join("u4", "m1"), HandleMove("u0", "m1", "m2"), HandleMove("u1", "m1", "m2")]
     assert sizes(mitosis) == [2, 3]
     with pytest.raises(ValueError, match="already"):
         mitosis.grow("u4")
@@ -47,7 +47,12 @@ def test_the_smallest_shrinks_to_the_lower_bound_then_a_full_one_until_both_fit(
     # The small one stays at N_l; the full one goes on until both fit into N_u.
     assert mitosis.shrink({}) == [Leave("u2", "m1")]
     assert sizes(mitosis) == [2, 3]
-    assert mitosis.shrink({}) == [Leave("u3", "m1"), Move("u4", "m1", "m2"), Move("u5", "m1", "m2"), Dissolve("m1")]
+    assert mitosis.shrink({}) == [
+        Leave("u3", "m1"),
+        HandleMove("u4", "m1", "m2"),
+        HandleMove("u5", "m1", "m2"),
+        Dissolve("m1"),
+    ]
     assert sizes(mitosis) == [4]
 
 
@@ -64,7 +69,7 @@ def test_twenty_members_shrink_as_in_the_paper() -> None:
 def test_a_death_in_a_small_one_is_made_up_for_by_the_fullest() -> None:
     mitosis = grown(6, Bounds(2, 4))
     assert mitosis.macros == {"m1": ["u2", "u3", "u4", "u5"], "m2": ["u0", "u1"]}
-    assert mitosis.gone("u0") == [Leave("u0", "m2"), Move("u2", "m1", "m2")]
+    assert mitosis.gone("u0") == [Leave("u0", "m2"), HandleMove("u2", "m1", "m2")]
     assert sizes(mitosis) == [2, 3]
 
 
@@ -109,7 +114,7 @@ def test_changes_describe_what_happens_and_bounds_hold(
                     mirror[macro] = [member]
                 case Join(member, macro):
                     mirror[macro].append(member)
-                case Move(member, source, target):
+                case HandleMove(member, source, target):
                     mirror[source].remove(member)
                     mirror.setdefault(target, []).append(member)
                 case Leave(member, macro):

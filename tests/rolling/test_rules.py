@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.rolling.member import Objectives
+from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.rules import RollingRules
 
@@ -40,7 +40,7 @@ def test_a_longer_prompt_is_never_predicted_to_be_shorter(one: int, other: int) 
 
 def test_they_survive_the_wire_and_are_what_policies_want() -> None:
     assert msgspec.json.decode(msgspec.json.encode(RULES), type=RollingRules) == RULES
-    assert RULES.objectives == Objectives(1.0, 0.1, None)
+    assert RULES.objectives == LatencyTargets(1.0, 0.1, None)
     assert RULES.bounds == Bounds(2, 5)
 
 

@@ -2,24 +2,24 @@
 
 import pytest
 
-from muxserve.rolling.constraints import Demand
-from muxserve.rolling.member import Member, Objectives
+from muxserve.rolling.constraints import PrefillDemand
+from muxserve.rolling.member import LatencyTargets, MacroMember
 from muxserve.rolling.mitosis import Bounds
-from muxserve.rolling.scaling import Attainment, ScalingRules
+from muxserve.rolling.scaling import Attainment, RollingScalingRules
 from muxserve.rolling.scheduler import HandleError, RollingScheduler, pack, unpack
 
-SLO = Objectives(ttft=1.0, tpot=0.1)
+SLO = LatencyTargets(ttft=1.0, tpot=0.1)
 
 
 def scheduler(count: int, bounds: Bounds) -> RollingScheduler:
     made = RollingScheduler(SLO, bounds)
     for number in range(count):
-        made.grow(Member(f"u{number}", 1000, SLO.tpot), 0.0)
+        made.grow(MacroMember(f"u{number}", 1000, SLO.tpot), 0.0)
     return made
 
 
 def test_a_handle_survives_the_wire_with_all_that_goes_on() -> None:
-    member = Member("u0", 1000, 0.1)
+    member = MacroMember("u0", 1000, 0.1)
     member.admitted("a", 10, 0.3, 1.0)
     member.prefilled("a", 1.3)
     member.stepped(4)
@@ -44,16 +44,16 @@ def test_what_is_no_handle_is_refused(data: bytes) -> None:
 
 
 def test_a_handle_of_another_version_is_refused() -> None:
-    data = pack(Member("u0", 1, 0.1), "x").replace(b"version\x03", b"version\x07")
+    data = pack(MacroMember("u0", 1, 0.1), "x").replace(b"version\x03", b"version\x07")
     with pytest.raises(HandleError, match="version 7"):
         unpack(data)
 
 
 def test_a_split_moves_members_with_their_requests() -> None:
     rolling = scheduler(4, Bounds(2, 4))
-    sent = [member.name for n in range(6) for _, member in rolling.arrive(Demand(f"r{n}", 0.3, 10), 0.0)]
+    sent = [member.name for n in range(6) for _, member in rolling.arrive(PrefillDemand(f"r{n}", 0.3, 10), 0.0)]
     assert sent == ["u0"] * 3 + ["u1"] * 3
-    rolling.grow(Member("u4", 1000, SLO.tpot), 0.0)
+    rolling.grow(MacroMember("u4", 1000, SLO.tpot), 0.0)
     assert {name: [m.name for m in macro.ring] for name, macro in rolling.macros.items()} == {
         "m1": ["u2", "u3", "u4"],
         "m2": ["u0", "u1"],
@@ -67,18 +67,18 @@ def test_a_split_moves_members_with_their_requests() -> None:
 
 def test_requests_go_to_the_macro_instance_with_most_room() -> None:
     rolling = scheduler(5, Bounds(2, 4))
-    first = {member.name for n in range(2) for _, member in rolling.arrive(Demand(f"r{n}", 0.1, 500), 0.0)}
+    first = {member.name for n in range(2) for _, member in rolling.arrive(PrefillDemand(f"r{n}", 0.1, 500), 0.0)}
     assert len({next(name for name, m in rolling.macros.items() if each in m) for each in first}) == 2
 
 
 def test_a_replica_that_leaves_finishes_what_it_has() -> None:
     rolling = scheduler(2, Bounds(1, 4))
-    rolling.arrive(Demand("a", 0.3, 10), 0.0)
+    rolling.arrive(PrefillDemand("a", 0.3, 10), 0.0)
     rolling.member("u1").admitted("x", 5, 0.1, 0.0)
     name, _ = rolling.shrink(0.1)
     assert name == "u1", "it has promised least"
     assert rolling.drained() == []
-    assert [m.name for _, m in rolling.arrive(Demand("b", 0.3, 10), 0.1)] == ["u0"]
+    assert [m.name for _, m in rolling.arrive(PrefillDemand("b", 0.3, 10), 0.1)] == ["u0"]
     rolling.member("u1").prefilled("x", 0.2)
     rolling.member("u1").left("x", 0.3)
     assert rolling.drained() == ["u1"]
@@ -88,21 +88,21 @@ def test_a_replica_that_leaves_finishes_what_it_has() -> None:
 
 def test_what_waits_survives_the_end_of_its_macro_instance() -> None:
     rolling = scheduler(1, Bounds(1, 4))
-    rolling.arrive(Demand("a", 0.9, 10), 0.0)
-    rolling.arrive(Demand("b", 0.9, 10), 0.0)
+    rolling.arrive(PrefillDemand("a", 0.9, 10), 0.0)
+    rolling.arrive(PrefillDemand("b", 0.9, 10), 0.0)
     assert rolling.gone("u0", 0.1) == []
     assert rolling.waiting == 1
-    assert rolling.arrive(Demand("c", 0.9, 10), 0.1) == []
+    assert rolling.arrive(PrefillDemand("c", 0.9, 10), 0.1) == []
     assert rolling.cancel("c")
-    assert [d.request_id for d, _ in rolling.grow(Member("u1", 1000, 0.1), 0.2)] == ["b"]
+    assert [d.request_id for d, _ in rolling.grow(MacroMember("u1", 1000, 0.1), 0.2)] == ["b"]
     assert rolling.waiting == 0
 
 
 def test_there_is_a_time_to_look_again() -> None:
     rolling = scheduler(1, Bounds(1, 4))
     assert rolling.due(0.0) is None
-    rolling.arrive(Demand("a", 0.9, 10), 0.0)
-    rolling.arrive(Demand("b", 0.4, 10, arrival=0.0), 0.0)
+    rolling.arrive(PrefillDemand("a", 0.9, 10), 0.0)
+    rolling.arrive(PrefillDemand("b", 0.4, 10, arrival=0.0), 0.0)
     due = rolling.due(0.0)
     assert due == pytest.approx(0.6)
     assert rolling.retry(due - 0.01) == []
@@ -110,7 +110,7 @@ def test_there_is_a_time_to_look_again() -> None:
 
 
 def test_replicas_are_added_when_too_few_meet_their_objectives() -> None:
-    attainment = Attainment(ScalingRules(target=0.9, window=10, patience=5, enough=10, idle=0.2, most=3))
+    attainment = Attainment(RollingScalingRules(target=0.9, window=10, patience=5, enough=10, idle=0.2, most=3))
     for number in range(9):
         attainment.told(False, float(number) / 10)
     assert attainment.wanted(2, 1.0, 1.0) == 0, "too few to tell"
@@ -127,7 +127,7 @@ def test_replicas_are_added_when_too_few_meet_their_objectives() -> None:
 
 
 def test_a_backlog_calls_for_more_before_anybody_has_missed_anything() -> None:
-    attainment = Attainment(ScalingRules(patience=5, backlog=2.0, growth=0.25, most=17))
+    attainment = Attainment(RollingScalingRules(patience=5, backlog=2.0, growth=0.25, most=17))
     assert attainment.wanted(8, 1.0, 0.0, waiting=16) == 0
     assert attainment.wanted(8, 1.0, 1.0, waiting=17) == 2
     assert attainment.wanted(10, 1.0, 2.0, waiting=100) == 0
@@ -138,14 +138,14 @@ def test_a_backlog_calls_for_more_before_anybody_has_missed_anything() -> None:
 @pytest.mark.parametrize("wrong", [{"target": 0.0}, {"window": 0.0}, {"least": 3, "most": 2}, {"enough": 0}])
 def test_scaling_rules_must_make_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"target|least"):
-        ScalingRules(**wrong)  # type: ignore[arg-type]
+        RollingScalingRules(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_replica_may_be_told_to_go_and_to_stay() -> None:
     rolling = scheduler(3, Bounds(1, 4))
-    rolling.arrive(Demand("a", 0.9, 10), 0.0)
+    rolling.arrive(PrefillDemand("a", 0.9, 10), 0.0)
     assert rolling.drain("u0", 0.0) == []
-    assert [member.name for _, member in rolling.arrive(Demand("b", 0.3, 10), 0.0)] == ["u1"]
+    assert [member.name for _, member in rolling.arrive(PrefillDemand("b", 0.3, 10), 0.0)] == ["u1"]
     rolling.resume("u0", 0.1)
     assert not rolling.member("u0").leaving
     assert [member.name for member in rolling.macros["m1"].ring] == ["u1", "u2", "u0"]
@@ -153,15 +153,15 @@ def test_a_replica_may_be_told_to_go_and_to_stay() -> None:
         rolling.resume("u0", 0.1)
     for name in ("u0", "u1", "u2"):
         rolling.drain(name, 0.2)
-    assert rolling.arrive(Demand("c", 0.3, 10), 0.2) == []
+    assert rolling.arrive(PrefillDemand("c", 0.3, 10), 0.2) == []
     assert [demand.request_id for demand in rolling.waiters()] == ["c"]
     assert [member.name for _, member in rolling.resume("u1", 0.3)] == ["u1"]
 
 
 def test_a_replica_that_is_found_draining_gets_nothing() -> None:
     rolling = scheduler(0, Bounds(1, 4))
-    rolling.found_draining(Member("u0", 1000, SLO.tpot))
-    assert rolling.arrive(Demand("a", 0.3, 10), 0.0) == []
+    rolling.found_draining(MacroMember("u0", 1000, SLO.tpot))
+    assert rolling.arrive(PrefillDemand("a", 0.3, 10), 0.0) == []
     assert rolling.member("u0").leaving
     assert rolling.drained() == ["u0"]
 
@@ -169,17 +169,17 @@ def test_a_replica_that_is_found_draining_gets_nothing() -> None:
 def test_who_waits_goes_by_rank_then_by_arrival() -> None:
     rolling = scheduler(0, Bounds(1, 4))
     for name, arrival, rank in (("c", 2.0, 0), ("b", 1.0, 0), ("a", 3.0, 1)):
-        rolling.arrive(Demand(name, 0.1, 10, arrival, rank), 3.0)
-    sent = rolling.grow(Member("u0", 1000, SLO.tpot), 3.0)
+        rolling.arrive(PrefillDemand(name, 0.1, 10, arrival, rank), 3.0)
+    sent = rolling.grow(MacroMember("u0", 1000, SLO.tpot), 3.0)
     assert [demand.request_id for demand, _ in sent] == ["a", "b", "c"]
-    rolling.arrive(Demand("x", 0.9, 2000, 4.0), 4.0)
+    rolling.arrive(PrefillDemand("x", 0.9, 2000, 4.0), 4.0)
     for name, arrival, rank in (("c", 4.2, 0), ("b", 4.1, 0), ("a", 4.3, 1)):
-        rolling.arrive(Demand(name, 0.1, 2000, arrival, rank), 4.0)
+        rolling.arrive(PrefillDemand(name, 0.1, 2000, arrival, rank), 4.0)
     assert [demand.request_id for demand in rolling.waiters()] == ["a", "x", "b", "c"]
 
 
 def test_without_any_load_replicas_go_one_after_the_other() -> None:
-    attainment = Attainment(ScalingRules(idle=0.1, patience=5.0))
+    attainment = Attainment(RollingScalingRules(idle=0.1, patience=5.0))
     wanted = [attainment.wanted(3, 0.0, float(second)) for second in range(11)]
     assert wanted == [-1, 0, 0, 0, 0, -1, 0, 0, 0, 0, -1]
     attainment.told(False, 12.0)

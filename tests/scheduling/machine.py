@@ -14,7 +14,7 @@ from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, Place, PoolProfile, QueuedRequest
+from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest, RequestPlace
 
 
 @dataclass
@@ -184,12 +184,12 @@ class Machine:
         job = self.jobs[request_id]
         self.cancelled.add(request_id)
         place = self.ledger.cancelled(request_id, self.now)
-        if place is Place.HANDED:
+        if place is RequestPlace.HANDED:
             self._free(self.handed.pop(request_id))
-        elif place is Place.MOVING:
+        elif place is RequestPlace.MOVING:
             self._free(self.moving.pop(request_id))
-        elif place in (Place.PREFILLING, Place.DECODING):
-            engine = self.engine(job.model, Phase.PREFILL if place is Place.PREFILLING else Phase.DECODE)
+        elif place in (RequestPlace.PREFILLING, RequestPlace.DECODING):
+            engine = self.engine(job.model, Phase.PREFILL if place is RequestPlace.PREFILLING else Phase.DECODE)
             life = engine.life
 
             def arrive() -> None:
@@ -250,7 +250,7 @@ class Machine:
         job = self.jobs[request_id]
         engine = self.engine(job.model, Phase.DECODE)
         live = self.ledger.requests.get(request_id)
-        if live is None or live.place is not Place.DECODING or engine.stepping or job not in engine.jobs:
+        if live is None or live.place is not RequestPlace.DECODING or engine.stepping or job not in engine.jobs:
             return
         engine.jobs = [each for each in engine.jobs if each is not job]
         assert self.ledger.detached(request_id, live.lease_id, job.made, self.now)
@@ -283,7 +283,7 @@ class Machine:
             QueuedRequest(job.request_id, job.model, job.prompt, job.output, job.arrival, job.priority, job.made, True),
             self.now,
         )
-        assert live.place is Place.HANDED
+        assert live.place is RequestPlace.HANDED
 
     # ------------------------------------------------------------ pages
 
@@ -519,11 +519,11 @@ class Machine:
             ended = tally.finished + tally.cancelled + tally.lost + tally.moved_out + tally.given_back
             assert tally.arrived + tally.moved_in == ended + model.live
             places = (
-                (Place.QUEUED, queued),
-                (Place.PREFILLING, model.prefilling.values()),
-                (Place.HANDED, model.handed.values()),
-                (Place.DECODING, model.decoding.values()),
-                (Place.MOVING, model.moving.values()),
+                (RequestPlace.QUEUED, queued),
+                (RequestPlace.PREFILLING, model.prefilling.values()),
+                (RequestPlace.HANDED, model.handed.values()),
+                (RequestPlace.DECODING, model.decoding.values()),
+                (RequestPlace.MOVING, model.moving.values()),
             )
             assert set(model.fresh) <= set(model.decoding)
             for place, requests in places:

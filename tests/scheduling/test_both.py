@@ -12,7 +12,7 @@ from muxserve.scheduling.admission import head_fits
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES, make_policy
 from muxserve.scheduling.state import Event
-from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, Place, PoolProfile, QueuedRequest
+from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest, RequestPlace
 from tests.scheduling.machine import Job, Machine, profile
 
 NAMES = sorted(name for name, policy in POLICIES.items() if policy.both)
@@ -68,11 +68,11 @@ def test_a_request_decodes_in_the_engine_that_prefilled_it() -> None:
     arrive(book, "r")
     grant(book, Phase.PREFILL, "r", lease=1)
     live = book.requests["r"]
-    assert live.place is Place.PREFILLING
+    assert live.place is RequestPlace.PREFILLING
     assert model.promised == (2 + 1) * 4
     assert book.share_used == WHOLE
     prefilled(book, "r", 1)
-    assert live.place is Place.DECODING
+    assert live.place is RequestPlace.DECODING
     assert (live.tokens, model.promised, model.outstanding) == (21, 0, 0)
     assert dict(model.decode.inside) == {"r": live}
     assert book.share_used == 0, "nothing is left to prefill: that lease is over"
@@ -175,7 +175,7 @@ def test_words_of_an_earlier_life_are_not_believed() -> None:
     assert book.prefilled("r", 5, 1, 0.1)
     assert not book.prefilled("r", 5, 1, 0.1), "twice"
     assert book.returned("r", 5, 3, 0.2)
-    assert book.requests["r"].place is Place.QUEUED
+    assert book.requests["r"].place is RequestPlace.QUEUED
     assert not book.prefilled("r", 5, 1, 0.3)
 
 
@@ -214,7 +214,7 @@ def test_a_move_out_and_back_in_again() -> None:
     (back,) = make_policy("rolling").decide(book, 0.3)
     assert (back.phase, back.admit) == (Phase.DECODE, ("r",))
     book.granted(back, 2, 0.3)
-    assert book.requests["r"].place is Place.DECODING
+    assert book.requests["r"].place is RequestPlace.DECODING
     assert book.requests["r"].decoding_since == 0.3
 
 

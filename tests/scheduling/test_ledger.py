@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from muxserve.scheduling.admission import admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.types import WHOLE, Grant, Phase, Place, PoolProfile, QueuedRequest, share_units
+from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRequest, RequestPlace, share_units
 from tests.scheduling.machine import profile
 
 
@@ -141,19 +141,19 @@ def test_a_request_goes_through_its_places() -> None:
     arrive(book, "r")
     live, model = book.requests["r"], book.by_name["a"]
     prefill(book, "r")
-    assert live.place is Place.PREFILLING
+    assert live.place is RequestPlace.PREFILLING
     assert book.share_used == WHOLE // 2
     assert model.outstanding == 20
     assert model.promised == (2 + 1) * 4
     assert book.handed_over("r", 1, 1, 0.1)
     book.stepped("a", Phase.PREFILL, 1, 1, seconds=0.1, tokens=20, remaining=0, now=0.1)
-    assert live.place is Place.HANDED
+    assert live.place is RequestPlace.HANDED
     assert live.tokens == 21
     assert book.share_used == 0
     assert model.promised == 0
     assert not model.prefilling
     decode(book, "r")
-    assert live.place is Place.DECODING
+    assert live.place is RequestPlace.DECODING
     book.stepped("a", Phase.DECODE, 2, 7, seconds=0.01, tokens=1, remaining=1, now=0.2)
     assert book.share_used == WHOLE // 2
     assert book.finished("r", Phase.DECODE, 2, 0.3)
@@ -472,7 +472,7 @@ def test_a_request_that_moves_is_in_no_engine_and_still_counted() -> None:
     model = book.by_name["a"]
     assert not book.detached("r", 1, 5, 1.0), "not that life of it"
     assert book.detached("r", 2, 5, 1.0)
-    assert book.requests["r"].place is Place.MOVING
+    assert book.requests["r"].place is RequestPlace.MOVING
     assert (model.live, model.in_engines, model.levels) == (1, 1, {"normal": 1})
     assert model.decode.lease is None
     assert book.share_used == 0
@@ -532,7 +532,7 @@ def test_the_end_of_a_moving_request(way: str) -> None:
     decoding(book, "r")
     book.detached("r", 2, 5, 1.0)
     if way == "cancelled":
-        assert book.cancelled("r", 2.0) is Place.MOVING
+        assert book.cancelled("r", 2.0) is RequestPlace.MOVING
     elif way == "lost":
         assert book.lost(["r"], 2.0) == ["r"]
     else:
@@ -546,7 +546,7 @@ def test_a_request_that_comes_waits_for_the_decode_engine_and_is_no_arrival() ->
     book = ledger()
     live = book.taken_over(QueuedRequest("r", "a", 20, 10, 0.5, 0, 4, True, "high"), 1.0)
     model = book.by_name["a"]
-    assert live.place is Place.HANDED
+    assert live.place is RequestPlace.HANDED
     assert (model.tally.arrived, model.tally.moved_in, model.levels) == (0, 1, {"high": 1})
     assert model.decode.wait_since == 1.0
     assert model.work_since == 0.5

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from muxserve.scheduling.token_throttling import (
     TOKEN_BUDGETS,
-    Budget,
-    EngineState,
+    BudgetInputs,
     FixedBudget,
+    StepBudget,
     Throttle,
     TokenThrottling,
     make_token_budget,
 )
 
 STATES = st.builds(
-    lambda waiting, decoding, ready, free, depth: EngineState(waiting, decoding, min(ready, decoding), free, depth),
+    lambda waiting, decoding, ready, free, depth: BudgetInputs(waiting, decoding, min(ready, decoding), free, depth),
     st.integers(0, 100_000),
     st.integers(0, 2000),
     st.integers(0, 2000),
@@ -26,8 +26,8 @@ STATES = st.builds(
 )
 
 
-def state(waiting: int = 8000, decoding: int = 100, ready: int = 25, free: float = 1.0, depth: int = 4) -> EngineState:
-    return EngineState(waiting, decoding, ready, free, depth)
+def state(waiting: int = 8000, decoding: int = 100, ready: int = 25, free: float = 1.0, depth: int = 4) -> BudgetInputs:
+    return BudgetInputs(waiting, decoding, ready, free, depth)
 
 
 def test_the_defaults_are_the_papers() -> None:
@@ -103,12 +103,12 @@ def test_fewer_sequences_than_micro_batches_get_one_each() -> None:
 
 
 def test_one_stage_decodes_all_and_throttles_prefill() -> None:
-    assert TokenThrottling().next(state(8000, decoding=100, depth=1)) == Budget(1000, 100)
+    assert TokenThrottling().next(state(8000, decoding=100, depth=1)) == StepBudget(1000, 100)
 
 
 def test_the_fixed_budget_takes_all_that_are_ready_and_fills_up_with_prompts() -> None:
-    assert FixedBudget(2048).next(state(ready=48, free=0.0)) == Budget(2000, 48)
-    assert FixedBudget(32).next(state(ready=48)) == Budget(0, 32)
+    assert FixedBudget(2048).next(state(ready=48, free=0.0)) == StepBudget(2000, 48)
+    assert FixedBudget(32).next(state(ready=48)) == StepBudget(0, 32)
     with pytest.raises(ValueError, match="at least 1"):
         FixedBudget(0)
 
@@ -122,7 +122,7 @@ def test_decode_budgets_differ_by_one_at_most_and_add_up(decoding: int, depth: i
 
 
 @given(states=st.lists(STATES, min_size=1, max_size=20), name=st.sampled_from(sorted(TOKEN_BUDGETS)))
-def test_budgets_are_in_bounds_and_nothing_that_could_run_is_stopped(states: list[EngineState], name: str) -> None:
+def test_budgets_are_in_bounds_and_nothing_that_could_run_is_stopped(states: list[BudgetInputs], name: str) -> None:
     budget = make_token_budget(name)
     for each in states:
         prefill, decode = budget.next(each)
@@ -136,7 +136,7 @@ def test_budgets_are_in_bounds_and_nothing_that_could_run_is_stopped(states: lis
 
 
 @given(one=STATES, waiting=st.integers(0, 100_000), free=st.floats(0.0, 1.0))
-def test_prefill_rises_with_waiting_tokens_and_free_memory(one: EngineState, waiting: int, free: float) -> None:
+def test_prefill_rises_with_waiting_tokens_and_free_memory(one: BudgetInputs, waiting: int, free: float) -> None:
     throttle = Throttle()
     more = one._replace(waiting_tokens=max(one.waiting_tokens, waiting), kv_free=max(one.kv_free, free))
     assert throttle.prefill(more) >= throttle.prefill(one)

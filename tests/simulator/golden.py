@@ -23,25 +23,25 @@ from muxserve.metrics.definitions import Objectives as Latencies
 from muxserve.metrics.definitions import percentile, time_per_token
 from muxserve.metrics.records import RequestRecord
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.arrangements.base import DevicePool, Layout, Place, Wanted
+from muxserve.planning.arrangements.base import DevicePool, ReplicaLayout, SimulatedLayout, Wanted
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.device_pool import CpuPool, GpuPool
 from muxserve.planning.trial import run_trial
-from muxserve.replicas.dispatch import FreestOfQueues, LoadAware, RoundRobin
+from muxserve.replicas.dispatch import FreestOfQueues, LoadAware, RoundRobinDispatch
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.rolling.member import Objectives
+from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.mitosis import Bounds
-from muxserve.rolling.scaling import ScalingRules as RollingScalingRules
+from muxserve.rolling.scaling import RollingScalingRules as RollingScalingRules
 from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget, Throttle, prompt_tokens_ahead
 from muxserve.simulator import (
     MODES,
+    ControlDelays,
     FleetModel,
     FleetResult,
     Link,
     MigrationCosts,
     Options,
-    Overheads,
     Pipeline,
     ReplicaRules,
     RingRules,
@@ -164,12 +164,12 @@ def fleet(where: Placement, mode: str, requests: list[TraceRequest], options: Op
 
 def fleets() -> Iterable[tuple[str, Callable[[], Figures]]]:
     requests = load({"a": 4.0, "b": 6.0, "c": 4.0}, 30.0)
-    delays = Options(Overheads(0.002, 0.0002, 0.0003, 0.0005, 0.0005, 0.001))
+    delays = Options(ControlDelays(0.002, 0.0002, 0.0003, 0.0005, 0.0005, 0.001))
     for mode in MODES:
         yield f"ample KV, {mode}", lambda mode=mode: fleet(without_replicas(30.0), mode, requests)
         yield f"tight KV, {mode}", lambda mode=mode: fleet(without_replicas(5.0), mode, requests)
     yield "delays, muxserve", lambda: fleet(without_replicas(30.0), "muxserve", requests, delays)
-    live = Options(Overheads.live())
+    live = Options(ControlDelays.live())
     for mode in ("muxserve", "temporal"):
         yield f"live delays, {mode}", lambda mode=mode: fleet(without_replicas(30.0), mode, requests, live)
     yield "replicas, muxserve", lambda: fleet(placement(30.0), "muxserve", requests)
@@ -192,7 +192,7 @@ def apart() -> Iterable[tuple[str, Callable[[], Figures]]]:
     tight, narrow = alone("rolling", 3, (300,)), alone("pipelined", 2, (300, 300))
     yield "rolling, tight KV", lambda: of_fleet(simulate(tight, requests, COSTS, rules=RULES))
     yield "pipelined, tight KV", lambda: of_fleet(simulate(narrow, requests, COSTS))
-    delays = Options(Overheads(0.002, 0.0, 0.0, 0.0005, 0.0005, 0.001))
+    delays = Options(ControlDelays(0.002, 0.0, 0.0, 0.0005, 0.0005, 0.001))
     yield "rolling, delays", lambda: of_fleet(simulate(ring, requests, COSTS, delays, RULES))
     yield "pipelined, delays", lambda: of_fleet(simulate(pipe, requests, COSTS, delays))
 
@@ -216,7 +216,9 @@ def alone(phases: PhasesName, replicas: int, blocks: tuple[int, ...]) -> list[Si
     """Replicas with so many blocks on each stage."""
     stages = len(blocks)
     links = (Link(),) * (stages - 1)
-    place = Place(Layout(phases, replicas, stages, 1), EngineShape(A100, 1, 1.0, DTYPE), 16, blocks, links=links)
+    place = SimulatedLayout(
+        ReplicaLayout(phases, replicas, stages, 1), EngineShape(A100, 1, 1.0, DTYPE), 16, blocks, links=links
+    )
     devices = [tuple(range(n * stages, (n + 1) * stages)) for n in range(replicas)]
     return [arrangement(phases).sim_unit(WANTED, place, f"unit{n}", each) for n, each in enumerate(devices)]
 
@@ -229,7 +231,7 @@ def planned() -> Iterable[tuple[str, Callable[[], Figures]]]:
     cpu: DevicePool = CpuPool(Machine(2, 8 * GIB), 2)
     slow = replace(wanted, demand=replace(DEMAND, architecture=TINY, dtype="float32", rate=4.0, max_num_seqs=16))
 
-    def one(wanted: Wanted, pool: DevicePool, layout: Layout, rate: float) -> Figures:
+    def one(wanted: Wanted, pool: DevicePool, layout: ReplicaLayout, rate: float) -> Figures:
         requests = load({"a": rate}, 30.0)
         trial = run_trial(wanted, pool, pool.place(wanted, layout), COSTS, requests, rate)
         done = [each for each in trial.outcomes if each.ttft is not None]
@@ -247,10 +249,10 @@ def planned() -> Iterable[tuple[str, Callable[[], Figures]]]:
         }
 
     layouts = {
-        "multiplexed": Layout("multiplexed", 2, 1, 1),
-        "pipelined": Layout("pipelined", 1, 2, 1),
-        "one stage": Layout("pipelined", 2, 1, 1),
-        "rolling": Layout("rolling", 2, 1, 1),
+        "multiplexed": ReplicaLayout("multiplexed", 2, 1, 1),
+        "pipelined": ReplicaLayout("pipelined", 1, 2, 1),
+        "one stage": ReplicaLayout("pipelined", 2, 1, 1),
+        "rolling": ReplicaLayout("rolling", 2, 1, 1),
     }
     for name, layout in layouts.items():
         for about, pool in (("ample", gpus), ("tight", small)):
@@ -285,7 +287,7 @@ def replicas() -> Iterable[tuple[str, Callable[[], Figures]]]:
             down=sum(together.downtimes),
         )
 
-    yield "replicas, round-robin", lambda: run(dispatch=lambda levels: RoundRobin())
+    yield "replicas, round-robin", lambda: run(dispatch=lambda levels: RoundRobinDispatch())
     yield "replicas, load-aware", lambda: run(dispatch=lambda levels: LoadAware())
     yield "replicas, freest", lambda: run(dispatch=FreestOfQueues)
     yield "replicas, migration", lambda: run(migration=MigrationRules())
@@ -304,7 +306,7 @@ def replicas() -> Iterable[tuple[str, Callable[[], Figures]]]:
 def papers() -> Iterable[tuple[str, Callable[[], Figures]]]:
     requests = load({"a": 16.0}, 30.0)
     served = FleetModel("a", LLAMA_13B, DTYPE, 256, 2048)
-    options = Options(Overheads(prefill_step=5e-3, decode_step=5e-3), sample_seconds=0.0)
+    options = Options(ControlDelays(prefill_step=5e-3, decode_step=5e-3), sample_seconds=0.0)
     units = [lone_unit(f"i{n}", "L20-48GB", (n,), served, 900) for n in range(8)]
 
     def attained(found: Sequence[SimRequest]) -> float:
@@ -320,7 +322,7 @@ def papers() -> Iterable[tuple[str, Callable[[], Figures]]]:
         return figures([request.record() for request in found], wait=waits, attained=attained(found), **more)
 
     def rolling(**more: object) -> Figures:
-        rules = RingRules(Objectives(5.0, 0.1), expected_output=160, spares=tuple(units[4:]), **more)  # type: ignore[arg-type]
+        rules = RingRules(LatencyTargets(5.0, 0.1), expected_output=160, spares=tuple(units[4:]), **more)  # type: ignore[arg-type]
         result = simulate(units[:4], requests, COSTS, options, {"a": rules})
         (together,) = result.replicas
         return of(result.requests, busy=result.busy_gpu_seconds, replicas=together.average, moves=together.moves)
@@ -347,7 +349,7 @@ def papers() -> Iterable[tuple[str, Callable[[], Figures]]]:
         how = replace(how, budget=TOKEN_BUDGETS[budget])
         model = replace(served, max_num_seqs=1024)
         unit = lone_unit("u", "L20-48GB", tuple(range(how.stages)), model, blocks, pipeline=how, waiting_tokens=ahead)
-        result = simulate([unit], requests, COSTS, Options(Overheads(decode_step=overhead), sample_seconds=0.0))
+        result = simulate([unit], requests, COSTS, Options(ControlDelays(decode_step=overhead), sample_seconds=0.0))
         made = result.units[0].micro_batches
         assert made is not None
         return figures(

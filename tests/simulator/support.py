@@ -13,7 +13,7 @@ from muxserve.simulator.result import UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimModel, SimUnit
 from muxserve.simulator.stock import StockEngine, StockUnit
-from muxserve.simulator.unit import Unit
+from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
 
 
@@ -117,7 +117,7 @@ def unit(profiles: list[ModelProfile], pages: int, policy: str = "adbs", **chang
     return SimUnit(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def run(unit: Unit, load: list[TraceRequest]) -> UnitResult:
+def run(unit: SimulatedUnit, load: list[TraceRequest]) -> UnitResult:
     """One unit, on a clock of its own."""
     arrivals = (SimRequest.of(each, number) for number, each in enumerate(load))
     unit.clock.run(arrivals, unit.arrive, unit.overheads.request)

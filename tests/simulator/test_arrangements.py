@@ -12,14 +12,14 @@ import pytest
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
-from muxserve.rolling.member import Objectives
+from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.scheduler import RollingScheduler
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator import (
-    Alone,
+    AloneSimulation,
+    ControlDelays,
     Link,
     Options,
-    Overheads,
     Pipeline,
     RingRules,
     Rules,
@@ -62,7 +62,7 @@ def replicas(name: str, policy: str, first: int, stages: int = 1) -> list[SimUni
 
 
 RING, PIPES = replicas("ring", "rolling", 0), replicas("pipe", "pipelined", 2, 2)
-RULES: Rules = {"ring": RingRules(Objectives(2.0, 0.1))}
+RULES: Rules = {"ring": RingRules(LatencyTargets(2.0, 0.1))}
 BOTH = [RING, PIPES]
 
 
@@ -126,13 +126,13 @@ def test_records_stay_in_the_order_of_the_workload() -> None:
 def test_delays_around_the_engines(units: list[SimUnit]) -> None:
     requests = load(units, rate=0.4)
     plain = simulate(units, requests, COSTS, rules=RULES).records
-    overheads = Overheads(request=0.5, token=0.25)
+    overheads = ControlDelays(request=0.5, token=0.25)
     later = simulate(units, requests, COSTS, Options(overheads), RULES).records
     assert [r.arrival for r in later] == [r.arrival for r in plain]
     for one, other in zip(plain, later, strict=True):
         assert one.ttft is not None
         assert other.ttft == pytest.approx(one.ttft + 0.75)
-    slower = simulate(units, requests, COSTS, Options(Overheads(decode_step=0.01)), RULES).records
+    slower = simulate(units, requests, COSTS, Options(ControlDelays(decode_step=0.01)), RULES).records
     assert slower[0].tpot is not None
     assert plain[0].tpot is not None
     assert slower[0].tpot > plain[0].tpot + 0.009
@@ -193,7 +193,7 @@ def test_what_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_yardstick_of_other_arrangements() -> None:
     model = replace(RING[0].models[0], cost_share=0.25)
-    reference = Alone([replace(RING[0], models=(model,)), *PIPES], COSTS)
+    reference = AloneSimulation([replace(RING[0], models=(model,)), *PIPES], COSTS)
     # With all of the compute of its devices; stages one after the other are the whole model.
     assert reference.of("ring", 300, 40) == reference.of("pipe", 300, 40)
     record = simulate(RING, [TraceRequest(0.0, "ring", 300, 40)], COSTS, rules=RULES).records[0]

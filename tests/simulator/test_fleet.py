@@ -10,7 +10,7 @@ import pytest
 from muxserve.costs import ModelArchitecture
 from muxserve.simulator import (
     MODES,
-    Alone,
+    AloneSimulation,
     FleetModel,
     Options,
     SimulationError,
@@ -111,7 +111,7 @@ def test_a_lone_request_takes_its_reference() -> None:
         Cluster((Node("test", 1),)), (PlacedUnit("unit0", "test", (0,), placed("a", share=1.0), 64 * MIB),)
     )
     units = units_of(where, MODELS, mode_of("muxserve"))
-    alone = Alone(units, Analytic(costs))
+    alone = AloneSimulation(units, Analytic(costs))
     for prompt, output in ((60, 40), (700, 1), (5, 2)):
         (record,) = simulate(units, [TraceRequest(0.0, "a", prompt, output)], Analytic(costs)).records
         reference = alone(record)

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from muxserve.scheduling.types import ModelProfile
 from muxserve.simulator.scheduled import ScheduledUnit
-from muxserve.simulator.setup import Options, Overheads, SimUnit
+from muxserve.simulator.setup import ControlDelays, Options, SimUnit
 from muxserve.simulator.stock import StockUnit
-from muxserve.simulator.unit import Unit
+from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, profile, run, unit
 
 SEARCH = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-def outcome(world: Unit, load: list[TraceRequest]) -> tuple[object, ...]:
+def outcome(world: SimulatedUnit, load: list[TraceRequest]) -> tuple[object, ...]:
     result = run(world, load)
     for pool in world.pools.values():
         assert pool.held == pool.committed == 0
@@ -82,7 +82,7 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceReque
         bandwidth=draw(st.sampled_from([0.0, 0.4, 0.9])),
     )
     delay = draw(st.sampled_from([0.0, 0.0003, 0.001]))
-    options = Options(Overheads(request=delay, lease=delay, report=delay, decode_step=delay, token=delay), 0.05)
+    options = Options(ControlDelays(request=delay, lease=delay, report=delay, decode_step=delay, token=delay), 0.05)
     simulated = unit(profiles, pages, policy, adapt_quotas=draw(st.booleans()))
     # Without skew, steps of different engines end at the very same moments.
     skew = draw(st.sampled_from([0.0, 0.0137]))
@@ -125,9 +125,9 @@ def test_a_leap_of_a_stock_engine_is_many_steps(
     assert leaping == outcome(SteppingStockUnit(simulated, latency, options), load)
 
 
-@pytest.mark.parametrize("overheads", [Overheads(), Overheads.live()], ids=["at once", "live delays"])
+@pytest.mark.parametrize("overheads", [ControlDelays(), ControlDelays.live()], ids=["at once", "live delays"])
 @pytest.mark.parametrize("policy", ["adbs", "fcfs", "round_robin", "rolling"])
-def test_leaping_looks_less_often(policy: str, overheads: Overheads) -> None:
+def test_leaping_looks_less_often(policy: str, overheads: ControlDelays) -> None:
     names = ["m0"] if policy == "rolling" else ["m0", "m1"]
     simulated = unit([profile(name, both=policy == "rolling") for name in names], 800, policy)
     load = [TraceRequest(0.3 * i, names[i % len(names)], 40, 100) for i in range(10)]

@@ -20,7 +20,17 @@ from muxserve.scheduling.token_throttling import (
     TokenThrottling,
     make_token_budget,
 )
-from muxserve.simulator import FleetModel, Link, Options, Overheads, Pipeline, SimUnit, lone_unit, scheduled, simulate
+from muxserve.simulator import (
+    ControlDelays,
+    FleetModel,
+    Link,
+    Options,
+    Pipeline,
+    SimUnit,
+    lone_unit,
+    scheduled,
+    simulate,
+)
 from muxserve.simulator.micro_batches import MicroBatches, Step
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.stages import PipelineEngine
@@ -82,7 +92,7 @@ class Played:
     ) -> None:
         assert of.pipeline is not None
         unit = replace(of, pipeline=replace(of.pipeline, budget=lambda: budget))
-        result = simulate([unit], load, latency, Options(Overheads(decode_step=step), sample_seconds=0.0))
+        result = simulate([unit], load, latency, Options(ControlDelays(decode_step=step), sample_seconds=0.0))
         made = result.units[0].micro_batches
         assert made is not None
         self.requests: list[SimRequest] = result.requests

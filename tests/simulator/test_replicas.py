@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from muxserve.costs import Decode, EngineCosts, EngineShape, LatencyModel, Load, ModelArchitecture
 from muxserve.costs.architecture import split_layers
-from muxserve.replicas.dispatch import Freest, LoadAware, RoundRobin
+from muxserve.replicas.dispatch import Freest, LoadAware, RoundRobinDispatch
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.rolling.member import Objectives
+from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.mitosis import Bounds
-from muxserve.rolling.scaling import ScalingRules as RollingScaling
+from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
 from muxserve.simulator import (
     FleetModel,
     FleetResult,
@@ -152,7 +152,7 @@ def test_a_request_longer_than_a_replica_is_refused() -> None:
 def fragmented(migration: MigrationRules | None, stages: int = 0) -> FleetResult:
     """Four replicas with two sequences each and some 660 tokens free, and a prompt of 1,100 that fits none of them."""
     small = [(0.001 * n, 400, 390) for n in range(8)]
-    given = rules(dispatch=lambda levels: RoundRobin(), migration=migration, tick=0.01)
+    given = rules(dispatch=lambda levels: RoundRobinDispatch(), migration=migration, tick=0.01)
     return play([*small, (1.7, 1_100, 2)], replicas(4, stages=stages), given)
 
 
@@ -222,7 +222,7 @@ def scene(
     rng = random.Random(seed)
     times = itertools.accumulate(rng.expovariate(15) for _ in range(100))
     workload = [TraceRequest(t, "tiny", rng.randint(1, 600), rng.randint(1, 300)) for t in times]
-    made = {"freest": Freest, "loadaware": LoadAware, "roundrobin": RoundRobin}[policy]
+    made = {"freest": Freest, "loadaware": LoadAware, "roundrobin": RoundRobinDispatch}[policy]
     given = rules(
         2,
         stages,
@@ -301,7 +301,7 @@ def test_a_stale_view_is_refreshed_and_everything_is_served() -> None:
 
 def ring_rules(spares: int = 0, **more: object) -> RingRules:
     values: dict[str, object] = {
-        "objectives": Objectives(1.0, 0.03),
+        "objectives": LatencyTargets(1.0, 0.03),
         "expected_output": 16,
         "copying": QUICK,
         "spares": tuple(replicas(spares, 10)),

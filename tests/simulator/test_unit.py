@@ -8,16 +8,18 @@ import pytest
 
 from muxserve.simulator import SimulationError, simulate
 from muxserve.simulator.scheduled import ScheduledUnit
-from muxserve.simulator.setup import Options, Overheads, SimModel
+from muxserve.simulator.setup import ControlDelays, Options, SimModel
 from muxserve.simulator.stock import StockUnit
-from muxserve.simulator.unit import Unit
+from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import Analytic, Linear, architecture, profile, requests, run, unit
 
 FLAT = Linear(prefill_fixed=0.01, prefill_token=0.0, decode_fixed=0.005, decode_sequence=0.0, decode_token=0.0)
 
 
-def worlds(pages: int = 400, costs: Linear = FLAT, options: Options | None = None, **changes: object) -> list[Unit]:
+def worlds(
+    pages: int = 400, costs: Linear = FLAT, options: Options | None = None, **changes: object
+) -> list[SimulatedUnit]:
     simulated = unit([profile("a", **{"prefill_share": 1.0, "decode_share": 1.0, **changes})], pages)
     return [ScheduledUnit(simulated, Analytic(costs), options), StockUnit(simulated, Analytic(costs), options)]
 
@@ -47,7 +49,7 @@ def test_decode_costs_follow_the_context_exactly() -> None:
 
 
 def test_overheads_are_on_the_way() -> None:
-    overheads = Overheads(request=0.1, lease=0.01, report=0.02, prefill_step=0.003, decode_step=0.001, token=0.05)
+    overheads = ControlDelays(request=0.1, lease=0.01, report=0.02, prefill_step=0.003, decode_step=0.001, token=0.05)
     (record,) = run(worlds(options=Options(overheads))[0], requests((0.0, "a", 40, 2))).records
     # to the queue, to prefill, its step, the token to the client
     assert record.ttft == pytest.approx(0.1 + 0.01 + 0.013 + 0.05)
@@ -57,17 +59,19 @@ def test_overheads_are_on_the_way() -> None:
 
 def test_renewed_leases_cost_no_time() -> None:
     way = 0.003
-    (record,) = run(worlds(options=Options(Overheads(lease=way, report=way)))[0], requests((0.0, "a", 40, 321))).records
+    (record,) = run(
+        worlds(options=Options(ControlDelays(lease=way, report=way)))[0], requests((0.0, "a", 40, 321))
+    ).records
     assert record.ttft == pytest.approx(way + 0.01)
     # However many leases it takes, only the hand-over has to wait.
     assert record.latency == pytest.approx(way + 0.01 + 2 * way + 320 * 0.005)
 
 
 def test_live_delays_are_half_a_turn_each_way() -> None:
-    delays = Overheads.live(turn=0.002, between=0.0005, request=0.008)
+    delays = ControlDelays.live(turn=0.002, between=0.0005, request=0.008)
     assert (delays.request, delays.lease, delays.report) == (0.007, 0.001, 0.001)
     assert delays.prefill_step == delays.decode_step == 0.0005
-    assert Overheads.live().lease > 0.0, "also where nothing was measured"
+    assert ControlDelays.live().lease > 0.0, "also where nothing was measured"
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -175,4 +179,4 @@ def test_wrong_workloads_are_named() -> None:
     with pytest.raises(SimulationError, match="arrivals fall"):
         simulate([unit([profile("a")], 400)], requests((1.0, "a", 1, 1), (0.0, "a", 1, 1)), Analytic())
     with pytest.raises(ValueError, match="'lease'"):
-        Overheads(lease=-1.0)
+        ControlDelays(lease=-1.0)

@@ -17,7 +17,7 @@ from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.quarantine import is_suspect
-from muxserve.scheduling.types import Place
+from muxserve.scheduling.types import RequestPlace
 from muxserve.spec import UnitSpec
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import (
@@ -477,7 +477,7 @@ class Unit:
                 del self.known[request_id]
 
     def check_known(self) -> None:
-        waiting = (Place.QUEUED, Place.PREFILLING)
+        waiting = (RequestPlace.QUEUED, RequestPlace.PREFILLING)
         assert self.known == {r: live.place not in waiting for r, live in self.scheduler.ledger.requests.items()}
 
 

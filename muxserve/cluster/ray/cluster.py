@@ -38,7 +38,7 @@ class NodeGpus:
     node: str
     address: str
     type_resource: str
-    found: nvml.Machine
+    found: nvml.GpuMachine
 
 
 # By Ray's name of the node, which no other ever gets. How full its GPUs are changes, but nothing relies on that.
@@ -71,17 +71,17 @@ def join(address: str, start: bool = True) -> Any:
     return ray
 
 
-def gpus_for(fleet: Fleet, start: bool = False) -> Callable[[], nvml.Machine]:
+def gpus_for(fleet: Fleet, start: bool = False) -> Callable[[], nvml.GpuMachine]:
     """What tells the GPUs that a fleet can be served on: those of this machine, or with `launcher: ray` those of all
     nodes of the cluster as if they were one machine's. `start` is that of `join`."""
     if fleet.cluster.launcher != "ray":
         return this_machines_gpus
 
-    def ask() -> nvml.Machine:
+    def ask() -> nvml.GpuMachine:
         try:
             nodes = survey(join(fleet.cluster.ray.address, start))
         except GaveUp as error:
-            return nvml.Machine(why_none=str(error), where=THE_CLUSTER)
+            return nvml.GpuMachine(why_none=str(error), where=THE_CLUSTER)
         return eligible(merged(nodes), fleet.cluster.gpu_type, fleet.cluster.gpus)
 
     return ask
@@ -101,10 +101,10 @@ def _survey(ray: Any) -> list[NodeGpus]:
         kind = next((each for each in sorted(node["Resources"]) if each.startswith(_TYPE)), "")
         answer = asked.get(name, b"")
         if isinstance(answer, str):
-            told[name] = NodeGpus(name, node["NodeManagerAddress"], kind, nvml.Machine(why_none=answer))
+            told[name] = NodeGpus(name, node["NodeManagerAddress"], kind, nvml.GpuMachine(why_none=answer))
             continue
         if answer:
-            found = msgspec.json.decode(answer, type=nvml.Machine)
+            found = msgspec.json.decode(answer, type=nvml.GpuMachine)
             # Ray may have been told to leave some of them alone.
             found = replace(found, gpus=found.gpus[: int(node["Resources"]["GPU"])])
             _known[name] = NodeGpus(name, node["NodeManagerAddress"], kind, found)
@@ -139,16 +139,16 @@ def look() -> bytes:
     return msgspec.json.encode(nvml.machine())
 
 
-def merged(nodes: Sequence[NodeGpus]) -> nvml.Machine:
+def merged(nodes: Sequence[NodeGpus]) -> nvml.GpuMachine:
     """The GPUs of all nodes, numbered through."""
     gpus = [gpu for node in nodes for gpu in node.found.gpus]
     reasons = [f"{node.address}: {node.found.why_none}" for node in nodes if not node.found.gpus]
     why_none = "; ".join(reasons) or "no node has GPUs (`ray start --num-gpus=...` tells Ray of them)"
     numbered = tuple(replace(gpu, index=number) for number, gpu in enumerate(gpus))
-    return nvml.Machine(numbered, why_none="" if numbered else why_none, where=THE_CLUSTER)
+    return nvml.GpuMachine(numbered, why_none="" if numbered else why_none, where=THE_CLUSTER)
 
 
-def eligible(found: nvml.Machine, gpu_type: str | None, count: int) -> nvml.Machine:
+def eligible(found: nvml.GpuMachine, gpu_type: str | None, count: int) -> nvml.GpuMachine:
     """Those of the type that the fleet file says. If there are none, `count` as the data sheet has them: a cluster that
     adds machines by itself may have some when they are needed."""
     if gpu_type is None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from muxserve.config import AUTO, Model
 from muxserve.planning.arrangements.base import Arrangement
-from muxserve.planning.arrangements.multiplexed import Multiplexed
-from muxserve.planning.arrangements.pipelined import Pipelined
-from muxserve.planning.arrangements.rolling import Rolling
+from muxserve.planning.arrangements.multiplexed import MultiplexedArrangement
+from muxserve.planning.arrangements.pipelined import PipelinedArrangement
+from muxserve.planning.arrangements.rolling import RollingArrangement
 from muxserve.spec import PhasesName
 
 # Simple ones first: of equals the first is taken.
-_ALL: tuple[Arrangement, ...] = (Multiplexed(), Pipelined(), Rolling())
+_ALL: tuple[Arrangement, ...] = (MultiplexedArrangement(), PipelinedArrangement(), RollingArrangement())
 ARRANGEMENTS: tuple[PhasesName, ...] = tuple(each.name for each in _ALL)
 
 

@@ -32,7 +32,7 @@ class NoPlaceError(ValueError):
     """The model cannot be laid out that way; the message says why."""
 
 
-class Layout(NamedTuple):
+class ReplicaLayout(NamedTuple):
     """`replicas` of a model, each of `stages` (1: no pipeline) that are split over `tp` devices each."""
 
     phases: PhasesName
@@ -105,7 +105,7 @@ def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SimulatedLayout:
     """One layout with all that its simulation needs. Every replica has `shape` for each of its stages, whose KV caches
     have `blocks` of `block_tokens` tokens, `kv_bytes` on each device; of multiplexed ones only the latter count.
     `own_bytes` is what each device holds beside that.
@@ -116,7 +116,7 @@ class Place:
     answer.
     """
 
-    layout: Layout
+    layout: ReplicaLayout
     shape: EngineShape
     block_tokens: int
     blocks: tuple[int, ...] = ()
@@ -149,7 +149,7 @@ class DevicePool(Protocol):
         """What they are, for people."""
         ...
 
-    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[Layout]:
+    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[ReplicaLayout]:
         """Ways to lay the model out, those that use most devices first.
 
         Raises:
@@ -157,7 +157,7 @@ class DevicePool(Protocol):
         """
         ...
 
-    def place(self, wanted: Wanted, layout: Layout) -> Place:
+    def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """That layout in detail.
 
         Raises:
@@ -165,7 +165,7 @@ class DevicePool(Protocol):
         """
         ...
 
-    def shares(self, demand: Demand, place: Place, latency: LatencyModel) -> tuple[float, float]:
+    def shares(self, demand: Demand, place: SimulatedLayout, latency: LatencyModel) -> tuple[float, float]:
         """Of each device's compute, what the prefill and the decode engine of one multiplexed replica get, of which
         `demand` asks for so much.
 
@@ -188,14 +188,14 @@ class GpuDevices(DevicePool, Protocol):
         """Bytes of each GPU that may be used."""
         ...
 
-    def check_room(self, wanted: Wanted, tokens: int, layout: Layout, own: int | None = None) -> None:
+    def check_room(self, wanted: Wanted, tokens: int, layout: ReplicaLayout, own: int | None = None) -> None:
         """
         Raises:
             NoPlaceError: `tokens` of KV are not enough for a mean request. `own`: bytes that the model itself takes.
         """
         ...
 
-    def crossing(self, layout: Layout) -> list[bool]:
+    def crossing(self, layout: ReplicaLayout) -> list[bool]:
         """For each boundary of a replica's stages, whether it lies between machines."""
         ...
 
@@ -251,7 +251,7 @@ class Arrangement(ABC):
         """Stages of a replica on a CPU."""
         return 1
 
-    def allows(self, layout: Layout, wanted: Wanted) -> bool:
+    def allows(self, layout: ReplicaLayout, wanted: Wanted) -> bool:
         """Whether a layout is one of this arrangement, and as the file says."""
         return layout.stages == 1 and (wanted.replicas is None or layout.replicas == wanted.replicas)
 
@@ -264,20 +264,20 @@ class Arrangement(ABC):
     # ------------------------------------------------------------ placement
 
     @abstractmethod
-    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: Layout) -> Place:
+    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """A layout on GPUs, in detail.
 
         Raises:
             NoPlaceError: the model does not fit.
         """
 
-    def on_cpu(self, place: Place, model: ModelPlan, units: int, ranks: int) -> Place:
+    def on_cpu(self, place: SimulatedLayout, model: ModelPlan, units: int, ranks: int) -> SimulatedLayout:
         """A layout on a CPU that `units` units share: `place` with shares of compute as the live planner has them."""
         return place
 
     # ------------------------------------------------------------ simulation
 
-    def sim_unit(self, wanted: Wanted, place: Place, name: str, devices: tuple[int, ...]) -> SimUnit:
+    def sim_unit(self, wanted: Wanted, place: SimulatedLayout, name: str, devices: tuple[int, ...]) -> SimUnit:
         """One replica, in a unit to itself."""
         return lone_unit(
             name,
@@ -291,11 +291,13 @@ class Arrangement(ABC):
             prompt_tokens_ahead(len(place.blocks), wanted.demand.max_num_batched_tokens, wanted.throttle),
         )
 
-    def pipeline(self, wanted: Wanted, place: Place) -> Pipeline | None:
+    def pipeline(self, wanted: Wanted, place: SimulatedLayout) -> Pipeline | None:
         """How an engine's layers are spread over stages; None: they are not."""
         return None
 
-    def trial_unit(self, wanted: Wanted, pool: DevicePool, place: Place, latency: LatencyModel, rate: float) -> SimUnit:
+    def trial_unit(
+        self, wanted: Wanted, pool: DevicePool, place: SimulatedLayout, latency: LatencyModel, rate: float
+    ) -> SimUnit:
         """One replica that gets `rate` requests per second, for a comparison of arrangements.
 
         Raises:
@@ -331,7 +333,7 @@ class Arrangement(ABC):
         return ""
 
 
-def single_stage(pool: GpuDevices, wanted: Wanted, layout: Layout, rules: MemoryRules) -> Place:
+def single_stage(pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout, rules: MemoryRules) -> SimulatedLayout:
     """A replica whose layers are not split over stages; what the model leaves of each GPU is its KV cache.
 
     Raises:
@@ -344,7 +346,7 @@ def single_stage(pool: GpuDevices, wanted: Wanted, layout: Layout, rules: Memory
     room = int(free / token_bytes(demand, tp))
     pool.check_room(wanted, room, layout, own)
     shape = EngineShape(pool.kind, tp, 1.0, demand.dtype, demand.graphs)
-    return Place(layout, shape, tokens, (room // tokens,), free, own, link_bytes=link_bytes(demand, layout))
+    return SimulatedLayout(layout, shape, tokens, (room // tokens,), free, own, link_bytes=link_bytes(demand, layout))
 
 
 def one_engine(rules: MemoryRules) -> MemoryRules:
@@ -369,7 +371,7 @@ def boundary_bytes(demand: Demand) -> float:
     return 2.0 * demand.architecture.hidden * ITEM_BYTES[demand.dtype]
 
 
-def link_bytes(demand: Demand, layout: Layout) -> float:
+def link_bytes(demand: Demand, layout: ReplicaLayout) -> float:
     """What all devices of a replica together send for one token: two all-reduces per layer, each of which has every
     device send 2 (t-1)/t times the hidden state, and what goes from stage to stage."""
     architecture = demand.architecture

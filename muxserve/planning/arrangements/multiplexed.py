@@ -10,9 +10,9 @@ from muxserve.planning.arrangements.base import (
     Arrangement,
     DevicePool,
     GpuDevices,
-    Layout,
     NoPlaceError,
-    Place,
+    ReplicaLayout,
+    SimulatedLayout,
     Wanted,
     fleet_model,
     single_stage,
@@ -23,7 +23,7 @@ from placement import ModelPlan
 from placement.cluster import PlacedModel, PlacedUnit
 
 
-class Multiplexed(Arrangement):
+class MultiplexedArrangement(Arrangement):
     """See the module."""
 
     name = "multiplexed"
@@ -33,18 +33,20 @@ class Multiplexed(Arrangement):
         """See `Arrangement`."""
         return fleet.policy
 
-    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: Layout) -> Place:
+    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """See `Arrangement`."""
         return replace(single_stage(pool, wanted, layout, pool.rules), blocks=())
 
-    def on_cpu(self, place: Place, model: ModelPlan, units: int, ranks: int) -> Place:
+    def on_cpu(self, place: SimulatedLayout, model: ModelPlan, units: int, ranks: int) -> SimulatedLayout:
         """See `Arrangement`."""
         # A replica's engines take what their threads can use, beside those of the others; units of other models have
         # their parts.
         share = min(model.share, place.layout.replicas / units) / ranks
         return replace(place, prefill_share=model.share, decode_share=model.share, cost_share=share)
 
-    def trial_unit(self, wanted: Wanted, pool: DevicePool, place: Place, latency: LatencyModel, rate: float) -> SimUnit:
+    def trial_unit(
+        self, wanted: Wanted, pool: DevicePool, place: SimulatedLayout, latency: LatencyModel, rate: float
+    ) -> SimUnit:
         """See `Arrangement`."""
         demand = wanted.demand
         prefill, decode = pool.shares(replace(demand, rate=rate), place, latency)

@@ -11,9 +11,9 @@ from muxserve.costs.latency import EngineShape
 from muxserve.planning.arrangements.base import (
     Arrangement,
     GpuDevices,
-    Layout,
     NoPlaceError,
-    Place,
+    ReplicaLayout,
+    SimulatedLayout,
     Wanted,
     block_tokens,
     boundary_bytes,
@@ -33,7 +33,7 @@ from placement.memory import activation_bytes
 CPU_STAGES = 2
 
 
-class Pipelined(Arrangement):
+class PipelinedArrangement(Arrangement):
     """See the module."""
 
     name = "pipelined"
@@ -69,7 +69,7 @@ class Pipelined(Arrangement):
         """See `Arrangement`."""
         return wanted.stages or CPU_STAGES
 
-    def allows(self, layout: Layout, wanted: Wanted) -> bool:
+    def allows(self, layout: ReplicaLayout, wanted: Wanted) -> bool:
         """See `Arrangement`."""
         if wanted.replicas not in (None, layout.replicas) or layout.stages > wanted.demand.architecture.layers:
             return False
@@ -84,7 +84,7 @@ class Pipelined(Arrangement):
         asked = "" if wanted.replicas is None else f"{wanted.replicas} replicas of "
         return f"{pool} cannot be divided into {asked}{stages} or more stages"
 
-    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: Layout) -> Place:
+    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """See `Arrangement`."""
         demand, tp, stages, rules = wanted.demand, layout.tp, layout.stages, one_engine(pool.rules)
         tokens = block_tokens(demand)
@@ -101,7 +101,7 @@ class Pipelined(Arrangement):
         layers = demand.architecture.layers
         part = max(split_layers(layers, stages))
         kv_bytes = int(min(blocks) * tokens * token_bytes(demand, tp) * part / layers)
-        return Place(
+        return SimulatedLayout(
             layout,
             EngineShape(pool.kind, tp, 1.0, demand.dtype, demand.graphs),
             tokens,
@@ -113,7 +113,7 @@ class Pipelined(Arrangement):
             network_bytes=sum(crossing) * boundary_bytes(demand),
         )
 
-    def pipeline(self, wanted: Wanted, place: Place) -> Pipeline:
+    def pipeline(self, wanted: Wanted, place: SimulatedLayout) -> Pipeline:
         """See `Arrangement`."""
 
         def budget() -> TokenBudget:

@@ -10,18 +10,18 @@ from muxserve.metrics.tables import seconds_words
 from muxserve.planning.arrangements.base import (
     Arrangement,
     GpuDevices,
-    Layout,
     NoPlaceError,
-    Place,
+    ReplicaLayout,
+    SimulatedLayout,
     Wanted,
     one_engine,
     single_stage,
 )
-from muxserve.rolling.member import Objectives
+from muxserve.rolling.member import LatencyTargets
 from muxserve.simulator import RingRules, UnitResult
 
 
-class Rolling(Arrangement):
+class RollingArrangement(Arrangement):
     """See the module."""
 
     name = "rolling"
@@ -36,11 +36,11 @@ class Rolling(Arrangement):
             raise NoPlaceError(f"prefill rolls over replicas, and {one}")
         raise NoPlaceError(f"prefill rolls over replicas, and there is {one}")
 
-    def allows(self, layout: Layout, wanted: Wanted) -> bool:
+    def allows(self, layout: ReplicaLayout, wanted: Wanted) -> bool:
         """See `Arrangement`."""
         return super().allows(layout, wanted) and layout.replicas >= 2
 
-    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: Layout) -> Place:
+    def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """See `Arrangement`."""
         return single_stage(pool, wanted, layout, one_engine(pool.rules))
 
@@ -49,7 +49,7 @@ class Rolling(Arrangement):
         demand = wanted.demand
         if demand.slo_ttft is None or demand.slo_tpot is None:
             raise NoPlaceError(f"{demand.name} is rolling, which needs slo.ttft_ms and slo.tpot_ms")
-        return RingRules(Objectives(demand.slo_ttft, demand.slo_tpot, wanted.spared), wanted.bounds)
+        return RingRules(LatencyTargets(demand.slo_ttft, demand.slo_tpot, wanted.spared), wanted.bounds)
 
     def report(self, unit: UnitResult) -> dict[str, object]:
         """See `Arrangement`."""
