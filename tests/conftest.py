@@ -1,7 +1,12 @@
 """What holds for all tests."""
 
+import faulthandler
 import os
+import sys
+import threading
 from typing import Any
+
+import pytest
 
 # torch in the tests' own processes computes with one thread, as MuxServe's processes do. Threads that spin at the
 # barriers of small operations take the cores of what runs beside, and take ten times as long where those are busy.
@@ -13,3 +18,30 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"first run of {report.nodeid}")
         terminalreporter.write_line(report.longreprtext)
+
+
+EXIT_SECONDS = 20.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """All is told and every fixture has ended. What a failed test left open, a ZeroMQ context for instance, may wait
+    for ever when it is collected: then say where, and end."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        faulthandler.dump_traceback(sys.__stderr__)
+        os._exit(_status[-1])
+
+    if _status:
+        timer = threading.Timer(EXIT_SECONDS, end)
+        timer.daemon = True
+        timer.start()
+
+
+_status: list[int] = []
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Remember what the session came to."""
+    _status.append(int(exitstatus))

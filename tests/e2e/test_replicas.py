@@ -110,7 +110,11 @@ async def long_prompt_beside_fillers(fleet: Fleet) -> tuple[bool, list[str]]:
     for index in range(4):
         # One on each replica: they go to the freest, one after the other.
         fillers.append(asyncio.create_task(filler(index)))
-        await until(lambda n=index: sum(of_model(fleet, MODEL, "decoding").values()) > n, PATIENCE, "decoded")
+        await until(
+            lambda n=index: sum(of_model(fleet, MODEL, "decoding").values()) + len(done) > n, PATIENCE, "decoded"
+        )
+    if done:
+        return True, await asyncio.gather(*fillers)
     assert [*of_model(fleet, MODEL, "decoding").values()] == [1] * 4
     free = await asyncio.to_thread(free_tokens, fleet)
     need = 1950
