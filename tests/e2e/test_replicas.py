@@ -83,7 +83,7 @@ async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
     await until(lambda: len(of_model(fleet, MODEL, "decoding")) == 4, PATIENCE, "all there")
     # Where the fillers outran the prompt there was room without moves: that says nothing, and is tried again.
     outrun, texts = True, []
-    for _attempt in range(4):
+    for _attempt in range(10):
         outrun, texts = await long_prompt_beside_fillers(fleet)
         if not outrun:
             break
@@ -106,19 +106,15 @@ async def long_prompt_beside_fillers(fleet: Fleet) -> tuple[bool, list[str]]:
         done.append(index)
         return text
 
-    fillers = []
-    for index in range(4):
-        # One on each replica: they go to the freest, one after the other.
-        fillers.append(asyncio.create_task(filler(index)))
-        await until(
-            lambda n=index: sum(of_model(fleet, MODEL, "decoding").values()) + len(done) > n, PATIENCE, "decoded"
-        )
-    if done:
+    # At once, since the first must not end before the last decodes; they go to the freest, one on each replica.
+    fillers = [asyncio.create_task(filler(index)) for index in range(4)]
+    await until(lambda: sum(of_model(fleet, MODEL, "decoding").values()) + len(done) > 3, PATIENCE, "decoded")
+    if done or [*of_model(fleet, MODEL, "decoding").values()] != [1] * 4:
         return True, await asyncio.gather(*fillers)
-    assert [*of_model(fleet, MODEL, "decoding").values()] == [1] * 4
     free = await asyncio.to_thread(free_tokens, fleet)
     need = 1950
-    assert all(tokens < need for tokens in free.values()), f"the long prompt has room as it is: {free}"
+    if not all(tokens < need for tokens in free.values()):  # a filler has ended meanwhile, or is at its beginning
+        return True, await asyncio.gather(*fillers)
     done_at_first_token: list[int] = []
     assert await generate(fleet, need, 4, 99, lambda: done_at_first_token.append(len(done)))
     return done_at_first_token != [0], await asyncio.gather(*fillers)
