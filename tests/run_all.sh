@@ -32,6 +32,7 @@ rm -rf "$logs"
 mkdir -p "$logs"
 declare -A names # of the lanes that run, by process id
 shown=
+declare -A statuses # by name
 failed=()
 passed=()
 
@@ -49,7 +50,13 @@ lane() { # NAME NICENESS COMMAND...: in the background; the lane called `shown` 
 python_lane() { # NAME NICENESS PYTEST'S ARGUMENTS
   local name=$1 niceness=$2
   shift 2
-  lane "$name" "$niceness" "$python" -m pytest -p no:cacheprovider --durations=15 --durations-min=3 "$@"
+  lane "$name" "$niceness" "$python" -m pytest -o "cache_dir=$PWD/$logs/$name.cache" --durations=15 --durations-min=3 "$@"
+}
+
+passes_alone() { # NAME: whether what failed in that lane passes when nothing else runs
+  [ "$mode" != quick ] && [ -e "$logs/$1.cache/v/cache/lastfailed" ] || return
+  echo "== $1: what failed runs once more, alone"
+  "$python" -m pytest -o "cache_dir=$PWD/$logs/$1.cache" --last-failed --last-failed-no-failures none </dev/null
 }
 
 interrupt() {
@@ -84,7 +91,8 @@ else
     [[ " ${fleets[*]} ${parts[*]} " == *" $tests "* ]] || computing+=("$tests")
   done
   shown=fleets
-  # What fails runs once more, and the summary says RERUN: a loaded machine does not fail the suite, a defect does.
+  # What fails runs once more, and again alone when the lanes have ended; the summary says so: a loaded machine does not
+  # fail the suite, a defect does.
   # What only computes gives way to the others, which have time limits.
   if [ "$mode" = all ]; then
     lane lint 5 make --no-print-directory lint
@@ -100,6 +108,7 @@ while [ ${#names[@]} -gt 0 ]; do
   wait -n -p ended "${!names[@]}" || status=$?
   name=${names[$ended]}
   unset "names[$ended]"
+  statuses[$name]=$status
   if [ "$status" = 0 ]; then
     [ "$name" = "$shown" ] || passed+=("$name")
     echo "== $name: passed after $((SECONDS / 60)) min $((SECONDS % 60)) s"
@@ -113,8 +122,12 @@ for name in "${passed[@]}"; do
   # pytest's summary, with what was skipped or ran twice; of the others their last lines.
   sed -n '/^[=_]* \(first run of\|rerun test summary\|short test summary\)/,$p' "$logs/$name.log" | grep . || tail -n 6 "$logs/$name.log"
 done
-for name in "${failed[@]}"; do
+lanes=("${failed[@]}")
+failed=()
+for name in "${lanes[@]}"; do
   [ "$name" = "$shown" ] || { echo "== $name" && cat "$logs/$name.log"; }
+  # Status 1 of pytest: tests failed. Any other says that some did not run.
+  [ "${statuses[$name]}" = 1 ] && passes_alone "$name" || failed+=("$name")
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "== failed: ${failed[*]} (output in $logs/)"

@@ -6,15 +6,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from tests.support.beside import ROOT, beside, wanted
+from tests.support.beside import ROOT, Program, beside, wanted
 
 BESIDE = ROOT / "build" / "ray"
-_PROGRAMS = pytest.StashKey[dict[str, Future[str]]]()
+_PROGRAMS = pytest.StashKey[dict[str, Program]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,7 +28,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if wanted(session, "said", Path(__file__).parent) is None or not _there():
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(BESIDE)])}
-    programs: dict[str, Future[str]] = {}
+    programs: dict[str, Program] = {}
     for turn, item in enumerate(session.items):
         mark = item.get_closest_marker("program")
         if mark is not None and (name := str(mark.args[0])) not in programs:

@@ -205,9 +205,9 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     place = await u0._actor.place.remote()
     actor = int(place["life"].split("-")[0])
     host = psutil.Process(pid_of(events, MPS)).ppid()
+    assert lives(server)
     for pid in (pid_of(events, MPS), host, daemon, actor):
         os.kill(pid, signal.SIGKILL)
-    assert lives(server)
     await until(lambda: is_back(events[mark:]), "u0 is back", SETTLE_SECONDS)
     assert not lives(server)
     assert not lives(warm)

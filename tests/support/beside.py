@@ -21,35 +21,50 @@ ROOT = Path(__file__).resolve().parents[2]
 _END_SECONDS = 15.0
 
 
+class Program:
+    """A program that tests need the result of. One that failed is run again when it is asked for again."""
+
+    def __init__(self, run: Callable[[], str], submit: Callable[[Callable[[], str]], Future[str]]) -> None:
+        self._run, self._submit = run, submit
+        self._future: Future[str] | None = None
+        self._failed = False
+
+    def begin(self) -> None:
+        """Run it when those before it have ended."""
+        self._future, self._failed = self._submit(self._run), False
+
+    def result(self, timeout: float | None = None) -> str:
+        """What it says, once it has ended well; an `AssertionError` with its last words if it does not."""
+        # Asked again after a failure: by a test that runs once more.
+        if self._future is None or self._failed:
+            self.begin()
+        assert self._future is not None
+        try:
+            return self._future.result(timeout)
+        except AssertionError:
+            self._failed = True
+            raise
+
+
 class Beside:
     """Runs programs, as a plugin of pytest: from the moment when it runs tests."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
-        self._added: list[tuple[int, Future[str], Callable[[], str]]] = []
+        self._added: list[tuple[int, Program]] = []
         self._running: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def add(self, command: Sequence[str], turn: int, environment: Mapping[str, str] | None = None) -> Future[str]:
-        """What the program says, once it has ended well; an `AssertionError` with its last words if it does not.
-
-        Programs are run by their `turn`: the number of the first test that needs them.
-        """
-        said: Future[str] = Future()
-        self._added.append((turn, said, lambda: self._run(command, environment)))
-        return said
+    def add(self, command: Sequence[str], turn: int, environment: Mapping[str, str] | None = None) -> Program:
+        """Programs are run by their `turn`: the number of the first test that needs them."""
+        program = Program(lambda: self._run(command, environment), self._thread.submit)
+        self._added.append((turn, program))
+        return program
 
     def pytest_runtestloop(self) -> None:
         """Begin with the first."""
-        for _, said, run in sorted(self._added, key=lambda each: each[0]):
-            self._thread.submit(self._fulfil, said, run)
-
-    @staticmethod
-    def _fulfil(said: Future[str], run: Callable[[], str]) -> None:
-        try:
-            said.set_result(run())
-        except BaseException as error:
-            said.set_exception(error)
+        for _, program in sorted(self._added, key=lambda each: each[0]):
+            program.begin()
 
     def _run(self, command: Sequence[str], environment: Mapping[str, str] | None) -> str:
         with tempfile.TemporaryFile() as said:
@@ -102,7 +117,7 @@ def wanted(session: pytest.Session, fixture: str, below: Path) -> int | None:
     return next(using, None)
 
 
-_OUTPUTS = pytest.StashKey[dict[str, tuple["tempfile.TemporaryDirectory[str]", Future[str]]]]()
+_OUTPUTS = pytest.StashKey[dict[str, tuple["tempfile.TemporaryDirectory[str]", Program]]]()
 
 
 def begin(session: pytest.Session, fixture: str, below: Path, module: str, *arguments: str) -> None:
@@ -118,6 +133,6 @@ def begin(session: pytest.Session, fixture: str, below: Path, module: str, *argu
 def output(config: pytest.Config, fixture: str) -> Iterator[Path]:
     """The directory into which the program of that fixture has written, when it has ended."""
     directory, done = config.stash[_OUTPUTS][fixture]
+    done.result()
     with directory:
-        done.result()
         yield Path(directory.name)
