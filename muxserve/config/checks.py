@@ -236,7 +236,7 @@ _FOREIGN_WEIGHTS = {
     "*.msgpack": "Flax weights; convert them to safetensors (Transformers' `from_flax=True`)",
     "*.h5": "TensorFlow weights; convert them to safetensors (Transformers' `from_tf=True`)",
 }
-# Formats of `engine_args.load_format` that this version of vLLM has no loader for.
+# Formats of `engine_args` (`load_format`, `quantization`) that this version of vLLM has no loader for.
 _NO_LOADERS = ("gguf",)
 # Where vLLM declares its options.
 _VLLM_OPTIONS = {
@@ -359,11 +359,13 @@ def _origin(
             (*at, "architecture"),
             "is enough to plan, not to serve; add `path` (a checkpoint directory) or `hub` (a Hugging Face hub id)",
         )
-    args = model.get("engine_args")
-    load_format = args.get("load_format") if isinstance(args, dict) else None
-    if load_format in _NO_LOADERS:
-        message = f"this vLLM cannot load {load_format}; remove it, and give a checkpoint in safetensors"
-        yield source.problem((*at, "engine_args", "load_format"), message)
+    given = model.get("engine_args")
+    args: dict[object, object] = given if isinstance(given, dict) else {}
+    load_format = args.get("load_format")
+    for key in ("load_format", "quantization"):
+        if (asked := args.get(key)) in _NO_LOADERS:
+            message = f"this vLLM cannot load {asked}; remove it, and give a checkpoint in safetensors"
+            yield source.problem((*at, "engine_args", key), message)
     if isinstance(hub, str) and (":" in hub or hub.lower().endswith(".gguf")):
         message = f"{hub} names a GGUF file, which this vLLM cannot load; give a repository with safetensors"
         yield source.problem((*at, "hub"), message)
@@ -383,12 +385,20 @@ def _origin(
         foreign = next((words for pattern, words in _FOREIGN_WEIGHTS.items() if directory.match(pattern)), None)
         hint = f", one of {foreign}" if foreign else "; give the directory that holds config.json"
         yield source.problem(where, f"{directory} is a file{hint}")
-    elif serving and not _has(directory, _WEIGHTS) and load_format is None and (foreign := _foreign(directory)):
-        yield source.problem(where, f"{directory} has no weights that can be served, only {foreign}")
+    elif serving and load_format is None and _foreign(directory) and (lacking := lacks_weights(directory)):
+        yield source.problem(where, f"{directory} {lacking}")
     elif not (directory / "config.json").is_file():
         yield source.problem(where, f"{directory} has no config.json; is it a Hugging Face checkpoint?")
     elif serving and load_format != "dummy" and not _has(directory, _WEIGHTS):
-        yield source.problem(where, f"{directory} has no weights (*.safetensors)")
+        yield source.problem(where, f"{directory} {lacks_weights(directory)}")
+
+
+def lacks_weights(directory: Path) -> str:
+    """What is wrong with a checkpoint's directory that has no weights which vLLM's loader takes; else empty."""
+    if _has(directory, _WEIGHTS):
+        return ""
+    foreign = _foreign(directory)
+    return f"has no weights that can be served, only {foreign}" if foreign else "has no weights (*.safetensors)"
 
 
 def _has(directory: Path, patterns: tuple[str, ...]) -> bool:

@@ -57,11 +57,23 @@ _NO_GENERATION = (
     "ForRewardModel",
     "RewardModel",
 )
+# Bits of a weight by what a checkpoint's `quant_algo` or `quant_method` contains. Formats of 4-bit floats have a scale
+# of 8 bits for 16 or 32 weights.
+_KNOWN_BITS = (("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25), ("fp8", 8.0), ("int8", 8.0))
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "albert", "distilbert", "electra", "deberta", "deberta-v2", "modernbert"}
 
 
 class UnsupportedModelError(ValueError):
     """The model cannot be served from the page pool; the message says why."""
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """What the files of a checkpoint hold: `elements` numbers of a floating-point type, which become the type that the
+    model is served in, and `packed_bytes` of other tensors (quantised weights), which stay as they are."""
+
+    elements: int
+    packed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,10 @@ class ModelArchitecture:
     `max_len` is the longest sequence in tokens that the checkpoint allows; `default_max_len` what it is meant for when
     nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own. Of a mixture of experts each
     token takes `active_experts` of `experts` and the MLP of width `shared_intermediate` that all share (0: none).
-    `quantisation` is how the checkpoint's weights are quantised: `quant_method`, and `quant_algo` where it has one.
+    `quantisation` is how the checkpoint's weights are quantised: `quant_method`, and after a space `quant_algo` or, of
+    compressed-tensors, the bits of weights and activations (`W4A16`). `weight_bits` are those of a quantised weight of
+    the linear layers by config.json, scales included (0: not quantised). `stored` is what the checkpoint's files hold,
+    where they could be read.
     """
 
     name: str
@@ -90,6 +105,8 @@ class ModelArchitecture:
     active_experts: int = 1
     shared_intermediate: int = 0
     quantisation: str = ""
+    weight_bits: float = 0.0
+    stored: StoredWeights | None = None
 
     @property
     def pages_per_block(self) -> int:
@@ -99,14 +116,29 @@ class ModelArchitecture:
     @property
     def parameters(self) -> int:
         """Estimated number of weights: attention, gated MLPs of all experts, embeddings."""
+        return self._linear + self._embeddings
+
+    @property
+    def _linear(self) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = 3 * self.hidden * (self.intermediate * self.experts + self.shared_intermediate)
-        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * (attention + mlp) + embeddings
+        return self.layers * (attention + mlp)
+
+    @property
+    def _embeddings(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
 
     def weight_bytes(self, dtype: str) -> int:
-        """Estimated bytes of the weights in `dtype`."""
-        return self.parameters * ITEM_BYTES[dtype]
+        """Bytes of the weights when the model is served in `dtype`: as the checkpoint's files have them, or estimated
+        from the shape where they could not be read. Quantised weights keep their size in any `dtype`."""
+        if self.stored is not None:
+            return self.stored.elements * ITEM_BYTES[dtype] + self.stored.packed_bytes
+        return int(self._linear * self.linear_bytes(dtype)) + self._embeddings * ITEM_BYTES[dtype]
+
+    def linear_bytes(self, dtype: str) -> float:
+        """Bytes of one weight of a linear layer in `dtype`, with its share of the scales if it is quantised. Embeddings
+        and LM head are not quantised."""
+        return self.weight_bits / 8 if self.weight_bits else ITEM_BYTES[dtype]
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of K and V of one token in `dtype`."""
@@ -142,6 +174,7 @@ def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
         head_dim = hidden // heads
     max_len, default_max_len = _max_len(config)
     experts = _count(config, _EXPERTS) or 1
+    quantisation, weight_bits = _quantisation(config)
     intermediate = (
         (_count(config, ("moe_intermediate_size",)) if experts > 1 else None)
         or _count(config, _INTERMEDIATE)
@@ -163,7 +196,8 @@ def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
         tied_embeddings=config.get("tie_word_embeddings") is True,
         active_experts=min(experts, _count(config, _ACTIVE_EXPERTS) or 1),
         shared_intermediate=_shared_intermediate(config, intermediate) if experts > 1 else 0,
-        quantisation=_quantisation(config),
+        quantisation=quantisation,
+        weight_bits=weight_bits,
     )
 
 
@@ -190,6 +224,8 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
         return "it has cross attention (an encoder-decoder model); only decoder-only models are supported"
     if isinstance(config.get("text_config"), Mapping) or isinstance(config.get("vision_config"), Mapping):
         return "it is multi-modal (config.json has a text_config or vision_config); only text models are supported"
+    if _quantisation(config)[0] == "gguf":
+        return "its weights are in GGUF, which this vLLM cannot load; give the safetensors checkpoint it was made from"
     if config.get("kv_lora_rank"):
         return "it uses multi-head latent attention (MLA), whose cache has no heads to page"
     if kind in _HYBRID_TYPES or any(config.get(key) is not None for key in _HYBRID_KEYS):
@@ -227,14 +263,28 @@ def _sliding_window(config: Mapping[str, object]) -> str | None:
     return f"it uses sliding-window attention (sliding_window = {window})"
 
 
-def _quantisation(config: Mapping[str, object]) -> str:
+def _quantisation(config: Mapping[str, object]) -> tuple[str, float]:
+    """How weights are quantised, and the bits of one; empty and 0 if they are not."""
     given = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(given, Mapping):
-        return ""
+        return "", 0.0
     inner = given.get("quantization")
-    algorithm = given.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
-    method = given.get("quant_method") or "compressed-tensors"
-    return f"{method} {algorithm}" if algorithm else str(method)
+    algorithm = str(given.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None) or "")
+    method = str(given.get("quant_method") or "compressed-tensors")
+    bits = next((float(size) for kind, size in _KNOWN_BITS if kind in (algorithm or method).lower()), 0.0)
+    group = _count(given, ("group_size", "q_group_size"))
+    if stated := _count(given, ("bits", "w_bit")):
+        bits = float(stated)
+    groups = given.get("config_groups")
+    scheme = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = scheme.get("weights") if isinstance(scheme, Mapping) else None
+    if isinstance(scheme, Mapping) and isinstance(weights, Mapping) and (stated := _count(weights, ("num_bits",))):
+        inputs = scheme.get("input_activations")
+        activations = _count(inputs, ("num_bits",)) if isinstance(inputs, Mapping) else None
+        bits, group = float(stated), _count(weights, ("group_size",))
+        algorithm = f"W{stated}A{activations or 16}"
+    # Each group of weights has a scale of 16 bits.
+    return f"{method} {algorithm}".strip(), bits + 16 / group if bits and group else bits
 
 
 def _quantised_cache(config: Mapping[str, object]) -> str | None:

@@ -58,7 +58,7 @@ VERSION = 1
 
 
 class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What tells models apart whose steps take differently long: shape, not weights, names or limits."""
+    """What tells models apart whose steps take differently long: shape and quantisation, not names or limits."""
 
     layers: int
     heads: int
@@ -70,6 +70,8 @@ class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
     experts: int = 1
     active_experts: int = 1
     shared_intermediate: int = 0
+    quantisation: str = ""
+    weight_bits: float = 0.0
 
     @classmethod
     def of(cls, architecture: ModelArchitecture) -> ProfiledModel:

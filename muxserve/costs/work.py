@@ -41,7 +41,8 @@ class LayerWork:
 def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWork:
     """The work of `architecture` when it is split over `tp` devices and computed in `dtype`.
 
-    KV heads are split too; when there are fewer of them than devices, each device holds a copy of one.
+    Quantised weights are read in their own size, and computed at the speed of `dtype`: what integer or FP8 units gain
+    is not modelled. KV heads are split too; when there are fewer of them than devices, each holds a copy of one.
 
     Raises:
         CostError: the dtype is unknown, or the heads cannot be split that way.
@@ -53,7 +54,7 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
     a = architecture
     if a.heads % tp:
         raise CostError(f"{a.name}: {a.heads} attention heads cannot be split over {tp} devices")
-    item = ITEM_BYTES[dtype]
+    item, weight = ITEM_BYTES[dtype], architecture.linear_bytes(dtype)
     local_kv = max(1.0, a.kv_heads / tp)
     attention = a.hidden * a.head_dim * (2 * a.heads / tp + 2 * local_kv)
     expert = 3 * a.hidden * a.intermediate / tp
@@ -64,8 +65,8 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
     return LayerWork(
         flops_per_token=2.0 * a.layers * used,
         flops_per_pair=4.0 * a.layers * a.heads / tp * a.head_dim,
-        dense_bytes=a.layers * dense * item,
-        expert_bytes=a.layers * routed * item,
+        dense_bytes=a.layers * dense * weight,
+        expert_bytes=a.layers * routed * weight,
         kv_bytes_per_token=2.0 * a.layers * local_kv * a.head_dim * item,
         head_flops=2.0 * head,
         head_bytes=head * item,

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from muxserve.config import Fleet, FleetError, Model
+from muxserve.config.checks import lacks_weights
 from muxserve.config.problems import did_you_mean
-from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
+from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
 
 
 class CheckpointError(Exception):
@@ -51,7 +54,7 @@ class HuggingFaceHub:
 
 
 def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
-    """The architecture of a model, from its config.json.
+    """The architecture of a model, from its config.json; with what its weights take, where their files are at hand.
 
     Raises:
         CheckpointError: there is no readable config.json, or the model cannot be served; with the reason.
@@ -72,9 +75,50 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
             config["quantization_config"] = {"quant_method": "modelopt", **json.loads(separate.read_bytes())}
     overrides = model.engine_args.get("hf_overrides")
     try:
-        return read_architecture({**config, **overrides} if isinstance(overrides, dict) else config)
+        architecture = read_architecture({**config, **overrides} if isinstance(overrides, dict) else config)
     except UnsupportedModelError as error:
         raise CheckpointError(f"cannot be served: {error}") from None
+    return replace(architecture, stored=stored_weights(file.parent))
+
+
+# Types of tensors in safetensors files that vLLM loads in the type that the model is served in.
+_CONVERTED = {"F64", "F32", "F16", "BF16"}
+
+
+def stored_weights(directory: Path) -> StoredWeights | None:
+    """What the safetensors files of a checkpoint hold, from their headers; None if some are missing or unreadable.
+
+    The files are those that vLLM loads: all that the index names, without one all but Mistral's own format.
+    """
+    elements = packed = 0
+    try:
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        else:
+            names = {file.name for file in directory.glob("*.safetensors")}
+            names = {name for name in names if not name.startswith("consolidated")} or names
+        for name in names:
+            for tensor in _header(directory / name).values():
+                begin, end = tensor["data_offsets"]
+                if tensor["dtype"] in _CONVERTED:
+                    elements += math.prod(tensor["shape"])
+                else:
+                    packed += end - begin
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return StoredWeights(elements, packed) if elements or packed else None
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Tensors of a safetensors file: 8 bytes say how long the JSON is that follows them."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file} is not a safetensors file")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return header
 
 
 def without_chat_template(model: Model) -> str:
@@ -125,7 +169,10 @@ def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None)
         if model.hub is not None:
             progress(f"fetching {model.hub}")
             try:
-                model = model.model_copy(update={"path": str(hub.snapshot(model.hub, model.revision))})
+                directory = hub.snapshot(model.hub, model.revision)
+                if model.engine_args.get("load_format") is None and (lacking := lacks_weights(directory)):
+                    raise CheckpointError(f"{model.hub} {lacking}")
+                model = model.model_copy(update={"path": str(directory)})
             except CheckpointError as error:
                 problems.append(fleet.model_problem(model.name, "hub", str(error)))
         models.append(model)

@@ -448,13 +448,13 @@ def kv_blocks(
         raise ValueError(f"{stages} stages have {len(memory)} memories")
     found = []
     for number, layers in enumerate(split):
-        part = replace(architecture, layers=layers, tied_embeddings=True)
+        part = replace(architecture, layers=layers, tied_embeddings=True, stored=None)
         # Embeddings lie on the first stage and the LM head on the last; on a single one both, unless they are tied.
         ends = (number == 0) + (number == stages - 1)
         if architecture.tied_embeddings and stages == 1:
             ends = 1
         matrix = architecture.vocab * architecture.hidden
-        weights = (part.parameters + (ends - 1) * matrix) * ITEM_BYTES[dtype]
+        weights = part.weight_bytes(dtype) + (ends - 1) * matrix * ITEM_BYTES[dtype]
         room = memory[number] - weights
         blocks = int(room // (part.kv_bytes_per_token(dtype) * block_tokens))
         if blocks < 1:

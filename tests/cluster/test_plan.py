@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.config import Fleet, FleetError, parse_fleet
-from muxserve.planning.checkpoints import CheckpointError, fetch
+from muxserve.config import Fleet, FleetError, Model, parse_fleet
+from muxserve.costs.architecture import StoredWeights
+from muxserve.planning.checkpoints import CheckpointError, architecture_of, fetch, stored_weights
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import resolve_unit
 from muxserve.spec import load, save
@@ -46,7 +47,10 @@ class FakeHub:
 
     def snapshot(self, repo: str, revision: str | None) -> Path:
         self.asked.append(f"snapshot {repo} {revision}")
-        return self.config(repo, revision).parent
+        directory = self.config(repo, revision).parent
+        if repo != "org/gguf":
+            (directory / "model.safetensors").touch()
+        return directory
 
 
 def fleet(text: str) -> Fleet:
@@ -140,3 +144,50 @@ def test_a_checkpoint_without_a_chat_template_is_told(tmp_path: Path) -> None:
     tokenizer.unlink()
     (tmp_path / "org-a/chat_template.jinja").write_text("{{ messages }}")
     assert not notes()
+
+
+def test_a_repository_without_weights_that_can_be_loaded_is_refused(tmp_path: Path) -> None:
+    hub = FakeHub(tmp_path)
+    with pytest.raises(FleetError, match=r"models\[0\].hub: org/gguf has no weights \(\*.safetensors\)"):
+        fetch(fleet("models: [{name: a, hub: org/gguf}]\n"), lambda _: None, hub)
+
+
+class TestStoredWeights:
+    def write(self, directory: Path, name: str, tensors: dict[str, tuple[str, list[int], int]]) -> None:
+        header, end = {}, 0
+        for tensor, (dtype, shape, size) in tensors.items():
+            header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + size]}
+        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+        (directory / name).write_bytes(len(text).to_bytes(8, "little") + text)
+
+    def test_what_is_quantised_keeps_its_size(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        estimate = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
+        assert estimate.stored is None
+        self.write(tmp_path, "model.safetensors", {"e": ("BF16", [8, 4], 64), "w": ("I32", [8], 32)})
+        found = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
+        assert found.weight_bytes("bfloat16") == 64 + 32
+        assert found.weight_bytes("float32") == 128 + 32
+
+    def test_the_files_that_the_index_names(self, tmp_path: Path) -> None:
+        for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+            self.write(tmp_path, name, {name: ("F32", [10], 40)})
+        assert stored_weights(tmp_path) == StoredWeights(20, 0)
+        names = {"a": "model-1.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        assert stored_weights(tmp_path) == StoredWeights(10, 0)
+        (tmp_path / "model-1.safetensors").unlink()
+        assert stored_weights(tmp_path) is None
+
+    @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1", b"\2" + bytes(7) + b"[]"])
+    def test_files_that_are_no_weights_leave_the_estimate(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert stored_weights(tmp_path) is None
+
+    def test_of_a_quickstart_model_they_are_what_its_file_has(self) -> None:
+        path = Path(__file__).parents[2] / "configs/models/atlas"
+        stored = stored_weights(path)
+        assert stored is not None
+        assert stored.packed_bytes == 0
+        # In bfloat16, behind a header.
+        assert (path / "model.safetensors").stat().st_size - 5000 < 2 * stored.elements < 3_126_952

@@ -205,9 +205,10 @@ def test_a_gguf_file_given_for_a_directory_or_a_format(base: Path) -> None:
     (base / "m.gguf").touch()
     assert "GGUF" in problems("models:\n  - {name: one, path: m.gguf}\n", base)[0]
     assert "GGUF" in problems("models:\n  - {name: one, hub: 'some/model:Q4_K_M'}\n", base)[0]
-    (problem,) = problems(f"{ONE}    engine_args: {{load_format: gguf}}\n", base)
-    assert "load_format" in problem
-    assert "cannot load gguf" in problem
+    for option in ("load_format", "quantization"):
+        (problem,) = problems(f"{ONE}    engine_args: {{{option}: gguf}}\n", base)
+        assert option in problem
+        assert "cannot load gguf" in problem
 
 
 def test_a_directory_without_config(base: Path) -> None:

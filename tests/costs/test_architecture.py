@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
+from muxserve.costs.profile import ProfiledModel
+from muxserve.costs.work import layer_work
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,6 +122,7 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
         ({**LLAMA, "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "cross attention"),
         ({**LLAMA, "text_config": {}}, "multi-modal"),
         ({**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "quantised KV cache"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gguf"}}, "GGUF, which this vLLM cannot load"),
         ({**LLAMA, "num_key_value_heads": [4, 8]}, "differ in KV heads"),
         ({**LLAMA, "num_kv_shared_layers": 10}, "share the KV cache"),
         ({**LLAMA, "num_key_value_heads": 7}, "cannot share 7 KV heads evenly"),
@@ -143,6 +146,47 @@ def test_sizes() -> None:
     assert llama.parameters == pytest.approx(8.03e9, rel=0.01)  # Llama 3.1 8B
     assert llama.weight_bytes("bfloat16") == 2 * llama.parameters
     assert read_architecture(QWEN3).parameters == pytest.approx(0.6e9, rel=0.05)  # tied embeddings
+
+
+W4A16 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 128}, "input_activations": None}},
+}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "words", "bits"),
+    [
+        (W4A16, "compressed-tensors W4A16", 4.125),
+        (W8A8, "compressed-tensors W8A8", 8),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", 4.125),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "gptq", 8),
+        ({"quant_method": "fp8"}, "fp8", 8),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4", 4.5),
+        ({"quant_method": "something"}, "something", 0),
+        (None, "", 0),
+    ],
+)
+def test_quantised_weights_are_planned_in_their_own_size(
+    quantisation: dict[str, Any] | None, words: str, bits: float
+) -> None:
+    plain = read_architecture(LLAMA)
+    found = read_architecture({**LLAMA, "quantization_config": quantisation})
+    assert (found.quantisation, found.weight_bits) == (words, bits)
+    embeddings = 2 * plain.vocab * plain.hidden
+    linear = plain.parameters - embeddings
+    expected = linear * (bits or 16) // 8 + embeddings * 2
+    assert found.weight_bytes("bfloat16") == pytest.approx(expected, abs=1)
+    # Served in float32, only what is not quantised grows.
+    assert found.weight_bytes("float32") == pytest.approx(linear * (bits or 32) // 8 + embeddings * 4, abs=1)
+    work, before = layer_work(found, 1, "bfloat16"), layer_work(plain, 1, "bfloat16")
+    assert work.dense_bytes == pytest.approx(before.dense_bytes * (bits or 16) / 16)
+    assert work.head_bytes == before.head_bytes
+    assert (ProfiledModel.of(found) == ProfiledModel.of(plain)) == (not words)
 
 
 def test_mixture_of_experts_counts_all_experts() -> None:
