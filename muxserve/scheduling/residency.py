@@ -1,0 +1,368 @@
+"""Residency: which models are awake, decided by demand under a limit of memory (weights and KV in one balance).
+
+Pure: told of requests, of what was measured and of the time, it answers which models to wake and which to put to
+sleep. A model sleeps only because another one needs its memory. Requests for sleeping models wait, grouped by model, so
+that one wake serves all of them; groups whose deadlines can still be met go first, hopeless ones last, and whoever has
+waited for `max_wait` before all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from muxserve.scheduling.deadlines import TimedJob, moore_hodgson
+
+# How much of a new wake's duration counts against what was known before.
+_SMOOTHING = 0.3
+# Models that count as never asked for are put to sleep in the order of their bytes all the same.
+_LEAST_RATE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyRules:
+    """Everything together takes at most `limit` bytes.
+
+    A model stays awake for `min_residence` seconds and for `residence_factor` times what waking it takes, so that
+    waking takes a bounded part of the time. A request that has waited for `max_wait` seconds goes before all that have
+    not, and nobody takes memory that it needs. A model with running requests is put to sleep only when another has
+    waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
+    counts. At most `wakes` models are woken at a time.
+
+    Raises:
+        ValueError: a number that makes no sense.
+    """
+
+    limit: int
+    min_residence: float = 2.0
+    residence_factor: float = 4.0
+    max_wait: float = 10.0
+    patience: float = 0.5
+    windows: tuple[float, ...] = (5.0, 60.0, 600.0)
+    wakes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.limit <= 0 or self.wakes < 1 or not self.windows or min(self.windows) <= 0:
+            raise ValueError("limit, wakes and windows must be positive")
+        if min(self.min_residence, self.residence_factor, self.max_wait, self.patience) < 0:
+            raise ValueError("times must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class WakeCosts:
+    """What a model takes, as expected before it was awake for the first time: bytes while it is awake, `load_bytes`
+    more while it is being woken, seconds to wake it; and its objective for the first token, seconds. `pinned`: it never
+    sleeps."""
+
+    bytes: int
+    load_bytes: int = 0
+    seconds: float = 1.0
+    ttft: float = 5.0
+    pinned: bool = False
+
+
+class Residence(Enum):
+    """Where a model is: `leaving` finishes what runs, and sleeps then."""
+
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    AWAKE = "awake"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a model stands: where it is and since when; its running requests; when those that wait for it arrived; the
+    bytes that were measured of it (0: not measured), its KV cache included; and the bytes per second by which that
+    grows."""
+
+    model: str
+    residence: Residence
+    since: float
+    running: int = 0
+    waiting: Sequence[float] = ()
+    held: int = 0
+    growth: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Wake the model."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Let the model finish what runs and sleep; `reason` for the user."""
+
+    model: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """The model, which was told to sleep, is needed more than others by now."""
+
+    model: str
+
+
+Change = Wake | Sleep | Stay
+
+
+@dataclass(slots=True)
+class ArrivalRates:
+    """Requests per second, averaged over windows (seconds) of exponential memory."""
+
+    windows: Sequence[float]
+    _counts: list[float] = field(default_factory=list)
+    _at: float = -math.inf
+
+    def add(self, now: float) -> None:
+        """A request has come."""
+        self._counts = [count + 1.0 for count in self._aged(now)]
+        self._at = now
+
+    def most(self, now: float) -> float:
+        """The largest of the averages: a burst counts at once, and what comes rarely is not forgotten at once."""
+        return max(count / window for count, window in zip(self._aged(now), self.windows, strict=True))
+
+    def _aged(self, now: float) -> list[float]:
+        if not self._counts:
+            return [0.0] * len(self.windows)
+        gone = max(0.0, now - self._at)
+        return [count * math.exp(-gone / window) for count, window in zip(self._counts, self.windows, strict=True)]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a model: as declared, then as measured."""
+
+    costs: WakeCosts
+    rates: ArrivalRates
+    bytes: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Balance:
+    """Bytes that are `free`, and those `promised` by models that are leaving. What is reserved for somebody is in
+    neither."""
+
+    free: int
+    promised: int
+
+    def reserve(self, need: int) -> None:
+        """Set aside what somebody waits for."""
+        left = self.free + self.promised - need
+        self.free = max(0, self.free - need)
+        self.promised = max(0, left - self.free)
+
+
+class Residency:
+    """Decides for the models of one memory.
+
+    Args:
+        models: what each takes, by name.
+    """
+
+    def __init__(self, rules: ResidencyRules, models: dict[str, WakeCosts]) -> None:
+        self.rules = rules
+        self._known: dict[str, _Known] = {}
+        self.change(rules, models)
+
+    def change(self, rules: ResidencyRules, models: dict[str, WakeCosts]) -> None:
+        """Other rules or models; what was measured of those that stay is kept."""
+        self.rules = rules
+        self._known = {
+            name: known
+            if (known := self._known.get(name)) is not None and known.costs == costs
+            else _Known(costs, ArrivalRates(rules.windows), costs.bytes, costs.seconds)
+            for name, costs in models.items()
+        }
+
+    # ------------------------------------------------------------ what is learned
+
+    def arrived(self, model: str, now: float) -> None:
+        """A request for the model has come, whether it is awake or not."""
+        self._known[model].rates.add(now)
+
+    def woke(self, model: str, seconds: float) -> None:
+        """Waking it has taken so long."""
+        known = self._known[model]
+        known.seconds += _SMOOTHING * (seconds - known.seconds)
+
+    def measured(self, model: str, held: int) -> None:
+        """It takes so many bytes when it is awake; the most that was seen counts."""
+        known = self._known[model]
+        known.bytes = max(known.bytes, held)
+
+    def needs(self, model: str) -> int:
+        """Bytes that have to be free to wake the model."""
+        known = self._known[model]
+        return known.bytes + known.costs.load_bytes
+
+    def wake_seconds(self, model: str) -> float:
+        """Expected time to wake it."""
+        return self._known[model].seconds
+
+    def rate(self, model: str, now: float) -> float:
+        """Requests per second, the largest average."""
+        return self._known[model].rates.most(now)
+
+    def absence_cost(self, model: str, now: float) -> float:
+        """Of a sleeping model: the seconds that its requests wait for it per second, weighed by how much of their
+        objective that is."""
+        known = self._known[model]
+        rate = max(_LEAST_RATE, known.rates.most(now))
+        return rate * known.seconds * (known.seconds / known.costs.ttft)
+
+    def hopeless(self, model: str, fixed: int) -> int:
+        """How many bytes are missing to wake the model if all that may sleep did; 0 if there are enough. `fixed`: bytes
+        that are not of models."""
+        pinned = sum(known.bytes for name, known in self._known.items() if known.costs.pinned and name != model)
+        return max(0, fixed + pinned + self.needs(model) - self.rules.limit)
+
+    # ------------------------------------------------------------ decisions
+
+    def decide(self, now: float, fixed: int, standings: Iterable[Standing]) -> list[Change]:
+        """What changes at `now`.
+
+        Args:
+            fixed: bytes that are not of models.
+            standings: of all models.
+
+        First, models are put to sleep if more is taken than there is. Then the groups of waiting requests, in the
+        order of `queue`: (1) if there is room, the model is woken; (2) if those that are leaving make room, it waits
+        for them; (3) otherwise those whose absence costs least are told to sleep; (4) if that is not enough, it waits,
+        and from `max_wait` on so does everybody behind it. Last, models that are leaving although requests wait for
+        them stay if their memory is promised to nobody.
+        """
+        by_name = {each.model: each for each in standings}
+        balance = self._balance(fixed, by_name.values())
+        changes: list[Change] = []
+        if balance.free + balance.promised < 0:
+            changes += self._shrink(now, balance, by_name)
+        told = {change.model for change in changes}
+        wakes = sum(each.residence is Residence.WAKING for each in by_name.values())
+        for model in self.queue(now, by_name.values()):
+            need, waited = self.needs(model), now - min(by_name[model].waiting)
+            if need <= balance.free:
+                balance.free -= need
+                if wakes < self.rules.wakes:
+                    wakes += 1
+                    changes.append(Wake(model))
+                continue
+            missing = need - balance.free - balance.promised
+            if missing > 0:
+                awake = [each for each in by_name.values() if each.model not in told]
+                victims = self._victims(now, missing, awake, busy=waited >= self.rules.patience)
+                if victims is None:
+                    if waited >= self.rules.max_wait:
+                        return changes  # what comes free is for this one
+                    continue
+                for victim in victims:
+                    told.add(victim.model)
+                    balance.promised += self._taken(victim)
+                    changes.append(Sleep(victim.model, f"memory for {model}"))
+            balance.reserve(need)
+        for each in sorted((e for e in by_name.values() if e.waiting), key=lambda e: min(e.waiting)):
+            if each.residence is Residence.LEAVING and balance.promised >= self._taken(each):
+                balance.promised -= self._taken(each)
+                changes.append(Stay(each.model))
+        return changes
+
+    def queue(self, now: float, standings: Iterable[Standing]) -> list[str]:
+        """The sleeping models that requests wait for, in the order in which they are to be woken."""
+        starved, hopeless = [], []
+        jobs: list[TimedJob] = []
+        for each in standings:
+            if not each.waiting or each.residence is not Residence.ASLEEP:
+                continue
+            oldest = min(each.waiting)
+            known = self._known[each.model]
+            deadlines = [arrival + known.costs.ttft for arrival in each.waiting]
+            possible = [deadline for deadline in deadlines if now + known.seconds <= deadline]
+            if now - oldest >= self.rules.max_wait:
+                starved.append((oldest, each.model))
+            elif possible:
+                jobs.append(TimedJob(each.model, known.seconds, min(possible), len(possible)))
+            else:
+                hopeless.append((oldest, each.model))
+        in_time, late = moore_hodgson(jobs, now)
+        last = [job.name for job in late] + [model for _, model in sorted(hopeless)]
+        return [model for _, model in sorted(starved)] + [job.name for job in in_time] + last
+
+    # ------------------------------------------------------------ inside
+
+    def _balance(self, fixed: int, standings: Iterable[Standing]) -> _Balance:
+        free, promised = self.rules.limit - fixed, 0
+        for each in standings:
+            taken = self._taken(each)
+            free -= taken
+            if each.residence is Residence.LEAVING:
+                promised += taken
+            # What grows until the next wake has ended is not given away.
+            free -= math.ceil(max(0.0, each.growth) * self._known[each.model].seconds)
+        return _Balance(free, promised)
+
+    def _taken(self, standing: Standing) -> int:
+        """Bytes that count for a model."""
+        if standing.residence is Residence.ASLEEP:
+            return 0
+        if standing.residence is Residence.WAKING:
+            return max(standing.held, self.needs(standing.model))
+        return standing.held or self._known[standing.model].bytes
+
+    def _victims(self, now: float, missing: int, standings: Iterable[Standing], busy: bool) -> list[Standing] | None:
+        """Who is to sleep so that `missing` bytes come free; None: they cannot. `busy`: whether those with running
+        requests may be among them."""
+        return self._cheapest(
+            now, missing, [each for each in standings if self._may_leave(each, now) and (busy or not each.running)]
+        )
+
+    def _may_leave(self, standing: Standing, now: float) -> bool:
+        known = self._known[standing.model]
+        if standing.residence is not Residence.AWAKE or known.costs.pinned:
+            return False
+        return now - standing.since >= max(
+            self.rules.min_residence, self.rules.residence_factor * min(known.seconds, self.rules.max_wait)
+        )
+
+    def _cheapest(self, now: float, missing: int, candidates: Iterable[Standing]) -> list[Standing] | None:
+        """Of the candidates those whose absence costs least per byte and that are idle come first; whoever turns out
+        not to be needed for `missing` bytes stays."""
+
+        def order(each: Standing) -> tuple[bool, float, str]:
+            return bool(each.running), self.absence_cost(each.model, now) / max(1, self._taken(each)), each.model
+
+        chosen: list[Standing] = []
+        freed = 0
+        for each in sorted(candidates, key=order):
+            if freed >= missing:
+                break
+            chosen.append(each)
+            freed += self._taken(each)
+        if freed < missing:
+            return None
+        for each in sorted(chosen, key=order, reverse=True):
+            if freed - self._taken(each) >= missing:
+                chosen.remove(each)
+                freed -= self._taken(each)
+        return chosen
+
+    def _shrink(self, now: float, balance: _Balance, standings: dict[str, Standing]) -> list[Change]:
+        """More is taken than there is: put to sleep what costs least, however lately it was woken."""
+        awake = [
+            each
+            for each in standings.values()
+            if each.residence is Residence.AWAKE and not self._known[each.model].costs.pinned
+        ]
+        missing = -(balance.free + balance.promised)
+        victims = self._cheapest(now, missing, awake)
+        if victims is None:
+            victims = awake
+        balance.promised += sum(self._taken(each) for each in victims)
+        return [Sleep(each.model, "more memory is taken than there is") for each in victims]

@@ -1,0 +1,302 @@
+"""Which models are awake: single decisions, and properties over random loads on a virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muxserve.scheduling.deadlines import TimedJob, moore_hodgson
+from muxserve.scheduling.residency import (
+    ArrivalRates,
+    Change,
+    Residence,
+    Residency,
+    ResidencyRules,
+    Sleep,
+    Standing,
+    Stay,
+    Wake,
+    WakeCosts,
+)
+
+ROUND = 0.1
+STOP_SECONDS = 0.1
+ASLEEP, WAKING, AWAKE, LEAVING = Residence.ASLEEP, Residence.WAKING, Residence.AWAKE, Residence.LEAVING
+
+
+def residency(limit: int, **models: WakeCosts) -> Residency:
+    return Residency(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0), models)
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+def test_moore_hodgson_leaves_out_what_takes_longest() -> None:
+    jobs = [TimedJob("long", 5.0, 6.0), TimedJob("a", 2.0, 7.0), TimedJob("b", 2.0, 8.0)]
+    in_time, late = moore_hodgson(jobs, 0.0)
+    assert [job.name for job in in_time] == ["a", "b"]
+    assert [job.name for job in late] == ["long"]
+
+
+def test_a_wake_that_serves_many_is_not_left_out() -> None:
+    jobs = [TimedJob("many", 5.0, 6.0, weight=10), TimedJob("a", 2.0, 6.5)]
+    assert [job.name for job in moore_hodgson(jobs, 0.0)[0]] == ["many"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 12)), max_size=6))
+def test_moore_hodgson_leaves_the_fewest_late_jobs(drawn: list[tuple[int, int]]) -> None:
+    jobs = [TimedJob(str(n), float(p), float(d)) for n, (p, d) in enumerate(drawn)]
+    in_time, late = moore_hodgson(jobs, 0.0)
+    ends = list(itertools.accumulate(job.seconds for job in in_time))
+    assert all(end <= job.deadline for end, job in zip(ends, in_time, strict=True))
+    assert {job.name for job in in_time} | {job.name for job in late} == {job.name for job in jobs}
+
+    def met(order: tuple[TimedJob, ...]) -> int:
+        return sum(
+            end <= job.deadline for end, job in zip(itertools.accumulate(j.seconds for j in order), order, strict=True)
+        )
+
+    assert len(in_time) == max(map(met, itertools.permutations(jobs)))
+
+
+# ---------------------------------------------------------------- single decisions
+
+
+def test_rates_count_a_burst_at_once_and_remember_what_comes_rarely() -> None:
+    burst, rare = ArrivalRates((5.0, 600.0)), ArrivalRates((5.0, 600.0))
+    for n in range(10):
+        burst.add(100 + 0.1 * n)
+        rare.add(10.0 * n)
+    assert burst.most(101) > 1.5
+    assert burst.most(140) < rare.most(140) * 1.5
+    assert ArrivalRates((5.0,)).most(0.0) == 0.0
+
+
+def test_with_room_a_model_is_woken_and_nobody_sleeps() -> None:
+    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40))
+    standings = [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0, waiting=[9.9])]
+    assert policy.decide(10.0, 10, standings) == [Wake("b")]
+
+
+def test_what_is_loaded_needs_more_room_than_what_stays() -> None:
+    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40, load_bytes=15))
+    standings = [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0, waiting=[9.9])]
+    assert policy.decide(10.0, 10, standings) == [Sleep("a", "memory for b")]
+
+
+def test_the_model_sleeps_whose_absence_costs_least() -> None:
+    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40), c=WakeCosts(40))
+    for n in range(20):
+        policy.arrived("a", n)
+    policy.arrived("b", 0.0)
+    standings = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0), Standing("c", ASLEEP, 0.0, waiting=[20.0])]
+    assert policy.decide(20.0, 10, standings) == [Sleep("b", "memory for c")]
+    policy.woke("b", 60.0)  # as it turns out, b takes very long to come back
+    assert policy.decide(20.0, 10, standings) == [Sleep("a", "memory for c")]
+
+
+def test_a_busy_model_sleeps_only_for_one_that_has_waited() -> None:
+    policy = residency(100, a=WakeCosts(60), b=WakeCosts(60))
+    standings = [Standing("a", AWAKE, 0.0, running=1), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
+    assert policy.decide(10.0, 10, standings) == []
+    assert policy.decide(10.5, 10, standings) == [Sleep("a", "memory for b")]
+
+
+def test_pinned_and_lately_woken_models_stay() -> None:
+    policy = residency(100, a=WakeCosts(60, pinned=True), b=WakeCosts(60))
+    assert policy.decide(99.0, 10, [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0, waiting=[0.0])]) == []
+    policy = residency(100, a=WakeCosts(60), b=WakeCosts(60))
+    standings = [Standing("a", AWAKE, 9.0), Standing("b", ASLEEP, 0.0, waiting=[0.0])]
+    assert policy.decide(10.0, 10, standings) == []
+    assert policy.decide(11.0, 10, standings) == [Sleep("a", "memory for b")]
+
+
+def test_a_leaving_model_stays_when_nobody_needs_its_memory() -> None:
+    policy = residency(100, a=WakeCosts(60), b=WakeCosts(60))
+    leaving = Standing("a", LEAVING, 9.0, running=1, waiting=[9.5])
+    assert policy.decide(10.0, 10, [leaving, Standing("b", ASLEEP, 0.0, waiting=[9.0])]) == []
+    assert policy.decide(10.0, 10, [leaving, Standing("b", ASLEEP, 0.0)]) == [Stay("a")]
+
+
+def test_more_than_the_limit_puts_models_to_sleep_at_once() -> None:
+    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40))
+    standings = [Standing("a", AWAKE, 9.9, held=55), Standing("b", AWAKE, 9.9, held=40)]
+    policy.arrived("a", 9.9)
+    (change,) = policy.decide(10.0, 10, standings)
+    assert change == Sleep("b", "more memory is taken than there is")
+
+
+def test_growing_caches_are_left_room() -> None:
+    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40, seconds=2.0))
+    standings = [Standing("a", AWAKE, 0.0, running=1), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
+    assert policy.decide(10.0, 10, standings) == [Wake("b")]
+    growing = [Standing("a", AWAKE, 0.0, running=1, growth=20.0), standings[1]]
+    assert policy.decide(10.0, 10, growing) == []
+
+
+def test_who_can_still_be_in_time_goes_first_and_who_has_starved_before_all() -> None:
+    costs = WakeCosts(40, seconds=1.0, ttft=3.0)
+    policy = residency(1000, hopeless=costs, good=costs, starved=costs)
+    waiting = {"hopeless": [93.0], "good": [98.0], "starved": [80.0]}
+    standings = [Standing(model, ASLEEP, 0.0, waiting=since) for model, since in waiting.items()]
+    assert policy.queue(100.0, standings) == ["starved", "good", "hopeless"]
+
+
+def test_a_model_that_can_never_be_woken_is_known() -> None:
+    policy = residency(100, a=WakeCosts(60, load_bytes=20), b=WakeCosts(30, pinned=True))
+    assert policy.hopeless("a", 10) == 20
+    assert policy.hopeless("b", 10) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"limit": 0}, {"limit": 1, "wakes": 0}, {"limit": 1, "max_wait": -1.0}])
+def test_rules_that_make_no_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        ResidencyRules(**wrong)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- properties
+
+
+@dataclass
+class Place:
+    """A model of the virtual machine."""
+
+    costs: WakeCosts
+    residence: Residence = ASLEEP
+    since: float = 0.0
+    until: float = 0.0
+    running: list[float] = field(default_factory=list)
+    waiting: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def taken(self) -> int:
+        if self.residence is ASLEEP:
+            return 0
+        return self.costs.bytes + (self.costs.load_bytes if self.residence is WAKING else 0)
+
+
+class Memory:
+    """Models on one machine: all running requests of a model at once, wakes and stops take their time."""
+
+    def __init__(self, rules: ResidencyRules, fixed: int, costs: dict[str, WakeCosts]) -> None:
+        self.policy = Residency(rules, costs)
+        self.rules, self.fixed = rules, fixed
+        self.places = {name: Place(each) for name, each in costs.items()}
+        self.waits: list[float] = []
+        self.wakes = 0
+        self.short: list[str] = []
+
+    @property
+    def taken(self) -> int:
+        return self.fixed + sum(place.taken for place in self.places.values())
+
+    def arrive(self, now: float, model: str, seconds: float) -> None:
+        self.policy.arrived(model, now)
+        self.places[model].waiting.append((now, seconds))
+
+    def step(self, now: float) -> None:
+        for name, place in self.places.items():
+            place.running = [end for end in place.running if end > now]
+            if place.residence is WAKING and now >= place.until:
+                place.residence, place.since = AWAKE, now
+                self.policy.woke(name, place.costs.seconds)
+            if place.residence is LEAVING and not place.running and now >= place.until:
+                place.residence = ASLEEP
+            if place.residence is AWAKE:
+                for arrived, seconds in place.waiting:
+                    self.waits.append(now - arrived)
+                    place.running.append(now + seconds)
+                place.waiting.clear()
+        for change in self.policy.decide(now, self.fixed, self.standings()):
+            self.carry_out(change, now)
+
+    def standings(self) -> list[Standing]:
+        return [
+            Standing(name, place.residence, place.since, len(place.running), [since for since, _ in place.waiting])
+            for name, place in self.places.items()
+        ]
+
+    def carry_out(self, change: Change, now: float) -> None:
+        place = self.places[change.model]
+        if isinstance(change, Wake):
+            assert place.residence is ASLEEP
+            place.residence, place.until = WAKING, now + place.costs.seconds
+            self.wakes += 1
+        elif isinstance(change, Sleep):
+            assert place.residence is AWAKE
+            assert not place.costs.pinned
+            if now - place.since < self.rules.min_residence:
+                self.short.append(change.model)
+            place.residence, place.until = LEAVING, now + STOP_SECONDS
+        else:
+            assert place.residence is LEAVING
+            place.residence = AWAKE
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
+    count = draw(st.integers(2, 7))
+    costs = {
+        f"m{n}": WakeCosts(
+            draw(st.integers(10, 60)),
+            draw(st.integers(0, 20)),
+            draw(st.sampled_from([0.2, 0.6, 1.5])),
+            draw(st.sampled_from([0.5, 2.0, 8.0])),
+        )
+        for n in range(count)
+    }
+    largest = max(each.bytes + each.load_bytes for each in costs.values())
+    fixed = draw(st.integers(0, 30))
+    limit = fixed + largest + draw(st.integers(0, 120))
+    rules = ResidencyRules(
+        limit, min_residence=draw(st.sampled_from([0.5, 2.0])), max_wait=6.0, wakes=draw(st.integers(1, 2))
+    )
+    arrivals = draw(
+        st.lists(
+            st.tuples(st.floats(0.0, 30.0), st.sampled_from(sorted(costs)), st.sampled_from([0.1, 1.0, 4.0])),
+            max_size=60,
+        )
+    )
+    return Memory(rules, fixed, costs), sorted(arrivals)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
+    world: tuple[Memory, list[tuple[float, str, float]]],
+) -> None:
+    memory, arrivals = world
+    models = len(memory.places)
+    # Each turn: a model stays its time, finishes its longest request, stops, and the next one is woken.
+    stay = max(memory.rules.min_residence, memory.rules.residence_factor * 1.5)
+    turn = stay + 4.0 + STOP_SECONDS + 1.5 + 3 * ROUND
+    bound = memory.rules.max_wait + 2 * models * turn
+    left = list(arrivals)
+    now = 0.0
+    while left or any(place.waiting for place in memory.places.values()):
+        while left and left[0][0] <= now:
+            _, model, seconds = left.pop(0)
+            memory.arrive(now, model, seconds)
+        memory.step(now)
+        assert memory.taken <= memory.rules.limit
+        oldest = min((since for place in memory.places.values() for since, _ in place.waiting), default=now)
+        assert now - oldest <= bound, "somebody starves"
+        now += ROUND
+    assert len(memory.waits) == len(arrivals)
+    assert not memory.short, "a model was put to sleep before it had its time"
+    assert memory.wakes <= len(arrivals), "a wake that served nobody"
+
+
+def test_two_that_never_fit_together_take_turns_under_endless_load() -> None:
+    costs = {"a": WakeCosts(60, seconds=0.5), "b": WakeCosts(60, seconds=0.5)}
+    memory = Memory(ResidencyRules(100, max_wait=5.0), 10, costs)
+    for step in range(600):
+        for model in costs:
+            memory.arrive(step * ROUND, model, 0.5)
+        memory.step(step * ROUND)
+    assert 10 <= memory.wakes <= 60 / memory.rules.min_residence
+    assert max(memory.waits) <= memory.rules.max_wait
