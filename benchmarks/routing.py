@@ -33,8 +33,9 @@ from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.gateway.routing import Router
-from muxserve.replicas.priorities import DEFAULT_LEVELS
-from muxserve.spec import GatewaySpec, ModelSpec
+from muxserve.gateway.tenants import Tenancy
+from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
+from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec
 from muxserve.wire import Place, Placed, encode
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
@@ -53,15 +54,17 @@ def endpoint(models: int, keys: list[str]) -> GatewayApp:
         for n in range(models)
     ]  # fmt: skip
     measures = Measures(deployed, CollectorRegistry())
+    settings = GatewaySpec("127.0.0.1", 0)
     return GatewayApp(
         models={model.name: ServedApp(answer, {model.name: {}}) for model in deployed},
         keys=ApiKeys(keys),
-        priorities=Priorities(DEFAULT_LEVELS),
+        priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
+        tenancy=Tenancy(FleetSpec("", settings, deployed, []), 0, CollectorRegistry()),
         limiter=ConcurrencyLimiter(deployed, 0, 1, measures),
         measures=measures,
         pages={},
         open_pages=frozenset(),
-        settings=GatewaySpec("127.0.0.1", 0),
+        settings=settings,
     )
 
 

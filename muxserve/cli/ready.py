@@ -25,13 +25,21 @@ async def announce(declared: Fleet, fleet: FleetSpec, demo: bool) -> None:
         console.print(models_table(unit.unit_spec))
     if demo:
         console.print()
-        key = fleet.gateway.api_keys[0] if fleet.gateway.api_keys else None
         for model in declared.models:
             if model.demo:
-                await asyncio.to_thread(_ask, url, model.name, model.demo, key)
+                await asyncio.to_thread(_ask, url, model.name, model.demo, _key_for(model.name, declared))
     console.print()
     console.print(_how_to(declared, fleet, url), markup=False)
     console.print(f"\n[bold]serving at {url}/v1[/]  (Ctrl-C to stop)")
+
+
+def _key_for(model: str, declared: Fleet) -> str | None:
+    """A key that opens `model`; None if there is none."""
+    keys = list(declared.gateway.keys)
+    for tenant in declared.tenants.values():
+        if tenant.models is None or model in tenant.models:
+            keys += tenant.keys
+    return keys[0] if keys else None
 
 
 def endpoint(gateway: GatewaySpec) -> str:
@@ -76,7 +84,7 @@ def _how_to(declared: Fleet, fleet: FleetSpec, url: str) -> str:
     """A curl line and a client snippet that work when pasted."""
     model = declared.models[0]
     question = model.demo or "Hello!"
-    keys = bool(fleet.gateway.api_keys)
+    keys = fleet.needs_key
     body = json.dumps({"model": model.name, "messages": [{"role": "user", "content": question}]}, ensure_ascii=False)
     quoted = body.replace("'", "'\\''")
     header = ' -H "Authorization: Bearer $MUXSERVE_API_KEY"' if keys else ""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean
-from muxserve.config.schema import ApiKey, BatchingSection, Fleet, RollingSection
+from muxserve.config.schema import ApiKey, BatchingSection, Fleet, GatewaySection, RollingSection
 from muxserve.config.source import Source
 from muxserve.config.values import parse_duration
 from muxserve.replicas.migration import MigrationRules
@@ -60,6 +61,17 @@ def api_keys(source: Source) -> Iterator[tuple[KeyPath, object, str | None]]:
             yield path, key, None
 
 
+def tenant_keys(source: Source) -> Iterator[tuple[KeyPath, object, str, str | None]]:
+    """The entries of `tenants.NAME.keys`: place, key, tenant, and the priority if it has one."""
+    tenants = source.data.get("tenants")
+    for name, tenant in tenants.items() if isinstance(tenants, dict) else ():
+        keys = tenant.get("keys") if isinstance(tenant, dict) else None
+        for index, key in enumerate(keys if isinstance(keys, list) else ()):
+            priority = tenant.get("priority")
+            where = ("tenants", str(name), "keys", index)
+            yield where, key, str(name), priority if isinstance(priority, str) else None
+
+
 def _replicas(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Problem]:
     least, most, start = given.get("min", 1), given.get("max"), given.get("start")
     if _whole(least) and _whole(most) and most >= 1 and least > most:
@@ -97,6 +109,12 @@ def _priorities(source: Source) -> Iterator[Problem]:
         if priority is not None and priority not in levels:
             where = (*path[:-1], "priority")
             yield source.problem(where, f"there is no priority level {priority!r}{did_you_mean(priority, levels)}")
+    tenants = source.data.get("tenants")
+    for name, tenant in tenants.items() if isinstance(tenants, dict) else ():
+        priority = tenant.get("priority") if isinstance(tenant, dict) else None
+        if isinstance(priority, str) and priority not in levels:
+            message = f"there is no priority level {priority!r}{did_you_mean(priority, levels)}"
+            yield source.problem(("tenants", str(name), "priority"), message)
 
 
 def _migration(source: Source) -> Iterator[Problem]:
@@ -226,6 +244,7 @@ def _batching(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Pr
 
 
 _ENV = "env:"
+_FILE = "file:"
 # What vLLM's loader takes for weights.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 # What it does not, or not this version of it, and what to do then.
@@ -264,36 +283,50 @@ def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool 
         *_models(source, base, serving),
         *check_replicas(source),
         *check_phases(source),
-        *(_api_keys(source, environ) if serving else ()),
+        *_tenants(source),
+        *(_secrets(source, base, environ) if serving else ()),
     ]
 
 
 def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
-    """`fleet` with absolute model paths and the values of `env:NAME` keys.
+    """`fleet` with absolute paths and the values of `env:NAME` and `file:PATH` keys.
 
-    A variable may hold several keys, separated by commas.
+    A variable may hold several keys, separated by commas; a file one in each line.
     """
     models = [
         model.model_copy(update={"path": str(_directory(base, model.path))}) if model.path else model
         for model in fleet.models
     ]
     # The first mention of a key counts; that two of them differ in priority has been refused.
-    keys = list({key.key: key for key in _resolved_keys(fleet.gateway.api_keys, environ)}.values())
-    gateway = fleet.gateway.model_copy(update={"api_keys": keys})
-    return fleet.model_copy(update={"models": models, "gateway": gateway})
+    keys = list({key.key: key for key in _resolved_keys(fleet.gateway.api_keys, base, environ)}.values())
+    gateway = fleet.gateway.model_copy(
+        update={"api_keys": keys, "usage_file": str(_directory(base, fleet.gateway.usage_file))}
+    )
+    tenants = {
+        name: tenant.model_copy(update={"keys": [v for key in tenant.keys for v in _values(key, base, environ)]})
+        for name, tenant in fleet.tenants.items()
+    }
+    return fleet.model_copy(update={"models": models, "gateway": gateway, "tenants": tenants})
 
 
-def _resolved_keys(keys: list[ApiKey], environ: Mapping[str, str]) -> Iterator[ApiKey]:
+def _resolved_keys(keys: list[ApiKey], base: Path, environ: Mapping[str, str]) -> Iterator[ApiKey]:
     for key in keys:
-        for value in _values(key.key, environ):
+        for value in _values(key.key, base, environ):
             yield key.model_copy(update={"key": value})
 
 
-def _values(key: str, environ: Mapping[str, str]) -> list[str]:
-    """The keys that an entry of the file stands for."""
-    if not key.startswith(_ENV):
+def _values(key: str, base: Path, environ: Mapping[str, str]) -> list[str]:
+    """The keys that an entry of the file stands for; none if they cannot be read."""
+    if key.startswith(_ENV):
+        parts = environ.get(key[len(_ENV) :], "").split(",")
+    elif key.startswith(_FILE):
+        try:
+            parts = _directory(base, key[len(_FILE) :]).read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            parts = []
+    else:
         return [key]
-    return [part.strip() for part in environ.get(key[len(_ENV) :], "").split(",") if part.strip()]
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _directory(base: Path, path: str) -> Path:
@@ -456,18 +489,47 @@ def vllm_options() -> frozenset[str]:
     )
 
 
-def _api_keys(source: Source, environ: Mapping[str, str]) -> Iterator[Problem]:
-    priorities: dict[str, tuple[str | None, int | None]] = {}
-    for path, key, priority in api_keys(source):
+def _tenants(source: Source) -> Iterator[Problem]:
+    tenants, models = source.data.get("tenants"), source.data.get("models")
+    names = [m.get("name") for m in models if isinstance(m, dict)] if isinstance(models, list) else []
+    known = [name for name in names if isinstance(name, str)]
+    for tenant, given in tenants.items() if isinstance(tenants, dict) else ():
+        allowed = given.get("models") if isinstance(given, dict) else None
+        for index, model in enumerate(allowed if isinstance(allowed, list) else ()):
+            if isinstance(model, str) and model not in known:
+                message = f"there is no model {model!r}{did_you_mean(model, known)}"
+                yield source.problem(("tenants", str(tenant), "models", index), message)
+
+
+def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Keys that are not there, or are given twice."""
+    known: dict[str, tuple[tuple[str, str | None], int | None]] = {}
+    for path, key, tenant, priority in [
+        *((path, key, "", priority) for path, key, priority in api_keys(source)),
+        *tenant_keys(source),
+    ]:
         if not isinstance(key, str):
             continue
-        if key.startswith(_ENV):
+        values = _values(key, base, environ)
+        if key.startswith(_ENV) and not values:
             name = key[len(_ENV) :]
-            if not _values(key, environ):
-                yield source.problem(path, f"the environment variable {name} is not set; export it, or remove the key")
-        elif not (key.isascii() and key.isprintable() and key == key.strip()):
+            yield source.problem(path, f"the environment variable {name} is not set; export it, or remove the key")
+        elif key.startswith(_FILE) and not values:
+            file = _directory(base, key[len(_FILE) :])
+            yield source.problem(path, f"{file} has no key, or cannot be read; write one in each line")
+        elif not all(value.isascii() and value.isprintable() and value == value.strip() for value in values):
             yield source.problem(path, "a key must be printable ASCII without spaces around it")
-        for value in _values(key, environ):
-            first = priorities.setdefault(value, (priority, source.line(path)))
-            if first[0] != priority:
-                yield source.problem(path, f"this key has another priority on line {first[1]}; keep one of the two")
+        for value in values:
+            (whose, level), line = known.setdefault(value, ((tenant, priority), source.line(path)))
+            if whose != tenant:
+                yield source.problem(path, f"line {line} has this key, too; it can belong to one tenant only")
+            elif level != priority:
+                yield source.problem(path, f"this key has another priority on line {line}; keep one of the two")
+    if source.data.get("tenants"):
+        gateway = source.data.get("gateway")
+        given = gateway.get("usage_file") if isinstance(gateway, dict) else None
+        file = _directory(base, given if isinstance(given, str) else GatewaySection.model_fields["usage_file"].default)
+        if not os.access(file if file.exists() else file.parent, os.W_OK) or file.is_dir():
+            where: KeyPath = ("gateway", "usage_file") if isinstance(given, str) else ("tenants",)
+            message = f"what tenants used cannot be kept in {file}; set `gateway.usage_file` to a place to write to"
+            yield source.problem(where, message)

@@ -126,8 +126,12 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel]) -> str
         hint = closest(value, allowed) if isinstance(value, str) else None
         wrong = f"must be one of {', '.join(allowed)}, not {value!r}"
         return f'{wrong}; did you mean "{hint}"?' if hint else wrong
-    if kind == "string_pattern_mismatch" and (path[-1] == "name" or path[0] == "priorities"):
+    if kind == "string_pattern_mismatch" and (
+        path[-1] == "name" or (path[0] in ("priorities", "tenants") and "keys" not in path)
+    ):
         return f"must be letters, digits, '.', '_' and '-' only, at most 64, starting with a letter or digit: {value!r}"
+    if kind == "string_pattern_mismatch" and "tenants" in path and "keys" in path:
+        return 'must say where the key is, "env:NAME" or "file:PATH", and never be the key itself'
     if kind == "string_pattern_mismatch" and "aliases" in path:
         return f"must be letters, digits, '.', '_', ':', '/' and '-' only, at most 128: {value!r}"
     if kind == "string_pattern_mismatch" and "cors_origins" in path:

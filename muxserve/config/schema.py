@@ -15,6 +15,7 @@ from muxserve.config.values import (
     GPU_IDS_SCHEMA,
     NAME_PATTERN,
     ORIGIN_PATTERN,
+    SECRET_PATTERN,
     BytesPerSecond,
     CountOrAuto,
     MaxWait,
@@ -77,8 +78,24 @@ class Replicas(Section):
 class ApiKey(Section):
     """An accepted key whose requests have a priority."""
 
-    key: str = Field(min_length=1, description='Literal or "env:NAME"')
+    key: str = Field(min_length=1, description='Literal, "env:NAME" or "file:PATH"')
     priority: str | None = Field(default=None, description="Priority level of its requests; else the default one")
+
+
+class Tenant(Section):
+    """Whoever comes with one of these keys. What is left out is not limited."""
+
+    keys: list[Annotated[str, Field(pattern=SECRET_PATTERN)]] = Field(
+        min_length=1, description='Where its keys are, never the keys themselves: "env:NAME" or "file:PATH"'
+    )
+    models: list[str] | None = Field(default=None, min_length=1, description="Models that it may use; else all")
+    priority: str | None = Field(default=None, description="Highest priority level of its requests; else the default")
+    requests_per_minute: int | None = Field(default=None, ge=1, description="Requests per minute, over all gateways")
+    tokens_per_minute: int | None = Field(
+        default=None, ge=1, description="Tokens of prompts and answers per minute, over all gateways"
+    )
+    max_concurrency: int | None = Field(default=None, ge=1, description="Requests at once, over all gateways")
+    admin: bool = Field(default=False, description="Whether it may see the fleet's state, and what all tenants used")
 
 
 class Priority(Section):
@@ -170,6 +187,7 @@ def _watchdog(value: object) -> object:
 
 ReplicasOrNumber = Annotated[Replicas, BeforeValidator(_replicas)]
 ApiKeys = Annotated[list[Annotated[ApiKey, BeforeValidator(_key)]], BeforeValidator(_keys)]
+Tenants = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Tenant]
 Priorities = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Priority]
 MigrationOrSwitch = Annotated[Migration | None, BeforeValidator(_migration)]
 WatchdogOrSwitch = Annotated[WatchdogTimes | None, BeforeValidator(_watchdog)]
@@ -424,7 +442,13 @@ class GatewaySection(Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
     api_keys: ApiKeys = Field(
-        default_factory=list, description='Accepted keys, each literal or "env:NAME"; none: no key is asked for'
+        default_factory=list,
+        description='Accepted keys, each literal, "env:NAME" or "file:PATH"; none, and no tenants: for anyone',
+    )
+    usage_file: str = Field(
+        default="usage.sqlite",
+        min_length=1,
+        description="Where it is kept what tenants used, relative to the fleet file; written only where there are some",
     )
     max_body: Size = Field(default=4 << 20, description='Largest request body, e.g. "4MiB"')
     drain_seconds: Seconds = Field(default=30.0, description="How long running requests may go on after Ctrl-C")
@@ -458,6 +482,7 @@ class Fleet(Section):
     policy: PolicyName = Field(default="adbs", description="How models share the machine")
     kv_pool: KVPool = Field(default=KVPool(), description="The shared KV page pool")
     gateway: GatewaySection = Field(default=GatewaySection(), description="The OpenAI endpoint")
+    tenants: Tenants = Field(default_factory=dict, description="Who shares the endpoint, by name")
     priorities: Priorities = Field(
         default=DEFAULT_PRIORITIES, min_length=1, description="Priority levels of requests, by name"
     )

@@ -100,6 +100,8 @@ GPU_UUID_PATTERN = r"^GPU-[0-9a-fA-F-]{36}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 # As models are called elsewhere: org/name, name:tag.
 ALIAS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+# A secret stands in a variable or a file.
+SECRET_PATTERN = r"^(env|file):.+$"
 ORIGIN_PATTERN = r"^(\*|https?://[^/\s]+)$"
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
 
+from muxserve.spec import TenantSpec
+
 # A client told to come back later than this would rather go elsewhere.
 MAX_RETRY_AFTER_SECONDS = 60
 # Weight of the newest request in the mean service time.
@@ -21,6 +23,16 @@ class Caller:
     """Somebody who may come in; `level` is the priority level that the key has, if it has one."""
 
     level: str | None = None
+    tenant: TenantSpec | None = None
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether the whole fleet's state is for this caller. Keys of no tenant are the operator's."""
+        return self.tenant is None or self.tenant.admin
+
+    def may_use(self, model: str) -> bool:
+        """Whether `model` is there for this caller."""
+        return self.tenant is None or self.tenant.may_use(model)
 
 
 class ApiKeys:
@@ -29,11 +41,17 @@ class ApiKeys:
     Args:
         keys: the keys.
         levels: the priority levels of those that have one.
+        tenants: whose keys open it as well.
     """
 
-    def __init__(self, keys: Iterable[str], levels: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, keys: Iterable[str], levels: Mapping[str, str] | None = None, tenants: Iterable[TenantSpec] = ()
+    ) -> None:
         self._anyone = Caller()
         self._callers = [(sha256(key.encode()).digest(), Caller((levels or {}).get(key))) for key in keys]
+        for tenant in tenants:
+            caller = Caller(tenant.priority, tenant)
+            self._callers += [(bytes.fromhex(known), caller) for known in tenant.key_hashes]
 
     def __bool__(self) -> bool:
         return bool(self._callers)

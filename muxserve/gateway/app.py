@@ -4,6 +4,7 @@
     /tokenize, /detokenize   likewise
     /models/NAME/...         the same for one model
     /v1/models               all models
+    /admin/usage             what tenants used
     /health /metrics /fleet  about the server (/ping and /load as well, as stock servers have them)
 
 Only routes that serve are passed on; what vLLM offers for the administration of its own engine is not.
@@ -21,13 +22,14 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 
-from muxserve.gateway.admission import ApiKeys, presented_key
+from muxserve.gateway.admission import ApiKeys, Caller, presented_key
 from muxserve.gateway.body import CLOSE, RETRY, BodyMemory, BodyReplay, ClientGoneError, asked_by, read_body
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.priorities import Priorities
+from muxserve.gateway.tenants import RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
 from muxserve.spec import GatewaySpec
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class GatewayApp:
         models: what is offered.
         keys: who may come in.
         priorities: the levels that requests may ask for.
+        tenancy: whose requests they are.
         limiter: how many of them at once.
         measures: where rejections are counted.
         pages: answers of paths about the server itself, for GET.
@@ -82,6 +85,7 @@ class GatewayApp:
         models: Mapping[str, ServedApp],
         keys: ApiKeys,
         priorities: Priorities,
+        tenancy: Tenancy,
         limiter: ConcurrencyLimiter,
         measures: Measures,
         pages: Mapping[str, Page],
@@ -91,6 +95,7 @@ class GatewayApp:
         self.models = models
         self.keys = keys
         self.priorities = priorities
+        self._tenancy = tenancy
         self._limiter = limiter
         self._measures = measures
         self._pages = dict(pages)
@@ -149,7 +154,7 @@ class GatewayApp:
         name = None
         if path.startswith(MODELS):
             name, _, rest = path.removeprefix(MODELS).partition("/")
-            name = self._known(name)
+            name = self._known(name, caller)
             path = f"/{rest}"
             if path in ("/", "/v1/models"):
                 _only_get(scope)
@@ -157,18 +162,24 @@ class GatewayApp:
                 return
         elif path in self._pages:
             _only_get(scope)
+            if path not in self._open_pages and caller is not None and not caller.is_admin:
+                raise RequestError(HTTPStatus.FORBIDDEN, f"{path} is for admins; this key's tenant is none")
             page = self._pages[path]
             # Metrics shrink to a twentieth at the lowest level already.
             await GZipMiddleware(lambda _scope, _receive, answer: page(answer), compresslevel=1)(scope, receive, send)
             return
         elif path == "/v1/models":
             _only_get(scope)
-            cards = [card for model in self.models.values() for card in model.cards.values()]
+            cards = [card for name in self._offered_to(caller) for card in self.models[name].cards.values()]
             await respond_json(send, {"object": "list", "data": cards})
             return
         elif path.startswith("/v1/models/"):
             _only_get(scope)
-            await self._card(path.removeprefix("/v1/models/"), send)
+            await self._card(path.removeprefix("/v1/models/"), caller, send)
+            return
+        elif path == USAGE_PATH:
+            _only_get(scope)
+            await self._tenancy.report(scope.get("query_string", b""), caller.tenant if caller else None, send)
             return
         if path not in POSTS:
             raise RequestError(
@@ -178,11 +189,12 @@ class GatewayApp:
             raise RequestError(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['path']} takes POST only", headers=[(b"allow", b"POST")]
             )
-        http.priority = self.priorities.of(scope["headers"], caller.level if caller else None)
-        await self._serve(name, path, scope, receive, send, http)
+        assert caller is not None, "no path that serves is open"
+        http.priority = self.priorities.of(scope["headers"], caller.level)
+        await self._serve(name, path, caller, scope, receive, send, http)
 
     async def _serve(
-        self, name: str | None, path: str, scope: Scope, receive: Receive, send: Send, http: HttpRequest
+        self, name: str | None, path: str, caller: Caller, scope: Scope, receive: Receive, send: Send, http: HttpRequest
     ) -> None:
         if self.refusing:
             raise self._shutting_down(name)
@@ -202,47 +214,51 @@ class GatewayApp:
                 raise
             asked = asked_by(body)
             if name is None:
-                name = self._model(asked.model)
+                name = self._model(asked.model, caller)
             http.model = name
             replay = BodyReplay(receive, body, http)
             served = self.models.get(name)  # to its end, also if the model is removed meanwhile
             if served is None:  # removed while the body was read
-                raise self._unknown_model(name)
+                raise self._unknown_model(name, caller)
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path in GENERATE:
-                    async with self._limiter.turn(name, replay, asked.prompts):
-                        if self.ended:  # while it waited for its turn
-                            raise self._shutting_down(name)
-                        claim.release()  # how many are in service is bounded
-                        await served.app(inner, replay, send)
+                    with self._tenancy.turn(caller.tenant, name) as http.tenant:
+                        async with self._limiter.turn(name, replay, asked.prompts):
+                            if self.ended:  # while it waited for its turn
+                                raise self._shutting_down(name)
+                            claim.release()  # how many are in service is bounded
+                            await served.app(inner, replay, send)
                 else:
                     await served.app(inner, replay, send)
             finally:
                 replay.unwatch()
 
-    def _model(self, asked: str | None) -> str:
+    def _model(self, asked: str | None, caller: Caller) -> str:
         if asked is None:
-            if len(self.models) == 1:
-                return next(iter(self.models))
+            offered = self._offered_to(caller)
+            if len(offered) == 1:
+                return offered[0]
             raise RequestError(
                 HTTPStatus.BAD_REQUEST,
-                f"'model' is missing; this server has {self._names()}",
+                f"'model' is missing; this server has {self._names(caller)}",
                 param="model",
             )
-        return self._known(asked)
+        return self._known(asked, caller)
 
-    def _known(self, asked: str) -> str:
-        """The name of the model that is called so, which may be one of its aliases."""
-        if asked in self.models:
-            return asked
-        for name, model in self.models.items():
-            if asked in model.cards:
+    def _known(self, asked: str, caller: Caller | None) -> str:
+        """The name of the model that is called so, which may be one of its aliases. What `caller` may not use is not
+        there for it, as with OpenAI."""
+        for name in self._offered_to(caller):
+            if asked == name or asked in self.models[name].cards:
                 return name
-        raise self._unknown_model(asked)
+        raise self._unknown_model(asked, caller)
 
-    async def _card(self, name: str, send: Send) -> None:
-        await respond_json(send, self.models[self._known(name)].cards[name])
+    async def _card(self, asked: str, caller: Caller | None, send: Send) -> None:
+        await respond_json(send, self.models[self._known(asked, caller)].cards[asked])
+
+    def _offered_to(self, caller: Caller | None) -> list[str]:
+        return [name for name in self.models if caller is None or caller.may_use(name)]
 
     def _shutting_down(self, name: str | None) -> RequestError:
         self._measures.rejected(name or "", "draining")
@@ -250,24 +266,24 @@ class GatewayApp:
             HTTPStatus.SERVICE_UNAVAILABLE, "this server is shutting down", headers=[(b"retry-after", b"5")]
         )
 
-    def _unknown_model(self, name: str) -> RequestError:
+    def _unknown_model(self, name: str, caller: Caller | None) -> RequestError:
         self._measures.rejected("", "unknown_model")
         shown = name if len(name) <= 100 else f"{name[:100]}..."
+        has = f"this {'key' if caller is not None and caller.tenant is not None else 'server'} has"
         return RequestError(
-            HTTPStatus.NOT_FOUND, f"the model {shown!r} does not exist; this server has {self._names()}", param="model"
+            HTTPStatus.NOT_FOUND, f"the model {shown!r} does not exist; {has} {self._names(caller)}", param="model"
         )
 
-    def _names(self) -> str:
-        return ", ".join(self.models) or "none"
+    def _names(self, caller: Caller | None) -> str:
+        return ", ".join(self._offered_to(caller)) or "none"
 
 
 def with_cors(app: GatewayApp, origins: Sequence[str]) -> App:
     """`app` for web pages of these origins, too: browsers ask before they send, without a key, and are answered."""
     if not origins:
         return app
-    return CORSMiddleware(
-        app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["retry-after"]
-    )
+    exposed = ["retry-after", *(f"x-ratelimit-{what}-{kind}" for what in RATE_HEADERS for kind in RATE_KINDS)]
+    return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
 
 
 class _Answer:
@@ -293,6 +309,8 @@ class _Answer:
             after = self._http.retry_after
             if after is not None:
                 message["headers"] = [*message.get("headers", ()), (b"retry-after", str(after).encode())]
+            if self._http.tenant is not None:
+                message["headers"] = [*message.get("headers", ()), *self._http.tenant.allowance.headers()]
             if (self._endpoint.draining or self._endpoint.crowded()) and CLOSE not in message.get("headers", ()):
                 message["headers"] = [*message.get("headers", ()), CLOSE]
         await self._send(message)

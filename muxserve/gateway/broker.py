@@ -179,6 +179,8 @@ class Broker:
     def submit(self, request: Tracked) -> None:
         """Serve a new request."""
         self.waits[request.model].submitted(request.context, request.prompt_tokens)
+        if request.choice == 0 and request.context is not None and request.context.tenant is not None:
+            request.context.tenant.prompted(request.prompt_tokens)
         self.router.submit(request, time.monotonic())
         self._flush()
         self._look_later()

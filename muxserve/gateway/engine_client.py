@@ -82,6 +82,7 @@ class UnitEngineClient(EngineCoreClient):
                 priority=priority.queue(request.priority),
                 scheduling=priority.scheduling,
                 execution=priority.execution,
+                choice=self._choice(front_id),
                 group=http.group_of(wire_id) if http is not None else "",
                 context=http,
             )
@@ -139,6 +140,11 @@ class UnitEngineClient(EngineCoreClient):
     def _has(self, front_id: str) -> bool:
         assert self._processor is not None
         return front_id in self._processor.request_states
+
+    def _choice(self, front_id: str) -> int:
+        """Which of the choices of its prompt that request is."""
+        assert self._processor is not None
+        return int(self._processor.request_states[front_id].request_index)
 
     def _end(self, front_id: str, error: Exception | None = None) -> list[str]:
         assert self._processor is not None

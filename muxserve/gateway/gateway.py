@@ -27,6 +27,7 @@ from muxserve.gateway.reports import Reports
 from muxserve.gateway.served_models import OfferedModels
 from muxserve.gateway.status import FleetStatus
 from muxserve.gateway.status_routes import StatusRoutes
+from muxserve.gateway.tenants import Tenancy
 from muxserve.gateway.vllm_metrics import JoinedMetrics
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, ModelSpec, load_fleet
@@ -52,6 +53,7 @@ class Gateway:
         self.index = index
         self.registry = CollectorRegistry()
         self.measures = Measures(fleet.models, self.registry)
+        self.tenancy = Tenancy(fleet, index, self.registry)
         waits = PredictedWaits()
         self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures, waits)
         self.limiter = ConcurrencyLimiter(fleet.models, index, fleet.gateway.count, self.measures, waits)
@@ -92,15 +94,17 @@ class Gateway:
         )
         self._endpoint = GatewayApp(
             models=self.offered.models,
-            keys=ApiKeys(self.fleet.gateway.api_keys, self.fleet.key_levels),
+            keys=ApiKeys(self.fleet.gateway.api_keys, self.fleet.key_levels, self.fleet.tenants),
             priorities=Priorities(self.fleet.priority_levels()),
+            tenancy=self.tenancy,
             limiter=self.limiter,
             measures=self.measures,
             pages=pages.table(),
             open_pages=pages.OPEN,
             settings=self.fleet.gateway,
         )
-        self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._keep_offering())]
+        tasks = (self._follow(), self._keep_offering(), self.tenancy.keep())
+        self._tasks = [asyncio.ensure_future(task) for task in tasks]
         return self._endpoint
 
     def fleet_changed(self) -> None:
@@ -113,6 +117,7 @@ class Gateway:
             task.cancel()
         self.grammars.close()
         self.broker.close()
+        self.tenancy.close()
 
     async def _follow(self) -> None:
         while True:
@@ -138,7 +143,8 @@ class Gateway:
         for model in fleet.models:
             self.limiter.add(model)
             self.measures.add(model)
-        self._endpoint.keys = ApiKeys(fleet.gateway.api_keys, fleet.key_levels)
+        self.tenancy.learn(fleet)
+        self._endpoint.keys = ApiKeys(fleet.gateway.api_keys, fleet.key_levels, fleet.tenants)
         self._endpoint.priorities = Priorities(fleet.priority_levels())
         self.status.learn(fleet)
         try:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Tracked
+from muxserve.gateway.tenants import TenantTurn, Used
 from muxserve.metrics import Objectives, time_per_token
 from muxserve.spec import ModelSpec
 
@@ -32,6 +33,7 @@ class HttpRequest:
     retry_after: int | None = None
     group: str = ""
     model: str = ""
+    tenant: TenantTurn | None = None
 
     def group_of(self, request_id: str) -> str:
         """What the requests to units that this one makes have in common: the id of the first of them."""
@@ -140,6 +142,8 @@ class Measures:
         """Count a request that ended at `now`."""
         name = request.model
         self._requests.labels(name, outcome.value).inc()
+        if request.context is not None and request.context.tenant is not None:
+            request.context.tenant.ended(name, outcome.value, _used(request))
         if outcome is not RequestOutcome.COMPLETED or request.first_token_at is None or request.last_token_at is None:
             return
         ttft = request.first_token_at - request.arrival
@@ -163,3 +167,13 @@ class Measures:
     def rejected(self, model: str, reason: str) -> None:
         """Count a request that was turned away; `model` is empty if it named none that we know."""
         self._rejected.labels(model, reason).inc()
+
+
+def _used(request: Tracked) -> Used:
+    """What is counted of `request`: its prompt if there was an answer, and once for all choices of it."""
+    prompted = request.choice == 0 and request.first_token_at is not None
+    return Used(
+        prompt_tokens=request.prompt_tokens if prompted else 0,
+        cached_tokens=request.cached_tokens if prompted else 0,
+        output_tokens=len(request.emitted),
+    )

@@ -106,7 +106,7 @@ def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable
     """See `muxserve.gateway.main.run`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what may have changed meanwhile is read as soon as that can be
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", MOST_CHOICES)
-    if fleet.gateway.api_keys and os.environ.pop("VLLM_API_KEY", ""):
+    if fleet.needs_key and os.environ.pop("VLLM_API_KEY", ""):
         # vLLM's routes would want it beside the fleet's own keys, of which a request can bring one only.
         log.warning("VLLM_API_KEY is not used: the fleet file has its own keys")
     ours = logging.getLogger("muxserve")

@@ -108,7 +108,7 @@ class Reports:
                 "requests_in_flight": len(broker.table),
                 "draining": self.draining,
                 "max_body_bytes": fleet.gateway.max_body_bytes,
-                "needs_key": bool(fleet.gateway.api_keys),
+                "needs_key": fleet.needs_key,
                 "generation": fleet.generation,
             },
             "unit": units[0] if units else None,

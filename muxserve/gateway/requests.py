@@ -30,6 +30,7 @@ class Output(Protocol):
     new_prompt_logprobs_tensors: Any
     new_sampling_mask: Any
     finish_reason: Any
+    prefill_stats: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +40,8 @@ class Tracked:
     `unit` is where it is served or was sent to; "" while it has no unit. (`request_id`, `attempt`) is in one unit at a
     time: within an attempt it goes to another unit by migration only, which `moves` counts. `refused_by` are units that
     gave it back because they are drained or too small; `repeated_at` are units that were sent this attempt twice.
-    Requests of one `group` come from one HTTP request. Times are seconds of the monotonic clock. `context` belongs to
-    the caller.
+    Requests of one `group` come from one HTTP request; `choice` numbers those of one prompt. Times are
+    seconds of the monotonic clock. `context` belongs to the caller.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Tracked:
     scheduling: str = NORMAL
     execution: str = NORMAL
     group: str = ""
+    choice: int = 0
     context: Any = None
     attempt: int = 0
     tries: int = 1
@@ -63,6 +65,7 @@ class Tracked:
     early: dict[int, Output] = field(default_factory=dict)
     gap_since: float | None = None
     prompt_logprobs_told: bool = False
+    cached_tokens: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
     heard_at: float = 0.0
@@ -316,6 +319,8 @@ class RequestTable:
             request.patience = QUIET_SECONDS
             if request.first_token_at is None:
                 request.first_token_at = now
+                if output.prefill_stats is not None:
+                    request.cached_tokens = output.prefill_stats.num_cached_tokens
         if output.finish_reason is None:
             if not output.new_token_ids and seen:
                 return  # nothing new

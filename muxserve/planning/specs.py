@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from itertools import takewhile
@@ -29,6 +30,7 @@ from muxserve.spec import (
     Keys,
     ModelSpec,
     PoolSpec,
+    TenantSpec,
     UnitEntry,
     UnitSpec,
     WatchdogRules,
@@ -169,6 +171,8 @@ def fleet_spec_of(
         levels=levels_of(fleet),
         default_level=fleet.default_level,
         key_levels=fleet.gateway.key_priorities,
+        tenants=tenants_of(fleet),
+        usage_file=fleet.gateway.usage_file if fleet.tenants else "",
         keys=keys,
         tokens_host=tokens_host,
         watchdog=watchdog_of(fleet),
@@ -178,6 +182,23 @@ def fleet_spec_of(
 
 
 # ---------------------------------------------------------------- rules
+
+
+def tenants_of(fleet: Fleet) -> tuple[TenantSpec, ...]:
+    """Its tenants, with their keys by hash only."""
+    return tuple(
+        TenantSpec(
+            name=name,
+            key_hashes=tuple(hashlib.sha256(key.encode()).hexdigest() for key in tenant.keys),
+            models=None if tenant.models is None else tuple(tenant.models),
+            priority=tenant.priority,
+            requests_per_minute=tenant.requests_per_minute or 0,
+            tokens_per_minute=tenant.tokens_per_minute or 0,
+            max_concurrency=tenant.max_concurrency or 0,
+            admin=tenant.admin,
+        )
+        for name, tenant in fleet.tenants.items()
+    )
 
 
 def scaling_of(fleet: Fleet) -> dict[str, ScalingRules]:

@@ -1,12 +1,13 @@
 """What the controller decided and every process is told: units, the fleet of them, addresses and keys.
 
-Written as JSON before anything starts. The files hold no secrets of clients other than the gateway's API keys, and are
+Written as JSON before anything starts. The files hold no secrets of clients other than `gateway.api_keys`, and are
 readable by their owner only.
 """
 
 from muxserve.spec.fleet import (
     FleetSpec,
     Suspect,
+    TenantSpec,
     UnitEntry,
     fleet_of,
     load_fleet,
@@ -48,6 +49,7 @@ __all__ = [
     "PoolSpec",
     "SmSharing",
     "Suspect",
+    "TenantSpec",
     "UnitEntry",
     "UnitSpec",
     "WatchdogRules",

@@ -52,12 +52,31 @@ class Suspect(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
 
 
+class TenantSpec(msgspec.Struct, frozen=True):
+    """Who comes with one of some keys, which are known by their SHA-256 (hex) only. `models` are those that it may use,
+    None: all. Limits of 0 are none; they hold for all gateways together."""
+
+    name: str
+    key_hashes: tuple[str, ...]
+    models: tuple[str, ...] | None = None
+    priority: str | None = None
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_concurrency: int = 0
+    admin: bool = False
+
+    def may_use(self, model: str) -> bool:
+        """Whether `model` is one of its."""
+        return self.models is None or model in self.models
+
+
 class FleetSpec(msgspec.Struct, frozen=True):
     """Everything that gateways and the global scheduler need to know.
 
     `models` are all that the endpoint offers, also those that no unit serves at present; where replicas differ, as the
     smallest has it. `scaling` has the models whose number of replicas may change by itself. `migration` is None where
-    requests stay where they are. `key_levels` gives API keys a priority level. `tokens_host` is the address under which
+    requests stay where they are. `key_levels` gives API keys a priority level; `usage_file` keeps what `tenants` used.
+    `tokens_host` is the address under which
     engines of other machines reach the gateways. `generation` grows with every change.
     """
 
@@ -70,6 +89,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     levels: tuple[Level, ...] = tuple(DEFAULT_LEVELS)
     default_level: str = NORMAL
     key_levels: dict[str, str] = {}
+    tenants: tuple[TenantSpec, ...] = ()
+    usage_file: str = ""
     keys: Keys | None = None
     tokens_host: str = ""
     generation: int = 0
@@ -80,6 +101,11 @@ class FleetSpec(msgspec.Struct, frozen=True):
     # Who gives no sign of life at present, and how often a process of each kind was killed because it hung.
     suspects: tuple[Suspect, ...] = ()
     hangs: dict[str, int] = {}
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the endpoint wants a key."""
+        return bool(self.gateway.api_keys or self.tenants)
 
     def unit(self, name: str) -> UnitEntry:
         """The unit of that name.

@@ -70,7 +70,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"policy: adsb\n{ONE}", "fleet.yaml:1: policy: must be one of adbs, slack, fcfs, round_robin, not 'adsb'; did you mean \"adbs\"?"),
         (f"polizy: adbs\n{ONE}", 'fleet.yaml:1: polizy: unknown key; did you mean "policy"?'),
         (f"port: 80\n{ONE}", "fleet.yaml:1: port: unknown key; `port` belongs under `gateway`"),
-        (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, kv_pool, gateway, priorities, default_priority, migration, watchdog, models"),
+        (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, kv_pool, gateway, tenants, priorities, default_priority, migration, watchdog, models"),
         (f"cluster:\n  gpu: 1\n{ONE}", 'fleet.yaml:2: cluster.gpu: unknown key; did you mean "gpus"?'),
         (f"cluster: many\n{ONE}", 'fleet.yaml:1: cluster: must be auto or a mapping such as "cores: 2", not \'many\''),
         (f"cluster: {{cores: 0}}\n{ONE}", "fleet.yaml:1: cluster.cores: must be a whole number of at least 1, or auto, not 0"),
@@ -99,6 +99,15 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"gateway:\n  api_keys:\n    - {{priority: high}}\n{ONE}", "fleet.yaml:3: gateway.api_keys[0].key: is required"),
         (f"gateway:\n  api_keys:\n    - {{key: k, priority: hihg}}\n{ONE}", "fleet.yaml:3: gateway.api_keys[0].priority: there is no priority level 'hihg'; did you mean \"high\"?"),
         (f"gateway:\n  api_keys:\n    - k\n    - {{key: k, priority: high}}\n{ONE}", "fleet.yaml:4: gateway.api_keys[1].key: this key has another priority on line 3; keep one of the two"),
+        (f"gateway:\n  api_keys: file:not-there\n{ONE}", "not-there has no key, or cannot be read; write one in each line"),
+        (f"tenants:\n  a:\n    keys: [secret]\n{ONE}", "fleet.yaml:3: tenants.a.keys[0]: must say where the key is, \"env:NAME\" or \"file:PATH\", and never be the key itself"),
+        (f"tenants:\n  a: {{keys: [env:NOT_THERE]}}\n{ONE}", "fleet.yaml:2: tenants.a.keys[0]: the environment variable NOT_THERE is not set"),
+        (f"tenants:\n  a:\n    keys: []\n{ONE}", "fleet.yaml:3: tenants.a.keys: needs at least one entry"),
+        (f"tenants:\n  a: {{keys: [env:SET], models: [oen]}}\n{ONE}", "fleet.yaml:2: tenants.a.models[0]: there is no model 'oen'; did you mean \"one\"?"),
+        (f"tenants:\n  a: {{keys: [env:SET], priority: hihg}}\n{ONE}", "fleet.yaml:2: tenants.a.priority: there is no priority level 'hihg'; did you mean \"high\"?"),
+        (f"tenants:\n  a: {{keys: [env:SET]}}\n  b: {{keys: [env:SET]}}\n{ONE}", "fleet.yaml:3: tenants.b.keys[0]: line 2 has this key, too; it can belong to one tenant only"),
+        (f"gateway: {{usage_file: /not/there}}\ntenants:\n  a: {{keys: [env:SET]}}\n{ONE}", "fleet.yaml:1: gateway.usage_file: what tenants used cannot be kept in /not/there"),
+        (f"tenants: {{a b: {{keys: [env:SET]}}}}\n{ONE}", "fleet.yaml:1: tenants.a b: must be letters, digits"),
         (f"gateway: {{count: 0}}\n{ONE}", "fleet.yaml:1: gateway.count: must be at least 1, not 0"),
         (f"{ONE}    replicas: 0\n", "fleet.yaml:4: models[0].replicas: must be a whole number of at least 1, or a mapping such as \"{min: 1, max: 4}\", not 0; a model that may have none is {min: 0, max: 1}"),
         (f"{ONE}    replicas: many\n", "fleet.yaml:4: models[0].replicas: must be a whole number of at least 1, or a mapping"),
@@ -149,7 +158,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
     ],
 )  # fmt: skip
 def test_one_mistake(text: str, expected: str, base: Path) -> None:
-    found = problems(text, base, EMPTY=" ")
+    found = problems(text, base, EMPTY=" ", SET="a-key")
     assert len(found) == 1, found
     assert expected in found[0]
 

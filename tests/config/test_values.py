@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -16,9 +17,33 @@ from hypothesis import strategies as st
 from muxserve.config import FleetError, load_fleet, parse_fleet
 from muxserve.config.loader import fleet_schema, fleet_schema_text
 from muxserve.config.values import parse_duration, parse_size, parse_speed
+from muxserve.planning.specs import tenants_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = "models:\n  - name: one\n    hub: org/one\n"
+
+
+def test_tenants(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("k1\n\n  k2\n")
+    text = f"""
+gateway: {{api_keys: [file:secret-of-operator, plain]}}
+tenants:
+  research: {{keys: [file:secret, env:MORE], models: [one], priority: high,
+    requests_per_minute: 60, tokens_per_minute: 1000}}
+  support: {{keys: [env:OTHER], max_concurrency: 4, admin: true}}
+{ONE}"""
+    (tmp_path / "secret-of-operator").write_text("op")
+    fleet = parse_fleet(text, "f", tmp_path, {"MORE": "k3,k4", "OTHER": "k5"})
+    assert fleet.gateway.keys == ["op", "plain"]
+    assert fleet.tenants["research"].keys == ["k1", "k2", "k3", "k4"]
+    assert fleet.gateway.usage_file == str(tmp_path / "usage.sqlite")
+    research, support = tenants_of(fleet)
+    assert (research.models, research.priority, research.requests_per_minute, research.tokens_per_minute) == (
+        ("one",), "high", 60, 1000,
+    )  # fmt: skip
+    assert (support.models, support.max_concurrency, support.admin, support.requests_per_minute) == (None, 4, True, 0)
+    assert research.key_hashes[0] == hashlib.sha256(b"k1").hexdigest()
+    assert "k1" not in str(research)
 
 
 def test_defaults() -> None:

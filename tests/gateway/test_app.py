@@ -18,8 +18,9 @@ from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
+from muxserve.gateway.tenants import Tenancy
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
-from muxserve.spec import GatewaySpec
+from muxserve.spec import FleetSpec, GatewaySpec
 from tests.gateway.unit_specs import model
 
 BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
@@ -47,16 +48,19 @@ class Answer:
 
 def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> GatewayApp:
     models = [model("m", max_concurrency=1, max_queue=1)]
+    settings = GatewaySpec("127.0.0.1", 0, max_body_bytes=1000)
+    fleet = FleetSpec(run_dir="", gateway=settings, models=models, units=[])
     measures = Measures(models, CollectorRegistry())
     return GatewayApp(
         models={"m": ServedApp(app, {"m": {}})},
         keys=ApiKeys([]),
         priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
+        tenancy=Tenancy(fleet, 0, CollectorRegistry()),
         limiter=ConcurrencyLimiter(models, 0, 1, measures),
         measures=measures,
         pages={"/health": page} if page is not None else {},
         open_pages=frozenset(),
-        settings=GatewaySpec("127.0.0.1", 0, max_body_bytes=1000),
+        settings=settings,
     )
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, UnitEntry, UnitSpec
+from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, TenantSpec, UnitEntry, UnitSpec
 from tests.gateway.fake_scheduler import FakeScheduler, at, nowhere
 from tests.gateway.playing import play
 from tests.gateway.rig import Event, Rig, Running, unit_state
@@ -401,6 +402,39 @@ def test_keys_levels_and_limits_change(fleet: Running, http: httpx.Client) -> No
     assert shown["limits"] == {"max_concurrency": 5, "max_queue": 3, "max_wait_seconds": 2.0}
     fleet.change(msgspec.structs.replace(before, generation=21))
     while http.get("/fleet", headers={"Authorization": "Bearer vip"}).status_code != 200:
+        pass
+
+
+def test_tenants_come_and_go(fleet: Running, http: httpx.Client, tmp_path: Path) -> None:
+    """Their limits hold, and what they use is what the client is told, down to cached tokens."""
+    before = fleet.fleet
+    team = TenantSpec("team", (sha256(b"of-the-team").hexdigest(),), ("alpha",), "low", tokens_per_minute=100_000)
+    usage_file = str(tmp_path / "usage.sqlite")
+    fleet.change(msgspec.structs.replace(before, tenants=(team,), usage_file=usage_file, generation=22))
+    key = {"Authorization": "Bearer of-the-team"}
+    while http.get("/v1/models", headers=key).status_code != 200:
+        pass
+    assert [card["id"] for card in http.get("/v1/models", headers=key).json()["data"]] == ["alpha"]
+    body = {"model": "alpha", "prompt": play("some words"), "max_tokens": 60, "n": 2}
+    answer = http.post("/v1/completions", json=body, headers=key)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    spent = usage["prompt_tokens"] + usage["completion_tokens"]
+    assert answer.headers["x-ratelimit-limit-tokens"] == "100000"
+    assert 100_000 - spent <= int(answer.headers["x-ratelimit-remaining-tokens"]) < 100_000
+    with http.stream("POST", "/v1/completions", json={**body, "n": 1, "stream": True}, headers=key) as stream:
+        assert int(stream.headers["x-ratelimit-remaining-tokens"]) < 100_000 - spent
+        stream.read()
+    assert http.post("/v1/completions", json={**body, "model": "beta"}, headers=key).status_code == 404
+    rows = http.get("/admin/usage").json()["data"]
+    (row,) = [row for row in rows if row["tenant"] == "team"]
+    assert (row["model"], row["requests"], row["cached_tokens"]) == ("alpha", 2, 2)
+    assert row["prompt_tokens"] == 2 * usage["prompt_tokens"]
+    assert row["output_tokens"] == usage["completion_tokens"] * 3 // 2
+    total = 'muxserve_tenant_tokens_total{kind="output",model_name="alpha",tenant="team"}'
+    assert sample(http, total) == row["output_tokens"]
+    fleet.change(msgspec.structs.replace(before, generation=23))
+    while http.get("/v1/models", headers=key).status_code != 401:
         pass
 
 

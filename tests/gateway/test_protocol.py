@@ -22,8 +22,9 @@ from muxserve.gateway.errors import App, Receive, Scope, Send, respond
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.process import BACKLOG, OTHER_FILES, GatewayServer, bind, loop_factory, room
+from muxserve.gateway.tenants import Tenancy
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
-from muxserve.spec import GatewaySpec
+from muxserve.spec import FleetSpec, GatewaySpec
 from tests.gateway.unit_specs import model
 from tests.support.patience import PATIENCE
 
@@ -35,6 +36,7 @@ class Serving:
 
     def __init__(self, app: App, queue: int = 8, files: int = 20_000) -> None:
         models = [model("m", max_concurrency=1, max_queue=queue)]
+        settings = GatewaySpec("127.0.0.1", 0, max_body_bytes=2 << 20)
         self.registry = CollectorRegistry()
         measures = Measures(models, self.registry)
         self.limiter = ConcurrencyLimiter(models, 0, 1, measures)
@@ -42,11 +44,12 @@ class Serving:
             models={"m": ServedApp(app, {"m": {}})},
             keys=ApiKeys([]),
             priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
+            tenancy=Tenancy(FleetSpec("", settings, models, []), 0, self.registry),
             limiter=self.limiter,
             measures=measures,
             pages={},
             open_pages=frozenset(),
-            settings=GatewaySpec("127.0.0.1", 0, max_body_bytes=2 << 20),
+            settings=settings,
         )
         self.listener = bind(GatewaySpec("127.0.0.1", 0, count=2))
         self.port = int(self.listener.getsockname()[1])

@@ -39,6 +39,7 @@ class Out:
     new_logprobs: Any = None
     new_prompt_logprobs_tensors: Any = None
     new_sampling_mask: Any = None
+    prefill_stats: Any = None
     finish_reason: int | None = None
 
 
