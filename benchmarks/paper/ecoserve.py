@@ -8,8 +8,8 @@ that of the others is what the result file has. Requests come for five minutes, 
 system that cannot keep up may not show it yet. Attainment is not monotone in the rate, so that all rates of a grid are
 tried. Eighteen settings take hours; `--settings` runs one.
 
-Every part prints a table and is written to the result file as soon as it is there. docs/rolling.md discusses them beside
-the paper's claims. Step times come from the roofline of the two GPUs: nothing here ran on one.
+Every part prints a table and is written to the result file as soon as it is there. docs/rolling.md discusses them
+beside the paper's claims. Step times come from the roofline of the two GPUs: nothing here ran on one.
 """
 
 from __future__ import annotations

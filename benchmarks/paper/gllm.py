@@ -6,8 +6,8 @@ Parts: iterations (figure 1), latency, links, ablation, sensitivity, variants. T
 PCIe (20.79 GB/s measured there), or in the second setting one in each of four machines (73.28 Gb/s); `links` has
 both beside each other. With `--settings` latency and links run only those, and the result file has them apart.
 
-Every part prints a table; all numbers go to the result file, figure 1 to a picture beside it. docs/pipelined.md discusses
-them beside the paper's claims. Step times come from the roofline of an L20: nothing here ran on one.
+Every part prints a table; all numbers go to the result file, figure 1 to a picture beside it. docs/pipelined.md
+discusses them beside the paper's claims. Step times come from the roofline of an L20: nothing here ran on one.
 """
 
 from __future__ import annotations
