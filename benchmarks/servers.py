@@ -44,6 +44,19 @@ class Server:
                 total += process.memory_full_info().pss
         return total
 
+    def pss_by_part(self) -> dict[str, float]:
+        """MiB by process title, of all these processes."""
+        parts: dict[str, float] = {}
+        root = psutil.Process(self.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                line = process.cmdline() or [process.name()]
+                name = line[0] if line[0].startswith("muxserve ") else " ".join(line[1:4])
+                if "memory-manager" in line[0]:
+                    name = "memory manager"
+                parts[name] = parts.get(name, 0.0) + process.memory_full_info().pss / 2**20
+        return parts
+
     def cpu_seconds(self, without: str | None = None) -> float:
         """CPU time that the server and everything it started have used, but for processes with `without` in their
         command line."""

@@ -1,119 +1,113 @@
-"""Start-up of the quickstart fleet, from `muxserve deploy` to ready, and the memory of all its processes.
+"""Start-up of fleets, from `muxserve deploy` to ready, and the memory of all their processes; beside a stock server.
 
     python benchmarks/startup.py [--runs N] [--out FILE]
 
-PSS counts a page shared by n processes as 1/n page in each, so the sum is what the fleet takes from the machine.
+The quickstart's three models; twenty models that are all awake (forty engines); the same twenty of which seventeen
+sleep, and how soon each answers when it is asked. PSS counts a page shared by n processes as 1/n page in each, so that
+the sum is what a fleet takes from the machine. Twenty models are the quickstart's checkpoints under twenty names: small
+weights, so that what is measured is processes, pools and schedulers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import signal
-import socket
+import asyncio
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-import psutil
+import yaml
+from load import Call, closed_loop
+from report import machine, percentiles, write_report
+from servers import ROOT, Server, end_cleanly, muxserve_fleet
+from stock_vllm import StockSettings, stock_server
 
-ROOT = Path(__file__).resolve().parent.parent
-FLEET = ROOT / "configs/quickstart.yaml"
-TARGET_SECONDS = 45.0
-TARGET_PSS_GIB = 4.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+CHECKPOINTS = ("arithmetic", "atlas", "frontdesk")
+MODELS = 20
+AWAKE = 3
 
 
-def healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+def fleet_of_twenty(target: Path, asleep: bool) -> Path:
+    """A fleet file with the quickstart's checkpoints under twenty names; with `asleep` all but three start without a
+    replica."""
+    models = []
+    for number in range(MODELS):
+        model: dict[str, object] = {
+            "name": f"model-{number:02d}",
+            "path": str(ROOT / "configs/models" / CHECKPOINTS[number % len(CHECKPOINTS)]),
+            "dtype": "float32",
+            "rate": 1,
+            "limits": {"max_wait": "none"},
+        }
+        if asleep and number >= AWAKE:
+            model["replicas"] = {"min": 0, "start": 0, "max": 1, "idle": "1h"}
+        models.append(model)
+    target.write_text(yaml.safe_dump({"kv_pool": {"size": "512MiB"}, "models": models}, sort_keys=False))
+    return target
 
 
-def pss_by_part(session: int) -> dict[str, float]:
-    """MiB by process title, of every process of the session."""
-    parts: dict[str, float] = {}
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) != session:
-                continue
-            line = process.cmdline()
-            if not line:
-                continue
-            name = line[0] if line[0].startswith("muxserve ") else " ".join(line[1:4])
-            if "memory-manager" in line[0]:
-                name = "memory manager"
-            parts[name] = parts.get(name, 0.0) + process.memory_full_info().pss / 2**20
-        except (psutil.Error, ProcessLookupError):
-            continue
-    return parts
+def footprint(server: Server) -> dict[str, object]:
+    """Seconds until ready, and memory now."""
+    parts = server.pss_by_part()
+    return {"seconds_to_ready": round(server.start_seconds, 2), "pss_gib": round(sum(parts.values()) / 1024, 2)}
 
 
-def run() -> tuple[float, dict[str, float]]:
-    port = free_port()
-    with tempfile.TemporaryFile() as log:
-        began = time.monotonic()
-        deploy = subprocess.Popen(
-            [sys.executable, "-m", "muxserve.cli.app", "deploy", str(FLEET), "--port", str(port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            while not healthy(port):
-                if deploy.poll() is not None or time.monotonic() - began > 180:
-                    log.seek(0)
-                    raise SystemExit(f"the fleet did not start:\n{log.read().decode()[-3000:]}")
-                time.sleep(0.05)
-            seconds = time.monotonic() - began
-            return seconds, pss_by_part(deploy.pid)
-        finally:
-            deploy.send_signal(signal.SIGINT)
-            deploy.wait(60)
+async def first_answers(server: Server, numbers: range) -> list[float]:
+    """Seconds to the first token of each of these models, one after the other."""
+    seconds = []
+    for number in numbers:
+        (outcome,) = await closed_loop(server.url, [Call(f"model-{number:02d}", 16, 4, seed=number)], 1)
+        if outcome.error:
+            raise SystemExit(f"model-{number:02d}: {outcome.error}")
+        seconds.append(outcome.ttft)
+    return seconds
+
+
+def show(name: str, found: dict[str, object]) -> None:
+    """One line of progress."""
+    print(f"{name:32s} ready after {found['seconds_to_ready']:5} s, PSS {found['pss_gib']} GiB", flush=True)
 
 
 def main() -> None:
+    """Run everything in turns and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=3, help="of each")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/startup.json")
     args = parser.parse_args()
-    seconds, parts = [], {}
-    for index in range(args.runs):
-        took, parts = run()
-        seconds.append(round(took, 2))
-        print(f"run {index + 1}: ready after {took:.1f} s, PSS {sum(parts.values()) / 1024:.2f} GiB", flush=True)
-    total = sum(parts.values()) / 1024
-    for name, mib in sorted(parts.items(), key=lambda item: -item[1]):
-        print(f"  {mib:7.0f} MiB  {name}")
-    args.out.write_text(
-        json.dumps(
-            {
-                "command": "python benchmarks/startup.py",
-                "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-                "seconds_to_ready": seconds,
-                "median_seconds": statistics.median(seconds),
-                "target_seconds": TARGET_SECONDS,
-                "pss_gib": round(total, 2),
-                "target_pss_gib": TARGET_PSS_GIB,
-                "pss_mib_by_part": {name: round(mib) for name, mib in sorted(parts.items())},
+    end_cleanly()
+    runs: dict[str, list[dict[str, object]]] = {}
+    woken: list[float] = []
+    parts: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="startup-") as folder:
+        awake = fleet_of_twenty(Path(folder) / "awake.yaml", asleep=False)
+        sleeping = fleet_of_twenty(Path(folder) / "asleep.yaml", asleep=True)
+        for _ in range(args.runs):
+            for name, fleet in (("quickstart", QUICKSTART), ("twenty awake", awake), ("seventeen asleep", sleeping)):
+                with muxserve_fleet(fleet) as server:
+                    runs.setdefault(name, []).append(footprint(server))
+                    show(name, runs[name][-1])
+                    if name == "quickstart":
+                        parts = server.pss_by_part()
+                    if name == "seventeen asleep":
+                        woken += asyncio.run(first_answers(server, range(AWAKE, MODELS)))
+            with stock_server(ROOT / "configs/models/atlas", "atlas", StockSettings()) as server:
+                runs.setdefault("stock, one model", []).append(footprint(server))
+                show("stock, one model", runs["stock, one model"][-1])
+    wakes = {**percentiles([seconds * 1e3 for seconds in woken]), "max": round(max(woken) * 1e3, 3)}
+    print(f"first answer of a sleeping model: p50 {wakes['p50']:.0f} ms, max {wakes['max']:.0f} ms")
+    write_report(
+        args.out,
+        {
+            "machine": machine(),
+            "median_seconds": {
+                name: statistics.median(r["seconds_to_ready"] for r in each) for name, each in runs.items()
             },
-            indent=2,
-        )
-        + "\n"
+            "pss_gib": {name: statistics.median(r["pss_gib"] for r in each) for name, each in runs.items()},
+            "first_answer_of_a_sleeping_model_ms": wakes,
+            "runs": runs,
+            "pss_mib_by_part": {name: round(mib) for name, mib in sorted(parts.items())},
+        },
     )
 
 
