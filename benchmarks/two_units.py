@@ -53,16 +53,22 @@ PAIR_SECONDS = 0.1
 @dataclass
 class Seen:
     """What the client sees of a request: when each output token came, and from which engine. `tokens` are their ids,
-    `moved_at` when another unit said that it has it."""
+    `moved_at` when another unit said that it has it. `early` are tokens that others have to come before, by their
+    offset; the last may be among them when it has `ended`."""
 
     unit: str
     submitted: float
     prompt_tokens: int
     at: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    finished: bool = False
+    ended: bool = False
     moved_at: float = 0.0
     early: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its tokens are there."""
+        return self.ended and not self.early
 
     def gaps(self, since: float = 0.0, until: float = float("inf")) -> list[float]:
         """Seconds between tokens whose later one came in that time."""
@@ -283,7 +289,7 @@ class TwoUnits:
                 continue
             # Two engines have two connections: the first token of one may overtake the last of the other.
             seen.early[offset] = output[1]
-            seen.finished = seen.finished or (len(output) > 5 and output[5] is not None)
+            seen.ended = seen.ended or (len(output) > 5 and output[5] is not None)
             for at in sorted(seen.early):
                 if at <= len(seen.tokens):
                     new = seen.early.pop(at)[len(seen.tokens) - at :]

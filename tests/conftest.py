@@ -4,6 +4,8 @@ import faulthandler
 import os
 import sys
 import threading
+import traceback
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -18,6 +20,25 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"first run of {report.nodeid}")
         terminalreporter.write_line(report.longreprtext)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a failed test shared with others, a fleet for instance, may be as the test left it: paused, or without some
+    of its processes. It is ended, so that the test's next run and the tests after it have it made anew."""
+    report = yield
+    if not report.failed or call.when == "teardown" or not isinstance(item, pytest.Function):
+        return report
+    for name, fixture in item._request._fixture_defs.items():
+        if fixture.scope == "function" or not fixture.baseid.startswith("tests"):
+            continue
+        try:
+            fixture.finish(item._request)
+        except Exception:
+            report.sections.append((f"ending the fixture {name}", traceback.format_exc()))
+    return report
 
 
 EXIT_SECONDS = 20.0

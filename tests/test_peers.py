@@ -40,6 +40,8 @@ class Ends:
     def come_up(self) -> None:
         self.router = self.context.socket(zmq.ROUTER)
         self.router.linger = 0
+        # As real ones: a connection that is being closed may be made once more before it is, and has the same name.
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         bind_local(self.router, self.address)
 
     def die(self) -> None:

@@ -109,6 +109,8 @@ class Player:
         for socket in (self._engines, self._tokens):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
+        # An engine that is started again has the name of the one before.
+        self._engines.setsockopt(zmq.ROUTER_HANDOVER, 1)
         bind_local(self._engines, self.unit_spec.unit_address)
         bind_local(self._tokens, self._reply_to)
         self._readers = [asyncio.create_task(self._listen()), asyncio.create_task(self._take_tokens())]

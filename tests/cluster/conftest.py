@@ -36,6 +36,7 @@ from muxserve.spec import (
 from muxserve.spec.run_dir import RunDir
 from placement import ModelPlan, PoolPlan, UnitPlan
 from tests.cluster import fakes
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -194,7 +195,7 @@ class Fleet:
         self.start()
         await self.until(self.controller.ready.is_set)
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 assert self.task is None or not self.task.done(), f"the controller has ended: {self.events[-3:]}"

@@ -6,9 +6,9 @@
     python fakes.py scheduler FLEET
 
 Files in the unit's or the fleet's directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME`
-(say that they cannot start), `slow-gateway` (seconds that draining takes), `linger` (the scheduler never says that a
-replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it stands),
-`beat` (unit scheduler, parents and engines show by heartbeats that they live).
+(say that they cannot start), `slow-gateway` (draining lasts as long as it is there), `linger` (the scheduler never says
+that a replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it
+stands), `beat` (unit scheduler, parents and engines show by heartbeats that they live).
 The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is written to `journal` in
 the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the scheduler.
 """
@@ -112,6 +112,7 @@ def unit(file: str, journal: Journal) -> None:
     address = Path(unit_spec["run_dir"]) / "unit.sock"
     address.unlink(missing_ok=True)
     sock = zmq.Context().socket(zmq.ROUTER)
+    sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
     sockets.bind_local(sock, f"ipc://{address}")
     beat = beating(Path(file).parent, "unit")
     while True:
@@ -150,6 +151,7 @@ def scheduler(file: str, journal: Journal) -> None:
     signal.signal(signal.SIGHUP, lambda *_: journal.write(f"scheduler {seen(file)}"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     sock = zmq.Context().socket(zmq.ROUTER)
+    sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
     sockets.bind_local(sock, fleet.scheduler_address)
     orders, greeted = Path(fleet.run_dir) / "orders", False
     while True:
@@ -275,9 +277,9 @@ class Vllm(Parent):
         os._exit(0)
 
     def leave(self, name: str) -> None:
-        slow = told(self.run_dir, "slow-gateway")
-        if slow:
-            time.sleep(float(slow.read_text()))
+        end = time.monotonic() + 600
+        while told(self.run_dir, "slow-gateway") and time.monotonic() < end:
+            time.sleep(0.02)
         self.journal.write(f"stop {name}")
         os._exit(0)
 

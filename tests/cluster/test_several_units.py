@@ -138,6 +138,7 @@ async def test_where_phases_take_turns_a_unit_has_one_engine(turns: Fleet) -> No
     os.kill(turns.pid(engines[1]), signal.SIGKILL)
     await turns.until(lambda: turns.ups(engines[1]) == 2)
     assert turns.ups(engines[0]) == 1
+    await turns.until(lambda: "u1 got EngineDown one" in turns.journal())
     assert [line for line in turns.journal() if "EngineDown" in line] == ["u1 got EngineDown one"]
     await turns.changes.scale("one", 3, said([]))
     assert turns.serves == {"u0": ["one"], "u1": ["one"], "u2": ["one"]}
@@ -326,6 +327,7 @@ async def test_a_replica_that_is_not_up_does_not_count_when_another_is_drained(p
     die = pair.run_dir.path / "u1" / "die-unit"
     die.write_text("")
     os.kill(pair.pid(PartId("unit", unit="u1")), signal.SIGKILL)
+    await pair.until(lambda: not pair.controller.units.units["u1"].handle.up("one"))
     await pair.changes.scale("two", 2, said([]))
     with pytest.raises(ChangeError, match="one is up in u0 alone; wait until it is up in u1 again"):
         await pair.changes.drain("u0", said([]))

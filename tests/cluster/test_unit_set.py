@@ -16,6 +16,7 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.spec import UnitEntry, load_fleet
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import fake_fleet, fake_unit_spec
+from tests.support.patience import PATIENCE
 
 HOST = PartId("host")
 
@@ -93,7 +94,7 @@ class World:
         return {unit.name: unit.unit_address for unit in load_fleet(self.units.fleet.file).units}
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not condition():
                 await asyncio.sleep(0.001)
 

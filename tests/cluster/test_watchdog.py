@@ -268,15 +268,18 @@ def test_health_names_suspects_and_counts_hangs() -> None:
 # ---------------------------------------------------------------- the controller
 
 T = TypeVar("T", Suspected, Recovered, Down)
-QUICK = WatchdogRules(suspect=0.5, hung=1.0)
+QUICK = WatchdogRules(suspect=0.5, hung=2.0)
+# Whoever is suspected is not killed while the test looks.
+PATIENT = WatchdogRules(suspect=1.0, hung=600.0)
 WARM, UNIT, VLLM = PartId("warm_parent"), PartId("unit"), PartId("vllm")
 ENGINE = PartId("engine", "one", "decode")
 
 
 @pytest.fixture
-async def watched(run_dir: RunDir) -> AsyncIterator[Fleet]:
-    unit_spec = msgspec.structs.replace(fake_unit_spec(run_dir.path), watchdog=QUICK)
-    fleet = Fleet(run_dir, [unit_spec], watchdog=QUICK)
+async def watched(run_dir: RunDir, request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    rules: WatchdogRules = request.param
+    unit_spec = msgspec.structs.replace(fake_unit_spec(run_dir.path), watchdog=rules)
+    fleet = Fleet(run_dir, [unit_spec], watchdog=rules)
     fleet.tell("beat")
     async for each in running(fleet):
         yield each
@@ -293,6 +296,7 @@ def said(fleet: Fleet, kind: type[T], part: PartId) -> list[T]:
     return [event for event in fleet.events if isinstance(event, kind) and event.part == part]
 
 
+@pytest.mark.parametrize("watched", [PATIENT], indirect=True, ids=[""])
 async def test_a_pause_costs_work_and_no_life(watched: Fleet) -> None:
     fleet = watched
     await fleet.serving()
@@ -303,11 +307,12 @@ async def test_a_pause_costs_work_and_no_life(watched: Fleet) -> None:
     assert not load_fleet(path).is_suspect("u0", "two")
     os.kill(fleet.pid(ENGINE), signal.SIGCONT)
     await fleet.until(lambda: bool(said(fleet, Recovered, ENGINE)))
-    assert not load_fleet(path).suspects
-    await fleet.until(lambda: fleet.journal().count("u0 got EngineSuspect one") == 2)
+    await fleet.until(lambda: not load_fleet(path).suspects)
+    await fleet.until(lambda: fleet.journal().count("u0 got EngineSuspect one") >= 2)
     assert not any(isinstance(event, Down) for event in fleet.events)
 
 
+@pytest.mark.parametrize("watched", [QUICK], indirect=True, ids=[""])
 async def test_a_stopped_process_is_reported_killed_and_started_again(watched: Fleet) -> None:
     fleet = watched
     await fleet.serving()
@@ -321,11 +326,12 @@ async def test_a_stopped_process_is_reported_killed_and_started_again(watched: F
         (down, *_) = [event for event in said(fleet, Down, victim) if event.hung]
         assert "no sign of life" in down.reason
         await fleet.until(lambda: alive(fleet.pid(victim)) and fleet.host.up("one"))  # noqa: B023
+    await fleet.until(lambda: not load_fleet(fleet.controller.fleet.file).suspects)
     told = load_fleet(fleet.controller.fleet.file)
-    assert not told.suspects
     assert told.hangs == {"engine": 1, "unit": 1, "warm_parent": 1, "vllm": 1}
 
 
+@pytest.mark.parametrize("watched", [PATIENT], indirect=True, ids=[""])
 async def test_what_is_not_served_any_more_is_not_suspected_any_more(watched: Fleet) -> None:
     fleet = watched
     await fleet.serving()
@@ -335,7 +341,7 @@ async def test_what_is_not_served_any_more_is_not_suspected_any_more(watched: Fl
     await fleet.until(lambda: bool(said(fleet, Recovered, ENGINE)))
     os.kill(fleet.pid(ENGINE), signal.SIGCONT)
     await stopped
-    assert not load_fleet(fleet.controller.fleet.file).suspects
+    await fleet.until(lambda: not load_fleet(fleet.controller.fleet.file).suspects)
 
 
 async def test_nobody_is_watched_where_that_is_switched_off(unwatched: Fleet) -> None:

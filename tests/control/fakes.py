@@ -143,7 +143,7 @@ class Controller:
             if self.control.hold is not None:
                 self.control.hold.set()
             self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(10)
+            self._thread.join(PATIENCE)
             self._loop.close()
             self.run_dir.remove()
 

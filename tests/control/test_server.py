@@ -101,8 +101,8 @@ def test_changes_are_made_one_after_the_other(base: Path) -> None:
         assert waiting.wait(PATIENCE)
         assert control.calls == [("scale", "chat", 3)]
         control.hold.set()
-        first.join(10)
-        second.join(10)
+        first.join(PATIENCE)
+        second.join(PATIENCE)
         assert control.calls == [("scale", "chat", 3), ("drain", "u1")]
         assert [type(answer) for answer in answers] == [messages.Done] * 2
 
@@ -193,5 +193,5 @@ def test_the_end_of_the_fleet_ends_the_waiting(base: Path) -> None:
     waiting.start()
     assert control.began.wait(PATIENCE)
     controller.stop()
-    waiting.join(10)
+    waiting.join(PATIENCE)
     assert [type(failure) for failure in failures] == [FleetEndedError]

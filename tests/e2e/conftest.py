@@ -22,8 +22,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def reference(pytestconfig: pytest.Config) -> dict[str, Any]:
     """Stock vLLM's answers by model, in the order of `requests_for`."""
-    with output(pytestconfig, "reference") as directory:
-        return {model: json.loads((directory / f"{model}.json").read_text()) for model in MODELS}
+    directory = output(pytestconfig, "reference")
+    return {model: json.loads((directory / f"{model}.json").read_text()) for model in MODELS}
 
 
 @pytest.fixture(scope="package")

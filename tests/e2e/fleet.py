@@ -19,12 +19,12 @@ import psutil
 import yaml
 
 from muxserve.memory.client import MemoryClient
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-START_SECONDS = 4 * PATIENCE
+START_SECONDS = 3 * PATIENCE
 FOREIGN = "foreign.lock"
 
 
@@ -62,7 +62,7 @@ class Fleet:
             base_url=f"{self.url}/v1",
             api_key="none",
             max_retries=0,
-            timeout=120,
+            timeout=4 * PATIENCE,
             http_client=openai.DefaultHttpxClient(verify=False),
         )
         # Any gateway may answer.
@@ -72,7 +72,7 @@ class Fleet:
         """A new client; one belongs to the event loop that it was first used in."""
         http_client = openai.DefaultAsyncHttpxClient(verify=False)
         return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240, http_client=http_client
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=4 * PATIENCE, http_client=http_client
         )
 
     def get(self, path: str) -> httpx.Response:
@@ -97,6 +97,15 @@ class Fleet:
             # Of a zombie, and of one that has just ended, there is none.
             with contextlib.suppress(psutil.Error):
                 found.append((process, process.cmdline()))
+        return found
+
+    def left(self) -> list[list[str]]:
+        """The command lines of those that have not ended. A zombie, which nobody has collected yet, has ended."""
+        found = []
+        for process, line in self.commands():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(line)
         return found
 
     def parts(self, *words: str) -> list[psutil.Process]:
@@ -174,7 +183,7 @@ def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
         yield fleet
         process.send_signal(signal.SIGINT)
         assert process.wait(2 * PATIENCE) == 0
-        assert not [p for p in fleet.processes() if p.status() != psutil.STATUS_ZOMBIE], "processes were left behind"
+        eventually(lambda: not fleet.left(), lambda: f"processes were left behind: {fleet.left()}")
     except BaseException:
         print(f"--- deploy\n{(path.parent / 'deploy.log').read_text()[-4000:]}", file=sys.stderr)
         raise

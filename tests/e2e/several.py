@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import subprocess
 import sys
@@ -10,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.e2e.fleet import ROOT, Fleet
-from tests.e2e.load import stream_chat
-from tests.e2e.reference import requests_for
+from tests.e2e.load import Load
 from tests.support.patience import PATIENCE
 
 
@@ -25,10 +22,11 @@ def units(fleet: Fleet) -> dict[str, dict[str, Any]]:
 
 def of_model(fleet: Fleet, model: str, key: str) -> dict[str, Any]:
     """What each unit that answers says of a model that it serves."""
-    return {name: state["models"][model][key] for name, state in units(fleet).items() if state}
+    states = units(fleet).items()
+    return {name: state["models"][model][key] for name, state in states if state and model in state["models"]}
 
 
-async def busy_unit(fleet: Fleet, model: str, decoding: int = 2) -> str:
+async def busy_unit(load: Load, fleet: Fleet, model: str, decoding: int = 2) -> str:
     """Wait for a unit that decodes so many requests of a model; which one that is depends on the machine."""
     busy: list[str] = []
 
@@ -36,60 +34,8 @@ async def busy_unit(fleet: Fleet, model: str, decoding: int = 2) -> str:
         busy[:] = [name for name, count in of_model(fleet, model, "decoding").items() if count >= decoding]
         return bool(busy)
 
-    await until(there, PATIENCE, f"{decoding} requests of {model} in a unit")
+    await load.until(there, f"decoding {decoding} requests of {model} in a unit")
     return busy[0]
-
-
-async def until(condition: Any, seconds: float, what: str) -> None:
-    """Until `condition`, asked in a thread of its own, holds."""
-    try:
-        async with asyncio.timeout(seconds):
-            while not await asyncio.to_thread(condition):
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        pytest.fail(f"not {what} within {seconds:.0f} s")
-
-
-async def load(
-    fleet: Fleet, model: str, reference: dict[str, Any], count: int = 64, concurrency: int = 32
-) -> dict[int, Any]:
-    """Answers that are not stock vLLM's, of `count` streamed chats."""
-    gate = asyncio.Semaphore(concurrency)
-    client = fleet.async_client()
-    wrong: dict[int, Any] = {}
-
-    async def one(index: int, request: dict[str, Any]) -> None:
-        async with gate:
-            answer = await stream_chat(client, model, request)
-            if answer != reference[model][index]:
-                wrong[index] = (answer, reference[model][index])
-
-    await asyncio.gather(*(one(index, request) for index, request in enumerate(requests_for(model)[:count])))
-    return wrong
-
-
-class Busy:
-    """Load without end: `async with Busy(...) as busy`, and afterwards `busy.wrong` is what was not as it should be."""
-
-    def __init__(self, fleet: Fleet, model: str, reference: dict[str, Any]) -> None:
-        self.wrong: list[dict[int, Any]] = []
-        self._load = lambda: load(fleet, model, reference)
-        self._enough = False
-
-    async def _go_on(self) -> None:
-        while not self._enough:
-            if wrong := await self._load():
-                self.wrong.append(wrong)
-
-    async def __aenter__(self) -> Busy:
-        self._task = asyncio.create_task(self._go_on())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._enough = True
-        if error[0] is not None:
-            self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=error[0] is not None)
 
 
 def processes_of(fleet: Fleet, unit: str) -> list[psutil.Process]:
@@ -118,6 +64,13 @@ def command(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "muxserve.cli.app", *words, "--fleet", identity],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=4 * PATIENCE,
         cwd=ROOT,
     )
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """At once; some end with others."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

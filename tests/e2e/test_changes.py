@@ -17,12 +17,12 @@ import pytest
 import yaml
 
 from tests.e2e.fleet import ROOT, Fleet, running
-from tests.e2e.load import stream_chat
+from tests.e2e.load import stream_chat, until
 from tests.e2e.reference import requests_for
 from tests.support.patience import PATIENCE
 
 MODELS = ROOT / "configs/models"
-SLEEPS = {"dtype": "float32", "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "hold": "1s", "wake": "60s"}}
+SLEEPS = {"dtype": "float32", "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "hold": "1s", "wake": "240s"}}
 FLEET = {
     "kv_pool": {"size": "32MiB"},
     "gateway": {"count": 2},
@@ -48,7 +48,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     """A command as the fleet's user gives it."""
     line = [sys.executable, "-m", "muxserve.cli.app", *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ.copy())
+    return subprocess.run(line, capture_output=True, text=True, timeout=4 * PATIENCE, cwd=ROOT, env=os.environ.copy())
 
 
 def model(fleet: Fleet, name: str) -> dict[str, Any]:
@@ -113,14 +113,14 @@ async def test_a_model_sleeps_until_somebody_asks(fleet: Fleet, reference: dict[
         """Units that serve nothing end, and their pools go."""
         return model(fleet, "atlas")["status"] == "asleep" and managers(fleet) == 1
 
-    await asyncio.to_thread(fleet.wait, asleep, PATIENCE, "asleep")
+    await until(asleep, "asleep")
     assert fleet.get("/health").json()["status"] == "ok"
     requests = requests_for("atlas")[:6]
     for _ in range(2):
         answers = await asyncio.gather(*(stream_chat(fleet.async_client(), "atlas", each) for each in requests))
         assert answers == reference["atlas"][:6]
         assert model(fleet, "nap")["status"] == "asleep"
-        await asyncio.to_thread(fleet.wait, asleep, PATIENCE, "asleep again")
+        await until(asleep, "asleep again")
 
 
 def taken_out(fleet: Fleet, name: str) -> None:
@@ -166,7 +166,8 @@ def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> No
         assert refused.returncode == 2, wrong
         assert refused.stderr.startswith("error: "), wrong
     assert units(fleet) == before
-    fleet.wait(lambda: processes(fleet) == running_before, PATIENCE, "without the processes that failed")
+    # Of those that ran before, some may only have been ending.
+    fleet.wait(lambda: processes(fleet) <= running_before, PATIENCE, "without the processes that failed")
     assert "broken" not in fleet.get("/health").json()["models"]
     assert ask(fleet, "arithmetic", "What is 14 plus 29?")
 

@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from tests.e2e.fleet import Fleet
-from tests.e2e.load import all_requests, differences, stream_chat
+from tests.e2e.load import Load, stream_chat, until
 from tests.e2e.reference import requests_for
-from tests.support.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -53,28 +52,28 @@ SOME = [
 
 @pytest.mark.parametrize(("part", "how"), EVERY if os.environ.get("MUXSERVE_EVERY_FAULT") else SOME)
 async def test_streams_survive(fleet: Fleet, reference: dict[str, Any], part: str, how: str) -> None:
-    load = asyncio.create_task(all_requests(fleet, per_model=24))
-    # Strike while streams are open: when the fleet reports requests in its decode engines.
-    await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, PATIENCE, "busy")
-    struck = fleet.part(*PARTS[part])
-    assert struck is not None
-    struck.send_signal(signal.SIGKILL if how == KILLED else signal.SIGSTOP)
-    if how == PAUSED:
-        await asyncio.sleep(PAUSE_SECONDS)
-        # On a machine that is busy with other things it may have been longer, and too long.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            struck.resume()
-    answers = await load
-    assert len(answers) == 72
-    assert not differences(answers, reference)
+    async with Load(fleet, reference, per_model=24) as load:
+        # Strike while streams are open: when the fleet reports requests in its decode engines.
+        await load.until(lambda: decoding(fleet) >= 4, "busy")
+        struck = fleet.part(*PARTS[part])
+        assert struck is not None
+        struck.send_signal(signal.SIGKILL if how == KILLED else signal.SIGSTOP)
+        load.enough()
+        if how == PAUSED:
+            await asyncio.sleep(PAUSE_SECONDS)
+            # On a machine that is busy with other things it may have been longer, and too long.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                struck.resume()
+    assert len(load.answers) == 72
+    assert not load.wrong
 
     def again() -> bool:
         there = fleet.part(*PARTS[part])
         return there is not None and (how == PAUSED or there.pid != struck.pid)
 
-    await asyncio.to_thread(fleet.wait, again, PATIENCE, f"there again: {part}")
+    await until(again, f"there again: {part}")
     await asyncio.to_thread(fleet.wait_healthy)
-    await asyncio.to_thread(fleet.wait, lambda: fleet.get("/health").json()["status"] == "ok", PATIENCE, "whole")
+    await until(lambda: fleet.get("/health").json()["status"] == "ok", "whole")
     await asyncio.to_thread(fleet.wait_pages_free)
 
 
@@ -91,11 +90,13 @@ def decoding(fleet: Fleet) -> int:
 
 
 async def test_death_of_the_gateway_frees_everything(fleet: Fleet, reference: dict[str, Any]) -> None:
-    load = asyncio.create_task(all_requests(fleet, per_model=24))
-    await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, PATIENCE, "busy")
+    load = Load(fleet, reference, per_model=24)
+    await load.__aenter__()
+    await load.until(lambda: decoding(fleet) >= 4, "busy")
     fleet.kill("muxserve gateway")
-    with pytest.raises((openai.APIConnectionError, openai.APIError, OSError)):
-        await load
+    with pytest.raises(ExceptionGroup) as failed:
+        await load.__aexit__()
+    assert failed.value.split((openai.APIError, OSError))[1] is None, "clients are told of a connection that broke"
     await asyncio.to_thread(fleet.wait_pages_free)
     await asyncio.to_thread(fleet.wait_healthy)
     answer = await stream_chat(fleet.async_client(), "atlas", requests_for("atlas")[0])
@@ -103,11 +104,18 @@ async def test_death_of_the_gateway_frees_everything(fleet: Fleet, reference: di
 
 
 async def test_a_gateway_that_hangs_is_started_again(fleet: Fleet, reference: dict[str, Any]) -> None:
+    before = hangs(fleet)
     gateway = fleet.part("muxserve gateway")
     assert gateway is not None
     gateway.suspend()
-    await asyncio.to_thread(fleet.wait, lambda: not gateway.is_running() or is_zombie(gateway), PATIENCE, "killed")
+    await until(lambda: not gateway.is_running() or is_zombie(gateway), "killed")
     await asyncio.to_thread(fleet.wait_healthy)
     answer = await stream_chat(fleet.async_client(), "atlas", requests_for("atlas")[0])
     assert answer == reference["atlas"][0]
-    assert 'muxserve_hangs_total{kind="gateway"} 1.0' in fleet.get("/metrics").text
+    await until(lambda: hangs(fleet) > before, "counted")
+
+
+def hangs(fleet: Fleet) -> float:
+    """Of gateways, so far."""
+    marks = [line for line in fleet.get("/metrics").text.splitlines() if 'muxserve_hangs_total{kind="gateway"}' in line]
+    return sum(float(line.split()[-1]) for line in marks)

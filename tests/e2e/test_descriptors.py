@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from tests.e2e.fleet import FOREIGN, Fleet
 
 
 def test_no_process_holds_what_it_was_not_given(quickstart: Fleet) -> None:
-    held = {process.pid: (process.name(), open_files(process)) for process in quickstart.processes()}
+    quickstart.wait_healthy()
+    held = {process.pid: (line[0], open_files(process)) for process, line in quickstart.commands() if line}
     assert len(held) > 8
     assert not [name for name, files in held.values() if any(FOREIGN in file for file in files.values())]
     for pid, (name, files) in held.items():
@@ -24,9 +26,8 @@ def test_no_process_holds_what_it_was_not_given(quickstart: Fleet) -> None:
 def open_files(process: psutil.Process) -> dict[int, str]:
     directory = f"/proc/{process.pid}/fd"
     found = {}
-    for each in os.listdir(directory):
-        try:
-            found[int(each)] = os.readlink(f"{directory}/{each}")
-        except OSError:
-            continue
+    with contextlib.suppress(OSError):  # it has ended
+        for each in os.listdir(directory):
+            with contextlib.suppress(OSError):
+                found[int(each)] = os.readlink(f"{directory}/{each}")
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fleet import fleet_file, running
-from tests.e2e.load import all_requests, differences
+from tests.e2e.load import ask_each
 
 ROUNDS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,9 +30,9 @@ async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, refere
     with running(fleet_file(tmp_path, **SETTINGS[name])) as fleet:
         # On a machine that has much else to do, few requests may be in the pool at once.
         for _ in range(ROUNDS):
-            answers = await all_requests(fleet)
-            assert len(answers) >= 200
-            assert not differences(answers, reference)
+            asked = await ask_each(fleet, reference)
+            assert len(asked.answers) >= 200
+            assert not asked.wrong
             models = fleet.get("/fleet").json()["unit"]["state"]["models"]
             tight = sum(model["returned"] for model in models.values()) > 0
             if tight or "tight" not in name:

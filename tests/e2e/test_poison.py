@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.fleet import QUICKSTART, START_SECONDS, Fleet, fleet_file, running
-from tests.e2e.load import stream_chat
+from tests.e2e.load import Load, stream_chat, until
 from tests.e2e.reference import requests_for
 from tests.support import poison
 from tests.support.patience import PATIENCE
@@ -93,7 +93,7 @@ async def test_the_culprit_ends_with_an_error_and_all_others_with_their_answers(
     changed = {name for name in before if before[name] != after[name]}
     # What raises costs nobody's engine; what crashes only those of its own model.
     assert changed <= (set() if way == "raise" else {f"{MODEL}/prefill", f"{MODEL}/decode"})
-    assert culprits(fleet) == known + 2
+    await until(lambda: culprits(fleet) == known + 2, "counted")
     await asyncio.to_thread(fleet.wait_pages_free)
 
 
@@ -112,9 +112,7 @@ async def test_poison_over_and_over_ends_nothing(fleet: Fleet, reference: dict[s
 
 
 async def test_one_that_is_killed_with_its_engine_is_not_condemned(fleet: Fleet, reference: dict[str, Any]) -> None:
-    client, known = fleet.async_client(), culprits(fleet)
-    load = asyncio.create_task(good(client, reference, MODEL, 32))
-    killed: set[int] = set()
+    known, killed = culprits(fleet), set[int]()
 
     def struck() -> bool:
         """An engine with requests, each once."""
@@ -123,12 +121,12 @@ async def test_one_that_is_killed_with_its_engine_is_not_condemned(fleet: Fleet,
             os.kill(engine["pid"], signal.SIGKILL)
             killed.add(engine["pid"])
             return True
-        return load.done()
+        return False
 
-    for _ in range(4):
-        await asyncio.to_thread(fleet.wait, struck, START_SECONDS, "back")
-    await load
-    assert killed
+    async with Load(fleet, reference, [MODEL], 32) as load:
+        for _ in range(4):
+            await load.until(struck, "back", START_SECONDS)
+    assert not load.wrong
     assert culprits(fleet) == known
     await asyncio.to_thread(fleet.wait_healthy)
 
@@ -140,13 +138,15 @@ async def test_a_model_that_cannot_be_started_is_degraded_and_comes_back(
     files.rename(files.with_suffix(".gone"))
     fleet.kill("muxserve model", OTHER)
 
-    def health() -> dict[str, Any]:
-        answer: dict[str, Any] = fleet.get("/health").json()["models"][OTHER]
-        return answer
+    found: list[dict[str, Any]] = []
 
-    await asyncio.to_thread(fleet.wait, lambda: health()["status"] == "degraded", START_SECONDS, "degraded")
-    assert f"engine {OTHER}/" in health()["reason"]
-    assert fleet.get("/health").json()["status"] == "degraded"
+    def degraded() -> bool:
+        found.append(fleet.get("/health").json())
+        return bool(found[-1]["models"][OTHER]["status"] == "degraded")
+
+    await until(degraded, "degraded", START_SECONDS)
+    assert f"engine {OTHER}/" in found[-1]["models"][OTHER]["reason"]
+    assert found[-1]["status"] == "degraded"
     body = {"model": OTHER, "prompt": "hello", "max_tokens": 4}
     async with httpx.AsyncClient(verify=False, timeout=PATIENCE) as http:
         refused = await http.post(f"{fleet.url}/v1/completions", json=body)
@@ -154,8 +154,8 @@ async def test_a_model_that_cannot_be_started_is_degraded_and_comes_back(
     assert int(refused.headers["retry-after"]) >= 1
     assert "cannot start" in refused.json()["error"]["message"]
     metric = f'muxserve_model_degraded{{model_name="{OTHER}",unit="u0"}} 1.0'
-    await asyncio.to_thread(fleet.wait, lambda: metric in fleet.get("/metrics").text, PATIENCE, "in the metrics")
+    await until(lambda: metric in fleet.get("/metrics").text, "in the metrics")
     await good(fleet.async_client(), reference, MODEL, 4)
     files.with_suffix(".gone").rename(files)
-    await asyncio.to_thread(fleet.wait, lambda: health()["status"] == "up", START_SECONDS, "up again")
+    await until(lambda: fleet.get("/health").json()["models"][OTHER]["status"] == "up", "up again", START_SECONDS)
     await good(fleet.async_client(), reference, OTHER, 4)

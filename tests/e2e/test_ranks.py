@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from tests.e2e.fleet import Fleet, fleet_file, running
-from tests.e2e.load import stream_chat
+from tests.e2e.load import Load, stream_chat, until
 from tests.e2e.reference import requests_for
-from tests.support.patience import PATIENCE
 
 MODEL = "arithmetic"
-
-
-async def load(fleet: Fleet) -> list[dict[str, Any]]:
-    async with fleet.async_client() as client:
-        return await asyncio.gather(*(stream_chat(client, MODEL, request) for request in requests_for(MODEL)[:24]))
 
 
 async def test_requests_survive_the_death_of_a_worker_and_of_the_memory_manager(tmp_path: Path) -> None:
@@ -29,16 +22,20 @@ async def test_requests_survive_the_death_of_a_worker_and_of_the_memory_manager(
     with running(path) as fleet:
         workers = fleet.parts(" rank ")
         assert len(workers) == 4
-        undisturbed = await load(fleet)
+        async with fleet.async_client() as client:
+            undisturbed = await asyncio.gather(*(stream_chat(client, MODEL, each) for each in requests_for(MODEL)[:24]))
         for victim in (("worker arithmetic/decode", "rank 1"), ("worker arithmetic/prefill", "rank 0"),
                        ("muxserve-memory-manager",)):  # fmt: skip
-            answers = asyncio.create_task(load(fleet))
-            await asyncio.to_thread(fleet.wait, lambda: serving(fleet) >= 4, PATIENCE, "busy")
-            fleet.kill(*victim)
-            assert await answers == undisturbed, victim
+            async with Load(fleet, {MODEL: undisturbed}, [MODEL], len(undisturbed)) as load:
+                await load.until(lambda: serving(fleet) >= 4, "busy")
+                fleet.kill(*victim)
+            assert not load.wrong, victim
+            assert len(load.answers) == len(undisturbed)
             await asyncio.to_thread(fleet.wait_healthy)
             await asyncio.to_thread(fleet.wait_pages_free)
-        assert not any(process.is_running() for process in workers)  # nor zombies
+        await until(
+            lambda: not any(process.is_running() for process in workers), "without the workers, also as zombies"
+        )
 
 
 def serving(fleet: Fleet) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.fleet import ROOT, Fleet, running
-from tests.e2e.several import Busy, busy_unit, command, load, of_model, processes_of, units, until
-from tests.support.patience import PATIENCE
+from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
+from tests.e2e.load import Load, until
+from tests.e2e.several import busy_unit, command, kill_all, of_model, processes_of, units
 
 MODEL = "atlas"
 FLEET = {
@@ -21,7 +21,8 @@ FLEET = {
     # 32 blocks of 64 tokens for each replica, and the null page.
     "kv_pool": {"size": "6272KiB"},
     "migration": {"source_below": 16, "destination_above": 32},
-    "watchdog": {"suspect": "2s", "hung": "5s"},
+    # Long enough between the two to see what is suspected.
+    "watchdog": {"suspect": "2s", "hung": "10s"},
     "models": [
         {
             "name": MODEL,
@@ -80,7 +81,7 @@ async def generate(fleet: Fleet, tokens: int, output: int, first: int, on_first:
 
 async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
     moved_before = sum(of_model(fleet, MODEL, "moved_out").values())
-    await until(lambda: len(of_model(fleet, MODEL, "decoding")) == 4, PATIENCE, "all there")
+    await until(lambda: len(of_model(fleet, MODEL, "decoding")) == 4, "all there", START_SECONDS)
     # Where the fillers outran the prompt there was room without moves: that says nothing, and is tried again.
     outrun, texts = True, []
     for _attempt in range(10):
@@ -108,7 +109,7 @@ async def long_prompt_beside_fillers(fleet: Fleet) -> tuple[bool, list[str]]:
 
     # At once, since the first must not end before the last decodes; they go to the freest, one on each replica.
     fillers = [asyncio.create_task(filler(index)) for index in range(4)]
-    await until(lambda: sum(of_model(fleet, MODEL, "decoding").values()) + len(done) > 3, PATIENCE, "decoded")
+    await until(lambda: sum(of_model(fleet, MODEL, "decoding").values()) + len(done) > 3, "decoded")
     if done or [*of_model(fleet, MODEL, "decoding").values()] != [1] * 4:
         return True, await asyncio.gather(*fillers)
     free = await asyncio.to_thread(free_tokens, fleet)
@@ -121,27 +122,43 @@ async def long_prompt_beside_fillers(fleet: Fleet) -> tuple[bool, list[str]]:
 
 
 async def test_a_hung_engine_gets_no_work_and_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
-    streams = asyncio.create_task(load(fleet, MODEL, reference, concurrency=16))
-    struck = await busy_unit(fleet, MODEL)
-    stopped = units(fleet)[struck]["engines"][f"{MODEL}/decode"]["pid"]
-    os.kill(stopped, signal.SIGSTOP)
-    part = {"part": f"engine {MODEL}/decode", "unit": struck}
-    await until(lambda: part in fleet.get("/health").json()["suspects"], PATIENCE, "suspected")
-    health = fleet.get("/health")
-    assert health.status_code == 200
-    assert health.json()["status"] == "degraded"
-    assert health.json()["models"][MODEL]["replicas"][struck] == "suspect"
-    assert f'muxserve_suspect{{part="{part["part"]}",unit="{struck}"}} 1.0' in fleet.get("/metrics").text
-    # What was on its way has come.
-    live = in_unit(fleet, struck)
-    new = asyncio.create_task(load(fleet, MODEL, reference, count=16))
-    while part in (await asyncio.to_thread(fleet.get, "/health")).json()["suspects"]:
-        assert await asyncio.to_thread(in_unit, fleet, struck) <= live
-    assert not await new
-    assert not await streams
-    await asyncio.to_thread(fleet.wait, lambda: fleet.get("/health").json()["status"] == "ok", PATIENCE, "whole")
+    def counted() -> float:
+        lines = fleet.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if 'muxserve_hangs_total{kind="engine"}' in line)
+
+    before = await asyncio.to_thread(counted)
+    async with Load(fleet, reference, [MODEL], concurrency=16, each=False) as streams:
+        struck = await busy_unit(streams, fleet, MODEL)
+        stopped = units(fleet)[struck]["engines"][f"{MODEL}/decode"]["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        streams.enough()
+        part = {"part": f"engine {MODEL}/decode", "unit": struck}
+
+        def suspected() -> bool:
+            return part in fleet.get("/health").json()["suspects"]
+
+        metric = f'muxserve_suspect{{part="{part["part"]}",unit="{struck}"}} 1.0'
+        await streams.until(suspected, "suspected")
+        health = fleet.get("/health")
+        assert health.status_code == 200
+        assert health.json()["status"] == "degraded"
+        assert health.json()["models"][MODEL]["replicas"][struck] == "suspect"
+        assert metric in fleet.get("/metrics").text
+        # What was begun before has ended elsewhere; nothing is on its way that may still come here.
+        await until(lambda: in_unit(fleet, struck) == streams.open or not suspected(), "alone with its requests")
+        begun = streams.open
+        async with Load(fleet, reference, [MODEL], 16) as new:
+            new.enough()
+            count = begun
+            while await asyncio.to_thread(suspected):
+                assert count <= begun
+                count = await asyncio.to_thread(in_unit, fleet, struck)
+    assert not streams.wrong
+    assert not new.wrong
+    assert len(new.answers) == 16
+    await until(lambda: fleet.get("/health").json()["status"] == "ok", "whole", START_SECONDS)
     assert units(fleet)[struck]["engines"][f"{MODEL}/decode"]["pid"] != stopped
-    assert 'muxserve_hangs_total{kind="engine"} 1.0' in fleet.get("/metrics").text
+    assert counted() > before
     await asyncio.to_thread(fleet.wait_pages_free)
 
 
@@ -152,21 +169,21 @@ def in_unit(fleet: Fleet, unit: str) -> int:
 
 
 async def test_a_killed_replica_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
-    streams = asyncio.create_task(load(fleet, MODEL, reference))
-    struck = await busy_unit(fleet, MODEL)
-    killed = await asyncio.to_thread(processes_of, fleet, struck)
-    assert len(killed) >= 4, killed
-    for process in killed:
-        process.send_signal(signal.SIGKILL)
-    assert not await streams
+    async with Load(fleet, reference, [MODEL]) as streams:
+        struck = await busy_unit(streams, fleet, MODEL)
+        killed = await asyncio.to_thread(processes_of, fleet, struck)
+        assert len(killed) >= 4, killed
+        kill_all(killed)
+    assert not streams.wrong
     # It comes back.
     await asyncio.to_thread(fleet.wait_healthy)
-    await until(lambda: set(of_model(fleet, MODEL, "decoding")) == {"u0", "u1", "u2", "u3"}, PATIENCE, "all there")
+    there = {"u0", "u1", "u2", "u3"}
+    await until(lambda: set(of_model(fleet, MODEL, "decoding")) == there, "all there", START_SECONDS)
 
 
 async def test_a_unit_drained_under_load_fails_no_request(fleet: Fleet, reference: dict[str, Any]) -> None:
-    async with Busy(fleet, MODEL, reference) as busy:
-        await until(lambda: of_model(fleet, MODEL, "decoding").get("u2", 0) >= 2, PATIENCE, "busy")
+    async with Load(fleet, reference, [MODEL]) as busy:
+        await busy.until(lambda: of_model(fleet, MODEL, "decoding").get("u2", 0) >= 2, "busy")
         done = await asyncio.to_thread(command, fleet, "drain", "u2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "u2" not in units(fleet)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def answered(pytestconfig: pytest.Config) -> Iterator[Path]:
+def answered(pytestconfig: pytest.Config) -> Path:
     """The directory of stock vLLM's answers."""
-    with output(pytestconfig, "answered") as directory:
-        yield directory
+    return output(pytestconfig, "answered")
 
 
 @pytest.fixture(scope="session")

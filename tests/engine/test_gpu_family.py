@@ -51,7 +51,7 @@ def of(tmp_path: Path) -> UnitSpec:
 def control(of: UnitSpec) -> Iterator[socket.socket]:
     HEARD.clear()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(30)
+    ours.settimeout(PATIENCE)
     file = str(Path(of.run_dir) / "unit.json")
     command = [sys.executable, "-m", "tests.engine.gpu_family", "--unit-spec", file, "--control-fd"]
     # A percentage from outside would be that of somebody else's MPS server.

@@ -185,6 +185,7 @@ def test_blocks_are_shown_while_the_request_goes_on(family: Engines) -> None:
     assert len(later.blocks) == len(first.blocks) - whole + 1
     gone: Detached = ask(family, Detach(name, incarnation, "shown-key", whole), Detached)
     assert gone.blocks == later.blocks
+    family.until(lambda: len(family.tokens[name]) == len(gone.output_tokens))  # they come on another connection
     assert gone.output_tokens == family.tokens[name]
     assert held(family) > 0
     # It is in nobody's batch: an engine that is told to run has nothing to do, and says so when it is asked.

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def served(pytestconfig: pytest.Config) -> Iterator[Path]:
+def served(pytestconfig: pytest.Config) -> Path:
     """What `serve_on_cpu` has written, while other tests ran."""
-    with output(pytestconfig, "served") as directory:
-        yield directory
+    return output(pytestconfig, "served")
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from muxserve.engine.cuda import weight_wire as wire
 from muxserve.engine.cuda.weight_server import WeightServer
 from muxserve.engine.cuda.weight_tensors import describe, mapped
 from muxserve.vllm.args import loader_args
+from tests.support.patience import PATIENCE
 
 FINGERPRINT = {"checkpoint": "abc", "tp_rank": "0"}
 CPU = torch.device("cpu")
@@ -174,7 +175,7 @@ def test_an_engine_waits_for_a_holder_that_is_started_again(tmp_path: Path, shar
     engine = threading.Thread(target=lambda: found.append(weight_loader.fetch(str(path), FINGERPRINT, 30)))
     engine.start()
     server = held_at(path, shared)
-    engine.join(30)
+    engine.join(PATIENCE)
     assert [each.gpu for each in found] == ["GPU-1"]
     server.close()
 

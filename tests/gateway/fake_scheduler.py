@@ -26,6 +26,7 @@ class FakeScheduler:
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         sockets.bind_local(self._router, address)
         self._end = self._context.socket(zmq.PULL)
         self._end.bind("inproc://end")

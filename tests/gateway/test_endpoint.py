@@ -14,7 +14,7 @@ import pytest
 from tests.gateway.conftest import PAGE
 from tests.gateway.playing import asking, play, user
 from tests.gateway.rig import Running
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 
 
 def test_vllm_is_the_one_that_the_gateway_was_written_for(gateway: Running) -> None:
@@ -208,14 +208,14 @@ def test_mounted_models_need_no_model_field(gateway: Running) -> None:
         assert mounted.completions.create(model="beta", prompt=play("mounted")).choices[0].text == "mounted"
         with pytest.raises(openai.NotFoundError):
             mounted.completions.create(model="alpha", prompt=play("no"))
-    answer = httpx.post(f"{gateway.url}/models/beta/v1/completions", json={"prompt": play("bare")})
+    answer = httpx.post(f"{gateway.url}/models/beta/v1/completions", json={"prompt": play("bare")}, timeout=PATIENCE)
     assert answer.json()["choices"][0]["text"] == "bare"
 
 
 def test_a_model_has_other_names(client: openai.OpenAI, gateway: Running) -> None:
     answer = client.completions.create(model="org/beta", prompt=play("by another name"))
     assert (answer.choices[0].text, answer.model) == ("by another name", "beta")
-    assert httpx.get(f"{gateway.url}/models/nobody/v1/models").status_code == 404
+    assert httpx.get(f"{gateway.url}/models/nobody/v1/models", timeout=PATIENCE).status_code == 404
 
 
 def test_web_pages_of_the_origins_named_may_call(http: httpx.Client) -> None:
@@ -232,7 +232,7 @@ def test_web_pages_of_the_origins_named_may_call(http: httpx.Client) -> None:
 def test_every_request_that_ended_is_in_the_access_log(client: openai.OpenAI, gateway: Running) -> None:
     client.completions.create(model="org/beta", prompt=play("logged"))
     line = r"127.0.0.1:\d+ POST /v1/completions model=beta status=200 seconds=\d+\.\d{3}"
-    assert re.search(line, gateway.log)
+    eventually(lambda: re.search(line, gateway.log) is not None, lambda: f"{line} in {gateway.log}")
 
 
 def test_many_at_once_do_not_mix(client: openai.OpenAI) -> None:
@@ -299,7 +299,8 @@ def test_a_new_unit_scheduler_gets_everything_again(client: openai.OpenAI, gatew
     answer = client.completions.create(model="alpha", prompt=play("restarts it", restart=6))
     assert answer.choices[0].text == "restarts it"
     again = gateway.wait("submit", mark, lambda e: e["script"].get("hold") == 4 and e["attempt"] == 1)
-    assert len(again["output_tokens"]) == 4
+    # The news of the death may overtake the last tokens.
+    assert 1 <= len(again["output_tokens"]) <= 4
     gateway.wait("held", mark, lambda e: e["id"] == again["id"])
     gateway.tell_unit("go")
     texts += [chunk.choices[0].text for chunk in held]
@@ -399,7 +400,7 @@ def test_fleet(http: httpx.Client) -> None:
     assert [m["name"] for m in fleet["models"]] == ["alpha", "beta"]
     assert fleet["models"][0]["limits"] == {"max_concurrency": 64, "max_queue": 64, "max_wait_seconds": 5.0}
     assert fleet["units"][0]["state"]["models"]["alpha"]["used_pages"] == 12
-    assert fleet["gateway"]["requests_in_flight"] == 0
+    eventually(lambda: http.get("/fleet").json()["gateway"]["requests_in_flight"] == 0, "all requests have ended")
 
 
 def samples(text: str) -> dict[str, float]:
@@ -445,8 +446,8 @@ def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
 
 
 def test_pages_that_stock_servers_have(http: httpx.Client) -> None:
+    eventually(lambda: http.get("/load").json() == {"server_load": 0}, "all requests have ended")
     assert http.get("/ping").json() == http.get("/health").json()
-    assert http.get("/load").json() == {"server_load": 0}
     assert "openapi.json" in http.get("/docs").text
     document = http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/models"} <= {*document["paths"]}

@@ -133,7 +133,7 @@ def test_without_a_scheduler_requests_are_spread(rig: Rig, http: httpx.Client) -
         assert sorted(e["unit"] for e in submits(rig, mark, 4)) == ["x0", "x0", "x1", "x1"]
         for name in ("x0", "x1"):
             rig.unit.send("go", unit=name)
-        assert sorted(said(answer.result(20)) for answer in waiting) == [f"number {n}" for n in range(4)]
+        assert sorted(said(answer.result(PATIENCE)) for answer in waiting) == [f"number {n}" for n in range(4)]
 
 
 def test_the_scheduler_chooses(rig: Rig, fleet: Running, http: httpx.Client) -> None:
@@ -188,7 +188,7 @@ def test_a_request_wakes_its_model(rig: Rig, fleet: Running, http: httpx.Client)
         rig.unit.wait("hello", mark, lambda e: e["unit"] == "x2")
         # The next who asks may tell that the scheduler hangs.
         assert said(complete(http, "next", model="alpha")) == "next"
-        assert said(asked.result(20)) == "good morning"
+        assert said(asked.result(PATIENCE)) == "good morning"
     assert [e["unit"] for e in submits(rig, mark, 2) if e["model"] == "beta"] == ["x2"]
     fleet.change(msgspec.structs.replace(before, generation=2))
     while len(http.get("/fleet").json()["units"]) != 2:
@@ -211,7 +211,7 @@ def test_a_stream_moves(rig: Rig, http: httpx.Client) -> None:
         units = {unit["name"]: unit["requests_in_flight"] for unit in http.get("/fleet").json()["units"]}
         assert units == {"x0": 0, "x1": 1}
         rig.unit.send("go", unit="x1")
-        assert stream.result(20) == "from there to here"
+        assert stream.result(PATIENCE) == "from there to here"
     assert sample(http, moved) == before + 1
     submits(rig, mark, 1)
 
@@ -225,9 +225,10 @@ def test_a_dead_unit_s_stream_goes_on_elsewhere(rig: Rig, fleet: Running, http: 
         rig.unit.send("down", unit=first["unit"])
         second = rig.unit.wait("submit", mark, lambda e: e["attempt"] == 1)
         assert {first["unit"], second["unit"]} == {"x0", "x1"}
-        assert len(second["output_tokens"]) == 5
+        # The news of the death may overtake the last tokens.
+        assert len(second["output_tokens"]) <= 5
         rig.unit.send("go", unit=second["unit"])
-        assert stream.result(20) == "it outlives its unit"
+        assert stream.result(PATIENCE) == "it outlives its unit"
     health = http.get("/health").json()
     while health["status"] != "degraded":
         health = http.get("/health").json()
@@ -324,12 +325,12 @@ def test_models_come_and_go_while_others_serve(rig: Rig, fleet: Running, http: h
             pass
         assert complete(http, "too late", model="gamma").json()["error"]["type"] == "NotFoundError"
         rig.unit.send("go", unit="x3")
-        assert said(last.result(20)) == "the last of gamma"
+        assert said(last.result(PATIENCE)) == "the last of gamma"
         fleet.change(msgspec.structs.replace(before, generation=12))
         while http.get("/fleet").json()["gateway"]["generation"] != 12:
             pass
         rig.unit.send("go", unit=held["unit"])
-        assert running.result(20) == "nobody disturbs this"
+        assert running.result(PATIENCE) == "nobody disturbs this"
     assert 'model_name="gamma"' not in "\n".join(
         line for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:")
     )
@@ -378,7 +379,7 @@ def test_a_model_that_changes_holds_up_nothing_else(rig: Rig, fleet: Running, ht
         assert complete(http, "never", model="broken").status_code == 404
         assert "broken cannot be offered" in fleet.log
         rig.unit.send("go", unit=held["unit"])
-        assert running.result(20) == "to its end as it was"
+        assert running.result(PATIENCE) == "to its end as it was"
     while complete(http, "as it is now").status_code == 404:
         pass
     asking = {"model": "alpha", "prompt": play("x"), "max_tokens": 1, "logprobs": 9}

@@ -32,6 +32,8 @@ class Unit:
         self.context = zmq.asyncio.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.linger = 0
+        # As the real one: a connection that is being closed may be made once more before it is, and has the same name.
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         sockets.bind_local(self.router, address)
 
     async def receive(self) -> tuple[bytes, Message]:

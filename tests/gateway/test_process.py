@@ -47,7 +47,7 @@ def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: UnitSpec) ->
         asked = pool.submit(httpx.post, url, json={"prompt": play("never", hold=2)}, timeout=PATIENCE)
         request_id = running.wait("held", mark)["id"]
         waiting = pool.submit(httpx.post, url, json={"prompt": play("nor this", hold=2)}, timeout=PATIENCE)
-        while not httpx.get(f"{running.url}/fleet").json()["models"][0]["gateway"]["waiting"]:
+        while not httpx.get(f"{running.url}/fleet", timeout=PATIENCE).json()["models"][0]["gateway"]["waiting"]:
             pass
         running.terminate()
         assert running.exit_status() == 0
@@ -74,7 +74,7 @@ def test_a_gateway_follows_one_that_was_killed_and_ends_with_its_controller(rig:
     assert answer.json()["choices"][0]["text"] == "alive"
     # Tokens meant for the one before are none of its business.
     running.tell_unit("go")
-    assert httpx.get(f"{running.url}/fleet").json()["gateway"]["requests_in_flight"] == 0
+    assert httpx.get(f"{running.url}/fleet", timeout=PATIENCE).json()["gateway"]["requests_in_flight"] == 0
     running.cut_lifeline()
     assert running.exit_status() == 1
 

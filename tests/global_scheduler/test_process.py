@@ -83,6 +83,7 @@ class FakeUnit:
         self.name = name
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         entry = deployed.unit(name)
         if entry.remote:
             assert entry.unit_spec.listen is not None

@@ -18,6 +18,7 @@ from muxserve.gpu import mps
 from muxserve.gpu.mps import MpsError, MpsServer
 from muxserve.spec import GpuSpec, save
 from tests.cluster.conftest import ROOT, alive, fake_unit_spec
+from tests.support.patience import PATIENCE
 
 GPUS = ["GPU-a", "GPU-b"]
 
@@ -212,7 +213,7 @@ class TestProcess:
         assert process.stdout is not None
         assert process.stdout.readline() == f"READY {fake.pids()[1]}\n"
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
         assert fake.journal()[-1] == "quit -t 5"
         assert not any(alive(pid) for pid in fake.pids())
 

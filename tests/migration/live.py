@@ -31,10 +31,16 @@ def find(pair: Pair | TwoUnits, unit: str, part: str) -> psutil.Process | None:
 
 
 def process(pair: Pair | TwoUnits, unit: str, part: str) -> psutil.Process:
-    """The same, where there has to be one."""
-    found = find(pair, unit, part)
-    assert found is not None, f"unit {unit} has no {part}"
-    return found
+    """The same, where there has to be one, or soon is again."""
+    found: list[psutil.Process] = []
+
+    def there() -> bool:
+        one = find(pair, unit, part)
+        found.extend([one] if one is not None else [])
+        return bool(found)
+
+    eventually(there, f"unit {unit} has no {part}")
+    return found[0]
 
 
 def limit(pair: Pair, bandwidth: float) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,7 +24,7 @@ class Server:
 
     def seen(self, model: str) -> list[dict[str, Any]]:
         """What was asked of `model`."""
-        with urllib.request.urlopen(f"{self.url}/seen", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/seen", timeout=PATIENCE) as answer:
             return [body for body in json.load(answer) if body["model"] == model]
 
 

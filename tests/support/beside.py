@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -125,14 +124,13 @@ def begin(session: pytest.Session, fixture: str, below: Path, module: str, *argu
     turn = wanted(session, fixture, below)
     if turn is not None:
         directory = tempfile.TemporaryDirectory(prefix=f"mux-{fixture}-")
+        session.config.add_cleanup(directory.cleanup)
         done = beside(session.config).add([sys.executable, "-m", module, directory.name, *arguments], turn)
         session.config.stash.setdefault(_OUTPUTS, {})[fixture] = directory, done
 
 
-@contextmanager
-def output(config: pytest.Config, fixture: str) -> Iterator[Path]:
+def output(config: pytest.Config, fixture: str) -> Path:
     """The directory into which the program of that fixture has written, when it has ended."""
     directory, done = config.stash[_OUTPUTS][fixture]
     done.result()
-    with directory:
-        yield Path(directory.name)
+    return Path(directory.name)

@@ -11,7 +11,7 @@ import select
 import time
 from collections.abc import Callable
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds for one thing that a process does at once when it gets the time to."""
 
 
