@@ -95,6 +95,9 @@ class Tenant(Section):
         default=None, ge=1, description="Tokens of prompts and answers per minute, over all gateways"
     )
     max_concurrency: int | None = Field(default=None, ge=1, description="Requests at once, over all gateways")
+    weight: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="Its share of a model, beside others that wait for it"
+    )
     admin: bool = Field(default=False, description="Whether it may see the fleet's state, and what all tenants used")
 
 

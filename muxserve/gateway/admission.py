@@ -6,7 +6,7 @@ import hmac
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
 
@@ -95,69 +95,114 @@ class AdmissionVerdict(Enum):
     REFUSE = "refuse"
 
 
+@dataclass(slots=True, eq=False)
+class GateShare:
+    """What a tenant has of a gate. Tickets wait in order of arrival, with their number; in a deque each of many clients
+    that leave at the same time would be looked for."""
+
+    weight: float = 1.0
+    inside: int = 0
+    prompts: int = 0
+    waiting: OrderedDict[object, int] = field(default_factory=OrderedDict)
+
+
 class Gate:
-    """Lets `max_concurrency` requests of one model in at once; `max_queue` more wait, first come, first served.
+    """Lets `max_concurrency` requests of one model in at once; `max_queue` more wait. Of those that wait, one of the
+    tenant with the fewest inside, by its weight, goes next; those of one tenant, and tenants that have equally many,
+    first come, first served.
 
     A request of several prompts or choices is one of them, since these take turns with other requests. But as many
-    `prompts` as may be in service and wait are the most that are let in, beside others, together.
+    `prompts` as may be in service and wait are the most that are let in, beside others, together. Where others have
+    taken all that, a tenant may still have its part: as much as if those that are there shared it.
     """
 
     def __init__(self, max_concurrency: int, max_queue: int) -> None:
         self.max_concurrency = max_concurrency
         self.max_queue = max_queue
         self.inside = 0
+        self.waiting = 0
         self.prompts = 0
         self.mean_seconds = 1.0
-        # In order of arrival. In a deque each of many clients that leave at the same time would be looked for.
-        self._waiting: OrderedDict[object, None] = OrderedDict()
+        self._tenants: dict[str, GateShare] = {}
+        self._arrivals = 0
 
     def resize(self, max_concurrency: int, max_queue: int) -> list[object]:
         """Other limits from now on. Returns the tickets that enter because of that."""
         self.max_concurrency, self.max_queue = max_concurrency, max_queue
         entering = []
-        while self._waiting and self.inside < self.max_concurrency:
-            entering.append(self._waiting.popitem(last=False)[0])
+        while self.waiting and self.inside < self.max_concurrency:
+            entering.append(self._next())
             self.inside += 1
         return entering
 
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
-
-    def arrive(self, ticket: object, prompts: int = 1) -> AdmissionVerdict:
+    def arrive(self, ticket: object, prompts: int = 1, tenant: str = "", weight: float = 1.0) -> AdmissionVerdict:
         """A request arrives; `ticket`, one of its own, is what `leave` and `withdraw` know it by if it has to wait."""
-        if self.prompts and self.prompts + prompts > self.max_concurrency + self.max_queue:
+        share = self._tenants.setdefault(tenant, GateShare())
+        share.weight = weight
+        if not self._has_room(share, prompts):
+            self._forget(tenant)
             return AdmissionVerdict.REFUSE
+        share.prompts += prompts
+        self.prompts += prompts
         if self.inside < self.max_concurrency:
             self.inside += 1
-            verdict = AdmissionVerdict.ENTER
-        elif len(self._waiting) < self.max_queue:
-            self._waiting[ticket] = None
-            verdict = AdmissionVerdict.WAIT
-        else:
-            return AdmissionVerdict.REFUSE
-        self.prompts += prompts
-        return verdict
+            share.inside += 1
+            return AdmissionVerdict.ENTER
+        self._arrivals += 1
+        share.waiting[ticket] = self._arrivals
+        self.waiting += 1
+        return AdmissionVerdict.WAIT
 
-    def leave(self, seconds: float, prompts: int = 1) -> object | None:
+    def leave(self, seconds: float, prompts: int = 1, tenant: str = "") -> object | None:
         """A request that was inside for `seconds` is done. Returns the ticket that enters in its place, if any."""
-        self.prompts -= prompts
+        self._gone(tenant, prompts)
+        self._tenants[tenant].inside -= 1
+        self._forget(tenant)
         self.mean_seconds += SMOOTHING * (seconds - self.mean_seconds)
-        if self._waiting and self.inside <= self.max_concurrency:
-            return self._waiting.popitem(last=False)[0]
+        if self.waiting and self.inside <= self.max_concurrency:
+            return self._next()
         self.inside -= 1
         return None
 
-    def withdraw(self, ticket: object, prompts: int = 1) -> bool:
+    def withdraw(self, ticket: object, prompts: int = 1, tenant: str = "") -> bool:
         """A waiting request's client went away. False if it has entered meanwhile."""
-        if ticket not in self._waiting:
+        share = self._tenants.get(tenant)
+        if share is None or ticket not in share.waiting:
             return False
-        del self._waiting[ticket]
-        self.prompts -= prompts
+        del share.waiting[ticket]
+        self.waiting -= 1
+        self._gone(tenant, prompts)
+        self._forget(tenant)
         return True
 
     def retry_after(self) -> int:
         """Seconds after which a refused client may find room: the time that the queue takes to drain by half."""
-        seconds = self.mean_seconds * (1 + len(self._waiting) / 2) / self.max_concurrency
+        seconds = self.mean_seconds * (1 + self.waiting / 2) / self.max_concurrency
         return min(MAX_RETRY_AFTER_SECONDS, max(1, math.ceil(seconds)))
+
+    def _has_room(self, share: GateShare, prompts: int) -> bool:
+        most = self.max_concurrency + self.max_queue
+        if self.inside >= self.max_concurrency and self.waiting >= self.max_queue:
+            if len(share.waiting) >= self.max_queue // len(self._tenants):
+                return False
+        elif not self.prompts or self.prompts + prompts <= most:
+            return True
+        return share.prompts + prompts <= most // len(self._tenants)
+
+    def _next(self) -> object:
+        """The ticket that enters next."""
+        waiting = [share for share in self._tenants.values() if share.waiting]
+        share = min(waiting, key=lambda each: (each.inside / each.weight, next(iter(each.waiting.values()))))
+        ticket, _ = share.waiting.popitem(last=False)
+        share.inside += 1
+        self.waiting -= 1
+        return ticket
+
+    def _gone(self, tenant: str, prompts: int) -> None:
+        self._tenants[tenant].prompts -= prompts
+        self.prompts -= prompts
+
+    def _forget(self, tenant: str) -> None:
+        share = self._tenants[tenant]
+        if not share.inside and not share.waiting:
+            del self._tenants[tenant]

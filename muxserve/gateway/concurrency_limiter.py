@@ -85,11 +85,13 @@ class ConcurrencyLimiter:
         """
         gate, waits = self.gates[model], self.waits[model]
         rank = replay.http.priority.scheduling_step
-        wait = waits.refuses(time.monotonic(), rank)
+        turn = replay.http.tenant
+        tenant, weight = (turn.name, turn.weight) if turn is not None else ("", 1.0)
+        wait = waits.refuses(time.monotonic(), rank, tenant)
         if wait is not None:
             self._refuse_late(model, wait)
         ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        verdict = gate.arrive(ticket, prompts)
+        verdict = gate.arrive(ticket, prompts, tenant, weight)
         if verdict is AdmissionVerdict.REFUSE:
             self._measures.rejected(model, "queue_full")
             raise RequestError(
@@ -98,15 +100,15 @@ class ConcurrencyLimiter:
                 "try again later",
                 headers=[(b"retry-after", str(gate.retry_after()).encode())],
             )
-        waits.enter(replay.http, rank, prompts, time.monotonic())
+        waits.enter(replay.http, rank, prompts, time.monotonic(), tenant)
         try:
             if verdict is AdmissionVerdict.WAIT:
-                await self._wait(gate, ticket, replay, prompts)
+                await self._wait(gate, ticket, replay, prompts, tenant)
             entered = time.monotonic()
             try:
                 yield
             finally:
-                self._leave(gate, time.monotonic() - entered, prompts)
+                self._leave(gate, time.monotonic() - entered, prompts, tenant)
         finally:
             waits.leave(replay.http)
 
@@ -122,19 +124,23 @@ class ConcurrencyLimiter:
             headers=[(b"retry-after", str(after).encode())],
         )
 
-    async def _wait(self, gate: Gate, ticket: asyncio.Future[None], replay: BodyReplay, prompts: int) -> None:
+    async def _wait(
+        self, gate: Gate, ticket: asyncio.Future[None], replay: BodyReplay, prompts: int, tenant: str
+    ) -> None:
         gone = replay.watch()
         try:
             await asyncio.wait((ticket, gone), return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
                 raise ClientGoneError
         except BaseException:
-            if not gate.withdraw(ticket, prompts):
-                self._leave(gate, gate.mean_seconds, prompts)  # it had just been let in: let the next one in instead
+            if not gate.withdraw(ticket, prompts, tenant):
+                self._leave(
+                    gate, gate.mean_seconds, prompts, tenant
+                )  # it had just been let in: let the next one in instead
             raise
 
-    def _leave(self, gate: Gate, seconds: float, prompts: int) -> None:
-        ticket = gate.leave(seconds, prompts)
+    def _leave(self, gate: Gate, seconds: float, prompts: int, tenant: str) -> None:
+        ticket = gate.leave(seconds, prompts, tenant)
         _enter(ticket)
         for entry in [entry for entry in self._waiting_for_empty if self._is_empty(entry[0])]:
             self._waiting_for_empty.remove(entry)

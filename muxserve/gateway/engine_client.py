@@ -70,6 +70,7 @@ class UnitEngineClient(EngineCoreClient):
             # AsyncLLM registered the request before it asked us, and does not take it back itself.
             self._end(front_id)
             raise
+        tenant = http.tenant if http is not None else None
         self.broker.submit(
             Tracked(
                 request_id=wire_id,
@@ -82,6 +83,8 @@ class UnitEngineClient(EngineCoreClient):
                 priority=priority.queue(request.priority),
                 scheduling=priority.scheduling,
                 execution=priority.execution,
+                tenant=tenant.name if tenant is not None else "",
+                weight=tenant.weight if tenant is not None else 1.0,
                 choice=self._choice(front_id),
                 group=http.group_of(wire_id) if http is not None else "",
                 context=http,

@@ -2,7 +2,7 @@
 
 The wait is what is ahead of a request, divided by the rate at which first tokens come out while others wait for theirs.
 Prompts of one client take turns with other clients (`scheduling.state.RequestQueue`), so that a client counts once,
-however many prompts it has sent.
+however many prompts it has sent; and so do tenants, so that of another tenant no more is ahead than the own one has.
 
 A rate holds for the backlog at which it was measured: engines batch, and make more of many prompts than of one. So it
 is kept by how many waited, and one measured with less than half as many is not believed. Where none is known nobody is
@@ -46,6 +46,7 @@ class WaitingClient:
     since: float
     rank: int
     prompts: int
+    tenant: str = ""
     submitted: int = 0
     tokens: int = 0
     answered: int = 0
@@ -99,7 +100,8 @@ class PredictedWait:
         self._waiting: dict[object, WaitingClient] = {}
         self._unanswered: dict[object, WaitingClient] = {}
         self._excused: dict[object, WaitingClient] = {}
-        self._ranks: Counter[int] = Counter()
+        # By rank and tenant.
+        self._ranks: Counter[tuple[int, str]] = Counter()
         self._tokens = 0.0
         self._known = 0
         self._measured: dict[int, PrefillRate] = {}
@@ -111,15 +113,15 @@ class PredictedWait:
 
     # ------------------------------------------------------------ events
 
-    def enter(self, key: object, rank: int, prompts: int, now: float) -> None:
-        """A client's request is let in; lower ranks are served first."""
+    def enter(self, key: object, rank: int, prompts: int, now: float, tenant: str = "") -> None:
+        """A client's request is let in; lower ranks are served first, and tenants of one rank in turns."""
         if not self._waiting and not self._excused:
             self._since = now
             self._flows = False
             self._above = None
-        client = WaitingClient(now, rank, max(1, prompts))
+        client = WaitingClient(now, rank, max(1, prompts), tenant)
         self._waiting[key] = self._unanswered[key] = client
-        self._ranks[rank] += 1
+        self._ranks[rank, tenant] += 1
 
     def submitted(self, key: object, tokens: int) -> None:
         """One of its prompts, of so many tokens, is with a unit."""
@@ -171,9 +173,9 @@ class PredictedWait:
 
     # ------------------------------------------------------------ what follows
 
-    def seconds(self, now: float, rank: int | None = None) -> float | None:
-        """The wait of a request that came now, behind all of its rank or better (None: behind all); None if nothing is
-        known of it."""
+    def seconds(self, now: float, rank: int | None = None, tenant: str = "") -> float | None:
+        """The wait of a request of `tenant` that came now, behind what goes before it (without a rank: behind all);
+        None if nothing is known of it."""
         depth = len(self._waiting) + 1
         prompts = tokens = seconds = 0.0
         for size, measured in list(self._measured.items()):  # also read by another thread, for metrics
@@ -184,7 +186,7 @@ class PredictedWait:
                 seconds += measured.seconds * left
         if prompts < FEWEST or seconds <= 0.0:
             return None
-        ahead = depth if rank is None else 1 + sum(count for each, count in self._ranks.items() if each <= rank)
+        ahead = depth if rank is None else self._ahead(rank, tenant)
         wait = ahead * seconds / prompts
         if self._known and tokens > 0.0:
             # Prompts cost by their number when steps are short, by their tokens when they are long. What was measured
@@ -192,13 +194,25 @@ class PredictedWait:
             wait = min(wait, ahead * self._tokens / self._known * seconds / tokens)
         return wait
 
-    def refuses(self, now: float, rank: int) -> float | None:
+    def _ahead(self, rank: int, tenant: str) -> int:
+        """Requests up to and including one that came now: all of better ranks; of its own those of its tenant, and of
+        each other tenant as many as have their turn until then."""
+        own = self._ranks[rank, tenant] + 1
+        ahead = own
+        for (each, other), count in self._ranks.items():
+            if each < rank:
+                ahead += count
+            elif each == rank and other != tenant:
+                ahead += min(count, own)
+        return ahead
+
+    def refuses(self, now: float, rank: int, tenant: str = "") -> float | None:
         """The predicted wait, seconds, if a request is to be refused for it."""
         if self.longest is None or not self._flows or not self._stands(now):
             return None
         if now - self._since > max(STALLED_SECONDS, STALLED_GAPS * self._gap):
             return None
-        wait = self.seconds(now, rank)
+        wait = self.seconds(now, rank, tenant)
         return wait if wait is not None and wait > self.longest else None
 
     def _judge(self, waited: float, now: float) -> None:
@@ -225,9 +239,10 @@ class PredictedWait:
 
     def _uncount(self, client: WaitingClient) -> None:
         self._weigh(client, -1)
-        self._ranks[client.rank] -= 1
-        if not self._ranks[client.rank]:
-            del self._ranks[client.rank]
+        of = client.rank, client.tenant
+        self._ranks[of] -= 1
+        if not self._ranks[of]:
+            del self._ranks[of]
 
 
 class PredictedWaits:

@@ -56,6 +56,8 @@ class Tracked:
     execution: str = NORMAL
     group: str = ""
     choice: int = 0
+    tenant: str = ""
+    weight: float = 1.0
     context: Any = None
     attempt: int = 0
     tries: int = 1
@@ -90,6 +92,8 @@ class Tracked:
             scheduling=self.scheduling,
             execution=self.execution,
             group=self.group,
+            tenant=self.tenant,
+            weight=self.weight,
             failures=self.failures,
         )
 

@@ -306,12 +306,13 @@ class UsageLog:
 class TenantTurn:
     """A request of a tenant while it is served: what it uses is taken from the limits and added up."""
 
-    __slots__ = ("_spec", "_tenancy", "allowance", "name")
+    __slots__ = ("_spec", "_tenancy", "allowance", "name", "weight")
 
     def __init__(self, tenancy: Tenancy, spec: TenantSpec | None, allowance: Allowance) -> None:
         self._tenancy = tenancy
         self._spec = spec
         self.name = spec.name if spec is not None else NOBODY
+        self.weight = spec.weight if spec is not None else 1.0
         self.allowance = allowance
 
     def prompted(self, tokens: int) -> None:

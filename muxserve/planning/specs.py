@@ -195,6 +195,7 @@ def tenants_of(fleet: Fleet) -> tuple[TenantSpec, ...]:
             requests_per_minute=tenant.requests_per_minute or 0,
             tokens_per_minute=tenant.tokens_per_minute or 0,
             max_concurrency=tenant.max_concurrency or 0,
+            weight=tenant.weight,
             admin=tenant.admin,
         )
         for name, tenant in fleet.tenants.items()

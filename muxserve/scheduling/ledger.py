@@ -148,8 +148,7 @@ class UnitLedger:
         model.prefill_tokens -= live.tokens
         live.place = DECODING
         live.output_tokens = output_tokens
-        live.entered_at = model.rounds
-        model.decoding[request_id] = live
+        self._decodes(live)
         lease = model.decode.lease
         if lease is not None and lease.phase is not PREFILL:
             live.decoding_since = now
@@ -274,8 +273,17 @@ class UnitLedger:
             model.work_since = None
 
     @staticmethod
+    def _decodes(live: LiveRequest) -> None:
+        model = live.model
+        live.entered_at = model.rounds
+        model.decoding[live.request_id] = live
+        model.counters.decodes(live.tenant, live.entered_at)
+
+    @staticmethod
     def _decodes_no_more(live: LiveRequest) -> None:
         live.decoding_since = None
+        if live.place is DECODING:
+            live.model.counters.decodes_no_more(live.tenant, live.entered_at)
         if live.model.fresh:
             live.model.fresh.pop(live.request_id, None)
 
@@ -357,12 +365,13 @@ class UnitLedger:
                 model.prefilling[request_id] = live
                 model.seat(live.execution, 1)
                 tokens += live.tokens
+                if not live.resumed:
+                    model.counters.admitted(live.tenant, live.tokens)
             else:
                 del model.handed[request_id]
                 live.place = DECODING
-                live.entered_at = model.rounds
                 live.decoding_since = now
-                model.decoding[request_id] = live
+                self._decodes(live)
         if tokens:
             model.prefill_tokens += tokens
             model.promise(model.outstanding + tokens)
@@ -372,7 +381,8 @@ class UnitLedger:
         for request_id, since in model.fresh.items():
             live = self.requests[request_id]
             live.decoding_since = now
-            live.entered_at = model.rounds
+            model.counters.decodes_no_more(live.tenant, live.entered_at)
+            self._decodes(live)
             model.tally.phase_switches += 1
             model.tally.phase_switch_seconds += now - since
         model.fresh.clear()

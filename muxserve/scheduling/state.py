@@ -7,9 +7,11 @@ from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 from muxserve.scheduling.engines import EngineState, Work
+from muxserve.scheduling.fairness import INPUT, TenantCounters
 from muxserve.scheduling.types import (
     BOTH,
     DECODE,
@@ -43,7 +45,9 @@ class Note(NamedTuple):
     with_kv: bool = False
 
 
-# Whether it was never started, priority, tag, arrival, order of entry.
+# Whether it was never started, priority.
+QueueRank = tuple[int, int]
+# These, tag, arrival, order of entry.
 QueueKey = tuple[int, int, int, float, int]
 
 
@@ -68,6 +72,8 @@ class LiveRequest:
         "prompt_tokens",
         "request_id",
         "resumed",
+        "tenant",
+        "weight",
     )
 
     def __init__(self, request: QueuedRequest, model: ModelState) -> None:
@@ -81,6 +87,8 @@ class LiveRequest:
         self.resumed = request.resumed
         self.execution = request.execution
         self.group = request.group
+        self.tenant = request.tenant
+        self.weight = request.weight
         self.place = QUEUED
         self.lease_id = 0
         self.entered_at = 0.0
@@ -100,13 +108,11 @@ class Turns:
     a client's request is a flow and each of its prompts costs one. `now` is the tag of the last one that was taken."""
 
     now: int = 0
-    waiting: int = 0
     # Of each group that waits: its last tag, and how many of it wait.
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def enter(self, group: str) -> int:
         """The tag of one more request."""
-        self.waiting += 1
         if not group:
             return self.now + 1
         last, count = self.groups.get(group, (0, 0))
@@ -116,7 +122,6 @@ class Turns:
 
     def leave(self, group: str) -> None:
         """One of `group` waits no longer."""
-        self.waiting -= 1
         if group:
             last, count = self.groups[group]
             if count > 1:
@@ -125,44 +130,63 @@ class Turns:
                 del self.groups[group]
 
 
-class RequestQueue:
-    """Waiting requests of one model: resumed ones first, then by priority (lower first). Those of equal priority come
-    in order of arrival, and of entry; but requests of one group take turns with others: each has a tag one above that
-    of the one before it, and lower tags go first. A request without company is tagged when it enters, one above the
-    last that was taken, so that it waits for as many of a group as there are rounds before it, and no more.
+class TenantQueue:
+    """Waiting requests of one tenant and priority."""
 
-    A sorted list: entering at the end and leaving at the head are what happens, and moving a few thousand pointers for
-    the rest takes less time than a tree's bookkeeping.
-    """
-
-    __slots__ = ("_keys", "_requests", "_serial", "_turns", "blocks")
+    __slots__ = ("keys", "turns")
 
     def __init__(self) -> None:
-        self._keys: list[QueueKey] = []
+        self.keys: list[QueueKey] = []
+        self.turns = Turns()
+
+
+class RequestQueue:
+    """Waiting requests of one model: resumed ones first, then by priority (lower first). Those of equal priority come
+    by tenant as `counters` say (VTC); those of one tenant in order of arrival, and of entry; but requests of one group
+    take turns with others: each has a tag one above that of the one before it, and lower tags go first. A request
+    without company is tagged when it enters, one above the last that was taken, so that it waits for as many of a group
+    as there are rounds before it, and no more.
+
+    A sorted list for each tenant: entering at the end and leaving at the head are what happens, and moving a few
+    thousand pointers for the rest takes less time than a tree's bookkeeping.
+    """
+
+    __slots__ = ("_count", "_counters", "_order", "_ranks", "_requests", "_serial", "blocks")
+
+    def __init__(self, counters: TenantCounters) -> None:
+        self._counters = counters
         self._requests: dict[QueueKey, LiveRequest] = {}
         self._serial = 0
         # By what goes before all tags; gone with the last request that has it.
-        self._turns: dict[tuple[int, int], Turns] = {}
+        self._ranks: dict[QueueRank, dict[str, TenantQueue]] = {}
+        self._order: list[QueueRank] = []
+        self._count = 0
         self.blocks = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self._count
 
     def add(self, request: LiveRequest) -> None:
         """Put a request at its place."""
         self._serial += 1
         rank = (0 if request.resumed else 1, request.priority)
-        turns = self._turns.get(rank)
-        if turns is None:
-            turns = self._turns[rank] = Turns()
-        key = (*rank, turns.enter(request.group), request.arrival, self._serial)
+        tenants = self._ranks.get(rank)
+        if tenants is None:
+            tenants = self._ranks[rank] = {}
+            insort(self._order, rank)
+        tenant = tenants.get(request.tenant)
+        if tenant is None:
+            self._counters.lift(request.tenant, tenants, request.weight)
+            tenant = tenants[request.tenant] = TenantQueue()
+        key = (*rank, tenant.turns.enter(request.group), request.arrival, self._serial)
         request.key = key
-        keys = self._keys
+        keys = tenant.keys
         if keys and key < keys[-1]:
             insort(keys, key)
         else:
             keys.append(key)
         self._requests[key] = request
+        self._count += 1
         self.blocks += request.blocks
 
     def remove(self, request: LiveRequest) -> None:
@@ -170,25 +194,64 @@ class RequestQueue:
         key = request.key
         del self._requests[key]
         rank = key[:2]
-        turns = self._turns[rank]
+        tenants = self._ranks[rank]
+        tenant = tenants[request.tenant]
+        turns, keys = tenant.turns, tenant.keys
         turns.leave(request.group)
-        keys = self._keys
         if keys[0] == key:
             del keys[0]
             turns.now = key[2]
         else:
             del keys[bisect_left(keys, key)]
-        if not turns.waiting:
-            del self._turns[rank]
+        if not keys:
+            del tenants[request.tenant]
+            self._counters.waits_no_more(request.tenant)
+            if not tenants:
+                del self._ranks[rank]
+                self._order.remove(rank)
+        self._count -= 1
         self.blocks -= request.blocks
 
     def head(self) -> LiveRequest:
         """The next one. The queue must not be empty."""
-        return self._requests[self._keys[0]]
+        tenants = self._ranks[self._order[0]]
+        if len(tenants) == 1:
+            (queue,) = tenants.values()
+            return self._requests[queue.keys[0]]
+        level = self._counters.level
+        key = min((level(tenant), queue.keys[0]) for tenant, queue in tenants.items())[1]
+        return self._requests[key]
 
     def first(self, count: int) -> Iterator[LiveRequest]:
-        """Up to `count` requests from the head, in order."""
-        return map(self._requests.__getitem__, self._keys[:count])
+        """Up to `count` requests from the head, in the order in which they would be admitted one after the other."""
+        for rank in self._order:
+            tenants = self._ranks[rank]
+            if len(tenants) == 1:
+                (queue,) = tenants.values()
+                chosen: Iterator[LiveRequest] = map(self._requests.__getitem__, queue.keys[:count])
+            else:
+                chosen = self._by_tenant(tenants, rank)
+            for request in chosen:
+                yield request
+                count -= 1
+                if count <= 0:
+                    return
+
+    def _by_tenant(self, tenants: dict[str, TenantQueue], rank: QueueRank) -> Iterator[LiveRequest]:
+        counters = self._counters
+        heap = [(counters.level(tenant), queue.keys[0], 0, tenant) for tenant, queue in tenants.items()]
+        heapify(heap)
+        while heap:
+            level, key, at, tenant = heap[0]
+            request = self._requests[key]
+            keys = tenants[tenant].keys
+            if at + 1 < len(keys):
+                # Resumed ones have paid for their prompts.
+                cost = request.tokens * INPUT / counters.weight(tenant) if rank[0] else 0.0
+                heapreplace(heap, (level + cost, keys[at + 1], at + 1, tenant))
+            else:
+                heappop(heap)
+            yield request
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +298,7 @@ class ModelState:
         "block_tokens",
         "both",
         "cached",
+        "counters",
         "decode",
         "decoding",
         "engines",
@@ -272,7 +336,8 @@ class ModelState:
         self.block_tokens = profile.block_tokens
         self.max_seqs = profile.max_num_seqs
         self.batch_tokens = profile.max_num_batched_tokens
-        self.queue = RequestQueue()
+        self.counters = TenantCounters(lambda: self.rounds)
+        self.queue = RequestQueue(self.counters)
         self.prefilling: dict[str, LiveRequest] = {}
         self.handed: dict[str, LiveRequest] = {}
         self.decoding: dict[str, LiveRequest] = {}

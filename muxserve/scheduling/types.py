@@ -102,7 +102,8 @@ class ModelProfile:
 class QueuedRequest(NamedTuple):
     """A request as it arrives. `output_tokens` counts tokens already generated in an earlier life, which must be
     computed again like the prompt; `resumed` puts it before those that were never started. `execution` is the level of
-    its execution priority. Requests of one `group`, which a client sent as one, take turns with others."""
+    its execution priority. Requests of one `group`, which a client sent as one, take turns with others. Service is fair
+    among tenants, by their `weight`."""
 
     request_id: str
     model: str
@@ -114,6 +115,8 @@ class QueuedRequest(NamedTuple):
     resumed: bool = False
     execution: str = "normal"
     group: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class Grant(NamedTuple):

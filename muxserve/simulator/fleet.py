@@ -26,6 +26,8 @@ _PROGRESS_EVERY = 200
 Rules = Mapping[str, ReplicaRules | RingRules]
 # (scheduling, execution) priority of the n-th request.
 PriorityOf = Callable[[int], tuple[str, str]]
+# Tenant of the n-th request.
+TenantOf = Callable[[int], str]
 
 
 def simulate(
@@ -37,12 +39,13 @@ def simulate(
     priorities: PriorityOf | None = None,
     levels: Levels = DEFAULT_LEVELS,
     progress: Callable[[int, int], None] | None = None,
+    tenants: TenantOf | None = None,
 ) -> FleetResult:
     """Play `workload` (in order of arrival) on the units. The same arguments give the same result.
 
     Replicas of a model work together by its `rules`; without any its requests go to the freest. `priorities` are of
-    these `levels`: lower ones wait longer, and give way first when pages run out. `progress` is told
-    requests that have arrived, and all there are.
+    these `levels`: lower ones wait longer, and give way first when pages run out. Service is fair among `tenants`.
+    `progress` is told requests that have arrived, and all there are.
 
     Raises:
         SimulationError: arrivals fall, or a unit cannot go on.
@@ -56,7 +59,7 @@ def simulate(
         groups = [Group(members, latency, options, rules or {}, levels) for members in _coupled(units)]
         parts: list[list[SimRequest]] = [[] for _ in groups]
         part_of = {name: part for group, part in zip(groups, parts, strict=True) for name in group.models}
-        requests = list(_requests(workload, priorities, levels))
+        requests = list(_requests(workload, priorities, levels, tenants))
         refused = 0
         for request in requests:
             if request.model in part_of:
@@ -134,7 +137,9 @@ class Group:
             replicas.arrive(request, now)
 
 
-def _requests(workload: Iterable[TraceRequest], priorities: PriorityOf | None, levels: Levels) -> Iterator[SimRequest]:
+def _requests(
+    workload: Iterable[TraceRequest], priorities: PriorityOf | None, levels: Levels, tenants: TenantOf | None
+) -> Iterator[SimRequest]:
     before = 0.0
     for number, each in enumerate(workload):
         if each.arrival < before:
@@ -144,6 +149,8 @@ def _requests(workload: Iterable[TraceRequest], priorities: PriorityOf | None, l
         if priorities is not None:
             request.scheduling, request.execution = priorities(number)
             request.priority = -levels[request.scheduling].rank
+        if tenants is not None:
+            request.tenant = tenants(number)
         yield request
 
 

@@ -54,6 +54,7 @@ class SimRequest:
         "request_id",
         "scheduling",
         "serial",
+        "tenant",
         "unit",
     )
 
@@ -63,7 +64,7 @@ class SimRequest:
         self.arrival = arrival
         self.prompt = prompt
         self.output = output
-        self.scheduling = self.execution = ""
+        self.scheduling = self.execution = self.tenant = ""
         self.priority = 0
         self.unit: SimulatedUnit | None = None
         self.made = 0

@@ -113,6 +113,7 @@ class ScheduledUnit(SimulatedUnit):
             request.made,
             request.made > 0,
             request.execution or NORMAL,
+            tenant=request.tenant,
         )
 
     def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:

@@ -54,7 +54,8 @@ class Suspect(msgspec.Struct, frozen=True):
 
 class TenantSpec(msgspec.Struct, frozen=True):
     """Who comes with one of some keys, which are known by their SHA-256 (hex) only. `models` are those that it may use,
-    None: all. Limits of 0 are none; they hold for all gateways together."""
+    None: all. Limits of 0 are none; they hold for all gateways together. `weight` is its share of a model
+    beside other tenants that wait for it."""
 
     name: str
     key_hashes: tuple[str, ...]
@@ -63,6 +64,7 @@ class TenantSpec(msgspec.Struct, frozen=True):
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     max_concurrency: int = 0
+    weight: float = 1.0
     admin: bool = False
 
     def may_use(self, model: str) -> bool:

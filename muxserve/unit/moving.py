@@ -508,6 +508,8 @@ class Departures:
             output_tokens=held.output_tokens,
             computed_tokens=held.computed_tokens,
             moves=held.moves + 1,
+            tenant=live.tenant,
+            weight=live.weight,
         )
         self._state.send(MIGRATOR, MoveCommit(move.name, request))
 

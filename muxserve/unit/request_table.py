@@ -145,6 +145,8 @@ class UnitRequestTable:
                 submit.attempt > 0 or done > 0,
                 submit.execution,
                 submit.group,
+                submit.tenant,
+                submit.weight,
             ),
             now,
         )
@@ -311,6 +313,8 @@ class UnitRequestTable:
                 done,
                 True,
                 request.execution,
+                tenant=request.tenant,
+                weight=request.weight,
             ),
             now,
         )

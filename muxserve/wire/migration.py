@@ -223,6 +223,8 @@ class Moving(Message):
     output_tokens: list[int]
     computed_tokens: int
     moves: int = 0
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class TakeOver(Message):

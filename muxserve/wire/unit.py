@@ -63,7 +63,7 @@ class Submit(Message):
     `output_tokens` are the tokens already sent to the client; they stay output tokens when the request is prefilled
     again. `priority` follows vLLM: lower is served earlier. `scheduling` and `execution` name the request's levels
     (`muxserve.replicas.priorities`); the gateway has put the rank of the former into `priority`. Prompts and choices
-    that a client asked for at once are of one `group`.
+    that a client asked for at once are of one `group`. Service is fair among tenants, by their `weight`.
     """
 
     request_id: str
@@ -78,6 +78,8 @@ class Submit(Message):
     scheduling: str = "normal"
     execution: str = "normal"
     group: str = ""
+    tenant: str = ""
+    weight: float = 1.0
     failures: Failures = Failures()
 
 

@@ -170,6 +170,8 @@ class FakeUnit:
             body_id=request.request_id,
             priority=message.priority,
             scheduling=message.scheduling,
+            tenant=message.tenant,
+            weight=message.weight,
             execution=message.execution,
             group=message.group,
             body_priority=request.priority,

@@ -109,6 +109,41 @@ def test_gate_never_exceeds_its_limits_and_loses_nobody(steps: list[str], most: 
         assert not waiting or len(inside) == most
 
 
+def test_a_tenant_with_fewer_inside_goes_first_and_has_a_part_of_the_queue() -> None:
+    gate = Gate(2, 4)
+    for n in range(6):
+        assert gate.arrive(f"flood{n}", tenant="flood") is not AdmissionVerdict.REFUSE
+    assert gate.arrive("flood6", tenant="flood") is AdmissionVerdict.REFUSE
+    # The queue is full; two tenants would have two places each.
+    assert [gate.arrive(f"calm{n}", tenant="calm") for n in range(3)] == [
+        AdmissionVerdict.WAIT,
+        AdmissionVerdict.WAIT,
+        AdmissionVerdict.REFUSE,
+    ]
+    assert gate.leave(1.0, tenant="flood") == "calm0"
+    assert gate.leave(1.0, tenant="flood") == "flood2"  # one of each is inside, and it came first
+    assert gate.leave(1.0, tenant="calm") == "calm1"
+    assert gate.leave(1.0, tenant="flood") == "flood3"
+    assert gate.withdraw("flood5", tenant="flood")
+    assert [gate.leave(1.0, tenant=t) for t in ("calm", "flood", "flood")] == ["flood4", None, None]
+    assert (gate.inside, gate.waiting, gate.prompts) == (0, 0, 0)
+
+
+def test_weights_at_the_gate() -> None:
+    gate = Gate(4, 40)
+    for _ in range(4):
+        gate.arrive(object(), tenant="plain")
+    for n in range(20):
+        gate.arrive(("plain", n), tenant="plain")
+        gate.arrive(("gold", n), tenant="gold", weight=3.0)
+    inside = ["plain"] * 4
+    for _ in range(8):
+        entered = gate.leave(1.0, tenant=inside.pop(0))
+        assert isinstance(entered, tuple)
+        inside.append(str(entered[0]))
+    assert sorted(inside) == ["gold", "gold", "gold", "plain"]
+
+
 @given(st.integers(0, 300), st.integers(1, 9))
 def test_gateways_share_a_limit(limit: int, count: int) -> None:
     parts = [part_of(limit, index, count) for index in range(count)]

@@ -406,10 +406,12 @@ def test_keys_levels_and_limits_change(fleet: Running, http: httpx.Client) -> No
         pass
 
 
-def test_tenants_come_and_go(fleet: Running, http: httpx.Client, tmp_path: Path) -> None:
+def test_tenants_come_and_go(rig: Rig, fleet: Running, http: httpx.Client, tmp_path: Path) -> None:
     """Their limits hold, and what they use is what the client is told, down to cached tokens."""
     before = fleet.fleet
-    team = TenantSpec("team", (sha256(b"of-the-team").hexdigest(),), ("alpha",), "low", tokens_per_minute=100_000)
+    team = TenantSpec(
+        "team", (sha256(b"of-the-team").hexdigest(),), ("alpha",), "low", tokens_per_minute=100_000, weight=2.0
+    )
     usage_file = str(tmp_path / "usage.sqlite")
     fleet.change(msgspec.structs.replace(before, tenants=(team,), usage_file=usage_file, generation=22))
     key = {"Authorization": "Bearer of-the-team"}
@@ -417,8 +419,10 @@ def test_tenants_come_and_go(fleet: Running, http: httpx.Client, tmp_path: Path)
         pass
     assert [card["id"] for card in http.get("/v1/models", headers=key).json()["data"]] == ["alpha"]
     body = {"model": "alpha", "prompt": play("some words"), "max_tokens": 60, "n": 2}
+    mark = rig.unit.mark()
     answer = http.post("/v1/completions", json=body, headers=key)
     assert answer.status_code == 200, answer.text
+    assert [(each["tenant"], each["weight"]) for each in submits(rig, mark, 2)] == [("team", 2.0)] * 2
     usage = answer.json()["usage"]
     spent = usage["prompt_tokens"] + usage["completion_tokens"]
     assert answer.headers["x-ratelimit-limit-tokens"] == "100000"

@@ -191,6 +191,19 @@ def test_better_ranks_wait_for_their_own_only() -> None:
     assert wait.refuses(2.0, -1) is None
 
 
+def test_tenants_wait_for_their_own_and_for_as_many_of_others() -> None:
+    wait = PredictedWait(LONGEST)
+    for n in range(300):
+        wait.enter(n, 0, 1, n / 300, "flood")
+    for n in range(20):
+        wait.answered(n, 20, 1.0 + n / 20)
+    assert wait.refuses(2.0, 0, "flood") is not None
+    assert wait.refuses(2.0, 0, "calm") is None
+    own, other = wait.seconds(2.0, 0, "flood"), wait.seconds(2.0, 0, "calm")
+    assert own is not None
+    assert other == pytest.approx(own * 2 / 281)
+
+
 def test_long_prompts_ahead_count_by_their_tokens() -> None:
     """What was measured of long prompts does not refuse short ones."""
     wait = PredictedWait(LONGEST)

@@ -130,7 +130,7 @@ def test_turns_lose_nobody_and_keep_singles_in_order(steps: list[str | int]) -> 
         assert sorted(queue_ids(book)) == sorted(queue)
     served += [queue.pop(each) for each in admit_all(book)]
     assert not queue
-    assert not book.by_name["a"].queue._turns
+    assert not book.by_name["a"].queue._ranks
     for group in ("", "x", "y", "z"):
         own = [n for n, each in served if each == group]
         assert own == sorted(own)

@@ -99,6 +99,19 @@ def test_a_request_that_ends_with_its_first_token_never_sees_the_decode_engine()
     assert not bench.unit.request_table.held
 
 
+def test_tenants_take_turns_by_what_they_were_served() -> None:
+    """Who comes is lifted to the level of `flood`, which was there before; then it has had more than they."""
+    bench = Bench(model("a", max_num_seqs=1))
+    for n in range(3):
+        bench.submit(f"flood{n}", prompt=60, tenant="flood")
+    bench.submit("calm", tenant="calm")
+    bench.submit("gold", prompt=30, tenant="gold", weight=2.0)
+    for n in range(5):
+        bench.report("a/prefill", left=0, finished=[bench.admitted("a/prefill")[n].request_id], running=0)
+    order = [each.request_id for each in bench.admitted("a/prefill")]
+    assert order == ["flood0", "flood1", "calm", "gold", "flood2"]
+
+
 def test_a_hand_over_during_a_decode_lease_joins_at_once() -> None:
     bench = Bench()
     bench.decoding("r")

@@ -1,0 +1,105 @@
+"""Which tenant is served next: the Virtual Token Counter (VTC) of Sheng et al., "Fairness in Serving Large Language
+Models", OSDI'24, its Algorithm 2 with weights and without assumptions on how long answers become.
+
+Each tenant has a counter of the service that it got from a model: `INPUT` for each token of a prompt that is admitted,
+`OUTPUT` for each token that is generated. The waiting tenant with the lowest counter goes next; the queue stays
+work-conserving. A tenant that comes back after a while is lifted to the level of those that wait, so that it cannot
+save up what it did not use.
+
+The paper's bound (Theorem 4.4): of two tenants that both wait without a break, the services differ by at most twice
+`max(INPUT * longest prompt, OUTPUT * tokens that fit into the batch)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+# The paper's weights of tokens (w_p, w_q), after what providers charge for them.
+INPUT = 1.0
+OUTPUT = 2.0
+
+
+class TenantService:
+    """What a tenant was served: `charged` for good, in units of its weight; and that of `decoding` requests which go on
+    at `rounds` tokens each, of which they have missed `missed` together."""
+
+    __slots__ = ("charged", "decoding", "missed", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.charged = 0.0
+        self.decoding = 0
+        self.missed = 0.0
+
+    def level(self, rounds: float) -> float:
+        """Its counter when a sequence that decodes from the start has been given `rounds` tokens."""
+        return self.charged + OUTPUT * (self.decoding * rounds - self.missed) / self.weight
+
+
+class TenantCounters:
+    """The counters of one model's tenants. All but `lift` take constant time.
+
+    Args:
+        rounds: tokens that a sequence has been given which decodes from the start. Steps are not told one by one: what
+            a tenant's requests in decode have got is how many they are, times these, without what was before them.
+    """
+
+    __slots__ = ("_last", "_rounds", "_tenants")
+
+    def __init__(self, rounds: Callable[[], float]) -> None:
+        self._rounds = rounds
+        self._tenants: dict[str, TenantService] = {}
+        # Who was the last to have nothing waiting any more.
+        self._last: str | None = None
+
+    def level(self, tenant: str) -> float:
+        """The service that `tenant` got so far, in units of its weight."""
+        service = self._tenants.get(tenant)
+        return service.level(self._rounds()) if service is not None else 0.0
+
+    def weight(self, tenant: str) -> float:
+        """Its share, beside those of others."""
+        service = self._tenants.get(tenant)
+        return service.weight if service is not None else 1.0
+
+    def lift(self, tenant: str, waiting: Iterable[str], weight: float) -> None:
+        """`tenant` begins to wait beside those of `waiting`: lines 6 to 13 of Algorithm 2."""
+        rounds = self._rounds()
+        service = self._of(tenant)
+        if weight != service.weight:
+            level = service.level(rounds)
+            service.weight = weight
+            service.charged += level - service.level(rounds)
+        others = [self._of(other).level(rounds) for other in waiting]
+        if not others and self._last is not None:
+            others = [self._of(self._last).level(rounds)]
+        if others:
+            service.charged += max(0.0, min(others) - service.level(rounds))
+
+    def waits_no_more(self, tenant: str) -> None:
+        """`tenant` has nothing waiting."""
+        self._last = tenant
+
+    def admitted(self, tenant: str, tokens: int) -> None:
+        """A prompt of so many tokens was admitted."""
+        service = self._of(tenant)
+        service.charged += INPUT * tokens / service.weight
+
+    def decodes(self, tenant: str, since: float) -> None:
+        """One of its requests decodes from round `since` on."""
+        service = self._of(tenant)
+        service.decoding += 1
+        service.missed += since
+
+    def decodes_no_more(self, tenant: str, since: float) -> None:
+        """One that decoded from round `since` on has ended, or left."""
+        service = self._of(tenant)
+        service.decoding -= 1
+        service.missed -= since
+        service.charged += OUTPUT * (self._rounds() - since) / service.weight
+
+    def _of(self, tenant: str) -> TenantService:
+        service = self._tenants.get(tenant)
+        if service is None:
+            service = self._tenants[tenant] = TenantService(1.0)
+        return service
