@@ -108,6 +108,7 @@ class Tokens:
     new_logprobs: None = None
     new_prompt_logprobs_tensors: None = None
     new_sampling_mask: None = None
+    pooling_output: None = None
     finish_reason: int | None = None
 
 

@@ -21,6 +21,7 @@ HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of
 FLASH_STEP, FLASH_MOST = 8, 256  # head sizes of FlashAttention: multiples of 8 up to 256
 FORCED_MEMORY = 0.50  # of the machine's memory: what a pool of size auto may take if one sequence per model needs it
 _TABLE_ENTRY = 4  # bytes of a page table per page
+_LEAST_PAGE = 1 << 12  # bytes of a page that nobody takes
 
 
 def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, device: str) -> None:
@@ -36,6 +37,9 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
         )
     for model in models:
         architecture = model.architecture
+        if device == "cuda" and not architecture.causal:
+            message = "its tokens see what comes after them, and attention of that kind is served on CPU only"
+            problems.append(PlanProblem(message, "path", model.name))
         known = _unknown_head_dim(architecture.head_dim, device)
         if known:
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
@@ -220,7 +224,8 @@ def plan_unit(
     notes: list[str] = []
     weights = [sum(by_name[name].demand for name in group.models) for group in groups]
     pools, plans = [], {}
-    for index, (group, size) in enumerate(zip(groups, share_out(total, weights, needed), strict=True)):
+    sizes = share_out(total, weights, needed) if groups else []
+    for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         members = [by_name[name] for name in group.models]
         most = 1 + (MAX_BLOCKS - 1) * min(member.pages_per_block for member in members)
         num_pages = min(size // group.page_bytes, most)
@@ -237,7 +242,7 @@ def plan_unit(
                 notes.append(
                     f"max_len of {member.name} is {length} tokens instead of {wished}: the pool is too small for more"
                 )
-            threads = member.threads or max(1, cores // (1 + len(models)) // member.ranks)
+            threads = _threads(member, models, cores)
             plans[member.name] = ModelPlan(
                 name=member.name,
                 pool=pool.name,
@@ -251,14 +256,47 @@ def plan_unit(
                 threads=threads,
                 share=min(1.0, threads * member.ranks / cores),
             )
+    described = _describe(pools, groups)
+    if not pools:  # a memory manager has at least one, of the null page and another
+        pools.append(PoolPlan("pool0", models[0].resolved_dtype, _LEAST_PAGE, 2, ()))
+    for model in models:
+        if model.name not in plans:
+            plans[model.name] = _without_pages(model, pools[0].name, _threads(model, models, cores), cores)
+            notes.append(f"{model.name} keeps no KV and takes no pages")
     if device == "cuda":
         check_tables(models, plans, machine)
-    return UnitPlan(cores, tuple(pools), tuple(plans[m.name] for m in models), (*_describe(pools, groups), *notes))
+    return UnitPlan(cores, tuple(pools), tuple(plans[m.name] for m in models), (*described, *notes))
+
+
+def _threads(model: ModelDemand, models: Sequence[ModelDemand], cores: int) -> int:
+    return model.threads or max(1, cores // (1 + len(models)) // model.ranks)
+
+
+def _without_pages(model: ModelDemand, pool: str, threads: int, cores: int) -> ModelPlan:
+    """The plan of a model that keeps no KV. Its table has the null block and another, as small as one can be."""
+    return ModelPlan(
+        name=model.name,
+        pool=pool,
+        dtype=model.resolved_dtype,
+        block_tokens=model.block_tokens or BLOCK_STEP,
+        num_blocks=2,
+        quota_pages=0,
+        floor_pages=0,
+        max_len=model.max_len or model.architecture.default_max_len,
+        threads=threads,
+        share=min(1.0, threads * model.ranks / cores),
+    )
 
 
 def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
-    """The pools of `models`, and who shares them."""
-    return group_pools([KVShape(m.name, m.architecture.head_dim, m.resolved_dtype, m.block_tokens) for m in models])
+    """The pools of `models`, and who shares them; those that keep no KV are in none."""
+    return group_pools(
+        [
+            KVShape(m.name, m.architecture.head_dim, m.resolved_dtype, m.block_tokens)
+            for m in models
+            if m.architecture.causal
+        ]
+    )
 
 
 def least_pool_bytes(models: Sequence[ModelDemand]) -> int:

@@ -56,7 +56,7 @@ class ModelDemand:
     @property
     def pages_per_block(self) -> int:
         """Pages on each rank behind one token block."""
-        return self.layers * self.kv_heads
+        return self.layers * self.kv_heads if self.architecture.causal else 0
 
     @property
     def resolved_dtype(self) -> str:
@@ -67,7 +67,7 @@ class ModelDemand:
     def bytes_per_token(self) -> int:
         """Bytes of K and V per token on each rank."""
         whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
-        return whole * self.pages_per_block // self.architecture.pages_per_block
+        return whole * self.pages_per_block // max(1, self.architecture.pages_per_block)
 
     @property
     def demand(self) -> float:

@@ -58,8 +58,8 @@ def models_table(unit_spec: UnitSpec) -> FigureTable:
             escape(model.name),
             model.dtype,
             f"{model.layers} x {model.kv_heads} (head {model.head_dim})",
-            model.pool,
-            f"{model.block_tokens} tokens",
+            model.pool if model.pages_per_block else "-",
+            f"{model.block_tokens} tokens" if model.pages_per_block else "-",
             quota_words(model),
             f"{model.max_len} tokens",
             str(model.threads),
@@ -68,7 +68,9 @@ def models_table(unit_spec: UnitSpec) -> FigureTable:
 
 
 def quota_words(model: ModelSpec) -> str:
-    """`6808 pages (425 blocks)`."""
+    """`6808 pages (425 blocks)`; `no pages` of a model that keeps no KV."""
+    if not model.pages_per_block:
+        return "no pages"
     return f"{model.quota_pages} pages ({model.quota_pages // model.pages_per_block} blocks)"
 
 

@@ -42,6 +42,12 @@ def profile(
     try:
         # What is measured are prefills and decodes by themselves, however the fleet mixes them.
         plan = resolve_unit(load_fleet(file).multiplexed(), this_machine())
+        pooling = [demand.name for demand in plan.demands if demand.architecture.pooling]
+        if pooling:
+            raise ValueError(
+                f"only models that generate text can be measured, and {', '.join(pooling)} answers with vectors; "
+                "leave it out of the file. What is not measured is planned with the roofline"
+            )
         grid = _grid(tokens=tokens, sequences=sequences, batches=batches, contexts=contexts)
         counts = _threads(plan, threads)
         known = load_profile(out) if out.exists() else None

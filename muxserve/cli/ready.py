@@ -25,8 +25,9 @@ async def announce(declared: Fleet, fleet: FleetSpec, demo: bool) -> None:
         console.print(models_table(unit.unit_spec))
     if demo:
         console.print()
+        pooling = {model.name for model in fleet.models if model.pooling}
         for model in declared.models:
-            if model.demo:
+            if model.demo and model.name not in pooling:
                 await asyncio.to_thread(_ask, url, model.name, model.demo, _key_for(model.name, declared))
     console.print()
     console.print(_how_to(declared, fleet, url), markup=False)
@@ -82,15 +83,24 @@ def _printable(text: str) -> str:
 
 def _how_to(declared: Fleet, fleet: FleetSpec, url: str) -> str:
     """A curl line and a client snippet that work when pasted."""
-    model = declared.models[0]
+    pooling = {model.name for model in fleet.models if model.pooling}
+    model = next((model for model in declared.models if model.name not in pooling), declared.models[0])
     question = model.demo or "Hello!"
     keys = fleet.needs_key
-    body = json.dumps({"model": model.name, "messages": [{"role": "user", "content": question}]}, ensure_ascii=False)
-    quoted = body.replace("'", "'\\''")
+    if model.name in pooling:
+        path = "pooling"
+        content: dict[str, object] = {"model": model.name, "input": question}
+    else:
+        path = "v1/chat/completions"
+        content = {"model": model.name, "messages": [{"role": "user", "content": question}]}
+    quoted = json.dumps(content, ensure_ascii=False).replace("'", "'\\''")
     header = ' -H "Authorization: Bearer $MUXSERVE_API_KEY"' if keys else ""
     key = 'os.environ["MUXSERVE_API_KEY"]' if keys else '"none"'
     imports = "import os\nfrom openai import OpenAI" if keys else "from openai import OpenAI"
-    return f"""curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{quoted}'
+    curl = f"curl {url}/{path} -H 'Content-Type: application/json'{header} -d '{quoted}'"
+    if model.name in pooling:  # of its routes the one that each has; the client knows embeddings alone
+        return curl
+    return f"""{curl}
 
 {imports}
 client = OpenAI(base_url="{url}/v1", api_key={key})

@@ -60,6 +60,7 @@ _COUNTS = {
     "quota": "quota_pages",
     "cached": "cached_pages",
 }
+_PAGES = ("used_pages", "quota_pages", "cached_pages")
 _MOVES = {"moved in": "moved_in", "moved out": "moved_out"}
 
 
@@ -89,6 +90,11 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
                 blank = [""] if phases else []
                 _row(table, [f"  {unit}", *blank, word, "", "", *(each.get(key, "-") for key in counts.values())])
     console.print(table)
+    pageless = sorted({name for unit in units for name, m in _models(unit).items() if _without_pages(m)})
+    if pageless:
+        console.print(
+            f"no pages: {escape(', '.join(pageless))} ({'they keep' if len(pageless) > 1 else 'it keeps'} no KV)"
+        )
     for unit in units:
         whose = f"{unit.get('name')} " if several else ""
         for name, pool in (_state(unit).get("pools") or {}).items():
@@ -105,7 +111,7 @@ def _in_time(unit: dict[str, Any]) -> list[str]:
     """What arranging phases in time costs each model of the unit: waits for a phase, and stages with nothing to do."""
     lines = []
     up = float(_state(unit).get("uptime_seconds") or 0.0)
-    for name, model in (_state(unit).get("models") or {}).items():
+    for name, model in _models(unit).items():
         switches, bubbles = model.get("phase_switches"), model.get("bubbles")
         if switches:
             wait = 1000 * float(model.get("phase_switch_seconds", 0.0)) / switches
@@ -146,12 +152,21 @@ def _state(unit: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of(unit: dict[str, Any], model: str) -> dict[str, Any]:
-    return (_state(unit).get("models") or {}).get(model) or {}
+    return _models(unit).get(model) or {}
+
+
+def _models(unit: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return _state(unit).get("models") or {}
 
 
 def _sum(replicas: Iterable[dict[str, Any]], key: str) -> object:
-    known = [each[key] for each in replicas if key in each]
+    known = [each[key] for each in replicas if key in each and not (key in _PAGES and _without_pages(each))]
     return sum(known) if known else "-"
+
+
+def _without_pages(model: dict[str, Any]) -> bool:
+    """The model keeps no KV, as a unit says of it."""
+    return model.get("pages_per_block") == 0
 
 
 def _row(table: FigureTable, cells: list[object]) -> None:

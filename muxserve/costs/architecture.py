@@ -47,20 +47,20 @@ _HYBRID_KEYS = (
     "_block_types",
 )
 _HYBRID_TYPES = {"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv5", "rwkv6", "recurrent_gemma", "xlstm", "jamba"}
-_NO_GENERATION = (
+_POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "Model")
+_GENERATING = ("LMHeadModel", "ChatModel", "ChatGLMModel")  # although they are called so
+_NEITHER = (
     "ForMaskedLM",
-    "ForSequenceClassification",
-    "ForTokenClassification",
     "ForQuestionAnswering",
     "ForMultipleChoice",
     "ForImageClassification",
-    "ForRewardModel",
-    "RewardModel",
+    "ForNextSentencePrediction",
 )
 # Bits of a weight by what a checkpoint's `quant_algo` or `quant_method` contains. Formats of 4-bit floats have a scale
 # of 8 bits for 16 or 32 weights.
 _KNOWN_BITS = (("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25), ("fp8", 8.0), ("int8", 8.0))
-_ENCODERS = {"bert", "roberta", "xlm-roberta", "albert", "distilbert", "electra", "deberta", "deberta-v2", "modernbert"}
+_ENCODERS = {"bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"}
+_OTHER_ENCODERS = {"albert", "distilbert", "electra", "deberta", "deberta-v2"}
 
 
 class UnsupportedModelError(ValueError):
@@ -78,7 +78,10 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """A decoder-only transformer with full attention in every layer.
+    """A transformer with full attention in every layer.
+
+    A `pooling` model answers with vectors (embeddings, scores, classes) instead of text. One that is not `causal` sees
+    each prompt as a whole and keeps no KV.
 
     `max_len` is the longest sequence in tokens that the checkpoint allows; `default_max_len` what it is meant for when
     nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own. Of a mixture of experts each
@@ -107,11 +110,13 @@ class ModelArchitecture:
     quantisation: str = ""
     weight_bits: float = 0.0
     stored: StoredWeights | None = None
+    pooling: bool = False
+    causal: bool = True
 
     @property
     def pages_per_block(self) -> int:
-        """Pages behind one token block: one per layer and KV head."""
-        return self.layers * self.kv_heads
+        """Pages behind one token block: one per layer and KV head whose KV is kept."""
+        return self.layers * self.kv_heads if self.causal else 0
 
     @property
     def parameters(self) -> int:
@@ -145,8 +150,9 @@ class ModelArchitecture:
         return 2 * self.pages_per_block * self.head_dim * ITEM_BYTES[dtype]
 
 
-def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
-    """The architecture that a config.json describes.
+def read_architecture(config: Mapping[str, object], pooling: bool = False) -> ModelArchitecture:
+    """The architecture that a config.json describes; of a model that is to be asked for vectors if `pooling`, whatever
+    it was made for.
 
     Architectures that are not known are taken at their word when their fields are plain; the engine compares with what
     vLLM makes of the model before it serves.
@@ -155,6 +161,8 @@ def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
         UnsupportedModelError: the page pool cannot carry the model, or fields are missing.
     """
     name = _name(config)
+    encoder = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
+    pooling = pooling or encoder or (name.endswith(_POOLING) and not name.endswith(_GENERATING))
     reason = _unsupported(config, name)
     if reason:
         raise UnsupportedModelError(f"{name}: {reason}")
@@ -198,6 +206,8 @@ def read_architecture(config: Mapping[str, object]) -> ModelArchitecture:
         shared_intermediate=_shared_intermediate(config, intermediate) if experts > 1 else 0,
         quantisation=quantisation,
         weight_bits=weight_bits,
+        pooling=pooling,
+        causal=not (pooling and (encoder or config.get("is_causal") is False)),
     )
 
 
@@ -218,8 +228,8 @@ def _name(config: Mapping[str, object]) -> str:
 
 def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     kind = config.get("model_type")
-    if any(name.endswith(suffix) for suffix in _NO_GENERATION) or (kind in _ENCODERS and not config.get("is_decoder")):
-        return "it is an encoder or classifier and generates no text"
+    if name.endswith(_NEITHER) or (kind in _OTHER_ENCODERS and not config.get("is_decoder")):
+        return "vLLM can neither generate text with it nor pool what it computes"
     if config.get("is_encoder_decoder") or config.get("add_cross_attention") or config.get("cross_attention_layers"):
         return "it has cross attention (an encoder-decoder model); only decoder-only models are supported"
     if isinstance(config.get("text_config"), Mapping) or isinstance(config.get("vision_config"), Mapping):

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.tasks import POOLING_TASKS
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
@@ -27,12 +29,18 @@ def probe(core: EngineCore, max_tokens: int, writing: Callable[[], AbstractConte
     scheduler = core.scheduler
     assert isinstance(scheduler, PhaseScheduler)
     vocabulary = core.vllm_config.model_config.get_vocab_size()
+    config = core.vllm_config.model_config
+    pooling = None
+    if config.runner_type == "pooling":
+        task = next(task for task in core.get_supported_tasks() if task in POOLING_TASKS)
+        pooling = PoolingParams(task=task)
+        pooling.verify(config)
     request = EngineCoreRequest(
         request_id="probe",
         prompt_token_ids=[i % vocabulary for i in range(_PROMPT_TOKENS)],
         mm_features=None,
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-        pooling_params=None,
+        sampling_params=None if pooling else SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+        pooling_params=pooling,
         arrival_time=time.time(),
         lora_request=None,
         cache_salt="probe",

@@ -105,8 +105,11 @@ class PhaseScheduler(Scheduler):
         )
         for holder in (manager, manager.coordinator, *manager.coordinator.single_type_managers):
             holder.block_pool = self.pool
-        (self._blocks_of,) = manager.coordinator.single_type_managers
-        self._blocks_of._null_block = self.pool.null_block
+        # A model that keeps no KV has none, and its requests hold no blocks.
+        self._blocks_of: Any
+        (self._blocks_of,) = manager.coordinator.single_type_managers or (None,)
+        if self._blocks_of is not None:
+            self._blocks_of._null_block = self.pool.null_block
         self.phase: EnginePhase = "both"
         self.lease_phase: EnginePhase = "both"
         self.alone = ""
@@ -291,8 +294,8 @@ class PhaseScheduler(Scheduler):
             most = min(most, self._budgeted(self.budget))
         self.max_num_scheduled_tokens = most
         with self._in_sight():
-            need, lookups = demand_of_step(self, self._blocks_of.req_to_blocks)
-            self.pool.begin_step(need, lookups)
+            if self._blocks_of is not None:
+                self.pool.begin_step(*demand_of_step(self, self._blocks_of.req_to_blocks))
             output = super().schedule(throttle_prefills)
         self._step = output
         for data in output.scheduled_new_reqs:

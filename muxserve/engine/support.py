@@ -6,11 +6,14 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 
 from muxserve.spec import ModelSpec
+from muxserve.vllm.tasks import tasks_of
 
 
 def unsupported(specs: dict[str, KVCacheSpec], model: ModelSpec, stages: int = 1) -> str | None:
     """Why the model with these KV cache specs (by layer name) cannot be served; None if it can. One of several stages
     may have fewer layers than the largest."""
+    if not model.kv_heads:
+        return f"{', '.join(specs)} would keep KV, but its config.json promised none" if specs else None
     if not specs:
         return "it has no attention layers with a KV cache"
     shapes = set()
@@ -44,3 +47,11 @@ def refuse_unsupported(executor: Executor, model: ModelSpec, stages: int = 1) ->
         reason = unsupported(specs, model, stages)
         if reason:
             raise ValueError(f"model {model.name!r} cannot be served: {reason}")
+    if not model.pooling:
+        return
+    promised, known = tasks_of(executor.model_config), executor.supported_tasks
+    if not set(promised) <= set(known):
+        raise ValueError(
+            f"model {model.name!r} cannot be served: it is offered for {', '.join(promised)}, but vLLM uses it for "
+            f"{', '.join(known) or 'nothing'}"
+        )

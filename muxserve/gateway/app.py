@@ -1,6 +1,7 @@
 """The endpoint: routes every HTTP request to its model's stock vLLM application.
 
     /v1/...                  by the `model` field of the body
+    /classify, /score, ...   likewise (`muxserve.gateway.pooling`)
     /tokenize, /detokenize   likewise
     /models/NAME/...         the same for one model
     /v1/models               all models
@@ -28,6 +29,7 @@ from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
+from muxserve.gateway.pooling import POOLING, prompts_of
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.tenants import RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
 from muxserve.spec import GatewaySpec
@@ -49,7 +51,7 @@ COMPUTE = frozenset(
         "/v1/chat/completions/render",
     }
 )
-POSTS = GENERATE | COMPUTE
+POSTS = GENERATE | POOLING | COMPUTE
 MODELS = "/models/"
 
 Page = Callable[[Send], Awaitable[None]]
@@ -57,12 +59,13 @@ Page = Callable[[Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ServedApp:
-    """A model that is offered: vLLM's application, its entries in `/v1/models` by name, its aliases after it, and the
-    OpenAPI document of all that the application has."""
+    """A model that is offered: vLLM's application, its entries in `/v1/models` by name, its aliases after it, the
+    OpenAPI document of all that the application has, and those of the paths for POST that it serves."""
 
     app: App
     cards: Mapping[str, object]
     openapi: Callable[[], dict[str, Any]] = dict
+    posts: frozenset[str] = POSTS
 
 
 class GatewayApp:
@@ -220,11 +223,16 @@ class GatewayApp:
             served = self.models.get(name)  # to its end, also if the model is removed meanwhile
             if served is None:  # removed while the body was read
                 raise self._unknown_model(name, caller)
+            if path not in served.posts:
+                raise RequestError(
+                    HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
+                )
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
-                if path in GENERATE:
+                if path not in COMPUTE:
+                    prompts = prompts_of(body) if path in POOLING else asked.prompts
                     with self._tenancy.turn(caller.tenant, name) as http.tenant:
-                        async with self._limiter.turn(name, replay, asked.prompts):
+                        async with self._limiter.turn(name, replay, prompts):
                             if self.ended:  # while it waited for its turn
                                 raise self._shutting_down(name)
                             claim.release()  # how many are in service is bounded
@@ -314,6 +322,10 @@ class _Answer:
             if (self._endpoint.draining or self._endpoint.crowded()) and CLOSE not in message.get("headers", ()):
                 message["headers"] = [*message.get("headers", ()), CLOSE]
         await self._send(message)
+
+
+def _listed(paths: frozenset[str]) -> str:
+    return ", ".join(sorted(paths))
 
 
 def _only_get(scope: Scope) -> None:

@@ -22,19 +22,18 @@ from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Failure, Output, Tracked
 from muxserve.spec import ModelSpec
 
-TASKS: tuple[SupportedTask, ...] = ("generate",)
-
 
 class UnitEngineClient(EngineCoreClient):
     """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine or that
-    of both phases."""
+    of both phases. `tasks` is what the model is offered for."""
 
     def __init__(self, model: ModelSpec, broker: Broker, grammars: GrammarCompilers) -> None:
         self.model = model.name
         self._unit_spec = model
         self._grammars = grammars
         self.broker = broker
-        self.engine_ranks_managed = [0, 1] if len(model.engines) > 1 else [1]
+        self.tasks: tuple[SupportedTask, ...] = ("generate",)
+        self.engine_ranks_managed = [0, 1] if len(model.engines) > 1 else [0] if model.pooling else [1]
         # Engines die and come back underneath; the client never does.
         self.resources = SimpleNamespace(engine_dead=False)
         self._batches: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
@@ -57,11 +56,11 @@ class UnitEngineClient(EngineCoreClient):
         try:
             self._refuse_unsupported(request)
             params, prompt = request.sampling_params, request.prompt_token_ids
-            assert params is not None
             assert prompt is not None
-            await self._grammars.admit(self._unit_spec, params)
-            if not self._has(front_id):
-                return  # cancelled meanwhile
+            if params is not None:
+                await self._grammars.admit(self._unit_spec, params)
+                if not self._has(front_id):
+                    return  # cancelled meanwhile
             wire_id = self.broker.table.new_id()
             http = current_http.get()
             priority = http.priority if http is not None else RequestLevels()
@@ -78,7 +77,7 @@ class UnitEngineClient(EngineCoreClient):
                 model=self.model,
                 body=body,
                 prompt_tokens=len(prompt),
-                max_tokens=params.max_tokens or 0,
+                max_tokens=1 if params is None else params.max_tokens or 0,
                 arrival=http.arrival if http is not None else time.monotonic(),
                 priority=priority.queue(request.priority),
                 scheduling=priority.scheduling,
@@ -95,10 +94,10 @@ class UnitEngineClient(EngineCoreClient):
         self.broker.cancel(self.model, request_ids, RequestOutcome.of_cancel)
 
     async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
-        return TASKS
+        return self.tasks
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        return TASKS
+        return self.tasks
 
     async def is_sleeping_async(self) -> bool:
         return False
@@ -181,8 +180,6 @@ class UnitEngineClient(EngineCoreClient):
             raise VLLMValidationError("this endpoint serves text; images, audio and video are not supported")
         if request.prompt_embeds is not None:
             raise VLLMValidationError("prompt embeddings are not supported", parameter="prompt_embeds")
-        if request.pooling_params is not None or request.sampling_params is None:
-            raise VLLMValidationError("this endpoint generates text; pooling tasks are not supported")
         if request.lora_request is not None:
             raise VLLMValidationError("LoRA adapters are not supported", parameter="model")
         if request.resumable:

@@ -29,6 +29,7 @@ class Output(Protocol):
     new_logprobs: Any
     new_prompt_logprobs_tensors: Any
     new_sampling_mask: Any
+    pooling_output: Any
     finish_reason: Any
     prefill_stats: Any
 
@@ -325,6 +326,10 @@ class RequestTable:
                 request.first_token_at = now
                 if output.prefill_stats is not None:
                     request.cached_tokens = output.prefill_stats.num_cached_tokens
+        elif output.pooling_output is not None:
+            request.first_token_at = request.last_token_at = now  # all there is of the answer
+            if output.prefill_stats is not None:
+                request.cached_tokens = output.prefill_stats.num_cached_tokens
         if output.finish_reason is None:
             if not output.new_token_ids and seen:
                 return  # nothing new

@@ -29,11 +29,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from muxserve.gateway.app import ServedApp
-from muxserve.gateway.engine_client import TASKS, UnitEngineClient
+from muxserve.gateway.app import POSTS, ServedApp
+from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.vllm_metrics import stat_logger
 from muxserve.spec import ModelSpec
 from muxserve.vllm.args import frontend_args
+from muxserve.vllm.tasks import tasks_of
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
         OSError: the checkpoint cannot be read.
     """
     args, config = configure(model)
+    client.tasks = tasks_of(config.model_config)
     registry = CollectorRegistry()
     stock = EngineCoreClient.__dict__["make_async_mp_client"]
     EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)
@@ -79,12 +81,14 @@ def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
 async def serve(front_end: ModelFrontEnd) -> ServedApp:
     """vLLM's own OpenAI application over `front_end.llm`, which begins to deliver outputs."""
     front_end.llm._run_output_handler()
-    app: FastAPI = build_app(front_end.args, TASKS, front_end.llm.model_config)
-    await init_app_state(front_end.llm, app.state, front_end.args, TASKS)
+    tasks = front_end.client.get_supported_tasks()
+    app: FastAPI = build_app(front_end.args, tasks, front_end.llm.model_config)
+    await init_app_state(front_end.llm, app.state, front_end.args, tasks)
     # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
     app.state.server = SimpleNamespace(should_exit=False)
     listed = await app.state.openai_serving_models.show_available_models()
-    return ServedApp(app, {card.id: card.model_dump() for card in listed.data}, app.openapi)
+    posts = POSTS.intersection(getattr(route, "path", "") for route in app.routes)
+    return ServedApp(app, {card.id: card.model_dump() for card in listed.data}, app.openapi, posts)
 
 
 def end(front_end: ModelFrontEnd) -> None:
@@ -167,6 +171,8 @@ def configure(model: ModelSpec) -> tuple[Namespace, VllmConfig]:
     args.enable_log_requests = False
     args.disable_log_stats = True
     args.disable_fastapi_docs = True
+    # It leaves a query's vectors in one engine for the requests that follow, and engines die.
+    args.enable_flash_late_interaction = False
     return args, config
 
 

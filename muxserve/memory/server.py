@@ -43,8 +43,9 @@ def manager_config(unit_spec: UnitSpec) -> dict[str, Any]:
             {
                 "name": model.name,
                 "pool": model.pool,
-                "layers": model.layers,
-                "kv_heads": model.kv_heads,
+                # One without KV has a table, too, of which it takes nothing.
+                "layers": model.layers if model.kv_heads else 1,
+                "kv_heads": model.kv_heads or 1,
                 "num_blocks": model.num_blocks,
                 "quota_pages": model.quota_pages,
             }

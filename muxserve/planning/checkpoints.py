@@ -39,9 +39,12 @@ class HuggingFaceHub:
         from huggingface_hub import hf_hub_download
 
         try:
-            return Path(hf_hub_download(repo, "config.json", revision=revision))
+            config = Path(hf_hub_download(repo, "config.json", revision=revision))
         except Exception as error:
             raise CheckpointError(_hub_error(repo, error)) from None
+        with contextlib.suppress(Exception):  # beside it, where there is one: see `_pools`
+            hf_hub_download(repo, "modules.json", revision=revision)
+        return config
 
     def snapshot(self, repo: str, revision: str | None) -> Path:
         """See `Hub.snapshot`."""
@@ -74,8 +77,10 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         with contextlib.suppress(OSError, ValueError):
             config["quantization_config"] = {"quant_method": "modelopt", **json.loads(separate.read_bytes())}
     overrides = model.engine_args.get("hf_overrides")
+    if isinstance(overrides, dict):
+        config |= overrides
     try:
-        architecture = read_architecture({**config, **overrides} if isinstance(overrides, dict) else config)
+        architecture = read_architecture(config, _pools(model, file))
     except UnsupportedModelError as error:
         raise CheckpointError(f"cannot be served: {error}") from None
     return replace(architecture, stored=stored_weights(file.parent))
@@ -119,6 +124,20 @@ def _header(file: Path) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     return header
+
+
+def _pools(model: Model, file: Path) -> bool:
+    """Whether the model with that config.json is to be asked for vectors although it may generate text, by the rules of
+    vLLM: an option says so, or it was made with Sentence Transformers."""
+    runner, convert = (model.engine_args.get(key, "auto") for key in ("runner", "convert"))
+    if runner != "auto":
+        return runner == "pooling"
+    if convert != "auto" and convert != "none":
+        return True
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        parts = json.loads(file.with_name("modules.json").read_bytes())
+        return any("sentence_transformers.models.Pooling" in str(part.get("type")) for part in parts)
+    return False
 
 
 def without_chat_template(model: Model) -> str:

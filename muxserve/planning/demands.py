@@ -78,6 +78,10 @@ def demands_of(
         except (CheckpointError, ValueError) as error:
             problems.append(fleet.problem(("models", index, key), str(error)))
             continue
+        if architecture.pooling and model.phases != "multiplexed":
+            text = "the model answers with vectors: its prefill is all there is to a request, so there are no phases"
+            problems.append(fleet.problem(("models", index, "phases"), f"{text} to arrange; leave `phases` out"))
+            continue
         demands.append(_demand(model, architecture, bool(gpus), batch_of(model, default)))
     if problems:
         raise FleetError(problems)
@@ -100,7 +104,8 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
         architecture=architecture,
         rate=model.rate,
         prompt_tokens=model.workload.prompt_tokens,
-        output_tokens=model.workload.output_tokens,
+        # What a prefill ends with is the answer.
+        output_tokens=1 if architecture.pooling else model.workload.output_tokens,
         dtype=dtype,
         slo_ttft=None if slo.ttft_ms is None else slo.ttft_ms / 1000,
         slo_tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1000,

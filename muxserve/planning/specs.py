@@ -105,7 +105,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         pool=plan.pool,
         dtype=plan.dtype,
         layers=demand.layers,
-        kv_heads=demand.kv_heads,
+        kv_heads=demand.kv_heads if demand.architecture.causal else 0,
         head_dim=demand.architecture.head_dim,
         block_tokens=plan.block_tokens,
         num_blocks=plan.num_blocks,
@@ -114,7 +114,8 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         max_len=plan.max_len,
         rate=model.rate,
         max_num_seqs=batch.seqs,
-        max_num_batched_tokens=batch.tokens,
+        # vLLM computes no prompt in chunks whose tokens see what comes after them.
+        max_num_batched_tokens=batch.tokens if demand.architecture.causal else max(batch.tokens, plan.max_len),
         prefix_caching=model.prefix_caching,
         threads=plan.threads,
         prefill_share=plan.share,
@@ -129,6 +130,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         batching=arrangement_of(model).batching(model),
         aliases=tuple(model.aliases),
         target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
+        pooling=demand.architecture.pooling,
     )
 
 

@@ -7,10 +7,13 @@ head of the queue that does not fit waits, and nobody overtakes it: smaller requ
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState
+
+_UNLIMITED = sys.maxsize
 
 
 class Admission(NamedTuple):
@@ -68,7 +71,10 @@ def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None, r
 
 
 def room(model: ModelState, limit: int | None = None, reserved: int = 0) -> int:
-    """Blocks for new requests, beside those promised and one for each sequence that has a seat to grow into."""
+    """Blocks for new requests, beside those promised and one for each sequence that has a seat to grow into; no limit
+    where a block has no pages."""
+    if not model.pages_per_block:
+        return _UNLIMITED
     pool = model.pool
     quota = model.quota if limit is None or limit > model.quota else limit
     in_quota = quota - model.used - model.promised

@@ -55,7 +55,8 @@ class UnitLedger:
             model = ModelState(index, profile, self.pools[profile.pool])
             self.models.append(model)
             self.by_name[profile.name] = model
-            model.pool.models.append(model)
+            if profile.pages_per_block:  # others have no part in it
+                model.pool.models.append(model)
 
     # ------------------------------------------------------------ requests
 

@@ -1,8 +1,9 @@
 """How a unit's replica of a model stands, in the terms of `muxserve.replicas`: tokens of KV.
 
 The capacity of a replica is the most that its model can ever be given. What others of the unit hold of that counts as
-used, so that a replica is as free as it really is; where all seats are taken, everything is. All sums are at hand: a
-load costs the same however many requests there are.
+used, so that a replica is as free as it really is; where all seats are taken, everything is. A model that keeps no KV
+runs out of seats alone: each counts as one block. All sums are at hand: a load costs the same however many requests
+there are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def load_of(
     block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
     capacity = policy.capacity(model)
     left = min(capacity - used - model.promised, available - pool.promised)
+    if not per_block:
+        per_block, capacity, left = 1, model.max_seqs, model.max_seqs - model.in_engines
     if model.in_engines >= model.max_seqs:
         left = 0  # room for KV is no use to a request without a seat
     most = capacity // per_block

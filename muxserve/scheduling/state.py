@@ -288,7 +288,8 @@ class ModelState:
     """One model of the unit: its queue, its engines, its pages. `levels` counts the requests that have a seat by
     execution level. A `retired` model has no engines for the time being, and its pages are for the others.
 
-    `prefill` and `decode` are its two engines, or both are its one engine of `both` phases. `fresh` are requests in the
+    `prefill` and `decode` are its two engines, or both are its one engine of `both` phases; of a `pooling` model there
+    is the former only, and nothing ever comes to the latter. `fresh` are requests in the
     latter that have had their first token, since when, and wait for a lease under which they decode. Who sets `journal`
     to a list finds there what happens to the requests, and empties it.
     """
@@ -314,6 +315,7 @@ class ModelState:
         "pages_per_block",
         "peak",
         "pool",
+        "pooling",
         "prefill",
         "prefill_tokens",
         "prefilling",
@@ -345,6 +347,7 @@ class ModelState:
         self.levels: dict[str, int] = {}
         self.retired = False
         self.both = profile.both
+        self.pooling = profile.pooling
         share = share_units(profile.decode_share)
         self.prefill: EngineState
         self.engines: tuple[EngineState, ...]
@@ -355,7 +358,7 @@ class ModelState:
         else:
             self.prefill = EngineState(PREFILL, share_units(profile.prefill_share), self.prefilling, {})
             self.decode = EngineState(DECODE, share, self.decoding, self.handed)
-            self.engines = (self.prefill, self.decode)
+            self.engines = (self.prefill,) if profile.pooling else (self.prefill, self.decode)
         self.fresh: dict[str, float] = {}
         self.journal: list[Note] | None = None
         self.used = 0
@@ -375,7 +378,7 @@ class ModelState:
     @property
     def up(self) -> bool:
         """All its engines are, and give signs of life."""
-        return self.prefill.takes_work and self.decode.takes_work
+        return self.prefill.takes_work and (self.pooling or self.decode.takes_work)
 
     @property
     def rounds(self) -> float:
@@ -383,8 +386,8 @@ class ModelState:
         return self.decode.rounds if self.both else self.decode.jobs
 
     def blocks_of(self, tokens: int) -> int:
-        """Token blocks for `tokens` and the one token that comes after them."""
-        return tokens // self.block_tokens + 1
+        """Token blocks for `tokens` and the one token that comes after them, if one does."""
+        return (tokens - self.pooling) // self.block_tokens + 1
 
     @property
     def in_engines(self) -> int:

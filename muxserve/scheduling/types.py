@@ -72,8 +72,9 @@ class ModelProfile:
 
     With `both` it has one engine of both phases, whose share is `decode_share`, in which up to `depth` micro-batches
     are under way; `waiting_tokens` of prompts may be in it that are not computed yet (0: as many as two steps take).
-    `elastic` engines can compute on another share from one lease to the next; of others every lease names the planned
-    share.
+    The requests of a `pooling` model are finished by their prefill: it has no decode engine. Without `kv_heads` it
+    needs no pages. `elastic` engines can compute on another share from one lease to the next; of others every lease
+    names the planned share.
     """
 
     name: str
@@ -92,6 +93,7 @@ class ModelProfile:
     depth: int = 1
     waiting_tokens: int = 0
     elastic: bool = True
+    pooling: bool = False
 
     @property
     def pages_per_block(self) -> int:

@@ -13,7 +13,7 @@ from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.setup import Pipeline, SimModel, SimUnit
 from placement.cluster import PlacedModel, PlacedUnit, Placement
-from placement.pools import KVShape, group_pools
+from placement.pools import BLOCK_STEP, KVShape, group_pools
 from placement.unit import share_out
 
 
@@ -131,9 +131,12 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         raise SimulationError(f"unit {unit.name} serves {', '.join(unknown)}, which the fleet does not have")
     tp = len(unit.devices)
     placed = {each.model: each for each in unit.models}
-    groups = group_pools([KVShape(n, models[n].architecture.head_dim, models[n].dtype) for n in placed])
+    shapes = [
+        KVShape(n, models[n].architecture.head_dim, models[n].dtype) for n in placed if models[n].architecture.causal
+    ]
+    groups = group_pools(shapes)
     weights = [sum(_kv_weight(models[name], placed[name].rate) for name in group.models) for group in groups]
-    sizes = share_out(unit.kv_bytes, weights, [0] * len(groups))
+    sizes = share_out(unit.kv_bytes, weights, [0] * len(groups)) if groups else []
     pools: list[PoolProfile] = []
     profiles: dict[str, ModelProfile] = {}
     for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
@@ -150,6 +153,10 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         quotas = initial_quotas(members, pool.pages)
         profiles |= {member.name: replace(member, quota_pages=quotas[member.name]) for member in members}
         pools.append(pool)
+    pools = pools or [PoolProfile("pool0", 1)]
+    for name in placed:
+        if name not in profiles:  # it keeps no KV
+            profiles[name] = _profile(models[name], placed[name], tp, pools[0], BLOCK_STEP, 1)
     simulated = tuple(
         SimModel(
             profiles[name],
@@ -215,7 +222,7 @@ def _profile(
 ) -> ModelProfile:
     architecture = model.architecture
     # Each device has its part of the KV heads; beyond their number, copies.
-    kv_heads = max(1, architecture.kv_heads // tp)
+    kv_heads = max(1, architecture.kv_heads // tp) if architecture.causal else 0
     per_block = architecture.layers * kv_heads
     longest = math.ceil((model.max_len or architecture.default_max_len) / block_tokens) * per_block
     # The longest sequence at least, but no more than half of an equal part, so that quotas can move.
@@ -233,4 +240,5 @@ def _profile(
         decode_share=placed.decode_share,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
+        pooling=architecture.pooling,
     )

@@ -71,6 +71,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     `phases` says how prefill and decode are arranged. `multiplexed`: an engine for each, on shares of the same device.
     `rolling`: one engine that does the one or the other for a while. `pipelined`: one engine whose steps hold both, as
     `batching` has it. The latter two have a unit to themselves.
+
+    The answers of a `pooling` model are vectors (embeddings, scores, classes): a request is finished by its prefill, so
+    that there is no decode engine. One with bidirectional attention keeps no KV at all: it has 0 `kv_heads`.
     """
 
     name: str
@@ -105,10 +108,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
     # What automatic target loads of priority levels come to, in tokens of KV.
     target_load: int = TARGET_LOAD
+    pooling: bool = False
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:
         """The phases of its engines, one process each (and its ranks')."""
+        if self.pooling:
+            return ("prefill",)
         return ("prefill", "decode") if self.phases == "multiplexed" else ("both",)
 
     @property

@@ -84,6 +84,7 @@ def _model(model: ModelState, policy: Policy, now: float) -> dict[str, object]:
         "quota_pages": model.quota,
         "limit_pages": policy.limit(model),
         "floor_pages": model.profile.floor_pages,
+        "pages_per_block": model.pages_per_block,
         "used_pages": model.used,
         "cached_pages": model.cached,
         "phases": {str(engine.phase): _phase(engine, now) for engine in model.engines},

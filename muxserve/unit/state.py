@@ -75,6 +75,7 @@ def model_profile(model: ModelSpec, stages: int = 1) -> ModelProfile:
         waiting_tokens=_waiting_tokens(model, stages),
         # Threads on a CPU, percentages or sets of SMs on a GPU: an engine has them for its life.
         elastic=False,
+        pooling=model.pooling,
     )
 
 

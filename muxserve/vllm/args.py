@@ -77,6 +77,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
     return {
         "enforce_eager": True,
         "seed": 0,
+        **({"runner": "pooling"} if model.pooling else {}),
         **model.engine_args,
         "model": model.path,
         "served_model_name": [model.name, *model.aliases],
@@ -85,7 +86,8 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "max_num_seqs": model.max_num_seqs,
         "max_num_batched_tokens": model.max_num_batched_tokens,
         "block_size": model.block_tokens,
-        "enable_prefix_caching": model.prefix_caching,
+        # Not every pooling model can have it; of these vLLM knows which.
+        "enable_prefix_caching": None if model.pooling and model.prefix_caching else model.prefix_caching,
         # The hash must not depend on the process: prefill and decode engines share one index.
         "prefix_caching_hash_algo": "sha256_cbor",
         "distributed_executor_backend": "uni",

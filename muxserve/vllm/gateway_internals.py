@@ -42,6 +42,7 @@ INTERNALS: list[Internal] = [
             "new_logprobs",
             "new_prompt_logprobs_tensors",
             "new_sampling_mask",
+            "pooling_output",
             "finish_reason",
             "prefill_stats",
         ),

@@ -116,9 +116,8 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
         ({**LLAMA, "hybrid_override_pattern": "M-M*"}, "state-space"),
         ({**QWEN3, "full_attention_interval": 4}, "linear-attention"),
         ({**LLAMA, "attention_chunk_size": 8192}, "chunked attention"),
-        ({**LLAMA, "architectures": ["BertForMaskedLM"], "model_type": "bert"}, "encoder or classifier"),
-        ({**LLAMA, "architectures": ["BertModel"], "model_type": "bert"}, "encoder or classifier"),
-        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "encoder or classifier"),
+        ({**LLAMA, "architectures": ["BertForMaskedLM"], "model_type": "bert"}, "nor pool what it computes"),
+        ({**LLAMA, "architectures": ["DebertaModel"], "model_type": "deberta"}, "nor pool what it computes"),
         ({**LLAMA, "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "cross attention"),
         ({**LLAMA, "text_config": {}}, "multi-modal"),
         ({**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "quantised KV cache"),
@@ -223,3 +222,25 @@ def test_longrope_is_meant_for_its_original_length() -> None:
 def test_experts_that_a_token_takes(keys: dict[str, Any], active: int, shared: int) -> None:
     found = read_architecture({**MISTRAL, **keys})
     assert (found.active_experts, found.shared_intermediate) == (active, shared)
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "pooling", "pages"),
+    [
+        (LLAMA, False, False, 32 * 8),
+        (LLAMA, True, True, 32 * 8),
+        ({**LLAMA, "architectures": ["LlamaModel"]}, False, True, 32 * 8),
+        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, False, True, 32 * 8),
+        # What sees the whole prompt keeps no KV.
+        ({**LLAMA, "architectures": ["LlamaBidirectionalModel"], "is_causal": False}, False, True, 0),
+        ({**LLAMA, "architectures": ["BertModel"], "model_type": "bert"}, False, True, 0),
+        ({**LLAMA, "architectures": ["BertForTokenClassification"], "model_type": "bert"}, False, True, 0),
+        (GPT2, False, False, 12 * 12),
+        ({**LLAMA, "architectures": ["ChatGLMModel"]}, False, False, 32 * 8),
+    ],
+)
+def test_models_that_answer_with_vectors(config: dict[str, Any], asked: bool, pooling: bool, pages: int) -> None:
+    found = read_architecture(config, asked)
+    assert found.pooling is pooling
+    assert found.pages_per_block == pages
+    assert (found.kv_bytes_per_token("bfloat16") > 0) is (pages > 0)

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from tests.e2e.fleet import ROOT, Fleet, fleet_file, running
+from tests.e2e.pooling_reference import KINDS
 from tests.e2e.reference import MODELS
 from tests.support.beside import begin, output
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     models = [str(ROOT / "configs/models" / model) for model in MODELS]
-    begin(session, "reference", Path(__file__).parent, "tests.e2e.reference", *models)
+    here = Path(__file__).parent
+    begin(session, "reference", here, "tests.e2e.reference", *models)
+    begin(session, "pooled", here, "tests.e2e.pooling_reference", *KINDS)
 
 
 @pytest.fixture(scope="session")

@@ -284,3 +284,13 @@ def test_whatever_comes_in_whatever_order_the_stream_is_whole(
     assert streamed == tokens
     assert finishes == 1
     assert len(table) == 0
+
+
+def test_a_pooled_answer_is_all_there_is_to_a_request_and_comes_once(table: RequestTable) -> None:
+    request = add(table)
+    pooled = Out(request.request_id, [], pooling_output=[0.5], finish_reason=STOP)
+    assert give(table, request.request_id, 0, 0, pooled, now=3.0) == [pooled]
+    assert (request.first_token_at, request.last_token_at) == (3.0, 3.0)
+    assert len(table) == 0
+    # An engine that is given up may have answered already.
+    assert give(table, request.request_id, 0, 0, pooled, now=4.0) == []

@@ -40,6 +40,7 @@ class Out:
     new_prompt_logprobs_tensors: Any = None
     new_sampling_mask: Any = None
     prefill_stats: Any = None
+    pooling_output: Any = None
     finish_reason: int | None = None
 
 

@@ -202,3 +202,17 @@ def test_threads_leave_room_for_a_prefill_beside_every_decode(cores: int, models
 def test_nothing_to_plan() -> None:
     with pytest.raises(ValueError, match="at least one model"):
         plan_unit([], MACHINE)
+
+
+def test_a_model_that_keeps_no_kv_takes_no_pages_and_leaves_the_pool_to_the_others() -> None:
+    encoder = ModelDemand("encoder", dataclasses.replace(architecture(head_dim=32), pooling=True, causal=False))
+    alone = plan_unit(QUICKSTART, MACHINE, pool_bytes=64 * MIB)
+    plan = plan_unit([*QUICKSTART, encoder], MACHINE, pool_bytes=64 * MIB)
+    assert plan.pools == alone.pools
+    assert [model.quota_pages for model in plan.models] == [*(model.quota_pages for model in alone.models), 0]
+    assert "encoder keeps no KV and takes no pages" in plan.notes
+    # Without others there is the smallest pool that a memory manager takes.
+    (pool,) = plan_unit([encoder], MACHINE).pools
+    assert (pool.num_pages, pool.models) == (2, ())
+    with pytest.raises(PlanError, match="served on CPU only"):
+        plan_unit([encoder], MACHINE, pool_bytes=64 * MIB, device="cuda")

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.loads import load_of
 from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRequest, RequestPlace, share_units
 from tests.scheduling.machine import profile
 
@@ -583,3 +585,39 @@ def test_tokens_are_estimated_from_the_steps_reported() -> None:
     assert model.tokens_of(live) == 25
     book.stepped("a", Phase.DECODE, 2, 2, seconds=0.9, tokens=90, remaining=1, now=2.0, steps=90)
     assert model.tokens_of(live) == 30, "it asked for no more than 10"
+
+
+@pytest.mark.parametrize("heads", [2, 0])
+def test_a_prefill_finishes_what_a_pooling_model_is_asked_for(heads: int) -> None:
+    book = ledger(pooling=True, kv_heads=heads, quota_pages=0 if not heads else 400)
+    book.memory_up = True
+    model = book.by_name["a"]
+    assert [engine.phase for engine in model.engines] == [Phase.PREFILL]
+    assert model in model.pool.models if heads else model not in model.pool.models
+    # There is no decode engine to wait for.
+    model.decode.up = False
+    # As many tokens as blocks, of which none is kept for a token that follows.
+    arrive(book, "r", prompt=32)
+    assert book.requests["r"].blocks == 2
+    assert wants_prefill(book, model, 0.0)
+    admission = admissible(book, model)
+    assert admission is not None
+    prefill(book, *admission.request_ids)
+    assert book.finished("r", Phase.PREFILL, 1, 0.1)
+    book.stepped("a", Phase.PREFILL, 1, 1, seconds=0.01, tokens=32, remaining=0, now=0.1)
+    assert not book.requests
+    assert (model.tally.finished, model.promised, book.share_used) == (1, 0, 0)
+
+
+def test_a_model_without_pages_is_bounded_by_its_seats_alone() -> None:
+    book = ledger(pooling=True, kv_heads=0, quota_pages=0, max_num_seqs=2)
+    book.pool_pages("pool", 0, 0)
+    for number in range(3):
+        arrive(book, f"r{number}")
+    admission = admissible(book, book.by_name["a"])
+    assert admission is not None
+    assert admission.request_ids == ("r0", "r1")
+    load = load_of("u", book.by_name["a"], Adbs())
+    assert (load.capacity, load.used, load.waiting) == (32, 0, 3)
+    prefill(book, *admission.request_ids)
+    assert load_of("u", book.by_name["a"], Adbs()).used == 32

@@ -180,3 +180,20 @@ def test_wrong_workloads_are_named() -> None:
         simulate([unit([profile("a")], 400)], requests((1.0, "a", 1, 1), (0.0, "a", 1, 1)), Analytic())
     with pytest.raises(ValueError, match="'lease'"):
         ControlDelays(lease=-1.0)
+
+
+@pytest.mark.parametrize("policy", ["adbs", "slack", "fcfs", "round_robin"])
+def test_models_that_answer_with_vectors_share_a_unit(policy: str) -> None:
+    """Their requests end with their prefill; what keeps no KV is not held up by others that hold all pages."""
+    profiles = [
+        profile("chat", quota_pages=200),
+        profile("embedder", pooling=True, quota_pages=200),
+        profile("encoder", pooling=True, kv_heads=0, quota_pages=0, floor_pages=0),
+    ]
+    world = ScheduledUnit(unit(profiles, 400, policy), Analytic(FLAT))
+    asked = [(0.01 * number, name, 60, 1 if name != "chat" else 30) for number in range(40) for name in world.page_of]
+    records = run(world, requests(*asked)).records
+    assert len(records) == len(asked)
+    assert all(record.ok for record in records)
+    assert {record.output_tokens for record in records if record.model != "chat"} == {1}
+    assert all(pages.held == 0 for pages in world.pages)

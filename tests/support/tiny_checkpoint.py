@@ -8,9 +8,10 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-Kind = Literal["llama", "qwen3"]
+# Two that generate text, a causal classifier with three labels, an encoder, and one with one label, as rerankers are.
+Kind = Literal["llama", "qwen3", "qwen3-classifier", "bert", "bert-reranker"]
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "tiny-checkpoints"
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -21,7 +22,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-VERSION = 1
+VERSION = 2
 
 
 def tiny_checkpoint(
@@ -45,7 +46,7 @@ def tiny_checkpoint(
     CACHE.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=CACHE, prefix=f".{name}-"))
     try:
-        _write_tokenizer(scratch, max_len)
+        _write_tokenizer(scratch, kind, max_len)
         _write_model(scratch, kind, layers, heads, kv_heads, head_dim, seed, max_len)
         os.rename(scratch, path)
     except OSError:
@@ -79,8 +80,8 @@ def _letter(byte: int) -> str:
     return chr(0x100 + sum(1 for b in range(byte) if b not in printable))
 
 
-def _write_tokenizer(path: Path, max_len: int) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def _write_tokenizer(path: Path, kind: Kind, max_len: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate(SPECIAL_TOKENS)}
@@ -89,6 +90,12 @@ def _write_tokenizer(path: Path, max_len: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], fuse_unk=False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if kind.startswith("bert"):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>",
+            pair="<s> $A </s> $B:1 </s>:1",
+            special_tokens=[(token, SPECIAL_TOKENS.index(token)) for token in ("<s>", "</s>")],
+        )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",
@@ -106,12 +113,28 @@ def _write_model(
     path: Path, kind: Kind, layers: int, heads: int, kv_heads: int, head_dim: int, seed: int, max_len: int
 ) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        BertModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3ForSequenceClassification,
+    )
 
     config_class, model_class = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3-classifier": (Qwen3Config, Qwen3ForSequenceClassification),
+        "bert": (BertConfig, BertModel),
+        "bert-reranker": (BertConfig, BertForSequenceClassification),
     }[kind]
+    labels = {"qwen3-classifier": 3, "bert-reranker": 1}.get(kind)
+    more: dict[str, Any] = {} if labels is None else {"num_labels": labels}
+    if not kind.startswith("bert"):
+        more |= {"num_key_value_heads": kv_heads, "head_dim": head_dim}
     hidden = heads * head_dim
     eos = SPECIAL_TOKENS.index("<|im_end|>")
     config = config_class(
@@ -120,8 +143,6 @@ def _write_model(
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
         max_position_embeddings=max_len,
         tie_word_embeddings=True,
         bos_token_id=SPECIAL_TOKENS.index("<s>"),
@@ -129,8 +150,11 @@ def _write_model(
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
         # Wide enough that greedy choices have clear margins.
         initializer_range=0.08,
+        **more,
     )
     torch.manual_seed(seed)
     model = model_class(config).to(torch.float32).eval()
     model.save_pretrained(path)
+    if kind not in ("llama", "qwen3"):
+        return
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos], "bos_token_id": 1}) + "\n")

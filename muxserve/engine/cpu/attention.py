@@ -72,6 +72,8 @@ class PooledCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PooledCPUMetadata:
+        if self.is_encoder_only_attention:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
         requests, tokens, heads = common.num_reqs, common.num_actual_tokens, self.num_kv_heads
         page_table = current().view.page_table
@@ -150,6 +152,8 @@ class PooledCPUImpl(CPUAttentionBackendImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantisation is not supported on the shared pool")
+        if self.attn_type == AttentionType.ENCODER_ONLY:  # it keeps no KV
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         if self.attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"{self.attn_type} attention is not supported on the shared pool")
         if attn_metadata is None:  # warm-up before the cache exists

@@ -51,6 +51,8 @@ class PooledCPUModelRunner(ResumingRunner, CPUModelRunner):
         self._bind_pool(self.kv_cache_config)
 
     def _bind_pool(self, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
+        if not current().model.kv_heads:
+            return {}
         group = kv_cache_config.kv_cache_groups[0]
         spec = group.kv_cache_spec
         view = current().view
