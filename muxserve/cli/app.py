@@ -92,20 +92,24 @@ def validate(
     raise typer.Exit(run(fleet, file_only=file_only))
 
 
+EndpointUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="MUXSERVE_URL",
+        help="The endpoint; else that of the fleet which runs on this machine, or http://127.0.0.1:8000.",
+        show_default=False,
+    ),
+]
+EndpointKey = Annotated[
+    str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if the fleet wants one.")
+]
+
+
 @app.command()
 def status(
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            envvar="MUXSERVE_URL",
-            help="The endpoint; else that of the fleet which runs on this machine, or http://127.0.0.1:8000.",
-            show_default=False,
-        ),
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if the fleet wants one.")
-    ] = None,
+    url: EndpointUrl = None,
+    key: EndpointKey = None,
     json: Annotated[bool, typer.Option("--json", help="Print what the endpoint answered, as JSON.")] = False,
 ) -> None:
     """Show a running fleet: models, queues, pages.
@@ -115,6 +119,21 @@ def status(
     from muxserve.cli.status import status as run
 
     raise typer.Exit(run(url, key=key, as_json=json))
+
+
+@app.command()
+def top(
+    url: EndpointUrl = None,
+    key: EndpointKey = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
+) -> None:
+    """Watch a running fleet, once per second: models, latencies, pages, jobs. Ctrl-C ends it.
+
+    Exit codes: 0 ended, 2 there is no fleet at that URL, or it shows nothing.
+    """
+    from muxserve.cli.top import top as run
+
+    raise typer.Exit(run(url, key=key, once=once))
 
 
 @app.command()

@@ -12,7 +12,11 @@ from typing import Any
 
 
 class HTTPFailure(Exception):  # noqa: N818
-    """No usable answer; the message says why."""
+    """No usable answer; the message says why. `status` is the answer's, 0 without one."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def get_json(url: str, path: str, key: str | None = None, timeout: float = 10.0) -> tuple[int, Any]:
@@ -49,20 +53,38 @@ def stream_chat(url: str, model: str, question: str, key: str | None = None, tim
     with _connection(url, timeout) as (connection, base):
         headers = {**_headers(key), "Content-Type": "application/json"}
         connection.request("POST", f"{base}/v1/chat/completions", json.dumps(request), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise HTTPFailure(f"{response.status}: {response.read(2000).decode(errors='replace')}")
-        for line in response:
-            data = line.decode().strip().removeprefix("data: ")
+        for data in _events(connection.getresponse()):
             if data == "[DONE]":
                 return
-            if not line.startswith(b"data: "):
-                continue
             event = json.loads(data)
             if "error" in event:
                 raise HTTPFailure(str(event["error"].get("message", event["error"])))
             for choice in event.get("choices", ()):
                 yield choice["delta"].get("content") or ""
+
+
+def stream_events(url: str, path: str, key: str | None = None, timeout: float = 10.0) -> Iterator[str]:
+    """The data of the server-sent events of `GET url/path`.
+
+    Raises:
+        HTTPFailure: no connection, the endpoint refused, or it said nothing for `timeout` seconds.
+    """
+    with _connection(url, timeout) as (connection, base):
+        connection.request("GET", base + path, headers=_headers(key))
+        yield from _events(connection.getresponse())
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[str]:
+    if response.status != 200:
+        text = response.read(2000).decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            text = f"{response.status}: {text}"
+        raise HTTPFailure(text, response.status)
+    for line in response:
+        if line.startswith(b"data: "):
+            yield line.decode().strip().removeprefix("data: ")
 
 
 @contextlib.contextmanager

@@ -19,14 +19,9 @@ EXIT_OK, EXIT_NOT_SERVING, EXIT_NOBODY = 0, 1, 2
 
 def status(url: str | None, key: str | None, as_json: bool) -> int:
     """Print the state of the fleet at `url`, or of the one that runs here; returns the exit code."""
+    url = endpoint_of(url)
     if url is None:
-        found = _running_here()
-        if len(found) > 1:
-            fleets = ", ".join(f"{place} ({', '.join(models)})" for place, models in found.items())
-            print_error(f"several fleets run here; say which with --url: {fleets}")
-            return EXIT_NOBODY
-        url = next(iter(found), DEFAULT_URL)
-    url = url.rstrip("/")
+        return EXIT_NOBODY
     try:
         code, health = get_json(url, "/health")
         fleet_code, fleet = get_json(url, "/fleet", key)
@@ -43,6 +38,18 @@ def status(url: str | None, key: str | None, as_json: bool) -> int:
         if fleet_code == 401:
             print_error("queues and pages need an API key: give --api-key or set MUXSERVE_API_KEY")
     return EXIT_OK if code == 200 else EXIT_NOT_SERVING
+
+
+def endpoint_of(url: str | None) -> str | None:
+    """`url`, else that of the fleet which runs here; None, after it was said, if there are several."""
+    if url is None:
+        found = _running_here()
+        if len(found) > 1:
+            fleets = ", ".join(f"{place} ({', '.join(models)})" for place, models in found.items())
+            print_error(f"several fleets run here; say which with --url: {fleets}")
+            return None
+        url = next(iter(found), DEFAULT_URL)
+    return url.rstrip("/")
 
 
 def _running_here() -> dict[str, list[str]]:

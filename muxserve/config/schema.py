@@ -461,6 +461,7 @@ class GatewaySection(Section):
         description='Web pages that may call the endpoint from a browser, e.g. "https://chat.example.org"; "*": any',
     )
     access_log: bool = Field(default=False, description="A line in the gateway's log for every request that ended")
+    ui: bool = Field(default=True, description="A live page at /ui")
     structured_output: StructuredOutput = Field(
         default=StructuredOutput(), description="Limits of JSON schemas, regexes and other grammars in requests"
     )

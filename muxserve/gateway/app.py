@@ -6,6 +6,8 @@
     /models/NAME/...         the same for one model
     /v1/models               all models
     /admin/usage             what tenants used
+    /admin/scale, ...        changes of the fleet, with a key (gateway/changes.py)
+    /ui                      the live page (gateway/ui.py)
     /health /metrics /fleet  about the server (/ping and /load as well, as stock servers have them)
 
 Only routes that serve are passed on; what vLLM offers for the administration of its own engine is not.
@@ -81,6 +83,7 @@ class GatewayApp:
         pages: answers of paths about the server itself, for GET.
         open_pages: those of them that need no key.
         settings: the largest body taken, and whether each request that ended leaves a line in the log.
+        apps: what answers at paths of its own, for admins.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class GatewayApp:
         pages: Mapping[str, Page],
         open_pages: frozenset[str],
         settings: GatewaySpec,
+        apps: Mapping[str, App] | None = None,
     ) -> None:
         self.models = models
         self.keys = keys
@@ -102,6 +106,7 @@ class GatewayApp:
         self._limiter = limiter
         self._measures = measures
         self._pages = dict(pages)
+        self._apps = dict(apps or {})
         self._open_pages = open_pages
         self._settings = settings
         self.bodies = BodyMemory(settings.max_body_bytes)
@@ -160,28 +165,32 @@ class GatewayApp:
             name = self._known(name, caller)
             path = f"/{rest}"
             if path in ("/", "/v1/models"):
-                _only_get(scope)
+                only_get(scope)
                 await respond_json(send, {"object": "list", "data": [*self.models[name].cards.values()]})
                 return
         elif path in self._pages:
-            _only_get(scope)
-            if path not in self._open_pages and caller is not None and not caller.is_admin:
-                raise RequestError(HTTPStatus.FORBIDDEN, f"{path} is for admins; this key's tenant is none")
+            only_get(scope)
+            if path not in self._open_pages:
+                _only_admins(path, caller)
             page = self._pages[path]
             # Metrics shrink to a twentieth at the lowest level already.
             await GZipMiddleware(lambda _scope, _receive, answer: page(answer), compresslevel=1)(scope, receive, send)
             return
+        elif path in self._apps:
+            _only_admins(path, caller)
+            await self._apps[path](scope, receive, send)
+            return
         elif path == "/v1/models":
-            _only_get(scope)
+            only_get(scope)
             cards = [card for name in self._offered_to(caller) for card in self.models[name].cards.values()]
             await respond_json(send, {"object": "list", "data": cards})
             return
         elif path.startswith("/v1/models/"):
-            _only_get(scope)
+            only_get(scope)
             await self._card(path.removeprefix("/v1/models/"), caller, send)
             return
         elif path == USAGE_PATH:
-            _only_get(scope)
+            only_get(scope)
             await self._tenancy.report(scope.get("query_string", b""), caller.tenant if caller else None, send)
             return
         if path not in POSTS:
@@ -328,7 +337,13 @@ def _listed(paths: frozenset[str]) -> str:
     return ", ".join(sorted(paths))
 
 
-def _only_get(scope: Scope) -> None:
+def _only_admins(path: str, caller: Caller | None) -> None:
+    if caller is not None and not caller.is_admin:
+        raise RequestError(HTTPStatus.FORBIDDEN, f"{path} is for admins; this key's tenant is none")
+
+
+def only_get(scope: Scope) -> None:
+    """Refuse other methods than GET and HEAD."""
     if scope["method"] not in ("GET", "HEAD"):
         raise RequestError(
             HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['path']} takes GET only", headers=[(b"allow", b"GET")]

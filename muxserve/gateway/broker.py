@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import zmq
 
@@ -22,26 +22,36 @@ from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
 from muxserve.net.peer import AsyncPeer
 from muxserve.spec import FleetSpec
-from muxserve.wire import Message, NotPlaced, Placed, StateReply, StateRequest, TokensHeader, Waits
+from muxserve.wire import (
+    Message,
+    NotPlaced,
+    Placed,
+    StateReply,
+    StateRequest,
+    TimelineReply,
+    TimelineRequest,
+    TokensHeader,
+    Waits,
+)
 
 log = logging.getLogger(__name__)
 
-Answer = dict[str, object] | None
+T = TypeVar("T")
 
 
-class UnitQuestions:
-    """Those that wait for an answer, by unit."""
+class UnitQuestions(Generic[T]):
+    """Those that wait for an answer of one kind, by unit."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[asyncio.Future[Answer]]] = {}
+        self._waiting: dict[str, list[asyncio.Future[T | None]]] = {}
 
-    async def ask(self, unit: str, send: Callable[[], object], timeout: float) -> Answer:
+    async def ask(self, unit: str, send: Callable[[], object], timeout: float) -> T | None:
         """The answer of `unit`; None if there is none within `timeout` seconds.
 
         Args:
             send: asks; not called while somebody else waits for the answer.
         """
-        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(unit, [])
         waiting.append(waiter)
         if len(waiting) == 1:
@@ -54,7 +64,7 @@ class UnitQuestions:
             if waiter in waiting:
                 waiting.remove(waiter)
 
-    def answer(self, unit: str, answer: Answer) -> None:
+    def answer(self, unit: str, answer: T | None) -> None:
         """`unit` has answered, or cannot any more (None)."""
         for waiter in self._waiting.pop(unit, []):
             if not waiter.done():
@@ -102,7 +112,8 @@ class Broker:
         self._tokens = TokensSocket(self._context, epoch, fleet.tokens_address(index), self._take_tokens)
         self._links = FleetLinks(self._context, self._tokens, index, epoch, self)
         self._front_ends: dict[str, FrontEndPort] = {}
-        self._states = UnitQuestions()
+        self._states: UnitQuestions[dict[str, object]] = UnitQuestions()
+        self._timelines: UnitQuestions[TimelineReply] = UnitQuestions()
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -210,6 +221,14 @@ class Broker:
             return None
         return await self._states.ask(unit, partial(link.send, StateRequest()), timeout)
 
+    async def unit_timeline(self, unit: str, since: float, timeout: float) -> TimelineReply | None:
+        """What a unit computed after `since`, seconds of its clock; None if it does not answer within `timeout`
+        seconds."""
+        link = self._links.units.get(unit)
+        if link is None or not link.up:
+            return None
+        return await self._timelines.ask(unit, partial(link.send, TimelineRequest(since)), timeout)
+
     # ------------------------------------------------------------ from the links
 
     def unit_up(self, unit: str, epoch: str) -> None:
@@ -220,6 +239,7 @@ class Broker:
     def unit_down(self, unit: str) -> None:
         """See `Listener`."""
         self._states.answer(unit, None)
+        self._timelines.answer(unit, None)
         self.router.unit_down(unit, time.monotonic())
         self._flush()
 
@@ -229,6 +249,8 @@ class Broker:
             self._flush()
         elif isinstance(message, StateReply):
             self._states.answer(unit, message.state)
+        elif isinstance(message, TimelineReply):
+            self._timelines.answer(unit, message)
         else:
             log.warning("unexpected %s from the unit scheduler of %s", type(message).__name__, unit)
 

@@ -15,10 +15,12 @@ from muxserve.gateway import seam
 from muxserve.gateway.admission import ApiKeys
 from muxserve.gateway.app import GatewayApp
 from muxserve.gateway.broker import Broker
+from muxserve.gateway.changes import ChangeRoutes
 from muxserve.gateway.collector import FleetCollector, GatewayCollector
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.grammar_compiler import CompilerProcess
 from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.gateway.live import LiveView
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.peers import OtherGateways
 from muxserve.gateway.predicted_wait import PredictedWaits
@@ -28,6 +30,7 @@ from muxserve.gateway.served_models import OfferedModels
 from muxserve.gateway.status import FleetStatus
 from muxserve.gateway.status_routes import StatusRoutes
 from muxserve.gateway.tenants import Tenancy
+from muxserve.gateway.ui import LivePage
 from muxserve.gateway.vllm_metrics import JoinedMetrics
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, ModelSpec, load_fleet
@@ -92,6 +95,12 @@ class Gateway:
             VLLM_VERSION,
             self.offered.models,
         )
+        page = LivePage(
+            LiveView(self.status, self.reports, self.limiter, self.measures, peers, self.broker.unit_timeline)
+        )
+        changes = ChangeRoutes(self.fleet.run_dir, lambda: self._endpoint is not None and bool(self._endpoint.keys))
+        shown = self.fleet.gateway.ui
+        files = page.pages() if shown else {}
         self._endpoint = GatewayApp(
             models=self.offered.models,
             keys=ApiKeys(self.fleet.gateway.api_keys, self.fleet.key_levels, self.fleet.tenants),
@@ -99,9 +108,10 @@ class Gateway:
             tenancy=self.tenancy,
             limiter=self.limiter,
             measures=self.measures,
-            pages=pages.table(),
-            open_pages=pages.OPEN,
+            pages=pages.table() | files,
+            open_pages=pages.OPEN | files.keys(),
             settings=self.fleet.gateway,
+            apps=(page.apps() if shown else {}) | changes.apps(),
         )
         tasks = (self._follow(), self._keep_offering(), self.tenancy.keep())
         self._tasks = [asyncio.ensure_future(task) for task in tasks]

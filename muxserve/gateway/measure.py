@@ -5,10 +5,12 @@ Admission queue, tokenization and the unit's queues are all inside these times, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -16,6 +18,7 @@ from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Tracked
 from muxserve.gateway.tenants import TenantTurn, Used
 from muxserve.metrics import Objectives, time_per_token
+from muxserve.metrics.live import LATENCY_WINDOW_SECONDS, ModelLoad
 from muxserve.spec import ModelSpec
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -39,6 +42,19 @@ class HttpRequest:
         """What the requests to units that this one makes have in common: the id of the first of them."""
         self.group = self.group or request_id
         return self.group
+
+
+# Of one model; with more requests per window, the last ones are shown.
+MOST_RECENT = 2000
+
+
+class RecentRequest(NamedTuple):
+    """A request that completed at `at`; `met` says whether it met all objectives, None without any."""
+
+    at: float
+    ttft: float
+    tpot: float | None
+    met: bool | None
 
 
 current_http: ContextVar[HttpRequest | None] = ContextVar("current_http", default=None)
@@ -69,6 +85,7 @@ class Measures:
 
     def __init__(self, models: Iterable[ModelSpec], registry: CollectorRegistry) -> None:
         self._objectives: dict[str, Objectives] = {}
+        self._recent: dict[str, deque[RecentRequest]] = {}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
@@ -119,6 +136,7 @@ class Measures:
         name = model.name
         objectives = Objectives.of_milliseconds(model.slo_ttft_ms, model.slo_tpot_ms)
         self._objectives[name] = objectives
+        self._recent.setdefault(name, deque(maxlen=MOST_RECENT))
         for histogram in self._times:
             histogram.labels(name)
         for outcome in RequestOutcome:
@@ -135,6 +153,7 @@ class Measures:
     def remove(self, model: str) -> None:
         """Show nothing of `model` any more: the fleet has it no longer."""
         self._objectives.pop(model, None)
+        self._recent.pop(model, None)
         for metric in (*self._times, *self._counts):
             metric.remove_by_labels({"model_name": model})
 
@@ -153,8 +172,23 @@ class Measures:
         if tpot is not None:
             self._tpot.labels(name).observe(tpot)
         objectives = self._objectives.get(name, Objectives())  # its last requests may outlive a model
-        for slo, good in objectives.met(ttft, tpot).items():
+        met = objectives.met(ttft, tpot)
+        for slo, good in met.items():
             self._slo.labels(name, slo, "true" if good else "false").inc()
+        if name in self._recent:
+            self._recent[name].append(RecentRequest(now, ttft, tpot, met.get("all")))
+
+    def recent(self, model: str, now: float) -> ModelLoad:
+        """Of the requests that completed in the last `LATENCY_WINDOW_SECONDS`, the latencies and how many met their
+        objectives."""
+        recent = self._recent.get(model, ())
+        ended = [each for each in recent if each.at > now - LATENCY_WINDOW_SECONDS]
+        return ModelLoad(
+            ttft=[each.ttft for each in ended],
+            tpot=[each.tpot for each in ended if each.tpot is not None],
+            judged=sum(each.met is not None for each in ended),
+            met=sum(each.met is True for each in ended),
+        )
 
     def resubmitted(self, model: str, reason: str) -> None:
         """Count a request that is served again."""

@@ -35,7 +35,7 @@ def bind_beside(fleet: FleetSpec, index: int) -> socket.socket:
 
 
 class OtherGateways:
-    """Asks the other gateways for their metrics."""
+    """Asks the other gateways for what they alone know."""
 
     def __init__(self, fleet: FleetSpec, index: int) -> None:
         self.index = index
@@ -46,20 +46,23 @@ class OtherGateways:
 
     async def metrics(self, full: bool) -> dict[int, str]:
         """The Prometheus text of each other gateway that answers."""
-        url = f"http://gateway{OWN_METRICS}{FULL if full else ''}"
-        texts = await asyncio.gather(*(self._ask(path, url) for path in self._others.values()))
+        return await self.ask(f"{OWN_METRICS}{FULL if full else ''}")
+
+    async def ask(self, path: str) -> dict[int, str]:
+        """What each other gateway that answers has at `path`."""
+        texts = await asyncio.gather(*(self._ask(each, f"http://gateway{path}") for each in self._others.values()))
         return {index: text for index, text in zip(self._others, texts, strict=True) if text is not None}
 
-    async def _ask(self, path: str, url: str) -> str | None:
+    async def _ask(self, socket_path: str, url: str) -> str | None:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
         try:
             async with (
-                aiohttp.ClientSession(connector=aiohttp.UnixConnector(path), timeout=timeout) as session,
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket_path), timeout=timeout) as session,
                 session.get(url) as answer,
             ):
                 return await answer.text() if answer.status == HTTPStatus.OK else None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            log.info("another gateway did not tell its metrics: %r", error)
+            log.info("another gateway did not answer %s: %r", url, error)
             return None
 
 

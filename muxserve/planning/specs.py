@@ -84,6 +84,7 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
         count=gateway.count,
         cors_origins=tuple(gateway.cors_origins),
         access_log=gateway.access_log,
+        ui=gateway.ui,
         grammars=GrammarLimits(
             max_bytes=gateway.structured_output.max_bytes,
             max_expansion=gateway.structured_output.max_expansion,

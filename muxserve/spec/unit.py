@@ -151,6 +151,8 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     # Origins of web pages that may call it; "*": any.
     cors_origins: tuple[str, ...] = ()
     access_log: bool = False
+    # Whether there is a live page at /ui.
+    ui: bool = True
 
 
 class WatchdogRules(msgspec.Struct, frozen=True):

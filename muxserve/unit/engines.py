@@ -213,6 +213,8 @@ class EngineTable:
             live = ledger.requests.get(lease.alone)
             if live is not None and live.place is RequestPlace.DECODING:
                 table.quarantine.decoded(lease.alone, report.steps)
+        if report.seconds > 0.0:
+            self._computed(engine, report, now)
         ledger.stepped(
             name,
             engine.state.phase,
@@ -227,6 +229,16 @@ class EngineTable:
             report.prefill_seconds,
         )
         self.reconciliation.reported(engine, report)
+
+    def _computed(self, engine: EngineProcess, report: StepReport, now: float) -> None:
+        """Keep for those who look at the fleet that steps were computed, and on which share of it."""
+        state = engine.state
+        lease = state.lease
+        phase = state.phase if lease is None else lease.phase
+        share = state.share if lease is None else lease.share
+        self._state.timeline.computed(
+            engine.name, engine.model.name, phase, share, report.seconds, report.steps, report.tokens, now
+        )
 
     def held(self, peer: bytes, message: HeldRequests, now: float) -> None:
         """An engine says which requests it has."""

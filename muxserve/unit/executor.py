@@ -54,6 +54,7 @@ from muxserve.wire import (
     TakenOver,
     TakeOver,
     Terminating,
+    TimelineRequest,
     Unpaired,
 )
 
@@ -130,6 +131,8 @@ class UnitExecutor:
                 self.request_table.gateway_down(message.gateway, now)
             case StateRequest():
                 self._state.send(peer, wire.StateReply(self.state(now)))
+            case TimelineRequest():
+                self._state.send(peer, self._state.timeline.since(self.epoch, message.since, now))
             case MoveStaged() | MoveCommitted() | MoveFailed() | TakeOver() | MovingIn() if peer != MIGRATOR:
                 raise ImpossibleMessageError("it is not the unit's migrator")
             case Blocks() | Detached() | MoveStaged() | MoveCommitted() | MoveFailed():

@@ -527,6 +527,7 @@ class Departures:
         self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.attempt, held.gateway))
         downtime = self.downtimes.setdefault(model.name, Downtime())
         downtime.add(now - move.detached_at)
+        self._state.timeline.moved(model.name, move.destination, downtime.last, now)
         self.pairs.arrived(model.name, move.destination, move.usage, live.execution, now)
         log.info("%s moved to %s, stood still for %.1f ms", live.request_id, move.destination, downtime.last * 1e3)
 

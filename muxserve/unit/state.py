@@ -12,6 +12,7 @@ from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.spec import ModelSpec, UnitSpec
 from muxserve.unit.memory import Memory
+from muxserve.unit.timeline import UnitTimeline
 from muxserve.wire import Message
 
 
@@ -21,6 +22,7 @@ class UnitState:
 
     `epoch` is this process, which came up at `started`; `levels` are those of each model. Of the models as replicas:
     `terminating` are being drained; `moving_in` and `moving_out` count requests on their way from and to other units.
+    `timeline` is what was computed last.
 
     Raises:
         ValueError: the unit's spec contradicts itself, or the policy is not made for it.
@@ -37,6 +39,7 @@ class UnitState:
     terminating: set[str] = field(default_factory=set)
     moving_in: dict[str, int] = field(default_factory=dict)
     moving_out: Counter[str] = field(default_factory=Counter)
+    timeline: UnitTimeline = field(default_factory=UnitTimeline)
 
     def __post_init__(self) -> None:
         self.ledger = unit_ledger(self.unit_spec)

@@ -63,6 +63,7 @@ from muxserve.wire.unit import (
     Admit,
     Cancel,
     Cause,
+    ComputedJob,
     Degraded,
     EngineDown,
     EngineHello,
@@ -75,6 +76,7 @@ from muxserve.wire.unit import (
     HeldRequests,
     Lease,
     Lost,
+    MovedRequest,
     Prefilled,
     Refused,
     RequestFailed,
@@ -89,6 +91,8 @@ from muxserve.wire.unit import (
     StepReport,
     Stop,
     Submit,
+    TimelineReply,
+    TimelineRequest,
     TokensHeader,
     UnitHello,
 )
@@ -100,6 +104,7 @@ __all__ = [
     "Blocks",
     "Cancel",
     "Cause",
+    "ComputedJob",
     "ControllerHello",
     "Degraded",
     "Detach",
@@ -126,6 +131,7 @@ __all__ = [
     "MoveFailed",
     "MoveStage",
     "MoveStaged",
+    "MovedRequest",
     "Moving",
     "MovingIn",
     "NotPlaced",
@@ -165,6 +171,8 @@ __all__ = [
     "TakeOver",
     "TakenOver",
     "Terminating",
+    "TimelineReply",
+    "TimelineRequest",
     "TokensHeader",
     "TookOver",
     "UnitHello",
@@ -183,6 +191,7 @@ AnyMessage = Union[
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive,
     RollingReport, Waits, ShowRequests, HeldRequests, Degraded, EngineSuspect, RequestFailed, StepFailed,
+    TimelineRequest, TimelineReply,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

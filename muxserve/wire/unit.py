@@ -365,6 +365,46 @@ class StateReply(Message):
     state: dict[str, object]
 
 
+class TimelineRequest(Message):
+    """Asks for a `TimelineReply`: what was computed, and what moved, after `since`, seconds of the unit's clock."""
+
+    since: Seconds = 0.0
+
+
+class ComputedJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Steps of one engine, end to end, under leases of one `share` (0 to 1).
+
+    `start` and `end` are seconds of the unit's clock; `number` is counted by the unit scheduler. One that goes on comes
+    again, longer, under the same number."""
+
+    number: Count
+    model: str
+    phase: str
+    share: float
+    start: float
+    end: float
+    steps: Count
+    tokens: Count
+
+
+class MovedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request of `model` went to unit `destination` at `at` of the unit's clock; it stood still for `seconds`."""
+
+    at: float
+    model: str
+    destination: str
+    seconds: float
+
+
+class TimelineReply(Message):
+    """`now` is the unit's clock when this was said, and `epoch` whose numbers these are."""
+
+    epoch: str
+    now: Seconds
+    jobs: list[ComputedJob]
+    moves: list[MovedRequest]
+
+
 # ---------------------------------------------------------------- engine -> gateway
 
 

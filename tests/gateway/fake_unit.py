@@ -38,6 +38,7 @@ from muxserve import spec
 from muxserve.net import sockets
 from muxserve.wire import (
     Cancel,
+    ComputedJob,
     Elsewhere,
     GatewayHello,
     Lost,
@@ -46,6 +47,8 @@ from muxserve.wire import (
     StateReply,
     StateRequest,
     Submit,
+    TimelineReply,
+    TimelineRequest,
     TokensHeader,
     TookOver,
     UnitHello,
@@ -54,6 +57,8 @@ from muxserve.wire import (
 )
 from tests.support.tiny_checkpoint import SPECIAL_TOKENS, byte_token, token_byte
 
+# Its clock, which stands still.
+NOW = 100.0
 END = SPECIAL_TOKENS.index("<|im_end|>")
 
 
@@ -149,6 +154,13 @@ class FakeUnit:
                 self.tell("cancel", ids=message.request_ids)
             case StateRequest():
                 self.answer(gateway, StateReply(self.state))
+            case TimelineRequest():
+                models = [model.name for model in self.unit_spec.models]
+                jobs = [
+                    ComputedJob(1, models[0], "prefill", 0.5, NOW - 2.0, NOW - 1.5, 1, 20),
+                    ComputedJob(2, models[-1], "decode", 0.25, NOW - 1.0, NOW, 4, 4),
+                ]
+                self.answer(gateway, TimelineReply(self.epoch, NOW, jobs if message.since < NOW else [], []))
 
     def submit(self, gateway: bytes, message: Submit) -> None:
         request: EngineCoreRequest = self.decoder.decode(message.body)

@@ -1,0 +1,100 @@
+"""The live page: its files at `/ui`, and the stream of frames that it draws at `/ui/events`.
+
+The files hold nothing about the fleet, so that a browser may load them without a key; whoever opens the page is asked
+for one there, and the stream wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+
+import msgspec
+
+from muxserve.gateway.app import Page, only_get
+from muxserve.gateway.body import RETRY
+from muxserve.gateway.errors import App, Receive, RequestError, Scope, Send, respond, respond_json
+from muxserve.gateway.live import OWN_LOAD, LiveView
+
+PAGE = "/ui"
+EVENTS = "/ui/events"
+FRAME_SECONDS = 1.0
+# Each of them costs the gateway a few milliseconds per second.
+MOST_STREAMS = 32
+FILES = Path(__file__).parent / "page"
+_TYPES = {
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
+_HEADERS = [
+    (b"cache-control", b"no-cache"),
+    (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+]
+
+
+class LivePage:
+    """What the page needs of one gateway."""
+
+    def __init__(self, view: LiveView) -> None:
+        self._view = view
+        self._streams = 0
+
+    def pages(self) -> dict[str, Page]:
+        """By path, what needs no key: the files, and what other gateways ask for."""
+        files = {f"{PAGE}/{path.relative_to(FILES)}": path for path in FILES.rglob("*") if path.suffix in _TYPES}
+        files[PAGE] = files.pop(f"{PAGE}/index.html")
+        return {name: partial(_file, path.read_bytes(), _TYPES[path.suffix]) for name, path in files.items()} | {
+            OWN_LOAD: self._own
+        }
+
+    def apps(self) -> dict[str, App]:
+        """By path, what wants a key where there are some."""
+        return {EVENTS: self.events}
+
+    async def _own(self, send: Send) -> None:
+        await respond_json(send, self._view.own_load())
+
+    async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A frame every `FRAME_SECONDS` as a server-sent event, until the client goes away or the gateway drains."""
+        only_get(scope)
+        if self._streams >= MOST_STREAMS:
+            raise RequestError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{MOST_STREAMS} live pages are open already; close one, or try again in a moment",
+                headers=[RETRY],
+            )
+        self._streams += 1
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await self._stream(send, gone)
+        finally:
+            self._streams -= 1
+            gone.cancel()
+
+    async def _stream(self, send: Send, gone: asyncio.Future[None]) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream"),
+            (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        seen: dict[str, int] = {}
+        while not gone.done() and not self._view.draining:
+            frame = msgspec.json.encode(await self._view.frame(seen))
+            await send({"type": "http.response.body", "body": b"data: " + frame + b"\n\n", "more_body": True})
+            await asyncio.wait((gone,), timeout=FRAME_SECONDS)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _file(body: bytes, content_type: bytes, send: Send) -> None:
+    await respond(send, HTTPStatus.OK, body, content_type, _HEADERS)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

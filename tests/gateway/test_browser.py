@@ -1,0 +1,103 @@
+"""The live page in a real browser. Skipped without one: pip install playwright, and Debian's package chromium."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from muxserve.gateway import ui
+from tests.gateway.playing import play
+from tests.gateway.rig import Running
+from tests.support.patience import PATIENCE
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        # Pages of this machine only; the sandbox wants rights that a container has not.
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(params=[(1400, "light"), (800, "dark")], ids=["wide", "narrow"])
+def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """An empty page, on which nothing may go wrong and which no other server may be asked for anything."""
+    width, scheme = request.param
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(1000 * PATIENCE)
+    page, wrong = context.new_page(), []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda asked: wrong.append(asked.url) if not asked.url.startswith("http://127.0.0.1:") else None)
+    yield page
+    context.close()
+    assert not wrong
+
+
+def fits(page: Any) -> bool:
+    """Whether nothing sticks out to the right of the window."""
+    return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
+
+
+def test_the_fleet_is_drawn(page: Any, gateway: Running) -> None:
+    page.goto(f"{gateway.url}/ui")
+    row = page.locator("tr[data-model=beta]")
+    row.locator("text=up").wait_for()
+    unit = page.locator("section[data-unit=main]")
+    unit.locator("text=12 / 1,000").first.wait_for()  # pages in use, and the quota
+    # The jobs of the fake unit: something is painted in the lanes.
+    painted = "c => new Set(c.getContext('2d').getImageData(160, 0, c.width - 160, c.height - 30).data).size > 8"
+    canvas = unit.locator("canvas").element_handle()
+    page.wait_for_function(painted, arg=canvas)
+    assert fits(page)
+    assert page.locator("text=changes need a key").count() == 1
+    assert page.locator("button[title='remove the model']").count() == 0
+    dark = page.evaluate("document.documentElement.dataset.theme")
+    page.click("text=light / dark")
+    assert page.evaluate("document.documentElement.dataset.theme") != dark
+
+
+def test_the_playground_streams(page: Any, gateway: Running) -> None:
+    page.goto(f"{gateway.url}/ui")
+    page.select_option("select", "beta")
+    mark = gateway.mark()
+    page.fill("textarea", play("streamed to the page", hold=4))
+    page.click("button.main")
+    gateway.wait("held", mark)
+    page.locator("pre.answer", has_text="str").wait_for()  # before the answer has ended
+    assert page.locator("button:text-is('Stop')").count() == 1
+    gateway.tell_unit("go")
+    page.locator("pre.answer", has_text="streamed to the page").wait_for()
+    page.locator("text=first token after").wait_for()
+    assert fits(page)
+
+
+def test_a_key_opens_the_page_and_its_buttons(page: Any, guarded: Running) -> None:
+    page.goto(f"{guarded.url}/ui")
+    page.fill("input[type=password]", "wrong")
+    page.click("button.main")
+    page.locator("text=This key does not open the page.").wait_for()
+    page.fill("input[type=password]", "first-key")
+    page.click("button.main")
+    page.locator("tr[data-model=alpha]").wait_for()
+    page.click("button[title='one replica more']")
+    page.locator(".banner.bad", has_text="has ended").wait_for()  # there is no controller behind it
+    assert fits(page)
+
+
+def test_every_file_of_the_page_is_used(browser: Any, gateway: Running) -> None:
+    context = browser.new_context()
+    page, loaded = context.new_page(), set()
+    page.on("response", lambda answer: loaded.add(answer.url.partition("/ui/")[2]) if answer.ok else None)
+    page.goto(f"{gateway.url}/ui")
+    page.locator("tr[data-model=beta]").wait_for(timeout=1000 * PATIENCE)
+    files = {str(path.relative_to(ui.FILES)) for path in ui.FILES.rglob("*") if path.suffix in (".js", ".css")}
+    assert files <= loaded
+    context.close()
