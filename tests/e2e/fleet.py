@@ -145,7 +145,7 @@ class Fleet:
         for _, line in self.commands():
             if "muxserve-memory-manager" not in " ".join(line) or "--socket" not in line:
                 continue
-            client = MemoryClient(line[line.index("--socket") + 1], "test")
+            client = MemoryClient(line[line.index("--socket") + 1], "test", PATIENCE)
             try:
                 stats.append(client.stats())
             finally:

@@ -308,7 +308,7 @@ class Engines:
         self.send(engine, Abort(request_ids))
 
     def memory(self) -> MemoryClient:
-        return MemoryClient(self.unit_spec.memory_socket, "test")
+        return MemoryClient(self.unit_spec.memory_socket, "test", PATIENCE)
 
     def forget_prefixes(self, model: str) -> None:
         """No prefix of `model` is cached any more."""

@@ -40,6 +40,7 @@ from muxserve.wire import (
 )
 from tests.global_scheduler.support import CAPACITY, fleet, load, place
 from tests.support.patience import PATIENCE, eventually
+from tests.support.ports import free_port
 
 M = TypeVar("M", bound=Message)
 
@@ -70,6 +71,7 @@ class Client:
 
     def asks(self, request_id: str, **more: Any) -> str:
         """Where a request goes."""
+        self.running.beat()
         self.say(place(request_id, **more))
         placed = self.hear(Placed)
         assert placed.request_id == request_id
@@ -333,7 +335,7 @@ def test_the_fleet_file_is_read_again(running: Running) -> None:
 
 def test_units_of_other_machines_are_reached_with_keys(running: Running) -> None:
     deployed = running.write({"u0": ["m"]}, hosts={"u0": "127.0.0.1"}, keys=sockets.new_keys())
-    deployed.file.write_text(deployed.file.read_text().replace("7001", str(sockets.free_port("127.0.0.1"))))
+    deployed.file.write_text(deployed.file.read_text().replace("7001", str(free_port())))
     running.fleet = load_fleet(deployed.file)
     u0 = running.unit("u0")
     running.start()

@@ -222,13 +222,13 @@ class TestProcess:
         assert process.stdout is not None
         process.stdout.readline()
         os.kill(fake.pids()[1], signal.SIGKILL)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=PATIENCE)
         assert (process.returncode, said.split(":")[0]) == (1, "the MPS server has ended")
         assert not any(alive(pid) for pid in fake.pids())
 
     def test_it_says_why_it_does_not_start(self, fake: Fake, place: Path) -> None:
         fake.tell("broken")
-        _, said = self.start(place).communicate(timeout=20)
+        _, said = self.start(place).communicate(timeout=PATIENCE)
         assert said == "the MPS control daemon ended with status 3: Failed to start: no GPU is fit for MPS\n"
 
     def test_it_dies_with_its_parent(self, fake: Fake, place: Path) -> None:
@@ -240,7 +240,7 @@ class TestProcess:
         fd = os.pidfd_open(pid)
         process.kill()
 
-        assert select.select([fd], [], [], 20)[0]
+        assert select.select([fd], [], [], PATIENCE)[0]
         os.close(fd)
         process.communicate()
         assert fake.journal()[-1] == "quit -t 5"

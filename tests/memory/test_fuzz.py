@@ -127,7 +127,7 @@ def play(start: Start, of: UnitSpec, seed: int) -> None:
     eventually(lambda: all(not pool["handed_pages"] for pool in bystander.stats()["pools"]), "hand-offs expire")
     assert_balanced(bystander)
     assert all(pool["owned_pages"] == 0 for pool in bystander.stats()["pools"])
-    assert longest < 5, f"the bystander waited {longest:.1f} s for an answer"
+    assert longest < 30, f"the bystander waited {longest:.1f} s for an answer"
     bystander.close()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0

@@ -62,7 +62,7 @@ def used(units: TwoUnits) -> int:
     """Pages in use in both."""
     pages = 0
     for unit in units.units.values():
-        with MemoryClient(unit.unit_spec.memory_socket, "test") as client:
+        with MemoryClient(unit.unit_spec.memory_socket, "test", PATIENCE) as client:
             pages += int(client.map(MODEL).counters.used_pages)
     return pages
 

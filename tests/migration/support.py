@@ -81,7 +81,7 @@ class Unit:
         self.log = run_dir / "migrator.log"
         self.heard: list[Message] = []
         self.start_memory()
-        self.engine = MemoryClient(self.unit_spec.memory_socket, "engine", 10.0)
+        self.engine = MemoryClient(self.unit_spec.memory_socket, "engine", PATIENCE)
         self.start_scheduler("1")
         self.start_migrator()
 
@@ -101,7 +101,7 @@ class Unit:
             self.close_memory_streams()
             self.start_memory()
             self.engine.close()
-            self.engine = MemoryClient(self.unit_spec.memory_socket, "engine", 10.0)
+            self.engine = MemoryClient(self.unit_spec.memory_socket, "engine", PATIENCE)
         else:
             self.start_migrator()
 
@@ -137,7 +137,7 @@ class Unit:
         for process in (self.migrator, self.memory):
             if process is not None and process.poll() is None:
                 process.terminate()
-                process.wait(20)
+                process.wait(PATIENCE)
         self.engine.close()
         self.close_memory_streams()
         server.remove_segments(self.unit_spec)

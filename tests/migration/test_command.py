@@ -17,6 +17,7 @@ from muxserve.migration.process import main
 from muxserve.net import sockets
 from muxserve.spec import UnitSpec
 from tests.memory.support import unit_spec
+from tests.support.patience import PATIENCE
 
 
 def test_it_loads_neither_torch_nor_vllm() -> None:
@@ -59,6 +60,6 @@ def test_it_ends_in_order(small: UnitSpec) -> None:
         sockets.bind_local(router, small.unit_address)
         assert router.poll(20_000), "it greets as soon as there is somebody"
     process.terminate()
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     assert b"Traceback" not in said

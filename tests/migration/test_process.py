@@ -23,6 +23,7 @@ from muxserve.wire import (
     TakeOver,
 )
 from tests.migration.support import HEADS, LAYERS, MODEL, TOKENS, Unit, adopt, moving, stage
+from tests.support.ports import free_port
 
 MakeUnits = Callable[..., tuple[Unit, Unit]]
 PAGES = LAYERS * HEADS
@@ -86,8 +87,8 @@ def test_a_request_moves_within_a_machine(units: MakeUnits, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_request_moves_between_machines(units: MakeUnits, ranks: int) -> None:
     keys = sockets.new_keys()
-    port = sockets.free_port("127.0.0.1")
-    listen = Listen("127.0.0.1", sockets.free_port("127.0.0.1"), port)
+    port = free_port()
+    listen = Listen("127.0.0.1", free_port(), port)
     # Blocks of 12 MiB over both ranks, so that a stage takes more chunks than may be under way.
     a, b = units(ranks=ranks, page_bytes=(1 << 20), blocks=30, keys=keys, b={"listen": listen, "machine": "another/0"})
     move_all(a, b, 14, f"tcp://127.0.0.1:{port}")
@@ -215,7 +216,7 @@ def test_nobody_is_there(units: MakeUnits) -> None:
 
 
 def test_the_wrong_keys_are_kept_out(units: MakeUnits) -> None:
-    listen = Listen("127.0.0.1", sockets.free_port("127.0.0.1"), sockets.free_port("127.0.0.1"))
+    listen = Listen("127.0.0.1", free_port(), free_port())
     a, b = units(keys=sockets.new_keys(), b={"listen": listen, "keys": sockets.new_keys()})
     free = b.free_pages()
     a.send(stage("a:1:1", f"tcp://127.0.0.1:{listen.migrator_port}", 0, a.fill(2), reserve=2))

@@ -34,14 +34,15 @@ from placement import Machine
 from tests.gpu_control.fake_nvml import GIB
 from tests.ray.cluster import Nodes, nodes
 from tests.ray.gpu_family import WEIGHTS
-from tests.ray.scenario import gave_up, is_back, until
+from tests.ray.scenario import gave_up, impatient, is_back, until
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = [sys.executable, "-m", "tests.ray.gpu_unit_host"]
 HEAD, ONE, OTHER, THIRD = "127.0.2.2", "127.0.2.3", "127.0.2.4", "127.0.2.5"
 MODEL = "arithmetic"
 MPS, WARM = PartId("mps"), PartId("warm_parent")
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = PATIENCE
 
 
 class Node:
@@ -129,7 +130,7 @@ class Story:
 
     def __init__(self, cluster: Nodes, at: dict[str, Node], base: Path) -> None:
         self.cluster, self.at = cluster, at
-        self.units = RayUnits(cluster.address, sockets.new_keys(), place_seconds=4.0, command=HOST)
+        self.units = RayUnits(cluster.address, sockets.new_keys(), command=HOST)
         self.planned = planned(fleet_of(cluster.address), base)
         self.events: dict[str, list[Event]] = {unit.name: [] for unit in self.planned}
 
@@ -194,7 +195,8 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     print("two units, each on the GPUs of a node")
 
     # The third node has two, but of another type.
-    said = str(await gave_up(told.units.start(third, False, lambda _: None)))
+    with impatient(told.units):
+        said = str(await gave_up(told.units.start(third, False, lambda _: None)))
     assert "no node had room for 1 CPU and 2 GPUs (A10)" in said, said
     print("GPUs of another type are not taken")
 
@@ -209,8 +211,7 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     for pid in (pid_of(events, MPS), host, daemon, actor):
         os.kill(pid, signal.SIGKILL)
     await until(lambda: is_back(events[mark:]), "u0 is back", SETTLE_SECONDS)
-    assert not lives(server)
-    assert not lives(warm)
+    await until(lambda: not lives(server) and not lives(warm), "what was left has ended")
     assert u0.entry.unit_address == entry.unit_address
     await until(lambda: u0.up(MODEL), "u0 serves", SETTLE_SECONDS)
     assert told.check(u0, mark) is one
@@ -221,7 +222,7 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     run_dir, daemons = Path(u1.entry.unit_spec.run_dir), other.pids("pid")
     await u1.stop()
     assert not run_dir.exists()
-    assert not any(lives(pid) for pid in [*daemons, *other.pids("server")])
+    await until(lambda: not any(lives(pid) for pid in [*daemons, *other.pids("server")]), "its MPS has ended")
     assert other.journal()[-1] == "quit -t 5"
     print("a unit that is stopped leaves no MPS server")
     other.tell("broken")
@@ -248,7 +249,8 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     print("the unit of a node that was killed has the GPUs of the other one")
     await u0.stop()
     await told.units.close()
-    assert not any(lives(pid) for node in at.values() for pid in [*node.pids("pid"), *node.pids("server")])
+    ours = [pid for node in at.values() for pid in [*node.pids("pid"), *node.pids("server")]]
+    await until(lambda: not any(map(lives, ours)), "all MPS has ended")
     print("nothing is left")
 
 

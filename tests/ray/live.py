@@ -8,6 +8,7 @@ takes another minute and is not part of the tests. Then a unit is drained while 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -22,11 +23,12 @@ import yaml
 
 from tests.e2e.fleet import QUICKSTART, Fleet, running
 from tests.ray.cluster import Nodes, nodes
+from tests.support.patience import PATIENCE
 
 HEAD, ONE, OTHER, THIRD = "127.0.1.2", "127.0.1.3", "127.0.1.4", "127.0.1.5"
 MODEL = "arithmetic"
 STREAMS, TOKENS = 8, 200
-TRIES = 5
+TRIES = 20
 
 
 def fleet_file(directory: Path, address: str) -> Path:
@@ -76,9 +78,10 @@ def kill_machine(cluster: Nodes, host: str) -> None:
     raylet = cluster.process(host)
     doomed = whole(raylet)
     for process in doomed:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends with another
+            process.kill()
     cluster.forget(host)
-    psutil.wait_procs(doomed, 10)
+    psutil.wait_procs(doomed, PATIENCE)
 
 
 async def stream(client: openai.AsyncOpenAI, number: int, begun: list[asyncio.Event]) -> str:
@@ -120,7 +123,7 @@ def main() -> None:
             with running(fleet_file(Path(directory), cluster.address), seconds=240) as fleet:
                 say("a fleet of two units")
                 # A unit answers before its engines are up.
-                fleet.wait(lambda: len(engines_up(fleet)) == 4, 120, "up in both units")
+                fleet.wait(lambda: len(engines_up(fleet)) == 4, 240, "up in both units")
                 assert all(unit["remote"] for unit in units(fleet)), units(fleet)
                 wanted = asyncio.run(streams(fleet))
                 assert all(wanted)

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -46,6 +47,14 @@ async def until(wanted: Callable[[], bool], what: str, seconds: float = PATIENCE
         await asyncio.sleep(0.05)
 
 
+@contextmanager
+def impatient(units: RayUnits) -> Iterator[None]:
+    """Units for which there is no node are given up soon. Others may have to wait for one that is slow."""
+    units._place_seconds, before = 3.0, units._place_seconds
+    yield
+    units._place_seconds = before
+
+
 async def gave_up(work: Awaitable[object]) -> GaveUp:
     try:
         await work
@@ -58,7 +67,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     import ray
 
     checkpoint = tempfile.gettempdir()
-    units = RayUnits(address, sockets.new_keys(), place_seconds=3.0, command=FAKE)
+    units = RayUnits(address, sockets.new_keys(), command=FAKE)
     events: dict[str, list[Event]] = {"u0": [], "u1": []}
     handles: dict[str, RayUnit] = {}
     for name in events:
@@ -96,7 +105,8 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
 
     # ---------------------------------------------------------------- what cannot be started
     large, elsewhere = planned("u2", checkpoint, cores=64), planned("u3", "/not/there")
-    assert "no node had room for 64 CPUs" in str(await gave_up(units.start(large, False, print)))
+    with impatient(units):
+        assert "no node had room for 64 CPUs" in str(await gave_up(units.start(large, False, print)))
     assert "/not/there is no directory on node" in str(await gave_up(units.start(elsewhere, False, print)))
     print("refusals in words")
 
@@ -164,7 +174,7 @@ async def dies(address: str) -> None:
 def orphaned(address: str) -> None:
     """Units end with their controller, however that ends."""
     command = [sys.executable, "-m", "tests.ray.scenario", "--die", address]
-    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=2 * PATIENCE).stdout
     until_ended(int(said.split()[-1]), "the host of a unit whose controller has died")
     print("a controller that dies takes its units along")
 

@@ -208,7 +208,7 @@ while True:
 
 def test_a_host_that_hangs_is_killed(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
     wanted = msgspec.json.decode(unit(tmp_path), type=UnitSpec)
-    quick = msgspec.structs.replace(wanted, watchdog=WatchdogRules(suspect=0.5, hung=1.0))
+    quick = msgspec.structs.replace(wanted, watchdog=WatchdogRules(suspect=0.5, hung=2.0))
     actor = UnitActor(msgspec.json.encode(quick), [], host=HOST, command=[sys.executable, "-c", BEATING])
     made.append(actor)
     reader = HeartbeatReader(heartbeat_file(deployed(actor).run_dir, "host"))

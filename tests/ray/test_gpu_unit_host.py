@@ -19,7 +19,7 @@ from muxserve.planning.specs import planned_unit
 from tests.cluster.conftest import ROOT, alive
 from tests.cluster.test_gpu_plan import plan
 from tests.ray.gpus import Node
-from tests.support.patience import eventually
+from tests.support.patience import PATIENCE, eventually
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def start(node: Node, run_dir: Path, **gpu_plan: object) -> subprocess.Popen[str
 
 def test_it_can_be_stopped_and_leaves_no_daemon(host: subprocess.Popen[str], node: Node) -> None:
     host.send_signal(signal.SIGTERM)
-    assert host.wait(60) == 0
+    assert host.wait(PATIENCE) == 0
     assert node.journal()[-1] == "quit -t 5"
     assert not any(alive(pid) for pid in node.pids("pid"))
 
@@ -67,7 +67,7 @@ def test_it_ends_with_who_commands_it(host: subprocess.Popen[str], node: Node) -
     assert host.stdin is not None
     host.stdin.close()
     host.stdin = None
-    assert host.wait(60) == 0
+    assert host.wait(PATIENCE) == 0
     assert not any(alive(pid) for pid in node.pids("pid"))
 
 
@@ -80,4 +80,4 @@ def test_what_it_cannot_do_is_told_by_a_line(node: Node, tmp_path_factory: pytes
     assert failed.part == PartId("host")
     assert "cluster.mps is on, but MPS does not work here" in failed.message
     assert "no GPU is fit for MPS" in failed.message
-    assert host.wait(60) == 3
+    assert host.wait(PATIENCE) == 3
