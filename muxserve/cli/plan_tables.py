@@ -9,8 +9,8 @@ from muxserve.cli.output import console, escape
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.comparison import format_part, format_seconds
-from muxserve.planning.document import SweepPoint, needed
-from muxserve.planning.prediction import Prediction, falls_short
+from muxserve.planning.document import SweepPoint, needed, warnings_of
+from muxserve.planning.prediction import Prediction
 from muxserve.planning.rivals import EQUAL, WAYS, Rival
 from placement.format import format_size
 from placement.planner import ClusterPlan
@@ -75,10 +75,10 @@ def units_table(plan: ClusterPlan) -> FigureTable:
 
 def sweep_table(points: Sequence[SweepPoint]) -> FigureTable:
     """One row per size of the cluster."""
-    table = FigureTable(["GPUs", "used", "served/s", "rate-weighted", "SLO", "rates and SLOs"], words=0)
+    table = FigureTable(["GPUs", "used", "served/s", "rate-weighted", "SLO", "simulated", "rates and SLOs"], words=0)
     enough = needed(points)
     for p in points:
-        verdict = "[green]met[/]" if p.meets else (f"no place for {len(p.missing)}" if p.missing else "not met")
+        verdict = "[green]met[/]" if p.enough else (f"no place for {len(p.missing)}" if p.missing else "not met")
         mark = "[bold]" if p.gpus == enough else ""
         end = "[/]" if mark else ""
         table.add_row(
@@ -87,6 +87,7 @@ def sweep_table(points: Sequence[SweepPoint]) -> FigureTable:
             f"{p.throughput:.2f}",
             f"{p.weighted_throughput:.2f}",
             f"{p.attainment:.1%}",
+            "-" if p.simulated is None else f"{p.simulated:.1%}",
             verdict,
         )
     return table
@@ -135,9 +136,11 @@ def show_plan(
         console.print(sweep_table(points))
         enough = needed(points)
         if enough is None:
-            console.print(f"not even {points[-1].gpus} GPUs meet all rates and objectives; the plan for that many:")
+            most = made.placement.cluster.devices
+            console.print(f"not even {points[-1].gpus} GPUs meet all rates and objectives; the plan for {most}:")
         else:
-            console.print(f"[bold]{enough} GPUs[/] are enough; the plan for that many:")
+            by = "" if simulated is not None else " by the estimate"
+            console.print(f"[bold]{enough} GPUs[/] are enough{by}; the plan for that many:")
     console.print(plan_table(made, simulated))
     console.print()
     console.print(units_table(made))
@@ -152,12 +155,8 @@ def show_plan(
             f"simulated {overall.requests} requests in {simulated.seconds:.0f} s of virtual time: "
             f"{simulated.throughput:.2f} requests/s{met}"
         )
-        short = falls_short(made, simulated)
-        if made.meets and short:
-            console.print(
-                f"[red]the simulation does not bear that out[/] for {escape(', '.join(short))}: the estimate is too "
-                "close to what the devices can do; plan for more of them or lower rates"
-            )
+    for warning in warnings_of(made, simulated, points):
+        console.print(f"[red]{escape(warning)}[/]")
     search = f"{made.evaluations} units estimated in {seconds:.1f} s"
     if made.gap is not None:
         search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.prediction import Prediction
+from muxserve.planning.prediction import Prediction, falls_short
 from muxserve.planning.rivals import WAYS, Rival
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
+from placement.format import enumerate_words
 from placement.planner import ClusterPlan, limits_in_words
 
 VERSION = 1
@@ -23,7 +24,8 @@ _POINTS = 15
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One size of the cluster: what is served there."""
+    """One size of the cluster: what is served there by the estimate. `simulated` is the part of the requests that are
+    within their objectives in simulation, and `short` the models that are so too rarely; None: it was not simulated."""
 
     gpus: int
     used: int
@@ -32,9 +34,16 @@ class SweepPoint:
     attainment: float
     meets: bool
     missing: tuple[str, ...]
+    simulated: float | None = None
+    short: tuple[str, ...] = ()
+
+    @property
+    def enough(self) -> bool:
+        """The rates and objectives are met, and no simulation says otherwise."""
+        return self.meets and not self.short
 
 
-def point(plan: ClusterPlan) -> SweepPoint:
+def point(plan: ClusterPlan, simulated: Prediction | None = None) -> SweepPoint:
     """A plan as a point of a sweep."""
     return SweepPoint(
         gpus=plan.placement.cluster.devices,
@@ -44,12 +53,33 @@ def point(plan: ClusterPlan) -> SweepPoint:
         attainment=plan.attainment,
         meets=plan.meets,
         missing=tuple(plan.missing),
+        simulated=simulated.summary.overall.slo.get("all", 1.0) if simulated else None,
+        short=tuple(falls_short(plan, simulated)) if simulated else (),
     )
 
 
 def needed(points: Sequence[SweepPoint]) -> int | None:
     """The fewest GPUs of a sweep with which the rates and objectives are met."""
-    return min((p.gpus for p in points if p.meets), default=None)
+    return min((p.gpus for p in points if p.enough), default=None)
+
+
+def warnings_of(plan: ClusterPlan, simulated: Prediction | None, points: Sequence[SweepPoint] = ()) -> list[str]:
+    """What whoever trusts the plan, or the sweep that it is from, must know, a sentence each."""
+    found = [
+        f"{p.gpus} GPU{'' if p.gpus == 1 else 's'} would be enough by the estimate, but in its simulation "
+        f"{p.simulated:.1%} of the requests are within their objectives, too few of {enumerate_words(p.short)}"
+        for p in points
+        if p.meets and p.short and p.simulated is not None and p.gpus != plan.placement.cluster.devices
+    ]
+    short = falls_short(plan, simulated) if simulated is not None and plan.meets else []
+    if short:
+        found.append(
+            f"the simulation does not bear that out for {', '.join(short)}: the estimate is too close to what the "
+            "devices can do; plan for more of them or lower rates"
+        )
+    if simulated is None and plan.meets:
+        found.append("that the rates and objectives are met is an estimate, which was not simulated")
+    return found
 
 
 def parse_sweep(text: str) -> list[int]:
@@ -153,10 +183,13 @@ def document(
                 "attainment": p.attainment,
                 "meets": p.meets,
                 "missing": list(p.missing),
+                "simulated_attainment": p.simulated,
+                "falls_short": list(p.short),
             }
             for p in sweep
         ],
         "gpus_needed": needed(sweep) if sweep else None,
+        "warnings": warnings_of(plan, simulated, sweep),
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from muxserve.metrics.plotly_library import DEFAULT, provide, script
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.comparison import COLUMNS, Comparison, cells
-from muxserve.planning.document import SweepPoint, needed
+from muxserve.planning.document import SweepPoint, needed, warnings_of
 from muxserve.planning.prediction import Prediction
 from placement.format import format_size
 from placement.planner import ClusterPlan, limits_in_words
@@ -23,6 +23,7 @@ h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; } .about { col
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
 th, td { padding: .25em .8em; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
+.warning { color: #b00020; font-weight: 600; }
 """
 _PREFILL, _SERVED, _SHORT, _USED = "#d55e00", "#009e73", "#cccccc", "#0072b2"
 
@@ -49,7 +50,8 @@ def write_plan_html(
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Placement plan</title>',
         f'<style>{_STYLE}</style></head><body><h1>Placement plan</h1><p class="about">{html.escape(about)}</p>',
-        f"<p>{html.escape(_totals(plan))}</p>",
+        f"<p>{html.escape(_totals(plan, simulated))}</p>",
+        *(f'<p class="warning">{html.escape(warning)}</p>' for warning in warnings_of(plan, simulated, sweep)),
     ]
     for number, (heading, figure) in enumerate(figures):
         parts.append(f"<h2>{html.escape(heading)}</h2>")
@@ -63,9 +65,11 @@ def write_plan_html(
     provide(plotly, path)
 
 
-def _totals(plan: ClusterPlan) -> str:
+def _totals(plan: ClusterPlan, simulated: Prediction | None) -> str:
+    met = simulated.summary.overall.slo.get("all") if simulated is not None else None
     return (
-        f"{plan.throughput:.2f} of {plan.asked:.2f} requests/s served, {plan.attainment:.1%} within their objectives, "
+        f"{plan.throughput:.2f} of {plan.asked:.2f} requests/s served, {plan.attainment:.1%} within their objectives"
+        f"{'' if met is None else f' ({met:.1%} in simulation)'}, "
         f"on {plan.devices} of {plan.placement.cluster.devices} devices; objective {plan.objective.name}."
     )
 
@@ -132,6 +136,17 @@ def _sweep(points: Sequence[SweepPoint]) -> tuple[str, Any]:
     figure.add_scatter(
         name="within objectives", x=x, y=[100 * p.attainment for p in points], yaxis="y2", line={"color": _USED}
     )
+    seen = [p for p in points if p.simulated is not None]
+    if seen:
+        y = [100 * p.simulated for p in seen if p.simulated is not None]
+        figure.add_scatter(
+            name="within objectives, simulated",
+            x=[p.gpus for p in seen],
+            y=y,
+            yaxis="y2",
+            mode="markers",
+            marker={"color": _PREFILL, "size": 9},
+        )
     enough = needed(points)
     if enough is not None:
         figure.add_vline(x=enough, line_dash="dot", annotation_text=f"{enough} are enough")

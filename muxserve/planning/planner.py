@@ -165,20 +165,28 @@ class Planner:
         return found
 
     def swept(self, sizes: Sequence[int], cluster: Cluster) -> PlannedFleet:
-        """A plan for every size; the first that meets everything, else the last."""
+        """A plan for every size; of those that meet everything the first that its simulation bears out, else the last.
+        Larger ones than that are not simulated."""
         demands = demands_of(self.fleet, self.file.parent, gpus=memory_of(cluster).items())
         points: list[SweepPoint] = []
-        chosen: ClusterPlan | None = None
+        found: PlannedFleet | None = None
+        last: ClusterPlan | None = None
+        enough = False
         each = max(0.5, self.seconds / len(sizes))
         for size in sizes:
             here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
-            made = self._place(demands, here, each, f"{size} GPUs: ")
-            points.append(point(made))
-            if chosen is None or not chosen.meets:
-                chosen = made
-        assert chosen is not None
-        simulated, why_not = self._simulated(chosen)
-        return PlannedFleet(chosen, simulated, why_not, points)
+            last = self._place(demands, here, each, f"{size} GPUs: ")
+            if enough or not last.meets:
+                points.append(point(last))
+                continue
+            found = self._borne_out(last, demands, here)
+            points.append(point(found.plan, found.simulated))
+            enough = points[-1].enough
+        if found is None:
+            assert last is not None, "a sweep has a size"
+            found = PlannedFleet(last, *self._simulated(last))
+        found.points = points
+        return found
 
     def _place(
         self,

@@ -3,12 +3,13 @@
 What differs from `adbs` (MuxServe, arXiv:2404.02015, Algorithm 3, whose text has SMs partitioned dynamically):
 
 * **Shares follow the load.** Jobs that run divide the whole unit between them. While planned shares do not fill it,
-  what is left goes to the prefill job, which gains from all of it, or without one to the decode engines, more to those
-  with larger batches. While they do not fit, prefill gives way first, down to half of its planned share, since requests
-  spend most of their time in decode; but where prompts for a whole step wait that could be admitted, prefill is the
-  bottleneck, and decode engines give way, down to `least` of theirs. Only what does not fit even so waits for its turn.
-  Shares change when jobs come and go; an engine meets a smaller one between two steps, and only then is the rest given
-  to somebody else.
+  what is left goes to the prefill job, which gains from all of it, or without one to the decode engines. While they do
+  not fit, decode engines give way, down to `least` of theirs. Where some batch is large, in which requests spend most
+  of their time, prefill gives way before, down to half of its planned share, unless prompts for a whole step wait that
+  could be admitted: then prefill is the bottleneck. Only what does not fit even so waits for its turn. Shares change
+  when jobs come and go; an engine meets a smaller one between two steps, and only then is the rest given to others.
+* **Decode's part is divided by sequences.** A step of n sequences takes about n / share, and n sequences wait for it:
+  all sequences together wait least where shares are in proportion to n.
 * **Prefill is batched while there is slack.** Where more prompts wait than seats, pages or a step let in, starting one
   for each seat that comes free costs the weights' read every time; and where the batch is large, all its sequences are
   slowed. Then a prefill of less than `worth` of a step is held back for up to `slack` seconds while decode runs. At
@@ -42,7 +43,7 @@ class SlackConfig(AdbsConfig):
     step's tokens, is never held back, others for `slack` seconds. A batch is large from `crowd`, a part of the model's
     seats, on; prefill is the bottleneck from `pressing`, steps' worth of prompts, on."""
 
-    least: float = 0.7
+    least: float = 0.25
     worth: float = 0.25
     slack: float = 0.1
     crowd: float = 0.125
@@ -90,8 +91,8 @@ class Slack(Adbs):
         order = [*first, *(model for model in (*leased, *ready) if model not in first)]
 
         prefill = prefilling or starting
-        pressed = prefill is not None and self._pressed(ledger)
-        division = self._divide(prefill, order, len(first), pressed)
+        gives_way = prefill is not None and self._crowded(ledger) and not self._pressed(ledger)
+        division = self._divide(prefill, order, len(first), gives_way)
         contended = self._left_out = len(division.decode) < len(order)
 
         free = ledger.share_free
@@ -145,11 +146,13 @@ class Slack(Adbs):
         grant = self._decode_grant(model, contended=True, share=share, steps=max(1, steps))
         return grant._replace(seconds=max(min(grant.seconds, lease.deadline - now), 0.001))
 
-    def _divide(self, prefill: ModelState | None, decoding: list[ModelState], certain: int, pressed: bool) -> Division:
+    def _divide(
+        self, prefill: ModelState | None, decoding: list[ModelState], certain: int, gives_way: bool
+    ) -> Division:
         """Divide the unit between the prefill job, if there is one, and decode engines in order of precedence. The
-        first `certain` of these get a share whatever the others need."""
+        first `certain` of these get a share whatever the others need; prefill `gives_way` to them, or they to it."""
         own = prefill.prefill.share if prefill is not None else 0
-        least = own if pressed else own // 2
+        least = own // 2 if gives_way else own
         needed, wanted = least, own
         chosen: list[ModelState] = []
         for place, model in enumerate(decoding):
@@ -177,6 +180,10 @@ class Slack(Adbs):
         shares[chosen[0].index] += rest
         return Division(0, shares)
 
+    def _crowded(self, ledger: UnitLedger) -> bool:
+        """Some model's batch is large, so that many sequences are slowed by what prefill takes."""
+        return any(len(model.decoding) >= self._rules.crowd * model.max_seqs for model in ledger.models)
+
     def _pressed(self, ledger: UnitLedger) -> bool:
         """Prompts that are in prefill engines, or could be, are so many steps' worth that prefill is the bottleneck."""
         steps = 0.0
@@ -191,15 +198,15 @@ class Slack(Adbs):
         return steps >= self._rules.pressing
 
     def _among(self, chosen: list[ModelState], planned: int, part: int) -> dict[int, int]:
-        """Divide `part` of the unit among decode engines with `planned` shares in all: each has its planned share, or
-        its least where these do not fit, and of the rest as much as the sequences of its batch need. Of these only the
-        order of magnitude counts, so that shares do not change with every request."""
-        base = {m.index: m.decode.share if planned <= part else int(m.decode.share * self._rules.least) for m in chosen}
+        """Divide `part` of the unit among decode engines with `planned` shares in all: each has its least, and what is
+        left goes to the sequences of their batches, as much to each. Of their number only the order of magnitude
+        counts, so that shares do not change with every request."""
+        base = {m.index: int(m.decode.share * self._rules.least) for m in chosen}
         spare = part - sum(base.values())
         if spare < 0:
             base = {m.index: m.decode.share * part // planned for m in chosen}
             spare = 0
-        needs = {m.index: m.decode.share << len(m.decoding).bit_length() for m in chosen}
+        needs = {m.index: 1 << len(m.decoding).bit_length() for m in chosen}
         whole = sum(needs.values())
         return {
             index: max(GRAIN, (share + spare * needs[index] // whole) // GRAIN * GRAIN) for index, share in base.items()

@@ -1,5 +1,6 @@
 """`muxserve plan`, plan files, sweeps and what they say about mistakes."""
 
+import html
 import json
 from pathlib import Path
 from typing import NoReturn
@@ -82,6 +83,37 @@ class TestCommand:
         assert sum(node["gpus"] for node in data["cluster"]) == min(meets)
         _, table, _ = run(fleet, "--sweep", "gpus=1..4", "--simulate", 0)
         assert f"{min(meets)} GPUs are enough" in table
+
+    def test_a_size_is_enough_only_if_its_simulation_says_so(self, tmp_path: Path) -> None:
+        model = "workload: { prompt_tokens: 200, output_tokens: 150 }, slo: { ttft_ms: 300, tpot_ms: 30 }"
+        file, page = tmp_path / "close.yaml", tmp_path / "close.html"
+        file.write_text(
+            "cluster: { gpus: 3, gpu_type: a100 }\nmodels:\n"
+            f"  - {{ name: a, architecture: llama-7b, rate: 0.43, {model} }}\n"
+            f"  - {{ name: b, architecture: llama-13b, rate: 0.21, {model} }}\n"
+        )
+        sweep = ("--sweep", "gpus=1..3", "--simulate", 60, "--seconds", 1)
+        code, out, _ = run(file, *sweep, "--json", "--html", page)
+        assert code == 0
+        data = json.loads(out)
+        one, two, three = data["sweep"]
+        assert one["meets"], "the estimate is to be too hopeful here"
+        assert one["falls_short"]
+        assert (two["falls_short"], three["simulated_attainment"]) == ([], None)
+        assert data["gpus_needed"] == 2
+        assert len(data["warnings"]) == 1
+        assert data["warnings"][0].startswith("1 GPU would be enough by the estimate, but in its simulation")
+        assert data["warnings"][0] in html.unescape(page.read_text())
+        _, table, _ = run(file, *sweep)
+        assert "2 GPUs are enough" in table
+        assert "1 GPU would be enough by the estimate" in table
+
+    def test_what_was_not_simulated_is_called_an_estimate(self, fleet: Path) -> None:
+        _, out, _ = run(fleet, "--exact", "--simulate", 0, "--json")
+        (warning,) = json.loads(out)["warnings"]
+        assert "which was not simulated" in warning
+        _, table, _ = run(fleet, "--sweep", "gpus=1..4", "--simulate", 0)
+        assert "are enough by the estimate" in table
 
     def test_gpus_of_the_command_line_replace_those_of_the_file(self, fleet: Path) -> None:
         _, out, _ = run(fleet, "--nodes", "1x2:h100,2x1:L40S", "--json", "--simulate", 0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.slack import Slack, SlackConfig
-from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile
+from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRequest
 from tests.scheduling.machine import Job, Machine, profile
 from tests.scheduling.test_policies import Table
 from tests.scheduling.test_properties import models, requests
@@ -57,15 +57,32 @@ def test_a_prompt_takes_from_decode_what_is_above_its_planned_share() -> None:
 def test_decode_engines_that_waited_too_long_share_the_unit_with_a_prefill_whatever_was_planned() -> None:
     profiles = [profile(name, prefill_share=1.0, decode_share=1.0) for name in "abc"]
     models = UnitLedger(profiles, [PoolProfile("pool", 2000)]).models
-    division = Slack()._divide(models[0], models, certain=3, pressed=False)
+    division = Slack()._divide(models[0], models, certain=3, gives_way=True)
     assert division.prefill > 0
     assert set(division.decode) == {0, 1, 2}
     assert min(division.decode.values()) > 0
     assert division.prefill + sum(division.decode.values()) == WHOLE
 
 
+def test_decode_engines_divide_the_unit_by_the_sequences_in_their_batches() -> None:
+    profiles = [profile("a", decode_share=0.2), profile("b", decode_share=0.6)]
+    book = UnitLedger(profiles, [PoolProfile("pool", 2000)])
+    for lease_id, (name, count) in enumerate({"a": 20, "b": 2}.items(), 1):
+        ids = tuple(f"{name}{number}" for number in range(count))
+        for request_id in ids:
+            book.taken_over(QueuedRequest(request_id, name, 20, 50, 0.0, output_tokens=1), 0.0)
+        book.granted(Grant(name, Phase.DECODE, 8, 1.0, WHOLE // 4, ids), lease_id, 0.0)
+    models = book.models
+    division = Slack()._divide(None, models, certain=0, gives_way=True)
+    least = SlackConfig().least
+    above = [division.decode[m.index] - least * m.decode.share for m in models]
+    assert sum(division.decode.values()) == WHOLE
+    # 20 and 2 sequences are of the orders 32 and 4.
+    assert abs(above[0] - 8 * above[1]) <= 0.1 * WHOLE
+
+
 def shared_out(machine: Machine, grants: list[Grant]) -> None:
-    """Leases fit the unit, nobody has less than it may, and nothing is idle while somebody could use it."""
+    """Leases fit the unit, nobody has less than the least, and nothing is idle while somebody could use it."""
     ledger = machine.ledger
     leases = [(engine, engine.lease) for model in ledger.models for engine in model.engines if engine.lease is not None]
     assert sum(lease.share for _, lease in leases) <= WHOLE
@@ -75,7 +92,8 @@ def shared_out(machine: Machine, grants: list[Grant]) -> None:
     whole = sum(engine.share for engine, _ in leases)
     waits = any(lease.held != lease.share for _, lease in leases)
     for engine, lease in leases:
-        assert lease.share >= engine.share - WHOLE // 50 or whole > 0.99 * WHOLE or len(leases) < 2 or waits
+        least = engine.share * (0.5 if engine.phase is Phase.PREFILL else SlackConfig().least)
+        assert lease.share >= least - WHOLE // 50 or whole > 0.99 * WHOLE or len(leases) < 2 or waits
     ready = [m.name for m in ledger.models if m.decode.ready(machine.now)]
     if not waits and not ready and all(lease.renewable for _, lease in leases):
         assert ledger.share_free < WHOLE // 50, f"{ledger.share_free} idle at {machine.now}: {machine.describe()}"
