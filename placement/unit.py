@@ -113,7 +113,10 @@ def check_memory(models: Sequence[ModelDemand], machine: Machine, total: int, ne
             f"({format_size(machine.memory_bytes)}); lower max_len, or set kv_pool.size yourself"
         )
         problems.append(PlanProblem(message, "kv_pool.size"))
-    weights = sum(model.architecture.weight_bytes(model.resolved_dtype) for model in models)
+    each = [(model.sleeps, model.architecture.weight_bytes(model.resolved_dtype)) for model in models]
+    # Of those that sleep there is room for one, whose files are mapped while they are copied.
+    weights = sum(size for sleeps, size in each if not sleeps)
+    weights += 2 * max((size for sleeps, size in each if sleeps), default=0)
     if weights + total > machine.memory_bytes:
         message = (
             f"the weights (about {format_size(weights)}) and the pool ({format_size(total)}) do not fit into the "

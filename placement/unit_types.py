@@ -24,7 +24,7 @@ class ModelDemand:
     `ranks / stages` that split its tensors. None stands for auto; `rate` is in requests per second.
 
     `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
-    equally large in both.
+    equally large in both. One that `sleeps` takes memory for its weights only while it is awake.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ModelDemand:
     ranks: int = 1
     block_tokens: int | None = None
     stages: int = 1
+    sleeps: bool = False
 
     @property
     def tensor_parallel(self) -> int:

@@ -33,9 +33,10 @@ from muxserve.gpu.sharing import SharingError
 from muxserve.net.sockets import new_keys
 from muxserve.planning.checkpoints import fetch
 from muxserve.planning.fleet_planner import FleetPlanner, ScaleOut, notes_of
+from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit
-from muxserve.spec import FleetSpec
+from muxserve.spec import FleetSpec, ResidencySpec
 from muxserve.spec.run_dir import RunDir, RunDirError, why_not_runtime
 
 _CAUSES = {
@@ -67,6 +68,7 @@ def deploy(
         with comparing() as tell:
             planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet, start=True), tell=tell)
             plans = planner.at_start(plan_file)
+        residency = residency_of(planner.fleet, plans, planner.machine)
         gateway = fleet.gateway
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
@@ -93,17 +95,23 @@ def deploy(
         run_dir.remove()
         print_error(str(error))
         return error.code
-    return _run(planner, plans, run_dir, host, port, demo)
+    return _run(planner, plans, run_dir, host, port, demo, residency)
 
 
 def _run(
-    planner: FleetPlanner, plans: Sequence[ResolvedUnit], run_dir: RunDir, host: str, port: int, demo: bool
+    planner: FleetPlanner,
+    plans: Sequence[ResolvedUnit],
+    run_dir: RunDir,
+    host: str,
+    port: int,
+    demo: bool,
+    residency: ResidencySpec | None = None,
 ) -> int:
     from muxserve.memory import server
 
     path = str(run_dir.path)
     units = [planned_unit(plan, path, host, port) for plan in plans]
-    fleet = fleet_spec_of(planner.fleet, units, path, host, port)
+    fleet = fleet_spec_of(planner.fleet, units, path, host, port, residency=residency)
     for note in [*planner.reasons, *notes_of(plans)]:
         console.print(f"- {escape(note)}")
     code = EXIT_START

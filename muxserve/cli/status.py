@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -111,7 +112,31 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
             console.print(escape(whose + line))
         if several and not unit.get("serves"):
             console.print(f"{escape(whose)}serves nothing at present")
+    for line in _memory(fleet.get("memory") or {}):
+        console.print(escape(line))
     _print_gpus(fleet.get("gpus") or [])
+
+
+def _memory(memory: dict[str, Any]) -> list[str]:
+    """How the fleet's memory stands, and what became of the models that it decides on."""
+    if not memory:
+        return []
+    models: dict[str, dict[str, Any]] = memory.get("models") or {}
+    used, limit = (format_size(int(memory.get(key) or 0)) for key in ("used_bytes", "limit_bytes"))
+    where = Counter(str(model.get("residence")) for model in models.values())
+    lines = [f"memory: {used} of {limit} used; {', '.join(f'{n} {word}' for word, n in sorted(where.items()))}"]
+    for name, model in models.items():
+        if not model.get("wakes") and not model.get("evictions") and not model.get("failed_wakes"):
+            continue
+        parts = [f"{format_size(int(model.get('held_bytes') or 0))}", f"woken {model.get('wakes')} times"]
+        if model.get("last_wake_seconds") is not None:
+            parts.append(f"last in {model['last_wake_seconds']:.2f} s, {model['last_wake_ago_seconds']:.0f} s ago")
+        if model.get("evictions"):
+            parts.append(f"put to sleep {model['evictions']} times, last: {model['last_eviction']}")
+        if model.get("refused"):
+            parts.append(f"{model['refused']} requests waited in vain")
+        lines.append(f"{name}: {', '.join(parts)}")
+    return lines
 
 
 def _in_time(unit: dict[str, Any]) -> list[str]:

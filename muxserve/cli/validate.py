@@ -13,6 +13,7 @@ from muxserve.cluster.machine import this_machine
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
 from muxserve.planning.fleet_planner import FleetPlanner, notes_of
+from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import UnitSpec
@@ -31,6 +32,7 @@ def validate(file: Path, file_only: bool) -> int:
         with comparing() as tell:
             planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet), tell=tell)
             plans = planner.at_start()
+        residency_of(planner.fleet, plans, planner.machine)
     except FleetError as error:
         print_problems(error, "this fleet cannot be deployed")
         return EXIT_BAD
@@ -67,4 +69,7 @@ def _scaling(plans: Sequence[ResolvedUnit]) -> Iterator[str]:
         seen.add(model.name)
         count = sum(model.name in plan.served for plan in plans)
         replicas = f"{count} replica{'' if count == 1 else 's'}"
+        if plans[0].fleet.memory is not None:
+            yield f"{model.name} sleeps until somebody asks for it, and when another model needs its memory"
+            continue
         yield f"{model.name} begins with {replicas} and has {bounds.min} to {bounds.max}, as its load wants it"

@@ -44,6 +44,8 @@ class Changes:
         self._say = say
         # Which life of the global scheduler an order is from: those of one that has died are void.
         self._life = 0
+        # The model that is being started because the global scheduler wants it.
+        self.starting: list[str] = []
 
     @property
     def fleet(self) -> FleetSpec:
@@ -165,6 +167,7 @@ class Changes:
                     if rules is not None and len(self._steps.replicas(model)) >= rules.maximum:
                         raise ChangeError(f"{model} has {rules.maximum} replicas already")
                     self._check(model)
+                    self.starting.append(model)
                     await self._steps.start_several(model, 1, self._say)
                 except Exception as error:
                     # Whatever it was: a start of which the global scheduler hears nothing is counted on for good.
@@ -172,6 +175,8 @@ class Changes:
                         log.exception("a replica of %s could not be started", model)
                     self._say(f"no replica of {model} more: {error}")
                     await self._send(wire.StartFailed(model, str(error) or type(error).__name__))
+                finally:
+                    self.starting.clear()
 
     async def _stop_wanted(self, model: str, name: str) -> None:
         async with self._steps.lock:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from muxserve import wire
+from muxserve.cluster import memory_use
 from muxserve.cluster.changes import Changes
 from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Progress, Ready, Stopping, Up
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
@@ -29,6 +33,8 @@ from muxserve.spec import FleetSpec, save_fleet
 
 log = logging.getLogger(__name__)
 
+# What a fleet takes is measured so often, and seldom enough that it takes a small part of a core.
+_WEIGH_SECONDS, _WEIGH_PART = 2.0, 20.0
 # Kinds of the processes that belong to no unit.
 _OWN = ("vllm", "gateway", "scheduler")
 
@@ -91,6 +97,8 @@ class Controller:
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
+        # A new global scheduler wants to know at once what is taken.
+        self._weigh_now = asyncio.Event()
 
     @property
     def fleet(self) -> FleetSpec:
@@ -188,6 +196,8 @@ class Controller:
         if self._control is not None:
             self._control.start()
         self.ready.set()
+        if self.fleet.residency is not None:
+            self._spawn(self._weigh())
         self._emit(Ready(time.monotonic() - began))
 
     async def _start_units(self) -> list[RunningUnit]:
@@ -247,6 +257,25 @@ class Controller:
     async def _greet(self) -> None:
         await self._tell_scheduler(wire.ControllerHello())
         await self.changes.resend()
+        self._weigh_now.set()
+
+    async def _weigh(self) -> None:
+        """Tell the global scheduler, again and again, what the fleet takes of this machine's memory."""
+        while True:
+            self._weigh_now.clear()
+            began = time.monotonic()
+            units = [(unit.handle.memory_parents(), unit.planned.unit_spec) for unit in self.units.units.values()]
+            sleeping = self.fleet.residency.models if self.fleet.residency is not None else {}
+            parents = {model: pid for each, _ in units for model, pid in each.models.items() if model in sleeping}
+            warm = [each.warm for each, _ in units if each.warm is not None]
+            pools = sum(pool.num_pages * pool.page_bytes for _, spec in units for pool in spec.pools)
+            report = await asyncio.to_thread(memory_use.measure, os.getpid(), parents, warm, pools)
+            if self._scheduler is not None and self._scheduler.up:
+                self._scheduler.send(msgspec.structs.replace(report, starting=list(self.changes.starting)))
+            took = time.monotonic() - began
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(_WEIGH_SECONDS, _WEIGH_PART * took)):
+                    await self._weigh_now.wait()
 
     async def _tell_scheduler(self, message: wire.Message) -> None:
         if self._scheduler is not None:

@@ -164,6 +164,8 @@ class UnitHost:
         # Models whose parts fail at each start: why, and when (monotonic seconds) it is tried again.
         self._degraded: dict[str, tuple[str, float]] = {}
         self._movable = movable
+        # By model, the process that loaded it and forks its engines.
+        self._model_parents: dict[str, Process] = {}
         self.ready = asyncio.Event()
 
     @property
@@ -241,6 +243,17 @@ class UnitHost:
             GaveUp: always, when it returns at all.
         """
         await asyncio.shield(self._failed)
+
+    @property
+    def model_parents(self) -> dict[str, int]:
+        """By model, the process that has loaded it and forks its engines."""
+        return {model: process.pid for model, process in self._model_parents.items()}
+
+    @property
+    def warm_parent(self) -> int | None:
+        """The process that model parents are forked from, if it runs."""
+        process = self.parts[WARM].process
+        return process.pid if process is not None else None
 
     async def tell(self, message: wire.Message) -> None:
         """Tell the unit scheduler; one that is being started knows of nobody, and must not hear it late."""
@@ -351,6 +364,13 @@ class UnitHost:
         await self._stop_parts(set(gone).difference(engines), STOP_SECONDS)
         if self._starts.warm is not None:
             self._starts.warm.end_model(model)
+        parent = self._model_parents.pop(model, None)
+        if parent is not None:
+            # It ends by itself when it gets no more orders; the memory is free when it has.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await parent.wait()
+            parent.send(signal.SIGKILL)
         for part in gone:
             del self.parts[part]
             if part.kind == "engine":
@@ -381,6 +401,7 @@ class UnitHost:
             part.process = Process(pid)
         except ProcessLookupError:
             return
+        self._model_parents[model] = part.process
         self._spawn(self._supervisor(lambda: True).watch_only(part))
 
     def _keep(self, supervisor: Supervisor, part: Part) -> None:

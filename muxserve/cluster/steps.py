@@ -269,7 +269,9 @@ class FleetSteps:
     async def end_replicas(self, models: Sequence[str], unit: RunningUnit, tell: Tell) -> None:
         """Have nobody sent there any more, and end the engines; and the unit, if there is nothing left in it."""
         unit.serves.difference_update(models)
-        if unit.serves:
+        # Where memory decides who is awake, any of its models may be woken the next moment.
+        stays = self._units.fleet.residency is not None and unit.name not in self._ending
+        if unit.serves or stays:
             self._units.publish()
             for model in models:
                 try:
@@ -277,6 +279,9 @@ class FleetSteps:
                 except GaveUp as failure:
                     tell(f"{failure.part} of {unit.name} may not have ended: {failure}")
             tell(f"{', '.join(models)} is not served by {unit.name} any more")
+            if self._units.fleet.residency is not None:
+                for model in models:
+                    await self._send(wire.ReplicaEnded(model, unit.name))
         else:
             unit.announced = False
             self._units.publish()

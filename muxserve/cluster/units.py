@@ -8,8 +8,8 @@ what it has to do is what these protocols say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,14 @@ class PlannedUnit:
         return self.unit_spec.unit
 
 
+@dataclass(frozen=True)
+class MemoryParents:
+    """Of one unit: by model the process that loaded it, and what those were forked from."""
+
+    models: Mapping[str, int] = field(default_factory=dict)
+    warm: int | None = None
+
+
 class UnitHandle(Protocol):
     """A unit that has been started."""
 
@@ -65,6 +73,9 @@ class UnitHandle(Protocol):
 
     def up(self, model: str) -> bool:
         """Whether its unit scheduler and the engines of `model` are up now."""
+
+    def memory_parents(self) -> MemoryParents:
+        """The processes of this machine by which its memory is told apart; none of units elsewhere."""
 
     async def wait(self) -> None:
         """Until the unit has ended or cannot be kept alive; it is then stopped and perhaps started again.
@@ -179,6 +190,10 @@ class LocalUnit:
     def up(self, model: str) -> bool:
         """See `UnitHandle.up`."""
         return self._host.up(model)
+
+    def memory_parents(self) -> MemoryParents:
+        """See `UnitHandle.memory_parents`."""
+        return MemoryParents(dict(self._host.model_parents), self._host.warm_parent)
 
     async def wait(self) -> None:
         """See `UnitHandle.wait`."""

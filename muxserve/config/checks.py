@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean
-from muxserve.config.schema import ApiKey, BatchingSection, Fleet, GatewaySection, RollingSection
+from muxserve.config.schema import ApiKey, BatchingSection, Fleet, GatewaySection, Model, RollingSection
 from muxserve.config.source import Source
 from muxserve.config.values import parse_duration
 from muxserve.replicas.migration import MigrationRules
@@ -40,6 +40,7 @@ def check_replicas(source: Source) -> Iterator[Problem]:
     yield from _priorities(source)
     yield from _migration(source)
     yield from _watchdog(source)
+    yield from _memory(source)
     cluster = source.data.get("cluster")
     if isinstance(cluster, dict) and "ray" in cluster and cluster.get("launcher", "local") == "local":
         yield source.problem(("cluster", "ray"), "is for `launcher: ray` only; set that, or leave this out")
@@ -143,6 +144,36 @@ def _watchdog(source: Source) -> Iterator[Problem]:
     if hung < suspect:
         key = "hung" if "hung" in given else "suspect"
         yield source.problem(("watchdog", key), f"hung ({hung:g} s) must be at least suspect ({suspect:g} s)")
+
+
+def _memory(source: Source) -> Iterator[Problem]:
+    """Memory decides over one replica of each model on this machine's CPU."""
+    models = source.data.get("models")
+    given = source.data.get("memory")
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        if not isinstance(model, dict):
+            continue
+        if given is None:
+            if model.get("keep") == "always":
+                yield source.problem(("models", index, "keep"), "is for fleets with `memory`")
+            continue
+        replicas = model.get("replicas")
+        most = replicas.get("max") if isinstance(replicas, dict) else replicas
+        if _whole(most) and most > 1:
+            message = f"with `memory` a model has one replica at most, not {most}"
+            yield source.problem(("models", index, "replicas"), message)
+        if model.get("phases") in ("rolling", "pipelined", "auto"):
+            message = f"{model['phases']} models have units of their own, which `memory` does not decide over"
+            yield source.problem(("models", index, "phases"), f"{message}; leave one of the two out")
+    cluster = source.data.get("cluster")
+    if given is not None and isinstance(cluster, dict):
+        for key in ("gpus", "gpu_ids", "nodes"):
+            if cluster.get(key):
+                yield source.problem(("cluster", key), "`memory` decides over models on this machine's CPU only")
+        if cluster.get("launcher") == "ray":
+            yield source.problem(("cluster", "launcher"), "`memory` decides over models of this machine only")
+        if _whole(cluster.get("ranks")) and cluster["ranks"] > 1:
+            yield source.problem(("cluster", "ranks"), "`memory` decides over models of one rank only")
 
 
 def _whole(value: object) -> TypeGuard[int]:
@@ -306,7 +337,15 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
         name: tenant.model_copy(update={"keys": [v for key in tenant.keys for v in _values(key, base, environ)]})
         for name, tenant in fleet.tenants.items()
     }
+    if fleet.memory is not None:
+        models = [_by_memory(model) for model in models]
     return fleet.model_copy(update={"models": models, "gateway": gateway, "tenants": tenants})
+
+
+def _by_memory(model: Model) -> Model:
+    """A model of a fleet in which memory decides who is awake: asleep until somebody asks for it, or never."""
+    bounds = {"min": 1, "max": 1, "start": 1} if model.keep == "always" else {"min": 0, "max": 1, "start": 0}
+    return model.model_copy(update={"replicas": model.replicas.model_copy(update=bounds)})
 
 
 def _resolved_keys(keys: list[ApiKey], base: Path, environ: Mapping[str, str]) -> Iterator[ApiKey]:

@@ -34,9 +34,10 @@ from muxserve.config.values import (
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.scheduling.residency import ResidencyRules
 from muxserve.spec import WatchdogRules
 
-_SCALING, _MIGRATION, _WATCHDOG = ScalingRules(), MigrationRules(), WatchdogRules()
+_SCALING, _MIGRATION, _WATCHDOG, _RESIDENCY = ScalingRules(), MigrationRules(), WatchdogRules(), ResidencyRules(1)
 
 
 class Replicas(Section):
@@ -144,6 +145,24 @@ class WatchdogTimes(Section):
     )
 
 
+class MemorySection(Section):
+    """How much of this machine's memory the fleet may take. With it, memory and not an idle time decides which models
+    are awake: all may sleep, but those with `keep: always`, and a request wakes its model (docs/residency.md)."""
+
+    limit: SizeOrAuto = Field(
+        default=AUTO,
+        description='Most that all processes take together, e.g. "6GiB"; auto: 90 % of what the machine, or its '
+        "container, has",
+    )
+    min_residence: Seconds = Field(
+        default=_RESIDENCY.min_residence, description="A model that was woken stays awake for so long at least"
+    )
+    max_wait: Seconds = Field(
+        default=_RESIDENCY.max_wait,
+        description="A request that has waited so long for its model goes before all that have not",
+    )
+
+
 DEFAULT_PRIORITIES = {level.name: Priority(rank=level.rank, target_load=level.target_load) for level in DEFAULT_LEVELS}
 
 
@@ -179,6 +198,14 @@ def _migration(value: object) -> object:
     return value
 
 
+def _memory(value: object) -> object:
+    if value == AUTO:
+        return {}
+    if not isinstance(value, (dict, MemorySection)):
+        raise ValueError(f'must be auto, or a mapping such as "{{limit: 6GiB}}", not {value!r}')
+    return value
+
+
 def _watchdog(value: object) -> object:
     switched = switch(value)
     if switched in ("on", "off"):
@@ -193,6 +220,7 @@ ApiKeys = Annotated[list[Annotated[ApiKey, BeforeValidator(_key)]], BeforeValida
 Tenants = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Tenant]
 Priorities = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Priority]
 MigrationOrSwitch = Annotated[Migration | None, BeforeValidator(_migration)]
+MemoryOrAuto = Annotated[MemorySection, BeforeValidator(_memory)]
 WatchdogOrSwitch = Annotated[WatchdogTimes | None, BeforeValidator(_watchdog)]
 
 
@@ -387,6 +415,9 @@ class Model(Section):
         default=Replicas(min=1, max=1),
         description="How many units serve it: a number, or bounds for scaling",
     )
+    keep: Literal["auto", "always"] = Field(
+        default="auto", description="With `memory`: auto sleeps when another model needs its memory, always never does"
+    )
     phases: PhasesChoice = Field(
         default="multiplexed",
         description="How prefill and decode are arranged: engines for each on shares of the same devices, one engine "
@@ -484,6 +515,9 @@ class Fleet(Section):
         default=ClusterSection(), description="The machine; auto: what it has"
     )
     policy: PolicyName = Field(default="adbs", description="How models share the machine")
+    memory: MemoryOrAuto | None = Field(
+        default=None, description="Memory decides which models are awake; without it all are, as `replicas` says"
+    )
     kv_pool: KVPool = Field(default=KVPool(), description="The shared KV page pool")
     gateway: GatewaySection = Field(default=GatewaySection(), description="The OpenAI endpoint")
     tenants: Tenants = Field(default_factory=dict, description="Who shares the endpoint, by name")

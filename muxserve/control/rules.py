@@ -27,6 +27,8 @@ def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
         raise ChangeError("no model is named; write MODEL=N")
     for model, count in replicas.items():
         _check_model(fleet, model)
+        if fleet.residency is not None:
+            raise ChangeError(f"memory decides in this fleet whether {model} is awake; a request wakes it")
         rules = fleet.scaling.get(model)
         if rules is not None and not rules.minimum <= count <= rules.maximum:
             raise ChangeError(
@@ -48,6 +50,8 @@ def check_drain(fleet: FleetSpec, unit: str) -> None:
     Raises:
         ChangeError: there is no such unit, or a model would be left without a replica.
     """
+    if fleet.residency is not None:
+        raise ChangeError("memory decides in this fleet which models of its unit are awake; stop the fleet instead")
     names = [each.name for each in fleet.units]
     if unit not in names:
         raise ChangeError(f"there is no unit {unit}{did_you_mean(unit, names)}")
@@ -77,6 +81,8 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str) -> Fleet:
     Raises:
         ChangeError: the file is wrong, has not exactly one model or something else, or the name is taken.
     """
+    if fleet.residency is not None:
+        raise ChangeError("memory decides in this fleet which models are awake: add it to its file")
     try:
         declared = parse_fleet(text, file, Path(base))
         source = parse_yaml(text, file)

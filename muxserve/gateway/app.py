@@ -15,9 +15,11 @@ Only routes that serve are passed on; what vLLM offers for the administration of
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -55,6 +57,8 @@ COMPUTE = frozenset(
 )
 POSTS = GENERATE | POOLING | COMPUTE
 MODELS = "/models/"
+# So often the client of a stream hears something while its request waits; proxies take half a minute for a failure.
+SIGN_SECONDS = 2.0
 
 Page = Callable[[Send], Awaitable[None]]
 
@@ -116,6 +120,8 @@ class GatewayApp:
         self.ended = False
         # There are more connections than there is room for: what comes is refused, and each ends with its answer.
         self.crowded: Callable[[], bool] = lambda: False
+        # Requests may wait for their model to be woken: clients of streams are shown that somebody is there.
+        self.models_sleep = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -245,11 +251,31 @@ class GatewayApp:
                             if self.ended:  # while it waited for its turn
                                 raise self._shutting_down(name)
                             claim.release()  # how many are in service is bounded
-                            await served.app(inner, replay, send)
+                            async with self._signs_of_life(send, name):
+                                await served.app(inner, replay, send)
                 else:
                     await served.app(inner, replay, send)
             finally:
                 replay.unwatch()
+
+    @asynccontextmanager
+    async def _signs_of_life(self, send: Send, model: str) -> AsyncIterator[None]:
+        """While a stream waits for its first event: a comment line now and then."""
+        if not self.models_sleep or not isinstance(send, EarlyErrors):
+            yield
+            return
+
+        async def show() -> None:
+            while True:
+                await asyncio.sleep(SIGN_SECONDS)
+                await send.comment(f"waiting for {model}")
+
+        showing = asyncio.create_task(show())
+        try:
+            yield
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
 
     def _model(self, asked: str | None, caller: Caller) -> str:
         if asked is None:

@@ -229,6 +229,13 @@ class Broker:
             return None
         return await self._timelines.ask(unit, partial(link.send, TimelineRequest(since)), timeout)
 
+    async def scheduler_state(self, timeout: float) -> dict[str, object] | None:
+        """The global scheduler's state, asked for now; None if it does not answer within `timeout` seconds."""
+        link = self.scheduler
+        if link is None or not link.up:
+            return None
+        return await self._states.ask("", partial(link.send, StateRequest()), timeout)
+
     # ------------------------------------------------------------ from the links
 
     def unit_up(self, unit: str, epoch: str) -> None:
@@ -273,6 +280,8 @@ class Broker:
                 self.router.placing.not_placed(message, time.monotonic())
             case Waits():
                 self.router.placing.waits(message)
+            case StateReply():
+                self._states.answer("", message.state)
             case _:
                 log.warning("unexpected %s from the global scheduler", type(message).__name__)
         self._flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -11,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.status import FleetStatus
+from muxserve.scheduling.residency import Residence
 
 PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
 # metric, help, key of the unit's state, whether it only grows
@@ -73,6 +75,21 @@ POOL_METRICS = (
 # Kinds of processes that are watched.
 HANG_KINDS = ("engine", "unit", "memory", "migrator", "scheduler", "gateway", "model", "warm_parent", "vllm", "weights")
 Values = Mapping[tuple[str, ...], float]
+
+
+RESIDENCES = tuple(each.value for each in Residence)
+MEMORY_BYTES = ("limit_bytes", "used_bytes", "fixed_bytes", "reserved_bytes")
+# Of each model that memory decides on: name, text, key of the global scheduler's state, whether it counts up.
+RESIDENCY_METRICS = (
+    ("muxserve_model_memory_bytes", "What comes free when the model sleeps.", "held_bytes", False),
+    ("muxserve_model_last_wake_seconds", "How long its last wake took.", "last_wake_seconds", False),
+    ("muxserve_model_wakes", "How often it was woken.", "wakes", True),
+    ("muxserve_model_failed_wakes", "Wakes that came to nothing.", "failed_wakes", True),
+    ("muxserve_model_evictions", "How often it was put to sleep for want of memory.", "evictions", True),
+    ("muxserve_model_wake_refusals", "Requests that waited for it in vain.", "refused", True),
+    ("muxserve_model_wake_waits", "Requests that waited for it and were served.", "waited", True),
+    ("muxserve_model_wake_wait_seconds", "What those waited together.", "waited_seconds", True),
+)
 
 
 class GatewayCollector(Collector):
@@ -165,6 +182,7 @@ class FleetCollector(Collector):
             ["kind"],
             {(kind,): float(fleet.hangs.get(kind, 0)) for kind in HANG_KINDS},
         )
+        yield from self._memory()
         for name, text, key, counts in MODEL_METRICS:
             yield _family(counts, name, text, ["unit", "model_name"], self._per_model(key))
         yield _gauge(
@@ -185,6 +203,29 @@ class FleetCollector(Collector):
         )
         for name, text, key in POOL_METRICS:
             yield _gauge(name, text, ["unit", "pool"], self._per_pool(key))
+
+    def _memory(self) -> Iterator[Metric]:
+        """Where memory decides which models are awake."""
+        memory = self._status.memory
+        if not memory:
+            return
+        sizes: Values = {(key.removesuffix("_bytes"),): float(memory[key] or 0) for key in MEMORY_BYTES}
+        yield _gauge("muxserve_memory_bytes", "Memory of the fleet by kind: the limit, used, ...", ["kind"], sizes)
+        models: dict[str, dict[str, Any]] = memory["models"]
+        yield _gauge(
+            "muxserve_model_residence",
+            "1 for where the model is: asleep, waking, awake, leaving.",
+            ["model_name", "residence"],
+            {(name, word): float(model["residence"] == word) for name, model in models.items() for word in RESIDENCES},
+        )
+        for metric, text, key, counts in RESIDENCY_METRICS:
+            yield _family(
+                counts,
+                metric,
+                text,
+                ["model_name"],
+                {(name,): float(model[key] or 0) for name, model in models.items()},
+            )
 
     def _per_model(self, key: str) -> Values:
         return {

@@ -5,6 +5,8 @@ vLLM begins to answer before it has looked at everything that a request asks for
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from muxserve.gateway.errors import Message, Send, respond
@@ -14,17 +16,43 @@ _ERROR = b'data: {"error"'
 
 
 class EarlyErrors:
-    """ASGI's `send`, which holds back the start of a stream until the first event."""
+    """ASGI's `send`, which holds back the start of a stream until the first event, or until the client is shown a sign
+    of life (`comment`)."""
 
-    __slots__ = ("_done", "_send", "_start")
+    __slots__ = ("_commented", "_done", "_send", "_start", "_turn")
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
         # An error was sent instead of the stream; nothing of that is passed on.
         self._done = False
+        # The stream has begun with comments, and has had no event yet.
+        self._commented = False
+        # Who sends; there is one as soon as there may be two.
+        self._turn: asyncio.Lock | None = None
+
+    async def comment(self, text: str) -> None:
+        """If a stream is to come and has had no event yet, send a comment line, which clients of server-sent events
+        take no notice of. An error is an event of the stream from then on."""
+        if self._turn is None:
+            self._turn = asyncio.Lock()
+        async with self._turn:
+            if self._start is not None:
+                start, self._start = self._start, None
+                self._commented = True
+                await self._send(start)
+            if self._commented:
+                line = f": {text}\n\n".encode()
+                await self._send({"type": "http.response.body", "body": line, "more_body": True})
 
     async def __call__(self, message: Message) -> None:
+        if self._turn is None:
+            await self._pass_on(message)
+            return
+        async with self._turn:
+            await self._pass_on(message)
+
+    async def _pass_on(self, message: Message) -> None:
         if self._done:
             return
         if message["type"] == "http.response.start" and _is_stream(message):
@@ -40,6 +68,8 @@ class EarlyErrors:
                 return
             start, self._start = self._start, None
             await self._send(start)
+        if message.get("body") or not message.get("more_body"):
+            self._commented = False
         await self._send(message)
 
 

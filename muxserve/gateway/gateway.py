@@ -113,6 +113,7 @@ class Gateway:
             settings=self.fleet.gateway,
             apps=(page.apps() if shown else {}) | changes.apps(),
         )
+        self._endpoint.models_sleep = self.fleet.residency is not None
         tasks = (self._follow(), self._keep_offering(), self.tenancy.keep())
         self._tasks = [asyncio.ensure_future(task) for task in tasks]
         return self._endpoint

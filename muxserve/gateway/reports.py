@@ -66,6 +66,9 @@ class Reports:
         return "up" if unit.model_up(model) else "down"
 
     def _word(self, name: str) -> str:
+        residence = self._status.resident(name).get("residence")
+        if residence in ("waking", "leaving"):
+            return str(residence)
         if self._status.model_up(name):
             return "up"
         if self._status.asleep(name):
@@ -100,6 +103,7 @@ class Reports:
                 {"name": level.name, "rank": level.rank, "target_load": level.target_load} for level in fleet.levels
             ],
             "default_level": fleet.default_level,
+            "memory": status.memory or None,
             "gateway": {
                 "index": self._index,
                 "count": fleet.gateway.count,

@@ -110,6 +110,8 @@ class FleetStatus:
         self.broker = broker
         self.units: dict[str, UnitStatus] = {}
         self.was_ready = False
+        # Where memory decides which models are awake, how they and it stand, as the global scheduler said last.
+        self.memory: dict[str, Any] = {}
         self._were_up: set[tuple[str, str]] = set()
         self.learn(fleet)
 
@@ -128,7 +130,20 @@ class FleetStatus:
 
     async def refresh(self, max_age: float = MAX_AGE_SECONDS) -> None:
         """Ask those units of which too little is known."""
-        await asyncio.gather(*(unit.refresh(max_age) for unit in self.units.values()))
+        await asyncio.gather(self._refresh_memory(), *(unit.refresh(max_age) for unit in self.units.values()))
+
+    async def _refresh_memory(self) -> None:
+        if self.fleet.residency is None:
+            return
+        state = await self.broker.scheduler_state(TIMEOUT_SECONDS)
+        memory = state.get("memory") if state is not None else None
+        if isinstance(memory, dict):
+            self.memory = memory
+
+    def resident(self, model: str) -> dict[str, Any]:
+        """What is known of a model that memory decides on; nothing of others."""
+        models = self.memory.get("models")
+        return models.get(model, {}) if isinstance(models, dict) else {}
 
     async def refresh_gpus(self) -> None:
         """Ask NVML if what is known is too old."""

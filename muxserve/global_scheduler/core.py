@@ -10,9 +10,11 @@ import logging
 import math
 from dataclasses import dataclass, field
 
+from muxserve.global_scheduler.memory_balance import MemoryBalance
 from muxserve.global_scheduler.model_scheduler import ModelScheduler
 from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Destination, Outbox, ToClient, ToUnit
+from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.net.sockets import tcp_address
 from muxserve.replicas.priorities import Levels
@@ -21,10 +23,12 @@ from muxserve.wire import (
     ControllerHello,
     DrainReplicas,
     Loads,
+    MemoryReport,
     Message,
     NotPlaced,
     Paired,
     Place,
+    ReplicaEnded,
     RollingReport,
     SchedulerHello,
     StartFailed,
@@ -72,6 +76,9 @@ class SchedulerCore:
         self._model_schedulers: dict[str, ModelSchedulerBase] = {}
         self._units: dict[str, UnitSeen] = {}
         self._entries: dict[str, UnitEntry] = {}
+        # Where memory decides which models are awake.
+        self._balance: MemoryBalance | None = None
+        self._resident: dict[str, ResidentScheduler] = {}
         self._unknown: list[tuple[float, bytes, Place]] = []
         self._started = now
         self._tick_at = now
@@ -98,6 +105,12 @@ class SchedulerCore:
                 model_scheduler = self._model_schedulers.get(message.model)
                 if model_scheduler is not None:
                     model_scheduler.start_failed(message.reason, now)
+            case ToClient(), MemoryReport():
+                if self._balance is not None:
+                    self._balance.reported(message, self._resident, now)
+            case ToClient(), ReplicaEnded():
+                if message.model in self._resident:
+                    self._resident[message.model].ended(message.unit, now)
             case ToClient(), DrainReplicas():
                 self._drain(message, now)
             case ToClient(identity), StateRequest():
@@ -113,6 +126,8 @@ class SchedulerCore:
         elif now >= self._due_at:
             for model_scheduler in self._model_schedulers.values():
                 model_scheduler.hurry(now)
+        if self._balance is not None:
+            self._balance.decide(self._resident, now)
         self._due_at = min(
             (model_scheduler.due(now) for model_scheduler in self._model_schedulers.values()), default=math.inf
         )
@@ -159,11 +174,12 @@ class SchedulerCore:
         for name in sorted(rules):
             serves = [unit.name for unit in fleet.replicas(name)]
             before_it = self._model_schedulers.get(name)
-            if before_it is not None and (before_it.rules.rolling is None) == (rules[name].rolling is None):
+            if before_it is not None and type(before_it) is self._kind(name, rules[name]):
                 before_it.change(rules[name], serves, now)
                 continue
-            if rules[name].rolling is None:
-                model_scheduler: ModelSchedulerBase = ModelScheduler(name, rules[name], serves, self._out)
+            kind = self._kind(name, rules[name])
+            if issubclass(kind, ModelScheduler):
+                model_scheduler: ModelSchedulerBase = kind(name, rules[name], serves, self._out)
             else:
                 model_scheduler = RollingModelScheduler(name, rules[name], serves, self._out, self.epoch, now)
             self._model_schedulers[name] = model_scheduler
@@ -173,10 +189,26 @@ class SchedulerCore:
                     if self._units[unit].up:
                         self._out.to_unit(unit, SchedulerHello(self.epoch))
                 model_scheduler.take_over(before_it, now)
+        self._resident = {
+            name: each for name, each in self._model_schedulers.items() if isinstance(each, ResidentScheduler)
+        }
+        if fleet.residency is None:
+            self._balance = None
+        elif self._balance is None:
+            self._balance = MemoryBalance(fleet.residency)
+        else:
+            self._balance.change(fleet.residency)
         self._suspect(suspected, now)
         waiting, self._unknown = self._unknown, []
         for until, peer, place in waiting:
             self._place(peer, place, now, until)
+
+    def _kind(self, name: str, rules: Rules) -> type[ModelSchedulerBase]:
+        """What schedules a model."""
+        if rules.rolling is not None:
+            return RollingModelScheduler
+        residency = self.fleet.residency
+        return ResidentScheduler if residency and name in residency.models and rules.scaling else ModelScheduler
 
     def _suspects(self) -> set[tuple[str, str]]:
         return {(each.unit, model) for each in self.fleet.suspects for model in each.models}
@@ -218,6 +250,7 @@ class SchedulerCore:
             "epoch": self.epoch,
             "generation": self.fleet.generation,
             "uptime_seconds": now - self._started,
+            "memory": None if self._balance is None else self._balance.state(self._resident, now),
             "units": {name: {"up": seen.up, "epoch": seen.epoch} for name, seen in sorted(self._units.items())},
             "models": {
                 name: model_scheduler.state(now) for name, model_scheduler in sorted(self._model_schedulers.items())
@@ -316,6 +349,8 @@ class SchedulerCore:
             # It may have forgotten us.
             seen.heard_at = now
             self._out.to_unit(name, SchedulerHello(self.epoch))
+        for resident in self._resident.values():
+            resident.changed = True  # time itself changes who may go, and who has waited for too long
         for model_scheduler in self._model_schedulers.values():
             model_scheduler.tick(now)
             for source, destination, load in model_scheduler.pairs():

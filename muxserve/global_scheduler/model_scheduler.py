@@ -82,7 +82,7 @@ class ModelScheduler(ModelSchedulerBase):
 
     def place(self, peer: bytes, place: Place, now: float) -> None:
         """See `ModelSchedulerBase`."""
-        key = _key(peer, place.request_id)
+        key = request_key(peer, place.request_id)
         request = NewRequest(key, place.demand, place.arrival, place.scheduling, place.execution)
         self._askers[key] = Asker(peer, place, now)
         self._scheduler.starting = self._starting(now)
@@ -95,7 +95,7 @@ class ModelScheduler(ModelSchedulerBase):
 
     def unplace(self, peer: bytes, request_id: str) -> bool:
         """See `ModelSchedulerBase`."""
-        key = _key(peer, request_id)
+        key = request_key(peer, request_id)
         return self._askers.pop(key, None) is not None and self._withdraw(key)
 
     def _withdraw(self, key: str) -> bool:
@@ -168,6 +168,6 @@ class ModelScheduler(ModelSchedulerBase):
                     self._stop(unit, now)
 
 
-def _key(peer: bytes, request_id: str) -> str:
+def request_key(peer: bytes, request_id: str) -> str:
     """Ids are unique within one gateway only."""
     return f"{peer.hex()}/{request_id}"

@@ -33,6 +33,7 @@ from muxserve.planning.checkpoints import (
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit
 from muxserve.planning.plan_file import load_plan
+from muxserve.planning.residency import within_limit
 from muxserve.planning.specs import planned_unit, scaling_of
 from muxserve.planning.unit_plan import (
     ResolvedUnit,
@@ -66,9 +67,12 @@ class FleetPlanner:
     Args:
         fleet: as declared. Once `at_start` has planned it, `fleet` has an arrangement for every model that left that
             open; it may be replaced by one with other model paths.
-        machine: cores and memory before anything is started.
+        machine: cores and memory before anything is started. Later `machine` has as much memory as the fleet may take.
         gpus: asked for the machine's GPUs if the fleet or its plan wants some.
         tell: told how far the comparison of arrangements is (a part in 0..1, and what is simulated); it takes seconds.
+
+    Raises:
+        FleetError: the fleet may take more memory than there is.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class FleetPlanner:
         self.fleet = fleet
         # Why models are arranged as they are, of those that left that open.
         self.reasons: list[str] = []
-        self._machine = machine
+        self.machine = machine if fleet.memory is None else within_limit(fleet, machine)
         self._gpus = gpus
         self._hub = hub or HuggingFaceHub()
         self._tell = tell
@@ -116,13 +120,16 @@ class FleetPlanner:
         if self._on_ray and fleet.cluster.gpu_ids:
             message = "with `launcher: ray` it is Ray that chooses GPUs; write `gpus`, how many there are for all units"
             raise FleetError([fleet.problem(("cluster", "gpu_ids"), message)])
+        if plan_file is not None and fleet.memory is not None:
+            message = "decides at run time who is awake, and a plan file beforehand; deploy without one of the two"
+            raise FleetError([fleet.problem(("memory",), message)])
         if plan_file is None:
             if self._wants_gpus:
                 self._choose(len(fleet.cluster.gpu_ids) or fleet.cluster.gpus)
             self.fleet = self.arranged(fleet, self._chosen)
         plans = self._planned() if plan_file is None else self._placed(plan_file)
         if plans[0].gpu is None and not self._on_ray:
-            check_together(fleet, plans, self._machine)
+            check_together(fleet, plans, self.machine)
         return plans
 
     def arranged(self, fleet: Fleet, gpus: Sequence[Gpu] | None = None) -> Fleet:
@@ -136,7 +143,7 @@ class FleetPlanner:
         """
         if gpus is None:
             gpus = self._chosen[: self._per_unit * possible_units(fleet)]
-        fleet, reasons = arranged_by_simulation(fleet, self._machine, gpus, self._hub, self._tell)
+        fleet, reasons = arranged_by_simulation(fleet, self.machine, gpus, self._hub, self._tell)
         self.reasons += reasons
         return fleet
 
@@ -152,7 +159,7 @@ class FleetPlanner:
         units = self._sharing()
         return [
             replace(
-                resolve_unit(part.fleet, self._machine, self._hub, gpu, units=units, block_tokens=blocks),
+                resolve_unit(part.fleet, self.machine, self._hub, gpu, units=units, block_tokens=blocks),
                 name=f"u{number}",
                 serves=part.serves,
             )
@@ -191,7 +198,7 @@ class FleetPlanner:
         shared = together(self.fleet)
         if not shared.models or (possible_units(shared) == 1 and not several):
             return {}
-        groups = pool_groups(model_demands(shared, self._machine, self._hub, gpu, {}))
+        groups = pool_groups(model_demands(shared, self.machine, self._hub, gpu, {}))
         return {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
 
     def _sharing(self) -> int:
@@ -216,7 +223,7 @@ class FleetPlanner:
         if on_gpus and CPU in {unit.device for unit in units}:
             raise wrong(plan_file, "the plan has units on CPU and on GPUs; this version serves one kind")
         check_replicas(fleet, plan_file, units)
-        parts = [as_placed(fleet, unit, self._machine.cores) for unit in units]
+        parts = [as_placed(fleet, unit, self.machine.cores) for unit in units]
         gpus: list[GpuUnit | None] = [None] * len(units)
         if not on_gpus and self._wants_gpus:
             raise wrong(plan_file, "the plan is for a CPU, but the fleet file wants GPUs; make it anew")
@@ -227,7 +234,7 @@ class FleetPlanner:
         blocks = self._block_tokens(gpus[0], several=len(units) > 1)
         return [
             replace(
-                resolve_unit(part, self._machine, self._hub, gpu, units=len(units), block_tokens=blocks),
+                resolve_unit(part, self.machine, self._hub, gpu, units=len(units), block_tokens=blocks),
                 name=f"u{number}",
             )
             for number, (part, gpu) in enumerate(zip(parts, gpus, strict=True))
@@ -270,7 +277,7 @@ class FleetPlanner:
         blocks = {each: offered[each].block_tokens for each in models if each in offered}
         try:
             gpu = None
-            machine = self._machine
+            machine = self.machine
             if self._chosen:
                 gpu = self._free_gpus(fleet, units)
             elif not self._on_ray:

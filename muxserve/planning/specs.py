@@ -30,6 +30,7 @@ from muxserve.spec import (
     Keys,
     ModelSpec,
     PoolSpec,
+    ResidencySpec,
     TenantSpec,
     UnitEntry,
     UnitSpec,
@@ -158,9 +159,10 @@ def fleet_spec_of(
     port: int | None = None,
     keys: Keys | None = None,
     tokens_host: str = "",
+    residency: ResidencySpec | None = None,
 ) -> FleetSpec:
     """The fleet as it is at the start. Arguments are those of `planned_unit`; `tokens_host` is the address under which
-    engines of other machines reach the gateways."""
+    engines of other machines reach the gateways. `residency`: by what memory decides which models are awake."""
     return FleetSpec(
         run_dir=run_dir,
         gateway=gateway_of(fleet, host, port),
@@ -180,6 +182,7 @@ def fleet_spec_of(
         tokens_host=tokens_host,
         watchdog=watchdog_of(fleet),
         # Replicas of a model are alike, so that any of them says how long prefills take.
+        residency=residency,
         rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
     )
 

@@ -318,7 +318,8 @@ def model_demands(
         problems += [each for each in (problem, split) if each]
         ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
         threads = _threads(fleet.policy, model, cores, ranks, units)
-        demand = _demand(model, architecture, threads, ranks, stages, block_tokens.get(model.name))
+        sleeps = fleet.memory is not None and model.keep == "auto"
+        demand = _demand(model, architecture, threads, ranks, stages, block_tokens.get(model.name), sleeps)
         demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
         if gpu is not None and demands[-1].dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
@@ -367,6 +368,7 @@ def _demand(
     ranks: int,
     stages: int,
     block_tokens: int | None,
+    sleeps: bool,
 ) -> ModelDemand:
     return ModelDemand(
         name=model.name,
@@ -379,6 +381,7 @@ def _demand(
         ranks=ranks,
         block_tokens=block_tokens,
         stages=stages,
+        sleeps=sleeps,
     )
 
 

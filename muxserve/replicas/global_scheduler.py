@@ -23,7 +23,8 @@ class GlobalScheduler:
     Args:
         dispatch: how a request's instance is chosen; by default the freest, whole queues counted.
         migration: None: requests stay where they are.
-        scaling: None: the instances stay as they are, and a request waits for as long as there is none.
+        scaling: None: the instances stay as they are; somebody else wakes them and puts them to sleep.
+        wake_limit: without `scaling`, for how many seconds a request waits for an instance; None: without end.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class GlobalScheduler:
         dispatch: DispatchPolicy | None = None,
         migration: MigrationRules | None = None,
         scaling: ScalingRules | None = None,
+        wake_limit: float | None = None,
     ) -> None:
         self.model = model
         self.levels = levels
@@ -41,6 +43,7 @@ class GlobalScheduler:
         self._policy = dispatch or FreestOfQueues(levels)
         self._pairing = Pairing(migration) if migration else None
         self._scaler = Scaler(scaling) if scaling else None
+        self._wake_limit = scaling.wake_limit if scaling else wake_limit
         self._loads: dict[str, InstanceLoad] = {}
         # Draining because of the load, and because somebody has asked for it.
         self._draining: set[str] = set()
@@ -103,6 +106,24 @@ class GlobalScheduler:
             return []
         self._mark(load, True)
         return [Drain(name)]
+
+    def retire(self, name: str) -> list[Decision]:
+        """Somebody wants the instance drained, and may have it stay after all (`resume`)."""
+        load = self._loads.get(name)
+        if load is None or load.terminating:
+            return []
+        self._draining.add(name)
+        self._mark(load, True)
+        return [Drain(name)]
+
+    def resume(self, name: str) -> list[Decision]:
+        """An instance that was to retire stays."""
+        load = self._loads.get(name)
+        if load is None or name not in self._draining:
+            return []
+        self._draining.discard(name)
+        self._mark(load, False)
+        return [Resume(name)]
 
     # ------------------------------------------------------------ events of requests
 
@@ -175,9 +196,9 @@ class GlobalScheduler:
         )
 
     def _expire(self, now: float) -> list[Decision]:
-        if not self._scaler or not self.queue:
+        limit = self._wake_limit
+        if limit is None or not self.queue:
             return []
-        limit = self._scaler.rules.wake_limit
         late = [request for request, since in self.queue if now - since >= limit]
         for request in late:
             self.queue.remove(request.request_id)

@@ -144,6 +144,7 @@ class _Known:
     rates: ArrivalRates
     bytes: int
     seconds: float
+    seen: bool = False
 
 
 @dataclass(slots=True)
@@ -195,9 +196,9 @@ class Residency:
         known.seconds += _SMOOTHING * (seconds - known.seconds)
 
     def measured(self, model: str, held: int) -> None:
-        """It takes so many bytes when it is awake; the most that was seen counts."""
+        """It takes so many bytes when it is awake; of what was measured the most counts."""
         known = self._known[model]
-        known.bytes = max(known.bytes, held)
+        known.bytes, known.seen = max(known.bytes, held) if known.seen else held, True
 
     def needs(self, model: str) -> int:
         """Bytes that have to be free to wake the model."""

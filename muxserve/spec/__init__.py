@@ -6,6 +6,7 @@ readable by their owner only.
 
 from muxserve.spec.fleet import (
     FleetSpec,
+    ResidencySpec,
     Suspect,
     TenantSpec,
     UnitEntry,
@@ -47,6 +48,7 @@ __all__ = [
     "PolicyName",
     "PoolIpc",
     "PoolSpec",
+    "ResidencySpec",
     "SmSharing",
     "Suspect",
     "TenantSpec",

@@ -17,6 +17,7 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
+from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.spec.network import Keys
 from muxserve.spec.unit import GatewaySpec, ModelSpec, UnitSpec, WatchdogRules, levels_of_model, write
 
@@ -72,6 +73,14 @@ class TenantSpec(msgspec.Struct, frozen=True):
         return self.models is None or model in self.models
 
 
+class ResidencySpec(msgspec.Struct, frozen=True):
+    """Memory decides which models are awake: by these rules, and with what each model is expected to take. Models that
+    are not in it are served as without."""
+
+    rules: ResidencyRules
+    models: dict[str, WakeCosts]
+
+
 class FleetSpec(msgspec.Struct, frozen=True):
     """Everything that gateways and the global scheduler need to know.
 
@@ -103,6 +112,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     # Who gives no sign of life at present, and how often a process of each kind was killed because it hung.
     suspects: tuple[Suspect, ...] = ()
     hangs: dict[str, int] = {}
+    # None: models sleep when nobody has asked for them for some time, if they may at all.
+    residency: ResidencySpec | None = None
 
     @property
     def needs_key(self) -> bool:

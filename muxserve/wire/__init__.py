@@ -42,10 +42,12 @@ from muxserve.wire.replicas import (
     DrainReplicas,
     Elsewhere,
     Loads,
+    MemoryReport,
     NotPlaced,
     Paired,
     Place,
     Placed,
+    ReplicaEnded,
     RollingReport,
     RollingRequest,
     SchedulerHello,
@@ -123,6 +125,7 @@ __all__ = [
     "Lease",
     "Loads",
     "Lost",
+    "MemoryReport",
     "Message",
     "MigratorHello",
     "MoveAbort",
@@ -149,6 +152,7 @@ __all__ = [
     "Placed",
     "Prefilled",
     "Refused",
+    "ReplicaEnded",
     "RequestFailed",
     "Reset",
     "Retire",
@@ -192,6 +196,7 @@ AnyMessage = Union[
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive,
     RollingReport, Waits, ShowRequests, HeldRequests, Degraded, EngineSuspect, RequestFailed, StepFailed,
     TimelineRequest, TimelineReply,
+    MemoryReport, ReplicaEnded,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

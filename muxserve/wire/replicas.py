@@ -192,3 +192,21 @@ class DrainReplicas(Message):
 
     unit: str
     models: list[str]
+
+
+class MemoryReport(Message):
+    """What everything of the fleet takes, bytes (PSS), and of that what would come free with each model that has
+    processes now. `reserved`: what the KV pools may come to take besides. `starting` are models that are
+    being started. Sent where memory decides which models are awake."""
+
+    total: int
+    models: dict[str, int]
+    reserved: int = 0
+    starting: list[str] = []
+
+
+class ReplicaEnded(Message):
+    """The processes of a replica of `model` have ended, and its memory is free."""
+
+    model: str
+    unit: str

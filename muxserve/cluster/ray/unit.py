@@ -24,7 +24,7 @@ from muxserve.cluster.ray.actor import STOP_SECONDS
 from muxserve.cluster.ray.calls import ASK_SECONDS, HOST, ActorQuestions, answer, check, release, why
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
-from muxserve.cluster.units import PlannedUnit
+from muxserve.cluster.units import MemoryParents, PlannedUnit
 from muxserve.net.sockets import tcp_address
 from muxserve.spec import UnitEntry, UnitSpec
 
@@ -109,6 +109,10 @@ class RayUnit:
         """See `UnitHandle.up`."""
         engines = {part for part in self.parts if part.model == model}
         return bool(engines) and {UNIT, *engines} <= self._up
+
+    def memory_parents(self) -> MemoryParents:
+        """See `UnitHandle.memory_parents`."""
+        return MemoryParents()
 
     async def wait(self) -> None:
         """See `UnitHandle.wait`."""

@@ -1,0 +1,113 @@
+"""One memory for many models: what was measured of it, and the pure policy that says which of them are awake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
+from muxserve.scheduling.residency import Residence, Residency, Sleep, Wake
+from muxserve.spec import ResidencySpec
+from muxserve.wire import MemoryReport
+
+
+class MemoryBalance:
+    """Carries out what `Residency` decides on the schedulers of the models.
+
+    Nothing is woken before the first report: what is taken already is not known.
+    """
+
+    def __init__(self, spec: ResidencySpec) -> None:
+        self.policy = Residency(spec.rules, spec.models)
+        self._models = spec.models
+        self._total: int | None = None
+        self._fixed = 0
+        self._reserved = 0
+        self._held: dict[str, int] = {}
+
+    @property
+    def models(self) -> Iterable[str]:
+        """Those that memory decides on."""
+        return self._models
+
+    def change(self, spec: ResidencySpec) -> None:
+        """Other rules or models."""
+        self._models = spec.models
+        self.policy.change(spec.rules, spec.models)
+
+    def reported(self, message: MemoryReport, schedulers: Mapping[str, ResidentScheduler], now: float) -> None:
+        """The controller has measured."""
+        self._total = message.total
+        self._reserved = message.reserved
+        self._fixed = max(0, message.total - sum(message.models.values())) + message.reserved
+        self._held = message.models
+        for name, scheduler in schedulers.items():
+            held = message.models.get(name)
+            if held is not None and scheduler.residence is Residence.AWAKE:
+                self.policy.measured(name, held)
+            awake = scheduler.residence in (Residence.AWAKE, Residence.LEAVING)
+            if held is None and awake and not scheduler.serves:
+                scheduler.ended("", now)  # the word of it was lost with the scheduler before this one
+            if name in message.starting:
+                scheduler.starting(now)
+            scheduler.changed = True
+
+    def decide(self, schedulers: Mapping[str, ResidentScheduler], now: float) -> None:
+        """Wake models and put them to sleep, if anything has changed."""
+        if self._total is None or not any(scheduler.changed for scheduler in schedulers.values()):
+            return
+        standings = []
+        for name, scheduler in schedulers.items():
+            scheduler.changed = False
+            for _ in range(scheduler.taken_arrivals()):
+                self.policy.arrived(name, now)
+            for seconds in scheduler.taken_wakes():
+                self.policy.woke(name, seconds)
+            # A report from before it slept, or was woken, says nothing of it now.
+            held = self._held.get(name, 0) if scheduler.residence in (Residence.AWAKE, Residence.LEAVING) else 0
+            standings.append(scheduler.standing(now, held))
+        for change in self.policy.decide(now, self._fixed, standings):
+            scheduler = schedulers[change.model]
+            if isinstance(change, Wake):
+                self._held.pop(change.model, None)
+                scheduler.wake(now)
+            elif isinstance(change, Sleep):
+                scheduler.put_to_sleep(change.reason, now)
+            else:
+                scheduler.stay(now)
+        for name, scheduler in schedulers.items():
+            missing = self.policy.hopeless(name, self._fixed) if scheduler.waits else 0
+            if missing:
+                needs = self.policy.needs(name)
+                scheduler.missing(f"waking it needs {needs} bytes, and {missing} of them are missing when others sleep")
+
+    def state(self, schedulers: Mapping[str, ResidentScheduler], now: float) -> dict[str, object]:
+        """How memory and models stand, as JSON-ready data; bytes and seconds."""
+        models: dict[str, object] = {}
+        for name, scheduler in schedulers.items():
+            figures = scheduler.figures
+            woken = figures.last_wake_at
+            models[name] = {
+                "residence": scheduler.residence.value,
+                "seconds": round(now - scheduler.since, 3) if math.isfinite(scheduler.since) else None,
+                "held_bytes": 0 if scheduler.residence is Residence.ASLEEP else self._held.get(name, 0),
+                "needs_bytes": self.policy.needs(name),
+                "rate": self.policy.rate(name, now),
+                "waiting": scheduler.waits,
+                "wakes": figures.wakes,
+                "failed_wakes": figures.failed_wakes,
+                "last_wake_seconds": round(figures.last_wake_seconds, 4) if figures.wakes else None,
+                "last_wake_ago_seconds": round(now - woken, 3) if math.isfinite(woken) else None,
+                "waited": figures.waited,
+                "waited_seconds": round(figures.waited_seconds, 4),
+                "refused": figures.refused,
+                "evictions": figures.evictions,
+                "last_eviction": figures.last_reason or None,
+            }
+        return {
+            "limit_bytes": self.policy.rules.limit,
+            "used_bytes": self._total,
+            "fixed_bytes": self._fixed,
+            "reserved_bytes": self._reserved,
+            "models": models,
+        }

@@ -1,0 +1,201 @@
+"""A model that memory decides on: it is woken and put to sleep as `MemoryBalance` says, not by its own load."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from muxserve.global_scheduler.model_scheduler import ModelScheduler, request_key
+from muxserve.global_scheduler.model_scheduler_base import Rules
+from muxserve.global_scheduler.outbox import Outbox
+from muxserve.replicas.decisions import Decision
+from muxserve.replicas.global_scheduler import GlobalScheduler
+from muxserve.replicas.views import InstanceLoad
+from muxserve.scheduling.residency import Residence, Standing
+from muxserve.wire import Place, StopReplica, Waits
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WakeFigures:
+    """What happened to a model: counts, the last wake in seconds and when it ended, requests that were dispatched after
+    a wait for it and what they waited together, requests refused, evictions by reason."""
+
+    wakes: int = 0
+    failed_wakes: int = 0
+    last_wake_seconds: float = 0.0
+    last_wake_at: float = -math.inf
+    waited: int = 0
+    waited_seconds: float = 0.0
+    refused: int = 0
+    evictions: int = 0
+    last_reason: str = ""
+
+
+class ResidentScheduler(ModelScheduler):
+    """One model with one replica that may sleep. While it sleeps, and while it finishes what runs before it sleeps, its
+    requests wait here."""
+
+    def __init__(self, model: str, rules: Rules, serves: Iterable[str], out: Outbox) -> None:
+        super().__init__(model, rules, serves, out)
+        self.residence = Residence.AWAKE if self.serves else Residence.ASLEEP
+        self.since = -math.inf
+        self.figures = WakeFigures()
+        # Requests that have come since `taken_arrivals` was called last.
+        self._arrived = 0
+        self._woken: list[float] = []
+        self._now = -math.inf
+        # The next decision may be another one.
+        self.changed = True
+
+    def _make(self) -> GlobalScheduler:
+        assert self.rules.scaling is not None, "a model that may sleep has rules for it"
+        return GlobalScheduler(self.model, self.rules.levels, migration=None, wake_limit=self.rules.scaling.wake_limit)
+
+    # ------------------------------------------------------------ what memory decides
+
+    def standing(self, now: float, held: int) -> Standing:
+        """How the model stands; `held` is what was measured of it, bytes."""
+        running = sum(r.load.running + r.load.waiting + r.load.moving_in for r in self._up.values())
+        self._failed = [until for until in self._failed if now < until]
+        # After a start that failed it is tried again later.
+        waiting = [] if self._failed else [asker.since for asker in self._askers.values()]
+        return Standing(self.model, self.residence, self.since, running, waiting, held)
+
+    @property
+    def waits(self) -> int:
+        """Requests that wait for it."""
+        return len(self._askers)
+
+    def taken_arrivals(self) -> int:
+        """How many requests have come since this was asked last."""
+        arrived, self._arrived = self._arrived, 0
+        return arrived
+
+    def taken_wakes(self) -> list[float]:
+        """The seconds of the wakes that have ended since this was asked last."""
+        woken, self._woken = self._woken, []
+        return woken
+
+    def wake(self, now: float) -> None:
+        """Have the controller start it."""
+        self._leaving.clear()
+        self._stopping.clear()
+        self._died.clear()
+        self.asked = 0
+        self._become(Residence.WAKING, now)
+        self._start(1)
+
+    def starting(self, now: float) -> None:
+        """The controller is starting it, as the scheduler before this one wanted."""
+        if self.residence is Residence.ASLEEP:
+            self.asked = 1
+            self._become(Residence.WAKING, now)
+
+    def put_to_sleep(self, reason: str, now: float) -> None:
+        """Nothing more is begun; what runs is finished, then the controller ends it."""
+        log.info("%s is put to sleep: %s", self.model, reason)
+        self.figures.evictions += 1
+        self.figures.last_reason = reason
+        self._become(Residence.LEAVING, now)
+        for unit in self.serves:
+            if unit in self._up:
+                self._carry_out(self._scheduler.retire(unit), now)
+            else:
+                self._end(unit)
+
+    def stay(self, now: float) -> None:
+        """It need not sleep after all, if it is not ending yet."""
+        if self._stopping:
+            return
+        self.figures.evictions -= 1
+        self._become(Residence.AWAKE, now)
+        for unit in self._up:
+            self._carry_out(self._scheduler.resume(unit), now)
+        self._dispatch(now)
+
+    def ended(self, unit: str, now: float) -> None:
+        """Its processes have ended."""
+        self._leaving.discard(unit)
+        self._stopping.discard(unit)
+        if self.residence is not Residence.WAKING:
+            self._become(Residence.ASLEEP, now)
+
+    # ------------------------------------------------------------ events
+
+    def place(self, peer: bytes, place: Place, now: float) -> None:
+        """See `ModelSchedulerBase`."""
+        key = request_key(peer, place.request_id)
+        self._arrived += key not in self._askers
+        super().place(peer, place, now)
+        if key in self._askers:
+            self.changed = True
+            self._out.to_client(peer, Waits(place.request_id))
+
+    def change(self, rules: Rules, serves: Iterable[str], now: float) -> None:
+        """See `ModelSchedulerBase`."""
+        before = set(self.serves)
+        super().change(rules, serves, now)
+        if self.residence is Residence.ASLEEP and self.serves - before:
+            self._become(Residence.WAKING, now)  # as the scheduler before this one wanted
+
+    def start_failed(self, reason: str, now: float) -> None:
+        """See `ModelSchedulerBase`."""
+        super().start_failed(reason, now)
+        if self.residence is Residence.WAKING:
+            self.figures.failed_wakes += 1
+            self._become(Residence.ASLEEP, now)
+
+    def missing(self, words: str) -> None:
+        """Why it cannot be woken, for those whose time is over."""
+        self._why_not = words
+
+    def _came(self, unit: str, load: InstanceLoad, now: float) -> None:
+        said = load.terminating
+        super()._came(unit, load, now)
+        if self.residence is Residence.LEAVING:
+            if not said:
+                self._carry_out(self._scheduler.retire(unit), now)
+            return
+        if said and not self._to_go(unit):
+            self._carry_out(self._scheduler.resume(unit), now)
+        if self.residence is Residence.WAKING:
+            seconds = now - self.since
+            self._woken.append(seconds)
+            self.figures.wakes += 1
+            self.figures.last_wake_seconds, self.figures.last_wake_at = seconds, now
+            log.info("%s was woken in %.2f s", self.model, seconds)
+        self.asked = 0
+        if self.residence is not Residence.AWAKE:
+            self._become(Residence.AWAKE, now)
+
+    def _went(self, unit: str, now: float) -> None:
+        super()._went(unit, now)
+        if self.residence is Residence.LEAVING:
+            self._end(unit)
+
+    def _end(self, unit: str) -> None:
+        if unit not in self._stopping:
+            self._stopping.add(unit)
+            self._out.to_controller(StopReplica(self.model, unit))
+
+    def _carry_out(self, decisions: Iterable[Decision], now: float) -> None:
+        self._now = now
+        super()._carry_out(decisions, now)
+
+    def _send_away(self, key: str, unit: str) -> Place | None:
+        asker = self._askers.get(key)
+        if asker is not None and self._now > asker.since:
+            self.figures.waited += 1
+            self.figures.waited_seconds += self._now - asker.since
+        return super()._send_away(key, unit)
+
+    def _answer(self, key: str, message: str, late: bool) -> None:
+        self.figures.refused += late and key in self._askers
+        super()._answer(key, message, late)
+
+    def _become(self, residence: Residence, now: float) -> None:
+        self.residence, self.since, self.changed = residence, now, True

@@ -1,0 +1,83 @@
+"""The part of a fleet's plan that memory decides at run time: its limit, and what each model is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from muxserve.config import AUTO, Fleet, FleetError
+from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.spec import ResidencySpec
+from placement import Machine
+from placement.format import format_size
+
+# `auto`: other programs of the machine have the rest.
+AUTO_PART = 0.9
+# What processes may come to take between two measurements stays free.
+HEADROOM = 0.03
+# Expected until it is measured, of processes of the pinned vLLM on CPU (docs/residency.md has the measured ones): a
+# fleet in which every model sleeps, without its pools, and a model's processes besides its weights.
+FLEET_BYTES = 1 << 30
+MODEL_BYTES = 200 << 20
+# A first token within this time where a model has no objective, and how long a wake takes until one was measured.
+TTFT_SECONDS, WAKE_SECONDS = 5.0, 1.0
+
+
+def within_limit(fleet: Fleet, machine: Machine) -> Machine:
+    """The machine with as much memory as the fleet may take.
+
+    Raises:
+        FleetError: it may take more than there is.
+    """
+    if fleet.memory is None:
+        return machine
+    limit = fleet.memory.limit
+    if limit == AUTO:
+        return replace(machine, memory_bytes=int(AUTO_PART * machine.memory_bytes))
+    if limit > machine.memory_bytes:
+        message = f"{format_size(limit)} are more than there is ({format_size(machine.memory_bytes)})"
+        raise FleetError([fleet.problem(("memory", "limit"), message)])
+    return replace(machine, memory_bytes=limit)
+
+
+def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) -> ResidencySpec | None:
+    """By what memory decides which models of the planned units are awake; None if it does not.
+
+    Args:
+        machine: as `within_limit` has it.
+
+    Raises:
+        FleetError: the limit has no room for the models that never sleep and one of the others.
+    """
+    if fleet.memory is None:
+        return None
+    limit = machine.memory_bytes
+    costs: dict[str, WakeCosts] = {}
+    for plan in plans:
+        for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
+            weights = demand.architecture.weight_bytes(demand.resolved_dtype)
+            costs[model.name] = WakeCosts(
+                bytes=weights + MODEL_BYTES,
+                # Files are mapped while they are copied.
+                load_bytes=weights,
+                seconds=WAKE_SECONDS,
+                ttft=TTFT_SECONDS if model.slo.ttft_ms is None else model.slo.ttft_ms / 1000,
+                pinned=model.keep == "always",
+            )
+    fixed = FLEET_BYTES + sum(plan.unit.pool_bytes for plan in plans)
+    fixed += sum(each.bytes for each in costs.values() if each.pinned)
+    sleeping = {name: each for name, each in costs.items() if not each.pinned}
+    largest = max(sleeping, key=lambda name: sleeping[name].bytes + sleeping[name].load_bytes, default=None)
+    needed = fixed if largest is None else fixed + sleeping[largest].bytes + sleeping[largest].load_bytes
+    most = int((1 - HEADROOM) * limit)
+    if needed > most:
+        message = (
+            f"{format_size(limit)} are not enough: processes, KV pool and models that never sleep take about "
+            f"{format_size(fixed)}"
+        )
+        if largest is not None:
+            message += f", and waking {largest} {format_size(needed - fixed)} more"
+        raise FleetError([fleet.problem(("memory", "limit"), f"{message}; give more, or a smaller kv_pool.size")])
+    rules = ResidencyRules(most, min_residence=fleet.memory.min_residence, max_wait=fleet.memory.max_wait)
+    return ResidencySpec(rules, sleeping)

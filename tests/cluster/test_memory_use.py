@@ -1,0 +1,46 @@
+"""What a fleet's processes take, from a made-up /proc and from the real one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from muxserve.cluster.memory_use import below, measure, memory_of, process_tree
+
+KIB = 1024
+
+
+def process(proc: Path, pid: int, parent: int, pss: int, private: int, shared_memory: int = 0) -> None:
+    (proc / str(pid)).mkdir()
+    (proc / str(pid) / "stat").write_text(f"{pid} (a (strange) name) S {parent} 1 1 0")
+    (proc / str(pid) / "smaps_rollup").write_text(
+        "55d0-7ffc ---p 00000000 00:00 0    [rollup]\n"
+        f"Pss:  {pss} kB\nPss_Shmem: {shared_memory} kB\nPrivate_Clean: 0 kB\nPrivate_Dirty: {private} kB\n"
+    )
+
+
+def test_what_comes_free_with_a_model_is_told_from_what_all_share(tmp_path: Path) -> None:
+    process(tmp_path, 1, 0, 999, 999)  # not of the fleet
+    process(tmp_path, 10, 1, 50, 40)
+    process(tmp_path, 11, 10, 70, 10)  # warm parent: 60 of it are its part of what all of them share
+    process(tmp_path, 20, 11, 200, 30)  # a model parent and its engines
+    process(tmp_path, 21, 20, 150, 20, shared_memory=15)
+    process(tmp_path, 22, 20, 150, 20, shared_memory=15)
+    process(tmp_path, 30, 11, 80, 40)  # one that is only being forked
+    report = measure(10, {"a": 20, "b": 30}, [11], 100 * KIB, proc=tmp_path)
+    assert report.total == (50 + 70 + 200 + 150 + 150 + 80) * KIB
+    assert report.models == {"a": (500 - 30 - 3 * 60) * KIB, "b": 40 * KIB}
+    assert report.reserved == (100 - 30) * KIB
+
+
+def test_processes_that_have_ended_take_nothing(tmp_path: Path) -> None:
+    process(tmp_path, 10, 1, 50, 40)
+    assert memory_of(11, tmp_path).pss == 0
+    assert measure(10, {"a": 99}, [98], 0, proc=tmp_path).models == {"a": 0}
+
+
+def test_this_process_is_found_and_takes_something() -> None:
+    tree = process_tree()
+    assert os.getpid() in tree[os.getppid()]
+    assert os.getpid() in below(tree, os.getppid())
+    assert memory_of(os.getpid()).pss >= memory_of(os.getpid()).private > 0

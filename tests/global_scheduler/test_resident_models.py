@@ -1,0 +1,234 @@
+"""Models that memory wakes and puts to sleep: the core with a controller and a unit that the test plays. Their starts
+and stops take their time, and the global scheduler may die."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from muxserve.global_scheduler.outbox import ToUnit
+from muxserve.replicas.scaling import ScalingRules
+from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.spec import FleetSpec, ResidencySpec
+from muxserve.wire import (
+    MemoryReport,
+    NotPlaced,
+    Placed,
+    ReplicaEnded,
+    StartFailed,
+    StartReplicas,
+    StopReplica,
+    Terminating,
+    Unplace,
+    Waits,
+)
+from tests.global_scheduler.support import CONTROLLER, G0, World, entry, fleet, load, place
+
+MODEL, LOADING, FIXED = 100, 20, 50
+WAKE_SECONDS, STOP_SECONDS, STEP = 0.4, 0.1, 0.05
+
+
+def deployed(names: list[str], limit: int, serves: list[str] | None = None, wake_limit: float = 600.0) -> FleetSpec:
+    made = fleet({"u0": names}, scaling={name: ScalingRules(0, 1, wake_limit=wake_limit) for name in names})
+    unit = entry("u0", names)
+    return made.__class__(
+        **{
+            **{field: getattr(made, field) for field in made.__struct_fields__},
+            "units": [unit.__class__(unit.unit_spec, unit.unit_address, unit.migrator_address, serves or [])],
+            "residency": ResidencySpec(
+                ResidencyRules(limit, min_residence=0.5, residence_factor=1.0),
+                {name: WakeCosts(MODEL, LOADING, WAKE_SECONDS) for name in names},
+            ),
+        }
+    )
+
+
+class Machine(World):
+    """One unit whose models start and stop one at a time, as the controller does it, and serve each request for a
+    while."""
+
+    def __init__(self, names: list[str], limit: int, service: float = 0.2) -> None:
+        self.names, self.limit, self.service = names, limit, service
+        self.serves: set[str] = set()
+        self.terminating: set[str] = set()
+        self.running: dict[str, list[float]] = {name: [] for name in names}
+        # What the controller does, one after the other: what, model, and when it has ended.
+        self.orders: list[tuple[str, str]] = []
+        self.doing: tuple[str, str, float] | None = None
+        self.waiting: dict[str, str] = {}
+        self.served: list[str] = []
+        self.refused: list[str] = []
+        super().__init__(deployed(names, limit))
+        self.measure()
+        self.controller()
+
+    @property
+    def taken(self) -> int:
+        loading = self.doing is not None and self.doing[0] == "start"
+        return FIXED + MODEL * len(self.serves) + (MODEL + LOADING) * loading
+
+    def measure(self) -> None:
+        models = dict.fromkeys(self.serves, MODEL)
+        starting = [self.doing[1]] if self.doing is not None and self.doing[0] == "start" else []
+        self.say(CONTROLLER, MemoryReport(FIXED + sum(models.values()), models, starting=starting))
+
+    def ask(self, request_id: str, model: str) -> None:
+        self.waiting[request_id] = model
+        self.say(G0, place(request_id, model))
+
+    def restart(self) -> None:
+        """The global scheduler dies, and another one takes its place."""
+        World.__init__(self, deployed(self.names, self.limit, sorted(self.serves)), self.now)
+        self.orders.clear()  # they are void
+        self.controller()
+        self.measure()
+        self.report_all()
+        for request_id, model in list(self.waiting.items()):
+            self.say(G0, place(request_id, model))
+
+    def report_all(self) -> None:
+        loads = [
+            load(name, running=len(self.running[name]), terminating=name in self.terminating)
+            for name in sorted(self.serves)
+        ]
+        self.report("u0", *loads)
+
+    def step(self) -> None:
+        """A moment passes."""
+        self.wait(STEP)
+        self.hear()
+        if self.doing is not None and self.now >= self.doing[2]:
+            what, name, _ = self.doing
+            self.doing = None
+            (self.serves.add if what == "start" else self.serves.discard)(name)
+            self.terminating.discard(name)
+            self.change(deployed(self.names, self.limit, sorted(self.serves)))
+            if what == "stop":
+                self.say(CONTROLLER, ReplicaEnded(name, "u0"))
+        if self.doing is None and self.orders:
+            what, name = self.orders.pop(0)
+            if (what == "stop") == (name in self.serves):
+                self.doing = what, name, self.now + (WAKE_SECONDS if what == "start" else STOP_SECONDS)
+        for name in self.names:
+            self.running[name] = [end for end in self.running[name] if end > self.now]
+        self.report_all()
+        self.hear()
+        assert self.taken <= self.limit
+
+    def hear(self) -> None:
+        sent, self.sent = self.sent, []
+        for peer, message in sent:
+            match message:
+                case StartReplicas(model, _):
+                    self.orders.append(("start", model))
+                case StopReplica(model, _):
+                    self.orders.append(("stop", model))
+                case Terminating(model, on) if peer == ToUnit("u0"):
+                    (self.terminating.add if on else self.terminating.discard)(model)
+                case Placed(request_id, _):
+                    name = self.waiting.pop(request_id)
+                    assert name in self.serves
+                    self.served.append(request_id)
+                    self.running[name].append(self.now + self.service)
+                case NotPlaced(request_id, text, _):
+                    self.waiting.pop(request_id)
+                    self.refused.append(text)
+
+
+def test_a_request_waits_while_its_model_is_woken() -> None:
+    machine = Machine(["a"], 1000)
+    machine.ask("r", "a")
+    assert (G0, Waits("r")) in machine.sent
+    machine.say(G0, Unplace(["r"]))
+    machine.ask("s", "a")
+    del machine.waiting["r"]
+    for _ in range(20):
+        machine.step()
+    assert machine.served == ["s"]
+    state = machine.state()["memory"]["models"]["a"]
+    assert state["residence"] == "awake"
+    assert (state["wakes"], state["waited"], state["evictions"]) == (1, 1, 0)
+    assert state["last_wake_seconds"] >= WAKE_SECONDS
+
+
+def test_nothing_is_woken_before_memory_was_measured() -> None:
+    world = World(deployed(["a"], 1000))
+    world.controller()
+    world.say(G0, place("r", "a"))
+    world.wait(1.0)
+    assert world.heard(StartReplicas) == []
+    world.say(CONTROLLER, MemoryReport(FIXED, {}))
+    assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
+
+
+def test_a_herd_is_served_by_one_wake_of_each_model() -> None:
+    names = [f"m{number}" for number in range(24)]
+    machine = Machine(names, FIXED + 4 * (MODEL + LOADING))
+    for number in range(200):
+        machine.ask(str(number), names[number % 24])
+    for _ in range(int(120 / STEP)):
+        machine.step()
+        if not machine.waiting:
+            break
+    assert len(machine.served) == 200
+    models = machine.state()["memory"]["models"]
+    assert [models[name]["wakes"] for name in names] == [1] * 24
+    assert not machine.refused
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_everybody_is_served_although_the_global_scheduler_dies(seed: int) -> None:
+    chance = random.Random(seed)
+    names = [f"m{number}" for number in range(6)]
+    machine = Machine(names, FIXED + 2 * MODEL + LOADING, service=1.0)
+    asked = 0
+    for step in range(int(120 / STEP)):
+        if step < 400 and chance.random() < 0.3:
+            machine.ask(str(asked), chance.choice(names))
+            asked += 1
+        if step < 400 and chance.random() < 0.01:
+            machine.restart()
+        machine.step()
+        if chance.random() < 0.02:
+            machine.measure()
+    assert len(machine.served) == asked
+    assert not machine.refused
+
+
+def test_a_model_that_fits_never_is_refused_with_the_reason() -> None:
+    machine = Machine(["a"], 60 + MODEL)
+    machine.change(deployed(["a"], 60 + MODEL, wake_limit=5.0))
+    machine.ask("r", "a")
+    for _ in range(int(6 / STEP)):
+        machine.step()
+    assert machine.served == []
+    assert "was not ready within 5 s" in machine.refused[0]
+    assert "10 of them are missing" in machine.refused[0]
+    assert machine.state()["memory"]["models"]["a"]["refused"] == 1
+
+
+def test_a_wake_that_fails_is_tried_again_later() -> None:
+    world = World(deployed(["a"], 1000))
+    world.controller()
+    world.say(CONTROLLER, MemoryReport(FIXED, {}))
+    world.say(G0, place("r", "a"))
+    assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
+    world.say(CONTROLLER, StartFailed("a", "no weights"))
+    world.wait(1.0)
+    assert world.heard(StartReplicas) == []
+    world.wait(1.5)
+    assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
+    assert world.state()["memory"]["models"]["a"]["failed_wakes"] == 1
+
+
+def test_a_model_that_dies_is_awake_for_memory_and_sleeps_without_it() -> None:
+    machine = Machine(["a", "b"], FIXED + MODEL + LOADING)
+    machine.ask("r", "a")
+    for _ in range(40):
+        machine.step()
+    machine.report("u0")  # its engines are gone, and being started again
+    assert machine.state()["memory"]["models"]["a"]["residence"] == "awake"
+    machine.say(G0, place("s", "b"))
+    machine.wait(3.0)
+    assert StopReplica("a", "u0") in machine.heard(StopReplica)

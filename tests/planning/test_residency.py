@@ -1,0 +1,116 @@
+"""Fleets in which memory decides who is awake, as they are declared and planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.planning.fleet_planner import FleetPlanner
+from muxserve.planning.residency import FLEET_BYTES, MODEL_BYTES, residency_of
+from muxserve.spec import ResidencySpec
+from placement import Machine
+from tests.support.tiny_checkpoint import tiny_checkpoint
+
+GIB = 1 << 30
+MACHINE = Machine(cores=2, memory_bytes=8 * GIB, shared_memory_bytes=4 * GIB)
+
+
+def declared(memory: str, *models: str) -> Fleet:
+    path = tiny_checkpoint(seed=0)
+    lines = [f"  - {{name: m{n}, path: {path}, max_len: 256{more}}}" for n, more in enumerate(models)]
+    return parse_fleet("\n".join([f"memory: {memory}", "kv_pool: {size: 64MiB}", "models:", *lines]), "f.yaml", Path())
+
+
+def planned(fleet: Fleet, machine: Machine = MACHINE) -> tuple[FleetPlanner, ResidencySpec | None]:
+    planner = FleetPlanner(fleet, machine, lambda: pytest.fail("no GPUs are asked for"))
+    plans = planner.at_start()
+    assert len(plans) == 1
+    return planner, residency_of(planner.fleet, plans, planner.machine)
+
+
+def test_models_sleep_at_first_but_those_that_are_kept() -> None:
+    planner, spec = planned(declared("{limit: 3GiB}", "", ", keep: always", ", slo: {ttft_ms: 700}"))
+    assert [model.replicas.min for model in planner.fleet.models] == [0, 1, 0]
+    (plan,) = planner.at_start()
+    assert plan.served == ("m1",)
+    assert spec is not None
+    assert sorted(spec.models) == ["m0", "m2"]
+    assert spec.models["m2"].ttft == 0.7
+    assert spec.models["m0"].bytes > MODEL_BYTES
+    assert 0.9 * 3 * GIB < spec.rules.limit < 3 * GIB
+
+
+def test_auto_is_most_of_what_the_machine_has() -> None:
+    _, spec = planned(declared("auto", ""))
+    assert spec is not None
+    assert 0.8 * 8 * GIB < spec.rules.limit < 0.9 * 8 * GIB
+
+
+def test_weights_of_all_models_need_not_fit() -> None:
+    limit = FLEET_BYTES + (600 << 20)
+    _, spec = planned(declared(f"{{limit: {limit}}}", *[""] * 40))
+    assert spec is not None
+    assert sum(each.bytes for each in spec.models.values()) > limit
+
+
+@pytest.mark.parametrize(
+    ("memory", "models", "expected"),
+    [
+        ("{limit: 9GiB}", [""], "memory.limit: 9 GiB are more than there is (8 GiB)"),
+        ("{limit: 1GiB}", [""], "memory.limit: 1 GiB are not enough: processes, KV pool"),
+        ("{limit: 2GiB}", ["", *[", keep: always"] * 9], "waking m0 "),
+    ],
+)
+def test_limits_without_room(memory: str, models: list[str], expected: str) -> None:
+    with pytest.raises(FleetError) as error:
+        planned(declared(memory, *models))
+    assert expected in str(error.value)
+
+
+def test_a_plan_file_and_memory_exclude_each_other() -> None:
+    planner = FleetPlanner(declared("auto", ""), MACHINE, lambda: pytest.fail("no GPUs are asked for"))
+    with pytest.raises(FleetError, match="decides at run time"):
+        planner.at_start("plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("memory: much", "memory: must be auto, or a mapping such as \"{limit: 6GiB}\", not 'much'"),
+        ("memory: auto\ncluster: {gpus: 1}", "cluster.gpus: `memory` decides over models on this machine's CPU only"),
+        ("memory: auto\ncluster: {launcher: ray}", "cluster.launcher: `memory` decides"),
+        ("memory: auto\ncluster: {ranks: 2}", "cluster.ranks: `memory` decides"),
+    ],
+)
+def test_what_memory_does_not_decide_over(text: str, expected: str) -> None:
+    path = tiny_checkpoint(seed=0)
+    with pytest.raises(FleetError) as error:
+        parse_fleet(f"{text}\nmodels: [{{name: a, path: {path}}}]", "f.yaml", Path())
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "expected"),
+    [
+        ("replicas: 2", "memory: auto", "models[0].replicas: with `memory` a model has one replica at most, not 2"),
+        ("replicas: {min: 0, max: 3}", "memory: auto", "one replica at most, not 3"),
+        ("phases: pipelined", "memory: auto", "pipelined models have units of their own"),
+        ("keep: always", "", "models[0].keep: is for fleets with `memory`"),
+    ],
+)
+def test_models_that_memory_does_not_decide_over(model: str, memory: str, expected: str) -> None:
+    path = tiny_checkpoint(seed=0)
+    with pytest.raises(FleetError) as error:
+        parse_fleet(f"{memory}\nmodels: [{{name: a, path: {path}, {model}}}]", "f.yaml", Path())
+    assert expected in str(error.value)
+
+
+def test_without_memory_nothing_is_different() -> None:
+    fleet = parse_fleet(f"models: [{{name: a, path: {tiny_checkpoint(seed=0)}}}]", "f.yaml", Path())
+    planner, spec = planned(fleet, replace(MACHINE, memory_bytes=4 * GIB))
+    assert spec is None
+    assert planner.machine.memory_bytes == 4 * GIB
+    assert planner.fleet.models[0].replicas.min == 1
