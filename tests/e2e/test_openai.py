@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -12,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.fleet import Fleet
+from tests.e2e.fleet import ROOT, Fleet
 from tests.e2e.reference import MODELS
 from tests.models.questions import MAX_TOKENS, QUESTIONS
 from tests.support.patience import PATIENCE
@@ -45,6 +47,13 @@ def test_ten_questions_of_each(fleet: Fleet, model: str) -> None:
 
 def test_models_are_listed(fleet: Fleet) -> None:
     assert {model.id for model in fleet.client.models.list()} == set(MODELS)
+
+
+def test_the_example_asks_every_model(fleet: Fleet) -> None:
+    command = [sys.executable, "examples/openai_client.py", "--url", f"{fleet.url}/v1", "What is 14 plus 29?"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "arithmetic > 14 + 29 = 43." in said
+    assert all(f"{model} > " in said for model in MODELS)
 
 
 def test_a_model_has_its_own_address(fleet: Fleet) -> None:
