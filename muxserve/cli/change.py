@@ -1,9 +1,10 @@
-"""`muxserve scale`, `drain`, `add`, `remove`: have a running fleet changed, and show what happens."""
+"""`muxserve scale`, `drain`, `add`, `remove`, `apply`: have a running fleet changed, and show what happens."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,17 @@ def remove(model: str, fleet: str | None, as_json: bool) -> int:
     return _change(messages.Remove(model), fleet, as_json)
 
 
+def apply(file: Path, fleet: str | None, dry_run: bool, as_json: bool) -> int:
+    """Have a fleet become what a fleet file says, or only say what that takes; returns the exit code."""
+    try:
+        text = read_text(file, "fleet file")
+    except FleetError as error:
+        return _wrong(str(error), as_json)
+    # The fleet may have been started where these are not set, or are others.
+    environ = {name: os.environ[name] for name in re.findall(r"env:(\w+)", text) if name in os.environ}
+    return _change(messages.Apply(text, str(file), str(file.parent.absolute()), environ, dry_run), fleet, as_json)
+
+
 def _change(command: messages.Command, fleet: str | None, as_json: bool) -> int:
     report = _Report()
     try:
@@ -86,12 +98,15 @@ def _change(command: messages.Command, fleet: str | None, as_json: bool) -> int:
         return EXIT_INTERRUPTED
     report.text = answer.text
     if isinstance(answer, messages.Done):
+        if isinstance(command, messages.Apply) and command.dry_run:
+            report.result = "planned"
         _end(report, as_json)
         return EXIT_DONE
     report.result = "refused" if answer.mistake else "failed"
     _end(report, as_json, failed=True)
     if not as_json:
-        errors.print("nothing was changed")
+        partly = isinstance(command, messages.Apply) and not answer.mistake
+        errors.print("what was done before stays; apply again goes on from there" if partly else "nothing was changed")
     return EXIT_WRONG if answer.mistake else EXIT_FAILED
 
 
@@ -124,7 +139,7 @@ def _end(report: _Report, as_json: bool, failed: bool = False) -> None:
     if as_json:
         report.print()
     elif not failed:
-        console.print(f"[green]done:[/] {escape(report.text)}")
+        console.print(f"{'[green]done:[/] ' if report.result == 'done' else ''}{escape(report.text)}")
     elif report.result == "unknown":
         errors.print(f"[yellow]{escape(report.text)}[/]; `muxserve status` shows how it stands")
     else:

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import errno
 import importlib.util
+import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from muxserve.cli import ready
 from muxserve.cli.comparing import comparing
@@ -42,8 +44,8 @@ from muxserve.spec.run_dir import RunDir, RunDirError, why_not_runtime
 _CAUSES = {
     signal.SIGINT: "Ctrl-C",
     signal.SIGTERM: "SIGTERM",
-    signal.SIGHUP: "SIGHUP (the terminal was closed, or somebody sent it)",
 }
+_HANGUP = "SIGHUP (the terminal was closed)"
 
 
 class DeployRefused(Exception):  # noqa: N818
@@ -95,7 +97,14 @@ def deploy(
         run_dir.remove()
         print_error(str(error))
         return error.code
-    return _run(planner, plans, run_dir, host, port, demo, residency)
+    return _run(planner, plans, run_dir, host, port, demo, FleetFile(file, fleet), residency)
+
+
+class FleetFile(NamedTuple):
+    """Where the fleet file is, and what it says."""
+
+    path: Path
+    declared: Fleet
 
 
 def _run(
@@ -105,6 +114,7 @@ def _run(
     host: str,
     port: int,
     demo: bool,
+    file: FleetFile,
     residency: ResidencySpec | None = None,
 ) -> int:
     from muxserve.memory import server
@@ -116,7 +126,7 @@ def _run(
         console.print(f"- {escape(note)}")
     code = EXIT_START
     try:
-        code = asyncio.run(_serve(planner, fleet, units, demo))
+        code = asyncio.run(_serve(planner, fleet, units, demo, file))
     finally:
         # Units remove what is theirs; this is for an end that did not come to that.
         for unit in units:
@@ -129,7 +139,9 @@ def _run(
     return code
 
 
-async def _serve(planner: FleetPlanner, fleet: FleetSpec, units: Sequence[PlannedUnit], demo: bool) -> int:
+async def _serve(
+    planner: FleetPlanner, fleet: FleetSpec, units: Sequence[PlannedUnit], demo: bool, file: FleetFile
+) -> int:
     unit_launcher: Callable[[WarmParents, Reaper], UnitLauncher]
     cluster = planner.fleet.cluster
     if cluster.launcher == "ray":
@@ -153,10 +165,20 @@ async def _serve(planner: FleetPlanner, fleet: FleetSpec, units: Sequence[Planne
         show,
         ScaleOut(planner),
         lambda changes: ControlServer(changes, lambda: url),
+        file.declared,
     )
     loop = asyncio.get_running_loop()
     for number, cause in _CAUSES.items():
         loop.add_signal_handler(number, controller.stop, cause)
+    terminal = _has_terminal()
+
+    def hung_up() -> None:
+        if terminal and not _has_terminal():
+            controller.stop(_HANGUP)
+        else:
+            controller.reload(file.path, lambda text: console.print(f"- {escape(text)}"))
+
+    loop.add_signal_handler(signal.SIGHUP, hung_up)
     announcing = asyncio.create_task(_announce(controller, planner.fleet, demo))
     try:
         return await controller.run()
@@ -165,6 +187,15 @@ async def _serve(planner: FleetPlanner, fleet: FleetSpec, units: Sequence[Planne
         with contextlib.suppress(asyncio.CancelledError):
             await announcing
         show.close()
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a terminal that is not closed."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 async def _announce(controller: Controller, declared: Fleet, demo: bool) -> None:

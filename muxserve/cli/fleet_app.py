@@ -67,6 +67,21 @@ def remove(
     raise typer.Exit(run(model, fleet, json))
 
 
+@app.command()
+def apply(
+    file: Annotated[Path, typer.Argument(metavar="FLEETFILE", help="The fleet file.", show_default=False)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be changed.")] = False,
+    fleet: Which = None,
+    json: Json = False,
+) -> None:
+    """Have the running fleet become what a fleet file says, and interrupt nothing: models come and go, keys, tenants,
+    limits, objectives and numbers of replicas change. What needs a start is named with a ! and left as it is. If a step
+    fails, those before it stay; apply again goes on from there."""
+    from muxserve.cli.change import apply as run
+
+    raise typer.Exit(run(file, fleet, dry_run, json))
+
+
 for _command in app.registered_commands:
     if _command.callback is not None:
         _command.callback.__doc__ = f"{_command.callback.__doc__}\n\n    {_EXIT_CODES}"

@@ -16,6 +16,7 @@ from muxserve import wire
 from muxserve.cluster.steps import FleetSteps, UnitPlanner
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.config import Fleet
+from muxserve.control.apply import followed
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.spec import FleetSpec
 
@@ -29,6 +30,7 @@ class Changes:
         planner: makes new units; None: there is nothing but the units that were started.
         send: tells the global scheduler, if there is one.
         say: told in words what the fleet does by itself.
+        declared: the fleet file; None: this fleet cannot become what another one says.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class Changes:
         planner: UnitPlanner | None,
         send: Callable[[wire.Message], Awaitable[None]],
         say: Callable[[str], None],
+        declared: Fleet | None = None,
     ) -> None:
         self._units = units
         self._steps = FleetSteps(units, planner, send)
         self._send = send
         self._say = say
+        self._declared = declared
         # Which life of the global scheduler an order is from: those of one that has died are void.
         self._life = 0
         # The model that is being started because the global scheduler wants it.
@@ -52,7 +56,31 @@ class Changes:
         """See `FleetControl.fleet`."""
         return self._units.fleet
 
+    @property
+    def declared(self) -> Fleet:
+        """See `FleetControl.declared`."""
+        if self._declared is None:
+            raise ChangeError("this fleet was not started from a fleet file")
+        return self._declared
+
     # ------------------------------------------------------------ asked for by users
+
+    async def adopt(self, wanted: Fleet, tell: Tell) -> None:
+        """See `FleetControl.adopt`."""
+        async with self._steps.lock:
+            planner, declared = self._steps.planner, self.declared
+            fleet = planner.settings(wanted, self.fleet)
+            self._units.change(
+                gateway=fleet.gateway,
+                key_levels=fleet.key_levels,
+                tenants=fleet.tenants,
+                usage_file=fleet.usage_file,
+                models=fleet.models,
+                scaling=fleet.scaling,
+            )
+            self._units.publish()
+            self._declared = followed(declared, wanted)
+            tell("keys, tenants, limits and objectives are as the file says")
 
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         """See `FleetControl.scale`."""
@@ -83,9 +111,9 @@ class Changes:
 
     async def add(self, declared: Fleet, tell: Tell) -> None:
         """See `FleetControl.add`."""
+        (model,) = declared.models
+        await self._steps.until_left(model.name, tell)
         async with self._steps.lock:
-            if any(self._steps.is_leaving(each.name) for each in declared.models):
-                raise ChangeError("a model of that name is still being removed; try again when it has gone")
             planner = self._steps.planner
             addition = await asyncio.to_thread(planner.addition, declared, self._units.next_name, self.fleet, tell)
             name, started = addition.model.name, []
@@ -107,6 +135,8 @@ class Changes:
                 rolling={**fleet.rolling, **({} if addition.rolling is None else {name: addition.rolling})},
             )
             self._units.publish()
+            if self._declared is not None:
+                self._declared = self._declared.with_models([*self._declared.models, *declared.models])
             tell(f"{name} is served by {', '.join(unit.name for unit in started) or 'no unit yet'}")
 
     async def remove(self, model: str, tell: Tell) -> None:
@@ -121,6 +151,9 @@ class Changes:
                     rolling={name: rules for name, rules in fleet.rolling.items() if name != model},
                 )
                 self._units.publish()
+                if self._declared is not None:
+                    left = [each for each in self._declared.models if each.name != model]
+                    self._declared = self._declared.with_models(left)
                 seconds = fleet.gateway.drain_seconds
                 tell(f"no new requests for {model}; running ones have {seconds:g} s to finish")
                 replicas = self._steps.replicas(model)

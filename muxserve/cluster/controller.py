@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor,
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.cluster.watch import Watch
+from muxserve.config import Fleet
 from muxserve.control.server import ControlServer
 from muxserve.net.peer import Address, AsyncPeer
 from muxserve.spec import FleetSpec, save_fleet
@@ -57,6 +59,7 @@ class Controller:
         emit: told what happens.
         planner: makes units that come later; None: there are none.
         control: makes what takes users' commands, to be started when the fleet serves and closed before it ends.
+        declared: the fleet file, which may be another one later; None: that cannot be followed.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Controller:
         emit: Callable[[Event], None],
         planner: UnitPlanner | None = None,
         control: Callable[[Changes], ControlServer] | None = None,
+        declared: Fleet | None = None,
     ) -> None:
         self.ready = asyncio.Event()
         self.reaper = Reaper()
@@ -90,7 +94,7 @@ class Controller:
         )
         # What users and the global scheduler want different.
         self.changes = Changes(
-            self.units, planner, self._tell_scheduler, lambda text: self._emit(Progress(SCHEDULER, text))
+            self.units, planner, self._tell_scheduler, lambda text: self._emit(Progress(SCHEDULER, text)), declared
         )
         self._control = control(self.changes) if control is not None else None
         self._scheduler: AsyncPeer | None = None
@@ -134,6 +138,13 @@ class Controller:
             for part in self._own_parts():
                 part.kill()
             self.units.kill()
+
+    def reload(self, file: Path, told: Callable[[str], None]) -> None:
+        """Become what `file` says now; `told` hears what is done for that."""
+        if self._control is not None and self.ready.is_set() and not self._stopping.is_set():
+            self._spawn(self._control.reload(file, told))
+        else:
+            told(f"{file} is not followed: the fleet is being started or stopped")
 
     # ------------------------------------------------------------ life
 

@@ -71,6 +71,10 @@ class UnitPlanner(Protocol):
     def forget(self, model: str) -> None:
         """The model is not served any more."""
 
+    def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
+        """`fleet` with what gateways and the global scheduler read of `wanted`: keys, tenants, and of the models that
+        both have limits, objectives and bounds of replicas."""
+
 
 class FleetSteps:
     """One step after the other. Whoever calls holds `lock`, so that only one change is made of them at a time; what is
@@ -91,6 +95,8 @@ class FleetSteps:
         # Replicas that are about to end, (model, unit), and units that end as a whole.
         self._leaving: set[tuple[str, str]] = set()
         self._ending: set[str] = set()
+        # Set when fewer are about to end.
+        self._left = asyncio.Event()
         # Replicas that somebody waits for to be drained: (model, unit).
         self._draining: dict[tuple[str, str], asyncio.Future[None]] = {}
 
@@ -126,6 +132,15 @@ class FleetSteps:
         finally:
             self._leaving -= new
             self._ending -= ends
+            self._left.set()
+
+    async def until_left(self, model: str, tell: Tell) -> None:
+        """Wait until no replica of `model` is about to end."""
+        if self.is_leaving(model):
+            tell(f"waiting for the {model} that is still being removed")
+        while self.is_leaving(model):
+            self._left.clear()
+            await self._left.wait()
 
     async def live(self, unit: RunningUnit, model: str) -> int | None:
         """The requests of a model that a unit has; None if it does not say."""

@@ -29,6 +29,18 @@ class FleetControl(Protocol):
     def fleet(self) -> FleetSpec:
         """The fleet as it is now."""
 
+    @property
+    def declared(self) -> Fleet:
+        """What it is to be: the fleet file, with the changes that were made since."""
+
+    async def adopt(self, wanted: Fleet, tell: Tell) -> None:
+        """Follow `wanted` in all that does not need anything started again: keys, tenants, and of the models that the
+        fleet has limits, objectives and bounds of replicas.
+
+        Raises:
+            ChangeError: nothing can be changed in this fleet.
+        """
+
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         """Have `replicas` replicas of `model` that serve, 0 included: start engines in units that declare it and serve
         it not, else new units; or drain those with the least load and stop them.

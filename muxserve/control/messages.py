@@ -45,6 +45,17 @@ class Remove(ControlMessage):
     model: str
 
 
+class Apply(ControlMessage):
+    """Become what the text of a fleet file says; with `dry_run` only say what that takes. `environ` has the variables
+    whose keys the file names, as the command's user has them; `file` and `base` are as in `Add`."""
+
+    text: str
+    file: str
+    base: str
+    environ: dict[str, str] = {}
+    dry_run: bool = False
+
+
 # ---------------------------------------------------------------- controller -> command
 
 
@@ -83,7 +94,7 @@ class CommandRefused(ControlMessage):
     mistake: bool = True
 
 
-Command = Union[Who, Scale, DrainUnit, Add, Remove]
+Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply]
 Answer = Union[Here, ChangeProgress, Done, CommandRefused]
 
 _encoder = msgspec.msgpack.Encoder()

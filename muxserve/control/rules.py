@@ -102,6 +102,18 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str) -> Fleet:
     return declared
 
 
+def check_apply(text: str, file: str, base: str, environ: Mapping[str, str]) -> Fleet:
+    """The fleet that is wanted; paths are relative to `base`, keys are those of `environ`.
+
+    Raises:
+        ChangeError: the file is wrong.
+    """
+    try:
+        return parse_fleet(text, file, Path(base), environ)
+    except FleetError as error:
+        raise ChangeError(str(error)) from None
+
+
 def _check_model(fleet: FleetSpec, model: str) -> None:
     names = [each.name for each in fleet.models]
     if model not in names:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from muxserve.config import FleetError
+from muxserve.config.loader import read_text
 from muxserve.control import messages, rules
+from muxserve.control.apply import plan_changes
 from muxserve.control.changes import ChangeError, FleetControl, Tell
 from muxserve.net.sockets import bind_local
 from muxserve.spec import FleetSpec
@@ -119,10 +124,61 @@ class ControlServer:
                     name = declared.models[0].name
                     await self._control.add(declared, tell)
                     return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
+                case messages.Apply():
+                    return messages.Done(await self._apply(command, tell))
                 case messages.Remove(model):
                     _checked(rules.check_remove, self._control.fleet, model)
                     await self._control.remove(model, tell)
                     return messages.Done(f"{model} is served no longer")
+
+    async def _apply(self, command: messages.Apply, tell: Tell) -> str:
+        """Settings first, which cannot fail for want of room; then what frees something, then what takes it. What has
+        been done stays: another try goes on from there."""
+        control = self._control
+        try:
+            wanted = await asyncio.to_thread(
+                rules.check_apply, command.text, command.file, command.base, command.environ
+            )
+        except ChangeError as error:
+            raise _MistakeError(str(error)) from None
+        plan = plan_changes(control.fleet, control.declared, wanted)
+        lines = plan.lines()
+        if command.dry_run or not plan.does_something:
+            return "\n".join(lines) if lines else "the fleet is as the file says"
+        for line in lines:
+            tell(line)
+        if plan.settings:
+            await control.adopt(wanted, tell)
+        # Never without a model at all.
+        last = plan.remove.pop() if len(plan.remove) == len(control.fleet.models) else None
+        for name in plan.remove:
+            await control.remove(name, tell)
+        down = [name for name, (before, after) in plan.scale.items() if after < before]
+        for name in down:
+            await control.scale(name, plan.scale[name][1], tell)
+        for name in plan.add:
+            await control.add(wanted.with_models([wanted.model(name)]), tell)
+        for name in plan.scale:
+            if name not in down:
+                await control.scale(name, plan.scale[name][1], tell)
+        if last is not None:
+            await control.remove(last, tell)
+        left = len(plan.restarts)
+        more = f"; {left} change{'' if left == 1 else 's'} marked ! not made" if left else ""
+        return f"{len(lines) - left} change{'' if len(lines) - left == 1 else 's'} made{more}"
+
+    async def reload(self, file: Path, told: Tell) -> None:
+        """Have the fleet become what `file` says, with the variables of this process, and tell how that went."""
+        try:
+            text = await asyncio.to_thread(read_text, file, "fleet file")
+            command = messages.Apply(text, str(file), str(file.parent.absolute()), dict(os.environ))
+            async with self._changing:
+                told(await self._apply(command, told))
+        except (FleetError, ChangeError, _MistakeError) as error:
+            told(f"{file} is not followed: {error}")
+        except Exception as error:
+            log.exception("the fleet file could not be followed")
+            told(f"{file} could not be followed: {type(error).__name__}: {error}")
 
     def _here(self) -> messages.Here:
         fleet = self._control.fleet

@@ -34,7 +34,7 @@ from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.residency import within_limit
-from muxserve.planning.specs import planned_unit, scaling_of
+from muxserve.planning.specs import planned_unit, scaling_of, settings_of
 from muxserve.planning.unit_plan import (
     ResolvedUnit,
     arranged,
@@ -402,6 +402,10 @@ class ScaleOut:
     def forget(self, model: str) -> None:
         """See `Planner.forget`."""
         self._planner.forget(model)
+
+    def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
+        """See `Planner.settings`."""
+        return settings_of(wanted, fleet)
 
 
 def _with(fleet: FleetSpec, units: list[PlannedUnit]) -> FleetSpec:

@@ -6,11 +6,12 @@ import hashlib
 import os
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 
 from muxserve.cluster.units import PlannedUnit
-from muxserve.config import AUTO, Fleet
+from muxserve.config import AUTO, Fleet, Model
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel, target_load
 from muxserve.costs.roofline import Roofline
@@ -122,11 +123,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         threads=plan.threads,
         prefill_share=plan.share,
         decode_share=plan.share,
-        max_concurrency=model.limits.max_concurrency,
-        max_queue=model.limits.max_queue,
-        slo_ttft_ms=model.slo.ttft_ms,
-        slo_tpot_ms=model.slo.tpot_ms,
-        max_wait=model.limits.max_wait,
+        **_limits(model),
         engine_args=dict(model.engine_args),
         phases=arrangement_of(model).name,
         batching=arrangement_of(model).batching(model),
@@ -185,6 +182,36 @@ def fleet_spec_of(
         residency=residency,
         rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
     )
+
+
+def settings_of(wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
+    """`fleet` with keys, tenants, limits, objectives and bounds of replicas of `wanted`."""
+    models = []
+    for model in fleet.models:
+        new = next((each for each in wanted.models if each.name == model.name), None)
+        models.append(msgspec.structs.replace(model, **_limits(new)) if new is not None else model)
+    scaling = {name: rules for name, rules in scaling_of(wanted).items() if any(m.name == name for m in models)}
+    others = {name: rules for name, rules in fleet.scaling.items() if all(m.name != name for m in wanted.models)}
+    return msgspec.structs.replace(
+        fleet,
+        gateway=msgspec.structs.replace(fleet.gateway, api_keys=wanted.gateway.keys),
+        key_levels=wanted.gateway.key_priorities,
+        tenants=tenants_of(wanted),
+        usage_file=fleet.usage_file or (wanted.gateway.usage_file if wanted.tenants else ""),
+        models=models,
+        scaling=fleet.scaling if fleet.residency is not None else {**others, **scaling},
+    )
+
+
+def _limits(model: Model) -> dict[str, Any]:
+    """What of a model can change while it is served."""
+    return {
+        "max_concurrency": model.limits.max_concurrency,
+        "max_queue": model.limits.max_queue,
+        "max_wait": model.limits.max_wait,
+        "slo_ttft_ms": model.slo.ttft_ms,
+        "slo_tpot_ms": model.slo.tpot_ms,
+    }
 
 
 # ---------------------------------------------------------------- rules

@@ -45,6 +45,31 @@ def test_scale(controller: Controller) -> None:
     assert controller.control.calls == [("scale", "code", 2)]
 
 
+def test_apply(controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "fleet.yaml"
+    one = "models: [{name: chat, hub: org/chat, replicas: 2, limits: {max_queue: 3}}, {name: code, hub: org/code}]"
+    file.write_text(f"tenants: {{team: {{keys: [env:TEAM_KEY]}}}}\n{one}")
+    wrong = run("apply", str(file))
+    assert wrong.exit_code == 2
+    assert "the environment variable TEAM_KEY is not set" in wrong.output
+    monkeypatch.setenv("TEAM_KEY", "s3cret")
+    planned = run("apply", str(file), "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "~ models.chat.limits.max_queue: 1024 -> 3" in planned.stdout
+    assert "s3cret" not in planned.stdout
+    assert controller.control.calls == []
+    assert json.loads(run("apply", str(file), "--dry-run", "--json").stdout)["result"] == "planned"
+    done = run("apply", str(file))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1] == "done: 2 changes made"
+    assert controller.control.adopted[0].tenants["team"].keys == ["s3cret"]
+    controller.control.fails["remove", "code"] = broken("it stays")
+    file.write_text("models: [{name: chat, hub: org/chat, replicas: 2}]")
+    failed = run("apply", str(file))
+    assert failed.exit_code == 1
+    assert "what was done before stays" in failed.output
+
+
 def test_drain_add_and_remove(controller: Controller, fleet_file: Path) -> None:
     result = run("drain", "u1")
     assert (result.exit_code, result.stdout) == (0, "draining u1\ndone: u1 is empty and has ended\n")

@@ -17,6 +17,7 @@ from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.steps import Addition
 from muxserve.cluster.units import PlannedUnit
 from muxserve.control.changes import ChangeError
+from muxserve.planning.specs import settings_of
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import FleetSpec, PhasesName
@@ -56,6 +57,9 @@ class FakePlanner:
 
     def forget(self, model: str) -> None:
         self.forgotten.append(model)
+
+    def settings(self, wanted: Any, fleet: FleetSpec) -> FleetSpec:
+        return settings_of(wanted, fleet)
 
 
 @pytest.fixture
@@ -418,11 +422,19 @@ async def test_a_model_comes_and_goes(single: Fleet, planner: FakePlanner) -> No
     removing = asyncio.create_task(single.changes.remove("three", said([])))
     await single.until(lambda: "gateway-0 sees one,two in u0=one,two u1=three" in single.journal())
     assert not removing.done()
+    # One of that name that comes meanwhile waits until it has gone.
+    steps: list[str] = []
+    adding = asyncio.create_task(single.changes.add(declared("three"), said(steps)))
+    await single.until(lambda: "waiting for the three that is still being removed" in steps)
+    assert not removing.done()
     busy.unlink()
     await removing
+    await adding
+    assert single.serves == {"u0": ["one", "two"], "u2": ["three"]}
+    await single.changes.remove("three", said([]))
     assert single.serves == {"u0": ["one", "two"]}
     assert single.controller.fleet.scaling == {}
-    assert planner.forgotten == ["three"]
+    assert planner.forgotten == ["three", "three"]
     with pytest.raises(ChangeError, match="no model three"):
         await single.changes.remove("three", said([]))
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.config import Fleet
+from muxserve.config import Fleet, parse_fleet
+from muxserve.control.apply import followed
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.control.server import ControlServer
 from muxserve.replicas.scaling import ScalingRules
@@ -57,15 +58,26 @@ def fleet_of(
     return FleetSpec(run_dir, gateway, [model(name) for name in names], entries, scaling or {})
 
 
+def declared_of(fleet: FleetSpec) -> Fleet:
+    """What a fleet file may have said of it, whose checkpoints need not be there."""
+    replicas = {model.name: max(1, len(fleet.replicas(model.name))) for model in fleet.models}
+    text = "models:\n" + "".join(
+        f"- {{name: {name}, hub: org/{name}, replicas: {n}}}\n" for name, n in replicas.items()
+    )
+    return parse_fleet(text, "fleet.yaml", Path("/"))
+
+
 class FakeControl:
     """Does what it is told to a `FleetSpec`, and writes down what it was told."""
 
-    def __init__(self, fleet: FleetSpec) -> None:
+    def __init__(self, fleet: FleetSpec, declared: Fleet) -> None:
         self.fleet = fleet
         self.calls: list[tuple[object, ...]] = []
         # What goes wrong, by call.
         self.fails: dict[tuple[object, ...], Exception] = {}
         self.hold: threading.Event | None = None
+        self.declared = declared
+        self.adopted: list[Fleet] = []
         self.began = threading.Event()
 
     async def _called(self, *call: object) -> None:
@@ -79,6 +91,11 @@ class FakeControl:
     def _serve(self, unit: str, models: list[str]) -> None:
         units = [msgspec.structs.replace(u, serves=models) if u.name == unit else u for u in self.fleet.units]
         self.fleet = msgspec.structs.replace(self.fleet, units=units)
+
+    async def adopt(self, wanted: Fleet, tell: Tell) -> None:
+        await self._called("adopt")
+        self.adopted.append(wanted)
+        self.declared = followed(self.declared, wanted)
 
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         tell(f"{model}: to {replicas}")
@@ -99,7 +116,7 @@ class FakeControl:
     async def add(self, declared: Fleet, tell: Tell) -> None:
         name = declared.models[0].name
         await asyncio.to_thread(tell, "loading weights")
-        await self._called("add", name, declared.models[0].path)
+        await self._called("add", name, declared.models[0].path or declared.models[0].hub)
         self.fleet = msgspec.structs.replace(self.fleet, models=[*self.fleet.models, model(name)])
         self._serve("u0", [*self.fleet.units[0].serves, name])
 
@@ -116,7 +133,8 @@ class Controller:
         self, base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 8123
     ) -> None:
         self.run_dir = RunDir(base)
-        self.control = FakeControl(fleet_of(str(self.run_dir.path), units, scaling, port))
+        fleet = fleet_of(str(self.run_dir.path), units, scaling, port)
+        self.control = FakeControl(fleet, declared_of(fleet))
         self._up = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()

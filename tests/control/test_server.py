@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -12,6 +14,8 @@ from muxserve.control import messages
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
 from muxserve.net import sockets
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.scheduling.residency import ResidencyRules
+from muxserve.spec import ResidencySpec
 from tests.control.fakes import Controller, broken, running
 from tests.support.patience import PATIENCE
 
@@ -85,6 +89,108 @@ def test_drain_add_and_remove(base: Path, tmp_path: Path) -> None:
             ("add", "new", str(tmp_path / "new")),
             ("remove", "code"),
         ]
+
+
+def apply(base: Path, text: str, **more: Any) -> tuple[messages.Done | messages.CommandRefused, list[str]]:
+    return do(base, messages.Apply(text, "fleet.yaml", "/", **more))
+
+
+CHAT, CODE = "{name: chat, hub: org/chat, replicas: 2}", "{name: code, hub: org/code}"
+
+
+def test_a_fleet_becomes_what_a_file_says(base: Path) -> None:
+    text = """
+tenants: {team: {keys: [env:KEY], requests_per_minute: 5}}
+models:
+- {name: chat, hub: org/chat, replicas: 3, limits: {max_queue: 7}, max_len: 512}
+- {name: new, hub: org/new}
+"""
+    lines = [
+        "- model code",
+        "+ model new",
+        "~ chat: 2 -> 3 replicas",
+        "~ models.chat.limits.max_queue: 1024 -> 7",
+        "! models.chat.max_len: auto -> 512; needs chat started again: muxserve remove chat, then apply once more",
+    ]
+    with running(base, UNITS) as controller:
+        control = controller.control
+        planned, steps = apply(base, text, environ={"KEY": "s3cret"}, dry_run=True)
+        (tenants,) = set(planned.text.splitlines()) - set(lines)
+        assert tenants.startswith("~ tenants.team: set")
+        assert "s3cret" not in planned.text
+        assert steps == control.calls == []
+        answer, steps = apply(base, text, environ={"KEY": "s3cret"})
+        assert answer == messages.Done("5 changes made; 1 change marked ! not made")
+        assert [call[:2] for call in control.calls] == [
+            ("adopt",),
+            ("remove", "code"),
+            ("add", "new"),
+            ("scale", "chat"),
+        ]
+        assert control.adopted[0].tenants["team"].keys == ["s3cret"]
+        # Once more: only what needs a start is left.
+        control.declared = control.declared.with_models([*control.declared.models, control.adopted[0].model("new")])
+        answer, _ = apply(base, text, environ={"KEY": "s3cret"})
+        assert answer == messages.Done(lines[-1])
+
+
+def test_a_file_that_says_what_there_is_changes_nothing(base: Path) -> None:
+    with running(base, UNITS) as controller:
+        assert apply(base, f"models: [{CHAT}, {CODE}]")[0] == messages.Done("the fleet is as the file says")
+        wrong, _ = apply(base, f"models: [{CHAT}, {CODE}]\nquux: 1")
+        assert isinstance(wrong, messages.CommandRefused)
+        assert wrong.mistake
+        assert "fleet.yaml:2: quux: unknown key" in wrong.text
+        assert controller.control.calls == []
+
+
+def test_models_are_exchanged_without_a_time_with_none(base: Path) -> None:
+    with running(base, {"u0": ["chat"]}) as controller:
+        assert isinstance(apply(base, f"models: [{CODE}]")[0], messages.Done)
+        assert [call[:2] for call in controller.control.calls] == [("add", "code"), ("remove", "chat")]
+
+
+def test_what_needs_a_start_is_named_and_nothing_interrupted(base: Path) -> None:
+    text = f"kv_pool: {{size: 64MiB}}\ngateway: {{port: 9000}}\nmodels: [{CHAT}, {CODE}]"
+    with running(base, UNITS) as controller:
+        answer, _ = apply(base, text)
+        assert answer == messages.Done(
+            "! kv_pool.size: auto -> 67108864; needs the fleet deployed again\n"
+            "! gateway.port: 8000 -> 9000; needs the fleet deployed again"
+        )
+        assert controller.control.calls == []
+
+
+def test_where_memory_decides_models_neither_come_nor_go(base: Path) -> None:
+    with running(base, UNITS) as controller:
+        residency = ResidencySpec(ResidencyRules(1 << 30), {})
+        controller.control.fleet = msgspec.structs.replace(controller.control.fleet, residency=residency)
+        limited = CHAT.replace("replicas: 2", "replicas: 2, limits: {max_queue: 3}")
+        planned, _ = apply(base, f"models: [{limited}, {{name: new, hub: org/new}}]")
+        assert planned == messages.Done("1 change made; 2 changes marked ! not made")
+        assert controller.control.calls == [("adopt",)]
+
+
+def test_a_step_that_fails_ends_it(base: Path) -> None:
+    with running(base, UNITS) as controller:
+        controller.control.fails["scale", "chat", 3] = broken("no room")
+        answer, _ = apply(
+            base, f"models: [{CHAT.replace('2', '3')}, {{name: code, hub: org/code, slo: {{ttft_ms: 5}}}}]"
+        )
+        assert answer == messages.CommandRefused("no room", mistake=False)
+        assert controller.control.calls == [("adopt",), ("scale", "chat", 3)]
+
+
+def test_bounds_of_replicas_change_and_the_number_only_where_it_must(base: Path) -> None:
+    with running(base, UNITS) as controller:
+        text = (
+            f"models: [{CHAT.replace('2', '{min: 1, max: 4}')}, {CODE.replace('}', ', replicas: {min: 2, max: 3}}')}]"
+        )
+        planned, _ = apply(base, text, dry_run=True)
+        assert "~ code: 1 -> 2 replicas" in planned.text
+        assert "chat: 2" not in planned.text
+        assert "~ models.chat.replicas.max: 2 -> 4" in planned.text
+        assert controller.control.calls == []
 
 
 def test_changes_are_made_one_after_the_other(base: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,11 @@ def processes(fleet: Fleet) -> set[int]:
     return {process.pid for process, _ in fleet.commands()}
 
 
+def engines(fleet: Fleet) -> set[int]:
+    """Those of arithmetic, and the gateways."""
+    return {process.pid for word in ("muxserve engine arithmetic", "muxserve gateway") for process in fleet.parts(word)}
+
+
 def managers(fleet: Fleet) -> int:
     """How many memory managers there are."""
     return len(fleet.parts("muxserve-memory-manager"))
@@ -128,6 +134,46 @@ def taken_out(fleet: Fleet, name: str) -> None:
     if name in fleet.get("/health").json()["models"]:
         removed = command("remove", name)
         assert removed.returncode == 0, removed.stderr
+
+
+def test_a_fleet_becomes_what_its_file_says(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at SIGHUP what the file says that it was deployed from."""
+    taken_out(fleet, "frontdesk")
+    monkeypatch.setenv("TEAM_KEYS", "of-the-team")
+    more = {"name": "frontdesk", "path": str(MODELS / "frontdesk"), "dtype": "float32"}
+    first = {**FLEET["models"][0], "limits": {"max_queue": 7}}  # type: ignore[index]
+    wanted = {
+        **FLEET,
+        "tenants": {"team": {"keys": ["env:TEAM_KEYS"], "models": ["frontdesk"]}},
+        "models": [first, *FLEET["models"][1:], more],  # type: ignore[index]
+        "kv_pool": {"size": "48MiB"},
+    }
+    file = tmp_path / "wanted.yaml"
+    file.write_text(yaml.safe_dump(wanted))
+    planned = command("apply", str(file), "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "+ model frontdesk\n" in planned.stdout
+    assert "~ models.arithmetic.limits.max_queue: 1024 -> 7\n" in planned.stdout
+    assert "! kv_pool.size: 33554432 -> 50331648; needs the fleet deployed again\n" in planned.stdout
+    before = engines(fleet)
+    assert before
+    applied = command("apply", str(file))
+    assert applied.returncode == 0, applied.stderr
+    assert applied.stdout.splitlines()[-1].startswith("done: 3 changes made; 1 change marked ! not made")
+    # Nothing that ran was started anew.
+    assert engines(fleet) == before
+    # Any of the two gateways may answer.
+    fleet.wait(lambda: all(fleet.get("/v1/models").status_code == 401 for _ in range(16)), PATIENCE, "the tenant's")
+    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="of-the-team", max_retries=0, timeout=PATIENCE) as team:
+        fleet.wait(lambda: [each.id for each in team.models.list()] == ["frontdesk"], PATIENCE, "with its model")
+        messages: Any = [{"role": "user", "content": "When does the library open on Tuesday?"}]
+        answer = team.chat.completions.create(model="frontdesk", messages=messages, max_tokens=16)
+        assert answer.choices[0].message.content
+    fleet.process.send_signal(signal.SIGHUP)
+    fleet.wait(lambda: "changes made" in (fleet.directory / "deploy.log").read_text(), PATIENCE, "done")
+    fleet.wait(lambda: all(fleet.get("/v1/models").status_code == 200 for _ in range(16)), PATIENCE, "open again")
+    fleet.wait(lambda: "frontdesk" not in fleet.get("/health").json()["models"], PATIENCE, "without frontdesk")
+    assert "frontdesk" not in {name for names in units(fleet).values() for name in names}
 
 
 def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
