@@ -14,7 +14,7 @@ from muxserve.workload.lengths import (
     QuantileLengths,
     UniformLengths,
 )
-from muxserve.workload.shapes import Bursts, Diurnal
+from muxserve.workload.shapes import Bursts, Diurnal, Groups
 from muxserve.workload.source import Workload, WorkloadOptions, open_workload
 from muxserve.workload.trace import (
     Trace,
@@ -33,6 +33,7 @@ __all__ = [
     "Description",
     "Diurnal",
     "FixedLength",
+    "Groups",
     "Lengths",
     "LogNormalLengths",
     "ModelLoad",

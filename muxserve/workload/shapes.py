@@ -155,3 +155,42 @@ class Bursts:
             inside = not inside
             left = self.length if inside else rng.expovariate(1 / (self.every - self.length))
         return Steps(edges, levels)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Models are active in groups: in each phase of `every` seconds about `least` to `most` (parts of 1) of them are,
+    drawn from `seed`, and the others are silent. The mean rate over the workload stays what it was; a model whose turn
+    would never come has one phase.
+
+    Raises:
+        ValueError: not 0 < least <= most <= 1, or phases that have no length.
+    """
+
+    every: float = 10.0
+    least: float = 0.23
+    most: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least <= self.most <= 1:
+            raise ValueError(f"active parts need 0 < least <= most <= 1, not {self.least:g} and {self.most:g}")
+        if not 0 < self.every < math.inf:
+            raise ValueError(f"phases must be positive seconds, not {self.every:g}")
+
+    def active(self, phase: int, position: float) -> bool:
+        """Whether the model at `position` (0..1, even over the models) is active in that phase."""
+        drawn = random.Random(f"{self.seed}/groups/{phase}")
+        part = drawn.uniform(self.least, self.most)
+        # Another order of the models in each phase, so that each has other neighbours.
+        return (position * drawn.randrange(1, 1000) + drawn.random()) % 1.0 < part
+
+    def shape(self, duration: float, rng: random.Random, position: float) -> Steps | None:
+        if duration <= 0:
+            return None
+        phases = math.ceil(duration / self.every)
+        edges = [*(phase * self.every for phase in range(phases)), duration]
+        levels = [float(self.active(phase, position)) for phase in range(phases)]
+        if not any(levels):
+            levels[rng.randrange(phases)] = 1.0
+        return Steps(edges, levels)

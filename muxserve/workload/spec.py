@@ -1,7 +1,8 @@
 """Generated workloads as they are written on a command line: `poisson:rate=8,alpha=0.9,duration=60,lengths=sharegpt`.
 
-The part before the colon is the arrival process: `poisson`, `gamma` (needs `cv`) or `even`. docs/workload.md has every
-key. Nothing is drawn here; `GeneratorSpec.loads` says what to generate.
+The part before the colon is the arrival process: `poisson`, `gamma` (needs `cv`), `even`, or `bursty-groups` (Poisson
+of a few models at a time). docs/workload.md has every key. Nothing is drawn here; `GeneratorSpec.loads` says what to
+generate.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from muxserve.workload.errors import WorkloadError
 from muxserve.workload.generate import ModelLoad
 from muxserve.workload.lengths import CappedLengths, Lengths
 from muxserve.workload.published import parse_lengths
-from muxserve.workload.shapes import FLAT, Bursts, Diurnal, ShapeFactory
+from muxserve.workload.shapes import FLAT, Bursts, Diurnal, Groups, ShapeFactory
 
-_CV = {"poisson": 1.0, "even": 0.0, "gamma": None}
+_GROUPS = "bursty-groups"
+_CV = {"poisson": 1.0, "even": 0.0, "gamma": None, _GROUPS: 1.0}
 _SPEC = re.compile(rf"({'|'.join(_CV)})(:.*)?", re.DOTALL)
 DEFAULT_ALPHA = 0.9
 EXAMPLE = "poisson:rate=8,alpha=0.9,duration=60,lengths=sharegpt,seed=1"
@@ -48,6 +50,9 @@ class GeneratorSpec:
     burst: float | None = None
     burst_every: float | None = None
     burst_length: float | None = None
+    phase: float | None = None
+    active_least: float | None = None
+    active_most: float | None = None
 
     def loads(self, models: Sequence[str], rates: Mapping[str, float] | None) -> dict[str, ModelLoad]:
         """What each model gets. `rates` are the fleet's own requests per second; a `rate` scales them and an `alpha`
@@ -90,6 +95,18 @@ class GeneratorSpec:
 
     def _shape(self) -> ShapeFactory:
         bursts = (self.burst, self.burst_every, self.burst_length)
+        groups = (self.phase, self.active_least, self.active_most)
+        if self.process == _GROUPS:
+            if (self.diurnal, self.period, self.spread, *bursts) != (None,) * 6:
+                raise ValueError(f"{_GROUPS} excludes diurnal and burst")
+            usual = Groups()
+            every, least, most = (
+                own if given is None else given
+                for own, given in zip((usual.every, usual.least, usual.most), groups, strict=True)
+            )
+            return Groups(every, least, most, self.seed)
+        if groups != (None, None, None):
+            raise ValueError(f"phase, active_least and active_most belong to {_GROUPS}")
         if self.diurnal is not None:
             if bursts != (None, None, None):
                 raise ValueError("diurnal and burst exclude each other")

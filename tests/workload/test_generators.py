@@ -16,7 +16,9 @@ from muxserve.workload import (
     LogNormalLengths,
     ModelLoad,
     UniformLengths,
+    WorkloadError,
     generate,
+    open_workload,
     poisson_arrivals,
     power_law_rates,
 )
@@ -121,3 +123,16 @@ def test_generate_is_seeded_ordered_and_independent_per_model() -> None:
     alone = list(generate({"a": loads["a"]}, 50.0, seed=5))
     assert alone == [r for r in requests if r.model == "a"]
     assert 300 < len(alone) < 500
+
+
+def test_bursty_groups_are_written_as_a_specification() -> None:
+    text = "bursty-groups:rate=20,alpha=0,duration=100,phase=20,active_least=0.25,active_most=0.25,prompt=8,output=8"
+    requests = list(open_workload(text, [f"m{n}" for n in range(8)]))
+    assert len(requests) == pytest.approx(2000, rel=0.2)
+    for phase in range(5):
+        active = {request.model for request in requests if 20 * phase <= request.arrival < 20 * phase + 20}
+        assert 0 < len(active) < 8
+    with pytest.raises(WorkloadError, match="bursty-groups excludes"):
+        open_workload(f"{text},burst=2", ["a"])
+    with pytest.raises(WorkloadError, match="belong to bursty-groups"):
+        open_workload("poisson:rate=1,phase=3", ["a"])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.workload import Arrivals, Bursts, Diurnal, gamma_arrivals
+from muxserve.workload import Arrivals, Bursts, Diurnal, Groups, gamma_arrivals
 from muxserve.workload.shapes import Shape, Steps, Wave
 
 
@@ -100,3 +100,35 @@ def test_bursts_keep_the_rate_and_their_factor() -> None:
 def test_nonsense_is_refused(make: object) -> None:
     with pytest.raises(ValueError, match=r"cv|amplitude|period|spread|factor|length"):
         make()  # type: ignore[operator]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(2, 60), st.integers(0, 99), st.floats(0.1, 0.4), st.floats(0.4, 1.0))
+def test_groups_are_parts_of_the_models_and_each_keeps_its_rate(
+    models: int, seed: int, least: float, most: float
+) -> None:
+    groups = Groups(10.0, least, most, seed)
+    parts = [statistics.fmean(groups.active(phase, n / models) for n in range(models)) for phase in range(40)]
+    # Where the order has a common divisor with the number of models, several models stand on one place.
+    assert least - 0.2 <= statistics.fmean(parts) <= most + 0.2
+    for n in range(models):
+        shape = groups.shape(400.0, random.Random(n), n / models)
+        assert shape is not None
+        assert shape.mass(400.0) == pytest.approx(400.0)
+        silent = [phase for phase in range(40) if not groups.active(phase, n / models)]
+        if len(silent) < 40:
+            for phase in silent:
+                assert shape.mass(10.0 * phase) == pytest.approx(shape.mass(10.0 * (phase + 1)))
+
+
+def test_a_model_is_silent_in_the_phases_of_others() -> None:
+    groups = Groups(10.0, 0.25, 0.25, seed=3)
+    times = list(Arrivals(1.0, groups).times(2.0, 400.0, random.Random(1), 0.5))
+    assert len(times) == pytest.approx(800, rel=0.2)
+    assert all(groups.active(int(time // 10), 0.5) for time in times)
+
+
+@pytest.mark.parametrize("wrong", [{"least": 0.0}, {"least": 0.6}, {"most": 1.1}, {"every": 0.0}])
+def test_groups_that_make_no_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"must|need"):
+        Groups(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,248 @@
+"""Many models whose weights do not fit into the memory together, under bursty groups: who meets the objective.
+
+    python benchmarks/density.py [--models 10] [--seconds 60] [--limit 3GiB] [--out FILE]
+
+The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
+limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
+`memory: {limit: ...}`. In each phase of ten seconds a few models are active, and the others silent. Checkpoints are
+made anew, and removed at the end. TTFT counts from when a request was sent, with every wait; what has not ended when
+the grace after the last arrival is over has missed the objective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from load import Call, Outcome, client, send
+from report import machine, percentiles, write_report
+from servers import ROOT, end_cleanly, muxserve_fleet
+from stock_vllm import StockSettings, stock_server
+from swapping_proxy import SwappingProxy
+
+from muxserve.cli.http import get_json
+from muxserve.cluster.memory_use import memory_of
+from muxserve.config.values import parse_size
+from muxserve.workload import open_workload
+from placement.format import format_size
+from tests.support import tiny_checkpoint as checkpoints
+
+PROMPT, OUTPUT = 16, 16
+KV_BYTES = 64 << 20
+# What one stock server takes besides its weights, as measured (benchmarks/startup.py).
+STOCK_BYTES = 2_000 << 20
+
+
+def bursty_groups(models: Sequence[str], seconds: float, rate: float, seed: int) -> list[Call]:
+    """In each phase between 23 and 50 % of the models are active; `rate` is that of all together."""
+    text = f"bursty-groups:rate={rate},alpha=0,duration={seconds},prompt={PROMPT},output={OUTPUT},seed={seed}"
+    return [
+        Call(request.model, PROMPT, OUTPUT, seed=number, at=request.arrival, last_token=200)
+        for number, request in enumerate(open_workload(text, models))
+    ]
+
+
+class Meter:
+    """The sum of PSS of process trees, over time."""
+
+    def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
+        self._roots = roots
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._began = time.monotonic()
+        self.samples: list[tuple[float, int]] = []
+
+    def __enter__(self) -> Meter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(2.0):
+            pids: set[int] = set()
+            for root in self._roots():
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(root)
+                    pids |= {root, *(child.pid for child in process.children(recursive=True))}
+            self.samples.append((time.monotonic() - self._began, sum(memory_of(pid).pss for pid in pids)))
+
+
+async def offered(calls: Sequence[Call], one: Callable[[Call], Awaitable[Outcome]], grace: float) -> list[Outcome]:
+    """Send every call at its time; those that have no end `grace` seconds after the last are given up."""
+    start = time.perf_counter()
+
+    async def at_its_time(call: Call) -> Outcome:
+        await asyncio.sleep(max(0.0, start + call.at - time.perf_counter()))
+        return await one(call)
+
+    tasks = [asyncio.create_task(at_its_time(call)) for call in calls]
+    await asyncio.wait(tasks, timeout=calls[-1].at + grace)
+    for task in tasks:
+        task.cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    return [
+        each if isinstance(each, Outcome) else Outcome(call, start + call.at, error="given up")
+        for call, each in zip(calls, done, strict=True)
+    ]
+
+
+def figures(outcomes: Sequence[Outcome], slo: float, meter: Meter, limit: int) -> dict[str, Any]:
+    """What the clients saw, and the memory."""
+    ttft = [each.ttft for each in outcomes if each.ok]
+    return {
+        "requests": len(outcomes),
+        "attainment": round(sum(value <= slo for value in ttft) / len(outcomes), 4),
+        "ttft_seconds": percentiles(ttft) if ttft else None,
+        "given_up": sum(each.error == "given up" for each in outcomes),
+        "failed": sum(not each.ok and each.error != "given up" for each in outcomes),
+        "errors": sorted({each.error for each in outcomes if each.error})[:3],
+        "pss_gib_max": round(max((pss for _, pss in meter.samples), default=0) / 2**30, 3),
+        "above_limit": sum(pss > limit for _, pss in meter.samples),
+        "pss_gib": [[round(at, 1), round(pss / 2**30, 3)] for at, pss in meter.samples],
+    }
+
+
+def fleet_file(folder: Path, name: str, paths: dict[str, Path], limit: int | None, idle: float, slo: float) -> Path:
+    """A fleet of these checkpoints; with `limit` memory decides, else the idle time."""
+    models: list[dict[str, Any]] = []
+    for model, path in paths.items():
+        each: dict[str, Any] = {
+            "name": model,
+            "path": str(path),
+            "dtype": "float32",
+            "max_len": 256,
+            "limits": {"max_wait": "none"},
+            "slo": {"ttft_ms": 1000 * slo},
+        }
+        if limit is None:
+            each["replicas"] = {"min": 0, "start": 0, "max": 1, "idle": idle}
+        models.append(each)
+    declared: dict[str, Any] = {"kv_pool": {"size": KV_BYTES}, "models": models}
+    if limit is not None:
+        declared["memory"] = {"limit": limit}
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(declared, sort_keys=False))
+    return file
+
+
+def served(file: Path, calls: Sequence[Call], grace: float) -> tuple[list[Outcome], Meter, dict[str, Any]]:
+    """All calls go to a fleet."""
+
+    async def play(url: str) -> list[Outcome]:
+        async with client() as session:
+            return await offered(calls, lambda call: send(session, url, call), grace)
+
+    with muxserve_fleet(file) as server, Meter(lambda: [server.pid]) as meter:
+        outcomes = asyncio.run(play(server.url))
+        memory = get_json(server.url, "/fleet")[1]["memory"]
+    if not memory:
+        return outcomes, meter, {}
+    models = memory["models"].values()
+    return (
+        outcomes,
+        meter,
+        {
+            "wakes": sum(each["wakes"] for each in models),
+            "evictions": sum(each["evictions"] for each in models),
+            "last_wake_seconds": sorted(each["last_wake_seconds"] or 0.0 for each in models),
+            "fixed_gib": round(memory["fixed_bytes"] / 2**30, 3),
+            "needs_gib": [round(each["needs_bytes"] / 2**30, 3) for each in models],
+        },
+    )
+
+
+def swapped(
+    paths: dict[str, Path], slots: int, calls: Sequence[Call], grace: float
+) -> tuple[list[Outcome], Meter, dict[str, Any]]:
+    """Each call waits for its model's stock server; the wait counts."""
+    settings = StockSettings(kv_bytes=KV_BYTES, max_len=256)
+    proxy = SwappingProxy(lambda model: stock_server(paths[model], model, settings), slots)
+
+    async def play() -> list[Outcome]:
+        async with client() as session:
+
+            async def one(call: Call) -> Outcome:
+                sent = time.perf_counter()
+                async with proxy.turn(call.model) as url:
+                    outcome = await send(session, url, call)
+                outcome.sent = sent
+                return outcome
+
+            try:
+                return await offered(calls, one, grace)
+            finally:
+                await proxy.close()
+
+    with Meter(lambda: [server.pid for server in proxy.servers]) as meter:
+        outcomes = asyncio.run(play())
+    loads = [round(seconds, 1) for seconds in proxy.loads]
+    return outcomes, meter, {"slots": slots, "loads": len(loads), "load_seconds": loads}
+
+
+@contextlib.contextmanager
+def made(count: int, layers: int) -> Iterator[dict[str, Path]]:
+    """Checkpoints in a directory of their own, removed at the end."""
+    before = checkpoints.CACHE
+    checkpoints.CACHE = Path(tempfile.mkdtemp(prefix="density-"))
+    try:
+        yield {
+            f"model-{n:02d}": checkpoints.tiny_checkpoint(layers=layers, heads=16, kv_heads=4, seed=n, max_len=256)
+            for n in range(count)
+        }
+    finally:
+        shutil.rmtree(checkpoints.CACHE)
+        checkpoints.CACHE = before
+
+
+def main() -> None:
+    """Run the three and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=8, help="of 35 MB each")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--grace", type=float, default=20.0, help="after the last arrival")
+    parser.add_argument("--rate", type=float, default=1.5, help="requests per second of all models together")
+    parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
+    parser.add_argument("--idle", type=float, default=5.0, help="seconds, of the fleet with idle timers")
+    parser.add_argument("--limit", type=parse_size, default=3 << 30)
+    parser.add_argument("--systems", nargs="+", default=["memory", "timer", "proxy"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/density.json")
+    args = parser.parse_args()
+    end_cleanly()
+    results: dict[str, Any] = {}
+    with made(args.models, args.layers) as paths, tempfile.TemporaryDirectory(prefix="density-") as name:
+        folder = Path(name)
+        weights = (next(iter(paths.values())) / "model.safetensors").stat().st_size
+        calls = bursty_groups(list(paths), args.seconds, args.rate, args.seed)
+        for system in args.systems:
+            if system == "proxy":
+                slots = max(1, args.limit // (STOCK_BYTES + weights))
+                outcomes, meter, extra = swapped(paths, slots, calls, args.grace)
+            else:
+                limit = args.limit if system == "memory" else None
+                file = fleet_file(folder, system, paths, limit, args.idle, args.slo)
+                outcomes, meter, extra = served(file, calls, args.grace)
+            results[system] = {**figures(outcomes, args.slo, meter, args.limit), **extra}
+            shown = {key: value for key, value in results[system].items() if key != "pss_gib"}
+            print(f"{system}: {shown}", flush=True)
+    print(f"{args.models} models of {format_size(weights)}, limit {format_size(args.limit)}")
+    report = {"machine": machine(), "weights_bytes": weights, "limit_bytes": args.limit, "slo_seconds": args.slo}
+    write_report(args.out, {**report, "systems": results})
+
+
+if __name__ == "__main__":
+    main()
