@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -47,6 +49,13 @@ def escape(text: str) -> str:
     from rich.markup import escape as rich_escape
 
     return rich_escape(text)
+
+
+def command_line() -> str:
+    """The command that runs, as it can be given again; a key that was given in it is left out."""
+    words = ["muxserve", *sys.argv[1:]]
+    shown = ["KEY" if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)]
+    return shlex.join(re.sub(r"^(--api-key)=.*", r"\1=KEY", word) for word in shown)
 
 
 def models_table(unit_spec: UnitSpec) -> FigureTable:

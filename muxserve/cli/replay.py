@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems
 from muxserve.cli.workload_args import models_of, print_left_out
 from muxserve.config import FleetError, load_fleet
 from muxserve.metrics import Objectives, RequestRecord
@@ -265,7 +265,8 @@ def _report(settings: ReplaySettings, workload: Workload, dialects: Mapping[str,
     if settings.out:
         settings.out.write_bytes(document)
     if settings.html:
-        write_html(settings.html, runs, title="MuxServe replay", about=about, plotly=settings.plotly)
+        title, command = "MuxServe replay", command_line()
+        write_html(settings.html, runs, title=title, about=about, plotly=settings.plotly, command=command)
     for path in filter(None, (settings.out, settings.html, settings.records)):
         errors.print(f"written to {escape(str(path))}")
 

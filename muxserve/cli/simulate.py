@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.cli.comparing import working
-from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems
 from muxserve.cli.simulate_places import PlacementSearch, Places, PlacesError, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
@@ -284,7 +284,15 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
         from muxserve.cli.simulate_plots import plots
 
         title, figures = "MuxServe simulation", plots(summaries)
-        write_html(settings.html, summaries, title=title, about=about, extra=figures, plotly=settings.plotly)
+        write_html(
+            settings.html,
+            summaries,
+            title=title,
+            about=about,
+            extra=figures,
+            plotly=settings.plotly,
+            command=command_line(),
+        )
         written.append(settings.html)
     for path in written:
         errors.print(f"written to {escape(str(path))}")

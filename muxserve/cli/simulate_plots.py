@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from muxserve.metrics.colours import colours_of
+from muxserve.metrics.page import DASHES, INK, plot, share_axis
 from muxserve.metrics.summary import Summary
 
 
@@ -12,24 +14,25 @@ def plots(runs: Mapping[str, Summary]) -> list[tuple[str, Any]]:
     """Headed Plotly figures for `write_html`."""
     import plotly.graph_objects as go
 
-    figures: list[tuple[str, Any]] = []
-    busy = go.Figure()
-    for name, summary in runs.items():
+    colours = colours_of(model for summary in runs.values() for model in summary.models)
+    busy = []
+    for index, (name, summary) in enumerate(runs.items()):
         units: Any = summary.extra["units"]
         seconds = summary.overall.seconds or 1.0
-        busy.add_bar(name=name, x=[unit["name"] for unit in units], y=[u["busy_seconds"] / seconds for u in units])
-    busy.update_layout(yaxis_title="part of the time in which a job runs", barmode="group", showlegend=True)
-    figures.append(("Devices at work", busy))
+        parts = [unit["busy_seconds"] / seconds for unit in units]
+        busy.append(go.Bar(name=name, x=[u["name"] for u in units], y=parts, marker_color=INK[index % len(INK)]))
+    axis = share_axis("part of the time in which a job runs")
+    figures = [("Devices at work", plot(busy, yaxis=axis, barmode="group"))]
     for name, summary in runs.items():
-        pages = go.Figure()
         units = summary.extra["units"]
-        for unit in units:
+        lines = []
+        for index, unit in enumerate(units):
             whole = sum(unit["pool_pages"].values()) or 1
             for model in unit["peak_pages"]:
                 held = [count / whole for count in unit["pages"][model]]
-                pages.add_scatter(
-                    x=unit["pages"]["seconds"], y=held, name=f"{model} ({unit['name']})", mode="lines", line_width=1
-                )
-        pages.update_layout(xaxis_title="seconds", yaxis_title="part of the unit's pages", showlegend=True)
+                style = {"color": colours.get(model), "dash": DASHES[index % len(DASHES)], "width": 1.5}
+                label = f"{model} ({unit['name']})"
+                lines.append(go.Scatter(x=unit["pages"]["seconds"], y=held, name=label, mode="lines", line=style))
+        pages = plot(lines, xaxis={"title": "seconds"}, yaxis=share_axis("part of the unit's pages"))
         figures.append((f"KV pages in use: {name}", pages))
     return figures

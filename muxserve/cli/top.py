@@ -14,14 +14,10 @@ from rich.text import Text
 from muxserve.cli.http import HTTPFailure, stream_events
 from muxserve.cli.output import console, escape, print_error
 from muxserve.cli.status import EXIT_NOBODY, EXIT_OK, endpoint_of
+from muxserve.metrics.colours import COLOURS, GREY
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.live import JOBS_WINDOW_SECONDS, LiveFrame, LiveJob, LiveModel, LivePool, LiveUnit, Spread
 
-# As on the live page.
-COLOURS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
-    *("#8a63d2", "#d64550", "#7a9a2e", "#a0725a"),
-)
 _TONES = {"up": "green", "ok": "green", "asleep": "dim", "degraded": "yellow", "starting": "yellow"}
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _PHASES = ("prefill", "decode", "both")
@@ -286,7 +282,7 @@ def _label(model: str, phase: str) -> str:
 
 
 def _colour(models: Sequence[str], model: str) -> str:
-    return COLOURS[models.index(model) % len(COLOURS)] if model in models else "default"
+    return COLOURS[models.index(model) % len(COLOURS)] if model in models else GREY
 
 
 def _latency(spread: Spread | None, limit: float | None) -> tuple[str, str, str]:
