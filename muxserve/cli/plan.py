@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muxserve.cli.comparing import working
-from muxserve.cli.output import errors, escape, print_error, print_problems
+from muxserve.cli.output import command_line, errors, escape, print_error, print_problems
 from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
 from muxserve.cli.plan_tables import show_plan, show_rivals, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
@@ -129,7 +129,16 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
     if arguments.html is not None:
         from muxserve.planning.html import write_plan_html
 
-        write_plan_html(arguments.html, made.plan, about, made.simulated, made.points, comparisons, arguments.plotly)
+        write_plan_html(
+            arguments.html,
+            made.plan,
+            about,
+            made.simulated,
+            made.points,
+            comparisons,
+            arguments.plotly,
+            command_line(),
+        )
         errors.print(f"page written to {escape(str(arguments.html))}")
 
 

@@ -283,7 +283,8 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
     if settings.html is not None:
         from muxserve.cli.simulate_plots import plots
 
-        title, figures = "MuxServe simulation", plots(summaries)
+        names = [model.name for model in places.fleet.models]
+        title, figures = "MuxServe simulation", plots(summaries, names)
         write_html(
             settings.html,
             summaries,
@@ -292,6 +293,7 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
             extra=figures,
             plotly=settings.plotly,
             command=command_line(),
+            models=names,
         )
         written.append(settings.html)
     for path in written:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from muxserve.metrics.colours import colours_of
@@ -10,11 +10,11 @@ from muxserve.metrics.page import DASHES, INK, plot, share_axis
 from muxserve.metrics.summary import Summary
 
 
-def plots(runs: Mapping[str, Summary]) -> list[tuple[str, Any]]:
-    """Headed Plotly figures for `write_html`."""
+def plots(runs: Mapping[str, Summary], models: Iterable[str]) -> list[tuple[str, Any]]:
+    """Headed Plotly figures for `write_html`; `models` are those of the fleet, in its order."""
     import plotly.graph_objects as go
 
-    colours = colours_of(model for summary in runs.values() for model in summary.models)
+    colours = colours_of(models)
     busy = []
     for index, (name, summary) in enumerate(runs.items()):
         units: Any = summary.extra["units"]
@@ -33,6 +33,6 @@ def plots(runs: Mapping[str, Summary]) -> list[tuple[str, Any]]:
                 style = {"color": colours.get(model), "dash": DASHES[index % len(DASHES)], "width": 1.5}
                 label = f"{model} ({unit['name']})"
                 lines.append(go.Scatter(x=unit["pages"]["seconds"], y=held, name=label, mode="lines", line=style))
-        pages = plot(lines, xaxis={"title": "seconds"}, yaxis=share_axis("part of the unit's pages"))
+        pages = plot(lines, xaxis={"title": "seconds"}, yaxis=share_axis("part of the unit's pages", whole=False))
         figures.append((f"KV pages in use: {name}", pages))
     return figures

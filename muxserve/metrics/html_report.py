@@ -37,16 +37,17 @@ def write_html(
     extra: Sequence[tuple[str, Any]] = (),
     plotly: str = DEFAULT,
     command: str = "",
+    models: Sequence[str] = (),
 ) -> None:
     """Write the page: what came of each run, its models, latency distributions, SLO attainment, throughput, the runs
     over time. `extra` appends headed Plotly figures of the caller's; `plotly` says where the page has the library from;
-    `command` is what made it.
+    `command` is what made it, `models` the fleet's order, by which they have their colours.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: `plotly` is none of what there is.
     """
-    colours = colours_of(model for summary in runs.values() for model in summary.models)
+    colours = colours_of([*models, *(model for summary in runs.values() for model in summary.models)])
     sections = []
     for name, summary in runs.items():
         suffix = f": {name}" if len(runs) > 1 else ""
@@ -54,7 +55,8 @@ def write_html(
         if summary.errors:
             errors = [[text, str(n)] for text, n in summary.errors.items()]
             sections.append(Section(f"Errors{suffix}", [PageTable(["error", "requests"], errors)]))
-    sections += [Section(heading, figures=[figure]) for heading, figure in (*_figures(runs, colours), *extra)]
+    figures = [*_figures(runs, colours), *((heading, figure, True) for heading, figure in extra)]
+    sections += [Section(heading, figures=[figure], collapsed=folded) for heading, figure, folded in figures]
     sections.append(Section("All figures", [PageTable(["", *runs], comparison(runs))], collapsed=True))
     verdicts = [_verdict(name if len(runs) > 1 else "", summary) for name, summary in runs.items()]
     write_page(path, Page(title, verdicts, sections, about, command, colours), plotly)
@@ -78,17 +80,18 @@ def _verdict(name: str, summary: Summary) -> Verdict:
     return Verdict((f"{name}: " if name else "") + "; ".join(words), tone)
 
 
-def _figures(runs: Mapping[str, Summary], colours: Mapping[str, str]) -> list[tuple[str, Any]]:
+def _figures(runs: Mapping[str, Summary], colours: Mapping[str, str]) -> list[tuple[str, Any, bool]]:
+    """Heading, figure, and whether it is folded away."""
     import plotly.graph_objects as go
 
     lines = {
         name: {"color": INK[index % len(INK)], "dash": DASHES[index % len(DASHES)]} for index, name in enumerate(runs)
     }
-    figures: list[tuple[str, Any]] = []
+    figures: list[tuple[str, Any, bool]] = []
 
-    def figure(heading: str, traces: list[Any], **layout: Any) -> None:
+    def figure(heading: str, traces: list[Any], folded: bool = False, **layout: Any) -> None:
         if traces:
-            figures.append((heading, plot(traces, **layout)))
+            figures.append((heading, plot(traces, **layout), folded))
 
     for key, words in _LATENCIES.items():
         drawn = {name: summary.curves[key] for name, summary in runs.items() if key in summary.curves}
@@ -109,11 +112,12 @@ def _figures(runs: Mapping[str, Summary], colours: Mapping[str, str]) -> list[tu
                 )
                 for name, s in judged.items()
             ],
+            folded=True,
             xaxis={"type": "log", "title": "SLO scale", "tickvals": scales, "ticktext": [f"{s:g}" for s in scales]},
             yaxis=share_axis("share of all requests"),
         )
     # Runs stand side by side, models keep their colours.
-    models = list(colours)
+    models = [model for model in colours if any(model in summary.models for summary in runs.values())]
 
     def bars(value: Any) -> list[Any]:
         return [
@@ -142,7 +146,7 @@ def _figures(runs: Mapping[str, Summary], colours: Mapping[str, str]) -> list[tu
             values = [tokens / time.step for tokens in time.output_tokens] if rate else time.in_flight
             at = [time.start + time.step * (i + (0.5 if rate else 1)) for i in range(len(values))]
             traces.append(go.Scatter(x=at, y=values, name=name, mode="lines", line=lines[name]))
-        figure(heading, traces, xaxis={"title": "seconds"}, yaxis={"title": axis, "rangemode": "tozero"})
+        figure(heading, traces, folded=True, xaxis={"title": "seconds"}, yaxis={"title": axis, "rangemode": "tozero"})
     return figures
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from muxserve.metrics.plotly_library import DEFAULT, provide, script
-from muxserve.metrics.tables import seconds_words
 
 _TEMPLATES = Path(__file__).parent / "templates"
 # Lines of runs, which have no colour of their own: colours are models'.
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 INK = ("#1b1f24", "#5d6672", "#98a2b0")
-_MOST_TICKS = 8
+_MOST_TICKS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +97,21 @@ def write_page(path: str | os.PathLike[str], page: Page, plotly: str = DEFAULT) 
         ValueError: `plotly` is none of what there is.
     """
     from jinja2 import Environment, FileSystemLoader
-    from markupsafe import Markup
 
     library: bool | str = script(plotly)
 
-    def plot(figure: Any) -> Markup:
+    def plot(figure: Any) -> str:
         nonlocal library
         # The first figure brings the plotting library along.
         brought, library = library, False
-        made = figure.to_html(
+        made: str = figure.to_html(
             full_html=False,
             include_plotlyjs=brought,
             default_width="100%",
             default_height="380px",
             config={"responsive": True, "displaylogo": False},
         )
-        return Markup(made)
+        return made
 
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True)
     text = environment.get_template("page.html").render(page=page, plot=plot, version=version("muxserve"))
@@ -140,7 +138,11 @@ def seconds_axis(values: Iterable[float], title: str) -> dict[str, Any]:
     if not given:
         return axis
     ticks = round_ticks(min(given), max(given))
-    return {**axis, "tickvals": ticks, "ticktext": [seconds_words(tick) for tick in ticks]}
+    return {**axis, "tickvals": ticks, "ticktext": [_tick(tick) for tick in ticks]}
+
+
+def _tick(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds >= 1 else f"{1e3 * seconds:g} ms"
 
 
 def round_ticks(least: float, most: float) -> list[float]:
@@ -158,6 +160,9 @@ def round_ticks(least: float, most: float) -> list[float]:
     return inside[::step]
 
 
-def share_axis(title: str) -> dict[str, Any]:
-    """An axis of parts of a whole, in percent."""
-    return {"title": title, "tickformat": ".0%", "range": [0, 1.02], "dtick": 0.2}
+def share_axis(title: str, whole: bool = True) -> dict[str, Any]:
+    """An axis of parts of a whole, in percent; up to the `whole`, or as far as they go."""
+    axis: dict[str, Any] = {"title": title, "tickformat": ".0%"}
+    return (
+        {**axis, "range": [0, 1.02], "dtick": 0.2} if whole else {**axis, "tickformat": ".3~p", "rangemode": "tozero"}
+    )

@@ -1,31 +1,36 @@
-"""A plan as one page: no request leaves it when it is opened."""
+"""A plan as one page: whether it is enough first, then where everything is placed, what each model gets, and why."""
 
 from __future__ import annotations
 
-import html
 import math
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from muxserve.metrics.plotly_library import DEFAULT, provide, script
+from muxserve.metrics.colours import colours_of
+from muxserve.metrics.page import (
+    INK,
+    Page,
+    PageTable,
+    Section,
+    Strip,
+    StripBox,
+    StripPart,
+    Verdict,
+    plot,
+    share_axis,
+    write_page,
+)
+from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.comparison import COLUMNS, Comparison, cells
+from muxserve.planning.comparison import COLUMNS, Comparison, cells, format_seconds
 from muxserve.planning.document import SweepPoint, needed, warnings_of
 from muxserve.planning.prediction import Prediction
+from placement.cluster import PlacedUnit
+from placement.estimator import UnitEstimate
 from placement.format import format_size
 from placement.planner import ClusterPlan, limits_in_words
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; } .about { color: #555; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
-th, td { padding: .25em .8em; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-.warning { color: #b00020; font-weight: 600; }
-"""
-_PREFILL, _SERVED, _SHORT, _USED = "#d55e00", "#009e73", "#cccccc", "#0072b2"
+_ASKED = "#c5cad2"
 
 
 def write_plan_html(
@@ -36,124 +41,163 @@ def write_plan_html(
     sweep: Sequence[SweepPoint] = (),
     comparisons: Sequence[Comparison] = (),
     plotly: str = DEFAULT,
+    command: str = "",
 ) -> None:
-    """Write the page: totals, throughput per model, SM shares and memory per unit, the sweep, arrangements compared.
-    `plotly` says where the page has the plotting library from.
+    """Write the page: the verdict, the placement, what each model gets by the estimate and in simulation, the sweep;
+    units, arrangements compared and notes are folded away. `plotly` says where the page has the plotting library from,
+    `command` what made it.
 
     Raises:
         OSError: it cannot be written.
         ValueError: `plotly` is none of what there is.
     """
-    figures = [_throughput(plan, simulated), _shares(plan), _memory(plan)]
-    if sweep:
-        figures.insert(0, _sweep(sweep))
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Placement plan</title>',
-        f'<style>{_STYLE}</style></head><body><h1>Placement plan</h1><p class="about">{html.escape(about)}</p>',
-        f"<p>{html.escape(_totals(plan, simulated))}</p>",
-        *(f'<p class="warning">{html.escape(warning)}</p>' for warning in warnings_of(plan, simulated, sweep)),
+    colours = colours_of(demand.name for demand in plan.demands)
+    sections = [
+        _placement(plan, colours),
+        Section("Models", [_models(plan, simulated)], notes=[_MODELS_NOTE if simulated else "By the estimate."]),
+        *([_sweep(sweep)] if sweep else []),
+        _throughput(plan, simulated, colours),
+        Section("Units", [_units(plan)], collapsed=True),
+        *map(_compared, comparisons),
+        Section("Notes", notes=plan.placement.notes, collapsed=True),
     ]
-    for number, (heading, figure) in enumerate(figures):
-        parts.append(f"<h2>{html.escape(heading)}</h2>")
-        library = script(plotly) if number == 0 else False
-        parts.append(figure.to_html(full_html=False, include_plotlyjs=library, default_height="420px"))
-    parts += ["<h2>Units</h2>", _units(plan), "<h2>Models</h2>", _models(plan), *map(_compared, comparisons)]
-    parts.append("<h2>Notes</h2><ul>")
-    parts += [f"<li>{html.escape(note)}</li>" for note in plan.placement.notes]
-    parts.append("</ul></body></html>\n")
-    Path(path).write_text("\n".join(parts), encoding="utf-8")
-    provide(plotly, path)
+    verdicts = [_verdict(plan, simulated, sweep)]
+    verdicts += [Verdict(f"{name} is placed nowhere: {why}", "bad") for name, why in plan.missing.items()]
+    verdicts += [Verdict(warning, "bad") for warning in warnings_of(plan, simulated, sweep)]
+    write_page(path, Page("Placement plan", verdicts, sections, about, command, colours), plotly)
 
 
-def _totals(plan: ClusterPlan, simulated: Prediction | None) -> str:
+_MODELS_NOTE = (
+    "sim.: simulated under generated load, with all that works together in it; the other figures are estimates."
+)
+
+
+def _verdict(plan: ClusterPlan, simulated: Prediction | None, sweep: Sequence[SweepPoint]) -> Verdict:
     met = simulated.summary.overall.slo.get("all") if simulated is not None else None
-    return (
+    enough = needed(sweep) if sweep else None
+    words = "Rates and objectives are met" if plan.meets else "Rates or objectives are not met"
+    if enough is not None:
+        words = f"{enough} GPUs are enough"
+    elif sweep:
+        words = f"Not even {sweep[-1].gpus} GPUs are enough"
+    figures = (
         f"{plan.throughput:.2f} of {plan.asked:.2f} requests/s served, {plan.attainment:.1%} within their objectives"
         f"{'' if met is None else f' ({met:.1%} in simulation)'}, "
-        f"on {plan.devices} of {plan.placement.cluster.devices} devices; objective {plan.objective.name}."
+        f"on {plan.devices} of {plan.placement.cluster.devices} devices"
     )
+    good = plan.meets if not sweep else enough is not None
+    return Verdict(f"{words}: {figures}.", "good" if good else "bad")
 
 
-def _figure(**layout: Any) -> Any:
+def _placement(plan: ClusterPlan, colours: Mapping[str, str]) -> Section:
+    """What each unit's devices are given to, as strips of their memory and of their compute."""
+    boxes = []
+    for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
+        heading = f"{unit.name}: {len(unit.devices)} x {unit.device}"
+        boxes.append(StripBox(heading, [_memory(plan, estimate, colours), *_compute(plan, unit, estimate, colours)]))
+    used = {model.member.model for estimate in plan.estimates for model in estimate.models}
+    legend = {demand.name: colours[demand.name] for index, demand in enumerate(plan.demands) if index in used}
+    note = (
+        "Memory of each device: weights in full colour, pages in use pale, free pages grey. Compute: shares of the SMs."
+    )
+    return Section("Placement: memory per device, and compute", notes=[note], boxes=boxes, legend=legend)
+
+
+def _memory(plan: ClusterPlan, estimate: UnitEstimate, colours: Mapping[str, str]) -> Strip:
+    total = (sum(model.own_bytes for model in estimate.models) + estimate.pool_bytes) or 1
+    parts = []
+    for pale in (False, True):
+        for model in estimate.models:
+            name = plan.demands[model.member.model].name
+            size = model.kv_bytes if pale else model.own_bytes
+            words = f"{name}: {format_size(round(size))} of {'pages in use' if pale else 'weights and workspace'}"
+            parts.append(StripPart(words, size / total, colours[name], pale))
+    own = format_size(sum(model.own_bytes for model in estimate.models))
+    pool = format_size(estimate.pool_bytes)
+    return Strip(f"memory: {own} for models, {pool} pool ({_used(estimate)} in use)", parts)
+
+
+def _compute(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, colours: Mapping[str, str]) -> list[Strip]:
+    words = arrangement(unit.phases).unit_words(unit)
+    if words:
+        name = plan.demands[estimate.models[0].member.model].name
+        return [Strip(f"compute: {words}", [StripPart(f"{name}: {words}", 1.0, colours[name])])]
+    whole = max(1.0, sum(model.decode_share for model in estimate.models))
+    parts = []
+    for model in estimate.models:
+        name = plan.demands[model.member.model].name
+        parts.append(
+            StripPart(f"{name}: {model.decode_share:.0%} for decode", model.decode_share / whole, colours[name])
+        )
+    turns = ", which takes turns" if whole > 1.0 else ""
+    return [Strip(f"compute: decode by model{turns}; a prefill job takes {estimate.prefill_share:.0%}", parts)]
+
+
+def _used(estimate: UnitEstimate) -> str:
+    return f"{estimate.kv_bytes / estimate.pool_bytes:.0%}" if estimate.pool_bytes else "-"
+
+
+def _throughput(plan: ClusterPlan, simulated: Prediction | None, colours: Mapping[str, str]) -> Section:
     import plotly.graph_objects as go
 
-    return go.Figure(layout={"template": "plotly_white", "margin": {"t": 20}, **layout})
-
-
-def _throughput(plan: ClusterPlan, simulated: Prediction | None) -> tuple[str, Any]:
     names = [demand.name for demand in plan.demands]
     served = [0.0] * len(names)
     for unit in plan.estimates:
         for model in unit.models:
             served[model.member.model] += model.throughput
-    figure = _figure(barmode="group", yaxis={"title": "requests per second"})
-    figure.add_bar(name="asked", x=names, y=[demand.rate for demand in plan.demands], marker_color=_SHORT)
-    figure.add_bar(name="estimated", x=names, y=served, marker_color=_SERVED)
+    own = [colours[name] for name in names]
+    bars = [go.Bar(name="asked", x=names, y=[demand.rate for demand in plan.demands], marker_color=_ASKED)]
+    # What is estimated is pale, as on the placement; the legend has no colour of a model.
+    bars.append(go.Bar(name="estimated", x=names, y=served, marker={"color": own, "opacity": 0.45}))
     if simulated is not None:
         made = [simulated.sustained.get(name, 0.0) for name in names]
-        figure.add_bar(name="simulated", x=names, y=made, marker_color=_USED)
-    return "Throughput per model", figure
+        bars.append(go.Bar(name="simulated", x=names, y=made, marker_color=own))
+    axis = {"title": "requests per second", "rangemode": "tozero"}
+    words = "For each model: asked (grey), estimated (pale)" + (", simulated (full)." if simulated is not None else ".")
+    figure = plot(bars, barmode="group", yaxis=axis, showlegend=False)
+    return Section("Throughput per model", figures=[figure], notes=[words])
 
 
-def _shares(plan: ClusterPlan) -> tuple[str, Any]:
-    figure = _figure(barmode="stack", yaxis={"title": "SM share of decode, %"}, legend={"title": "model"})
-    for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
-        where = f"{unit.name}<br>{len(unit.devices)} x {unit.device}"
-        for model in estimate.models:
-            name = plan.demands[model.member.model].name
-            figure.add_bar(name=name, x=[where], y=[100 * model.decode_share], hovertemplate=f"{name}: %{{y}} %")
-        figure.add_scatter(
-            x=[where],
-            y=[100 * estimate.prefill_share],
-            mode="markers",
-            marker={"symbol": "line-ew-open", "size": 30, "color": _PREFILL, "line": {"width": 3}},
-            name="prefill",
-            showlegend=unit is plan.placement.units[0],
-        )
-    return "SM shares per unit (bars: decode; line: what a prefill job takes)", figure
+def _sweep(points: Sequence[SweepPoint]) -> Section:
+    import plotly.graph_objects as go
 
-
-def _memory(plan: ClusterPlan) -> tuple[str, Any]:
-    gib = 1 << 30
-    names = [f"{unit.name}<br>{len(unit.devices)} x {unit.device}" for unit in plan.placement.units]
-    figure = _figure(barmode="stack", yaxis={"title": "GiB on each device"})
-    weights = [sum(model.own_bytes for model in unit.models) / gib for unit in plan.estimates]
-    figure.add_bar(name="models", x=names, y=weights, marker_color=_PREFILL)
-    figure.add_bar(name="pages in use", x=names, y=[u.kv_bytes / gib for u in plan.estimates], marker_color=_USED)
-    free = [(unit.pool_bytes - unit.kv_bytes) / gib for unit in plan.estimates]
-    figure.add_bar(name="pages free", x=names, y=free, marker_color=_SHORT)
-    return "Memory per device", figure
-
-
-def _sweep(points: Sequence[SweepPoint]) -> tuple[str, Any]:
     x = [p.gpus for p in points]
-    figure = _figure(
-        xaxis={"title": "GPUs"},
-        yaxis={"title": "requests per second", "rangemode": "tozero"},
-        yaxis2={"title": "within objectives, %", "overlaying": "y", "side": "right", "range": [0, 101]},
-    )
-    figure.add_scatter(name="served", x=x, y=[p.throughput for p in points], line={"color": _SERVED})
-    figure.add_scatter(
-        name="within objectives", x=x, y=[100 * p.attainment for p in points], yaxis="y2", line={"color": _USED}
-    )
     seen = [p for p in points if p.simulated is not None]
-    if seen:
-        y = [100 * p.simulated for p in seen if p.simulated is not None]
-        figure.add_scatter(
-            name="within objectives, simulated",
-            x=[p.gpus for p in seen],
-            y=y,
+    met = {"title": "within objectives", "overlaying": "y", "side": "right", "showgrid": False}
+    lines = [
+        go.Scatter(name="requests/s served", x=x, y=[p.throughput for p in points], line={"color": INK[0]}),
+        go.Scatter(
+            name="within objectives",
+            x=x,
+            y=[p.attainment for p in points],
             yaxis="y2",
-            mode="markers",
-            marker={"color": _PREFILL, "size": 9},
+            line={"color": INK[1], "dash": "dash"},
+        ),
+    ]
+    if seen:
+        lines.append(
+            go.Scatter(
+                name="within objectives, simulated",
+                x=[p.gpus for p in seen],
+                y=[p.simulated for p in seen],
+                yaxis="y2",
+                mode="markers",
+                marker={"color": INK[1], "size": 9},
+            )
         )
+    figure = plot(
+        lines,
+        xaxis={"title": "GPUs", "tickvals": x},
+        yaxis={"title": "requests per second", "rangemode": "tozero"},
+        yaxis2={**share_axis("within objectives"), **met},
+    )
     enough = needed(points)
     if enough is not None:
         figure.add_vline(x=enough, line_dash="dot", annotation_text=f"{enough} are enough")
-    return "How many GPUs?", figure
+    return Section("How many GPUs?", figures=[figure])
 
 
-def _units(plan: ClusterPlan) -> str:
+def _units(plan: ClusterPlan) -> PageTable:
     rows = [
         [
             unit.name,
@@ -161,44 +205,60 @@ def _units(plan: ClusterPlan) -> str:
             ", ".join(m.model for m in unit.models),
             f"{estimate.throughput:.2f}/s",
             format_size(estimate.pool_bytes),
-            f"{estimate.kv_bytes / estimate.pool_bytes:.0%}",
+            _used(estimate),
             limits_in_words(plan, estimate),
         ]
         for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True)
     ]
-    return _table(["unit", "devices", "models", "served", "pool", "used", "limit"], rows)
+    return PageTable(["unit", "devices", "models", "served", "pool", "used", "limit"], rows)
 
 
-def _models(plan: ClusterPlan) -> str:
+def _models(plan: ClusterPlan, simulated: Prediction | None) -> PageTable:
+    columns = ["model", "unit", "rate", "objectives TTFT / TPOT"]
+    if simulated is not None:
+        columns += ["sim. req/s", "sim. TTFT", "sim. TTFT p99", "sim. TPOT", "sim. SLO"]
+    columns += ["served", "TTFT", "TPOT", "SLO", "phases, or SMs"]
     rows = []
     for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
         for model in estimate.models:
+            demand = plan.demands[model.member.model]
+            objectives = ["-" if of is None else format_seconds(of) for of in (demand.slo_ttft, demand.slo_tpot)]
             rows.append(
                 [
-                    plan.demands[model.member.model].name,
+                    demand.name,
                     unit.name,
+                    f"{model.rate:.2f}",
+                    " / ".join(objectives),
+                    *(_in_simulation(simulated, demand.name) if simulated is not None else ()),
+                    f"{model.throughput:.2f}",
+                    "grows" if math.isinf(model.ttft) else format_seconds(model.ttft),
+                    format_seconds(model.tpot),
+                    f"{model.attainment:.1%}",
                     arrangement(unit.phases).unit_words(unit)
                     or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
-                    f"{model.rate:.2f}",
-                    f"{model.throughput:.2f}",
-                    "grows" if math.isinf(model.ttft) else f"{model.ttft:.3f} s",
-                    f"{model.tpot * 1000:.1f} ms",
-                    f"{model.attainment:.1%}",
                 ]
             )
-    return _table(["model", "unit", "phases, or SMs", "rate", "served", "TTFT", "TPOT", "SLO"], rows)
+    return PageTable(columns, rows)
 
 
-def _compared(comparison: Comparison) -> str:
+def _in_simulation(simulated: Prediction, name: str) -> list[str]:
+    figures = simulated.summary.models.get(name)
+    if figures is None:
+        return ["-"] * 5
+    met = figures.slo.get("all")
+    return [
+        f"{simulated.sustained.get(name, 0.0):.2f}",
+        format_seconds(figures.ttft.mean) if figures.ttft else "-",
+        format_seconds(figures.ttft.p99) if figures.ttft else "-",
+        format_seconds(figures.tpot.mean) if figures.tpot else "-",
+        "-" if met is None else f"{met:.1%}",
+    ]
+
+
+def _compared(comparison: Comparison) -> Section:
     """The arrangements of one model."""
     heading = f"Arrangements of {comparison.model}, {comparison.rate:g} requests/s on {comparison.devices}"
     impossible = [f"{each.phases}: {each.why_not}" for each in comparison.arrangements if each.figures is None]
-    words = [f"Recommended: {comparison.recommended}; {comparison.reason}", *comparison.notes, *impossible]
-    table = _table(COLUMNS, [cells(each) for each in comparison.arrangements])
-    return f"<h2>{html.escape(heading)}</h2>{table}" + "".join(f"<p>{html.escape(each)}</p>" for each in words)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    notes = [f"Recommended: {comparison.recommended}; {comparison.reason}", *comparison.notes, *impossible]
+    table = PageTable(COLUMNS, [cells(each) for each in comparison.arrangements])
+    return Section(heading, [table], notes=notes, collapsed=True)

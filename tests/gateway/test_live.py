@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -22,6 +23,7 @@ from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.live import LiveView, UnitHistory
 from muxserve.gateway.measure import Measures, RequestOutcome
 from muxserve.gateway.ui import LivePage
+from muxserve.metrics.colours import COLOURS
 from muxserve.metrics.live import JOBS_WINDOW_SECONDS, LATENCY_WINDOW_SECONDS, LiveFrame
 from muxserve.wire import ComputedJob, MovedRequest, TimelineReply
 from tests.gateway.playing import play
@@ -226,6 +228,11 @@ def test_off(tmp_path: Path) -> None:
     text = "gateway: {{ ui: {} }}\nkv_pool: {{ size: 1GiB }}\nmodels: [{{ name: m, hub: a/b }}]\n"
     assert parse_fleet(text.format("on"), "fleet.yaml", tmp_path).gateway.ui
     assert not parse_fleet(text.format("off"), "fleet.yaml", tmp_path).gateway.ui
+
+
+def test_models_have_the_colours_of_reports() -> None:
+    text = (ui.FILES / "colours.js").read_text()
+    assert tuple(re.findall(r"#[0-9a-f]{6}", text.partition("[")[2].partition("]")[0])) == COLOURS
 
 
 # ------------------------------------------------------------ the library in it

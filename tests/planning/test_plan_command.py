@@ -130,8 +130,26 @@ class TestCommand:
         assert "page written" in err
         text = page.read_text()
         assert "<script src" not in text
-        for words in ("How many GPUs?", "Memory per device", "Throughput per model", "unit0"):
+        for words in (
+            "How many GPUs?",
+            "memory per device",
+            "Throughput per model",
+            "unit0",
+            "sim. TTFT p99",
+            "sim. SLO",
+        ):
             assert words in text
+        # What came of it comes before everything else.
+        assert text.index("GPUs are enough: ") < text.index("<h2>")
+        assert "<footer><code>muxserve " in text
+
+    def test_the_page_says_what_is_not_met(self, fleet: Path, tmp_path: Path) -> None:
+        fleet.write_text(FLEET.replace("llama-7b", "llama-65b"))
+        page = tmp_path / "out.html"
+        assert run(fleet, "--gpus", 1, "--simulate", 0, "--html", page)[0] == 1
+        text = page.read_text()
+        assert 'class="verdict bad">Rates or objectives are not met' in text
+        assert 'class="verdict bad">small is placed nowhere: needs' in text
 
     def test_a_model_without_a_place_is_exit_code_1_with_the_reason(self, fleet: Path) -> None:
         fleet.write_text(FLEET.replace("llama-7b", "llama-65b"))

@@ -1,4 +1,4 @@
-// One colour per model, wherever it is drawn: the first ones can be told apart by those who do not see all colours.
+// One colour per model, wherever it is drawn. The same, in the same order, as in reports (metrics/colours.py).
 
 export const COLOURS = [
   "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a63d2", "#d64550", "#7a9a2e", "#a0725a",
@@ -7,8 +7,7 @@ export const COLOURS = [
 export function colour(models, name) {
   const index = models.indexOf(name);
   if (index < 0) return "#808890";
-  // Beyond the palette: hues that are far from each other.
-  return COLOURS[index] || `hsl(${Math.round((index * 137.5) % 360)} 55% 52%)`;
+  return COLOURS[index % COLOURS.length];
 }
 
 const KEY = "muxserve-theme";
