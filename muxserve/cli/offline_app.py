@@ -72,6 +72,10 @@ def plan(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the local search and the simulation.")] = 0,
+    robust: Annotated[
+        bool,
+        typer.Option(help="Of equal plans take the one that holds up best under other rates, lengths and a burst."),
+    ] = True,
     compare_phases: Annotated[
         str | None,
         typer.Option(
@@ -123,6 +127,7 @@ def plan(
                 output=output,
                 compare_phases=compare_phases,
                 network=network,
+                robust=robust,
             )
         )
     )

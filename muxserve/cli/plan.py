@@ -57,6 +57,7 @@ class PlanArguments:
     output: Path | None = None
     compare_phases: str | None = None
     network: float | None = None
+    robust: bool = True
 
 
 def plan(arguments: PlanArguments) -> int:
@@ -93,6 +94,7 @@ def _plan(arguments: PlanArguments) -> int:
             compare=compare,
             network=None if arguments.network is None else arguments.network * 1e9 / 8,
             progress=PlanningProgress(told, lambda: comparison_bar(alone)),
+            robust=arguments.robust,
         )
         if cluster is None:
             _check_cpu(arguments)
@@ -113,11 +115,12 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
     comparisons = made.arrangements.comparisons if made.arrangements else []
     if arguments.as_json:
         data = document(made.plan, str(arguments.fleet), costs, seconds, made.simulated, made.points, made.rivals)
+        data["search"]["robust_seconds"] = made.robust_seconds
         print(json.dumps({**data, "phases": documents(comparisons)}, indent=2))
     else:
         show_plan(made.plan, made.simulated, made.points, seconds, about)
         show_spare(made.spare)
-        show_rivals(made.rivals)
+        show_rivals(made.rivals, made.robust_seconds)
         show_comparisons(fleet, comparisons)
     for note in made.arrangements.notes if made.arrangements else ():
         errors.print(escape(note))

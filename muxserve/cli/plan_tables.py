@@ -172,14 +172,16 @@ def show_spare(spare: Mapping[str, float]) -> None:
         )
 
 
-def show_rivals(rivals: Sequence[Rival]) -> None:
-    """Print which way to serve was chosen, and why the next one was not."""
+def show_rivals(rivals: Sequence[Rival], robust_seconds: float = 0.0) -> None:
+    """Print which way to serve was chosen, why the next one was not, and how equal plans stood other workloads."""
     if len(rivals) < 2:
         return
     first, second = rivals[:2]
     behind = 1.0 - second.score / first.score if first.score else 0.0
     if behind > EQUAL:
         why = f"{behind:.1%} fewer"
+    elif second.robust < (1.0 - EQUAL) * first.robust:
+        why = f"as many, but under other workloads {second.robust:.0%} of the requests count, not {first.robust:.0%}"
     elif second.worst < first.worst:
         why = f"as many, but {second.worst:.0%} of some model's, not {first.worst:.0%}"
     else:
@@ -190,3 +192,9 @@ def show_rivals(rivals: Sequence[Rival]) -> None:
         why = "more devices"
     console.print(f"chosen by simulation: [bold]{first.words}[/] ({WAYS[first.way][1]})")
     console.print(f"runner-up: {second.words} ({WAYS[second.way][1]}): {why}")
+    tried = [each for each in rivals if each.stressed]
+    for each in tried:
+        parts = ", ".join(f"{name} {part:.0%}" for name, part in each.stressed.items())
+        console.print(f"{each.way} under other workloads: {parts}")
+    if tried:
+        console.print(f"that took {robust_seconds:.1f} s (--no-robust leaves it out)")

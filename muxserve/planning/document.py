@@ -171,6 +171,7 @@ def document(
                 "score": rival.score,
                 "latency_mean": None if math.isinf(rival.latency) else rival.latency,
                 "devices_used": rival.plan.devices,
+                "under_other_workloads": dict(rival.stressed),
             }
             for rival in rivals
         ],

@@ -18,8 +18,16 @@ from muxserve.planning.dedicated_units import ArrangedFleet, TrialOptions, conce
 from muxserve.planning.demands import demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
-from muxserve.planning.prediction import Prediction, Surroundings, predict, simulated_of, verified
-from muxserve.planning.rivals import WAYS, Rival, as_way, best_of
+from muxserve.planning.prediction import (
+    PERTURBATIONS,
+    Perturbation,
+    Prediction,
+    Surroundings,
+    predict,
+    simulated_of,
+    verified,
+)
+from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept
 from muxserve.planning.this_machine import plan_this_machine
 from muxserve.simulator import SimulationError
 from placement.cluster import Cluster
@@ -86,7 +94,8 @@ class PlanningProgress:
 @dataclass(slots=True)
 class PlannedFleet:
     """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
-    which rates were raised in planning, `rivals` the plans that were compared on all requests, the best first."""
+    which rates were raised in planning, `rivals` the plans that were compared on all requests, the best first;
+    `robust_seconds` is how long it took to try those of them that were equal under other workloads."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -95,6 +104,7 @@ class PlannedFleet:
     spare: Mapping[str, float] = field(default_factory=dict)
     arrangements: ArrangedFleet | None = None
     rivals: Sequence[Rival] = ()
+    robust_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,8 @@ class Planner:
     """Plans `fleet`, which `file` declares. `seconds` may be spent on the local search; `simulate` is how long the plan
     is simulated (None: as long as makes sense). `compare` are the models whose arrangements are compared whatever the
     file says, `network` is bytes per second between machines (None: as the file says). Without `goodputs` that of
-    arrangements is looked for only where several are compared."""
+    arrangements is looked for only where several are compared. Where plans are equal, `robust` takes the one that holds
+    up best under other workloads."""
 
     file: Path
     fleet: Fleet
@@ -114,6 +125,7 @@ class Planner:
     network: float | None = None
     progress: PlanningProgress = field(default_factory=PlanningProgress)
     goodputs: bool = True
+    robust: bool = True
 
     @property
     def seed(self) -> int:
@@ -224,12 +236,23 @@ class Planner:
             plan = as_way(way, plans[mode], self.fleet)
             if all(plan.placement.units != rival.plan.placement.units for rival in rivals):
                 rivals.append(Rival(way, plan))
-        ranked = best_of(rivals, lambda plan, part: self._simulated(plan, part=part)[0])
+        spent = 0.0
+
+        def stress(plan: ClusterPlan) -> dict[str, float]:
+            nonlocal spent
+            began = time.monotonic()
+            tried = {each.name: self._simulated(plan, part=FIRST, perturbed=each)[0] for each in PERTURBATIONS}
+            spent += time.monotonic() - began
+            return {name: kept(plan, made) if made is not None else 0.0 for name, made in tried.items()}
+
+        ranked = best_of(
+            rivals, lambda plan, part: self._simulated(plan, part=part)[0], stress if self.robust else None
+        )
         first = ranked[0]
-        if first.way == "shared":
-            found.rivals = ranked
-            return found
-        return PlannedFleet(first.plan, first.prediction, rivals=ranked)
+        if first.way != "shared":
+            found = PlannedFleet(first.plan, first.prediction)
+        found.rivals, found.robust_seconds = ranked, spent
+        return found
 
     def _borne_out(self, first: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
         """The plan, or one with spare for models that fall short in its simulation."""
@@ -273,10 +296,14 @@ class Planner:
     # ------------------------------------------------------------ simulation
 
     def _simulated(
-        self, made: ClusterPlan, pool: CpuPool | None = None, part: float = 1.0
+        self,
+        made: ClusterPlan,
+        pool: CpuPool | None = None,
+        part: float = 1.0,
+        perturbed: Perturbation | None = None,
     ) -> tuple[Prediction | None, str]:
         """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for, `part`
-        that of the time to be simulated."""
+        that of the time to be simulated, `perturbed` how the workload is another."""
 
         seconds = self.simulate
         if seconds is None:
@@ -291,6 +318,6 @@ class Planner:
 
         try:
             units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
-            return predict(made, self.latency, part * seconds, self.seed, units, count), ""
+            return predict(made, self.latency, part * seconds, self.seed, units, count, perturbed), ""
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)

@@ -52,7 +52,8 @@ from muxserve.simulator import (
     units_of,
 )
 from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
-from muxserve.workload.lengths import FixedLength
+from muxserve.workload.lengths import CappedLengths, FixedLength
+from muxserve.workload.published import published
 from placement.cluster import PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -287,6 +288,25 @@ def falls_short(plan: ClusterPlan, simulated: Prediction) -> list[str]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Perturbation:
+    """How a workload differs from the one that a plan is for: `rate` times all rates, `burst` times that of the model
+    with the highest, and `lengths` of a published distribution in place of the demands'."""
+
+    name: str
+    rate: float = 1.0
+    burst: float = 1.0
+    lengths: str = ""
+
+
+PERTURBATIONS = (
+    Perturbation("rates -30 %", rate=0.7),
+    Perturbation("rates +30 %", rate=1.3),
+    Perturbation("lengths of ShareGPT", lengths="sharegpt"),
+    Perturbation("one model x3", burst=3.0),
+)
+
+
 def predict(
     plan: ClusterPlan,
     latency: LatencyModel,
@@ -294,10 +314,11 @@ def predict(
     seed: int = 0,
     simulated: Simulated | None = None,
     progress: Callable[[int, int], None] | None = None,
+    perturbed: Perturbation | None = None,
 ) -> Prediction:
     """Simulate `seconds` of Poisson arrivals at the demands' rates on the plan's placement, with log-normal lengths of
     the demands' means, and sum up. `simulated` is what `simulated_of` makes of it, where it has other units than
-    multiplexed ones, or replicas work together by rules of the fleet's.
+    multiplexed ones, or replicas work together by rules of the fleet's. `perturbed` says how the workload is another.
 
     Raises:
         SimulationError: a unit cannot run.
@@ -306,14 +327,10 @@ def predict(
     demands, simulated = plan.demands, simulated or Simulated(plan.placement, {})
     own = simulated.longest
     longest = {d.name: own.get(d.name) or d.max_len or d.architecture.max_len for d in demands}
-    loads = {
-        d.name: ModelLoad(
-            d.rate,
-            lengths(d.prompt_tokens, longest[d.name] // 2),
-            lengths(d.output_tokens, longest[d.name] - longest[d.name] // 2),
-        )
-        for d in demands
-    }
+    loads = {d.name: _load(d, longest[d.name], perturbed) for d in demands}
+    if perturbed is not None:
+        busiest = max(demands, key=lambda demand: demand.rate).name
+        loads[busiest] = replace(loads[busiest], rate=perturbed.burst * loads[busiest].rate)
     simulated = replace(simulated, models={d.name: fleet_model(d, longest[d.name]) for d in demands})
     # Memory-greedy placements are served as MuxServe's own are.
     how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
@@ -329,6 +346,17 @@ def predict(
         r.model for r in result.records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds
     )
     return Prediction(summary, seconds, {d.name: finished[d.name] / (seconds / 2) for d in demands})
+
+
+def _load(demand: Demand, longest: int, perturbed: Perturbation | None) -> ModelLoad:
+    """What comes for a model, whose sequences have at most `longest` tokens."""
+    half = longest // 2
+    if perturbed is not None and perturbed.lengths:
+        prompt: Lengths = CappedLengths(published(perturbed.lengths, "prompt"), half)
+        output: Lengths = CappedLengths(published(perturbed.lengths, "output"), longest - half)
+    else:
+        prompt, output = lengths(demand.prompt_tokens, half), lengths(demand.output_tokens, longest - half)
+    return ModelLoad((perturbed.rate if perturbed is not None else 1.0) * demand.rate, prompt, output)
 
 
 def lengths(mean: int, longest: int) -> Lengths:

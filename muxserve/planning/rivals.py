@@ -1,14 +1,17 @@
 """Plans that compete: models share GPUs, take turns on them or have their own, and simulation decides.
 
 Estimates of different ways to serve are not comparable enough to choose by them, so every way is planned, all plans are
-simulated on a quarter of the same requests, and the better half of them on all of these (successive halving).
+simulated on a quarter of the same requests, and the better half of them on all of these (successive halving). Of those
+that are equal then, the one is taken that holds up best under workloads that differ from the one that was told
+(`prediction.PERTURBATIONS`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from muxserve.config import Fleet
 from muxserve.planning.arrangements import arrangement, is_open
@@ -34,16 +37,23 @@ WAYS: dict[str, tuple[ModeName, str]] = {
 class Rival:
     """One way to serve a fleet, and what its simulation says. `score` is what the objective counts: requests per second
     that are answered, within their objectives unless throughput alone counts; `latency` is their mean, seconds; `short`
-    are the models that meet their objectives less often than the plan's objective asks."""
+    are the models that meet their objectives less often than the plan's objective asks. `stressed` is the part of the
+    requests that count under each other workload, if the plan was tried under any."""
 
     way: str
     plan: ClusterPlan
     prediction: Prediction | None = None
+    stressed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def score(self) -> float:
         """See the class; 0 of what was not simulated."""
         return score(self.plan, self.prediction) if self.prediction else 0.0
+
+    @property
+    def robust(self) -> float:
+        """The mean over other workloads; 0 without any."""
+        return fmean(self.stressed.values()) if self.stressed else 0.0
 
     @property
     def latency(self) -> float:
@@ -87,6 +97,15 @@ def score(plan: ClusterPlan, prediction: Prediction) -> float:
     return total
 
 
+def kept(plan: ClusterPlan, prediction: Prediction) -> float:
+    """The part of the requests that are answered within their objectives, or in time if the objective is throughput,
+    whatever their rate."""
+    overall = prediction.summary.overall
+    if plan.objective.name == "throughput":
+        return min(1.0, prediction.throughput * prediction.seconds / max(1, overall.requests))
+    return overall.slo.get("all", 1.0)
+
+
 def as_way(way: str, plan: ClusterPlan, fleet: Fleet) -> ClusterPlan:
     """A plan in that way's mode as `muxserve deploy` serves it."""
     units = plan.placement.units
@@ -109,7 +128,11 @@ def _may_have_one_engine(fleet: Fleet, name: str) -> bool:
     return is_open(model) or "phases" not in model.model_fields_set
 
 
-def best_of(rivals: Sequence[Rival], simulate: Callable[[ClusterPlan, float], Prediction | None]) -> list[Rival]:
+def best_of(
+    rivals: Sequence[Rival],
+    simulate: Callable[[ClusterPlan, float], Prediction | None],
+    stress: Callable[[ClusterPlan], Mapping[str, float]] | None = None,
+) -> list[Rival]:
     """The plans that were simulated on all requests, the best first. Plans without a place for a model that others have
     one for do not compete.
 
@@ -117,6 +140,7 @@ def best_of(rivals: Sequence[Rival], simulate: Callable[[ClusterPlan, float], Pr
         rivals: the one that is taken where nothing can be simulated comes first. Predictions that they have are of all
             requests.
         simulate: a plan on a part of the requests, the same for all; None: that is not possible.
+        stress: what a plan keeps under other workloads (see `Rival`), which is asked of plans that are equal otherwise.
     """
     fewest = min(len(each.plan.missing) for each in rivals)
     heat = [each for each in rivals if len(each.plan.missing) == fewest]
@@ -130,24 +154,36 @@ def best_of(rivals: Sequence[Rival], simulate: Callable[[ClusterPlan, float], Pr
     for each in order[: max(2, math.ceil(len(order) / 2))]:
         rival = whole[id(each)]
         final.append(rival if rival.prediction else replace(rival, prediction=simulate(rival.plan, 1.0)))
-    return _ranked([each for each in final if each.prediction is not None]) or list(rivals[:1])
+    ranked = _ranked([each for each in final if each.prediction is not None])
+    if stress is not None and ranked:
+        equal = _equal(ranked, bool(ranked[0].short), ranked[0].plan.devices)
+        if len(equal) > 1:
+            tried = {id(each): replace(each, stressed=stress(each.plan)) for each in equal}
+            ranked = _ranked([tried.get(id(each), each) for each in ranked])
+    return ranked or list(rivals[:1])
+
+
+def _equal(rivals: Sequence[Rival], short: bool, devices: int) -> list[Rival]:
+    """Those with about the highest score, of the plans that fall short or not, on so many devices where these count."""
+    pool = [each for each in rivals if bool(each.short) == short]
+    if pool and not short and pool[0].plan.objective.name == "gpus":
+        pool = [each for each in pool if each.plan.devices == devices]
+    most = max(each.score for each in pool)
+    return [each for each in pool if each.score >= (1.0 - EQUAL) * most]
 
 
 def _ranked(rivals: Sequence[Rival]) -> list[Rival]:
     """The best first: those of which no model falls short, with the objective `gpus` those of them on the fewest
-    devices, then the highest score; of equal ones the one whose worst model is best off, and then the one that answers
-    soonest."""
+    devices, then the highest score; of equal ones the one that holds up best under other workloads, as far as that is
+    known, then the one whose worst model is best off, and then the one that answers soonest."""
     remaining, order = list(rivals), []
     while remaining:
         borne_out = [each for each in remaining if not each.short]
-        pool = borne_out or remaining
-        if borne_out and pool[0].plan.objective.name == "gpus":
-            devices = min(each.plan.devices for each in pool)
-            pool = [each for each in pool if each.plan.devices == devices]
-        most = max(each.score for each in pool)
-        first = min(
-            (each for each in pool if each.score >= (1.0 - EQUAL) * most), key=lambda each: (-each.worst, each.latency)
-        )
+        fewest = min(each.plan.devices for each in borne_out or remaining)
+        equal = _equal(remaining, not borne_out, fewest)
+        most = max(each.robust for each in equal)
+        equal = [each for each in equal if each.robust >= (1.0 - EQUAL) * most]
+        first = min(equal, key=lambda each: (-each.worst, each.latency))
         order.append(first)
         remaining = [each for each in remaining if each is not first]
     return order

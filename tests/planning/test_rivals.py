@@ -10,17 +10,19 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.config import load_fleet
+from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.demands import cluster_of
 from muxserve.planning.plan_file import load_plan, save_plan
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
+from muxserve.planning.prediction import PERTURBATIONS, Perturbation, predict
 from muxserve.planning.rivals import EQUAL, Rival, as_way, best_of
 from muxserve.planning.unit_plan import arranged, as_placed
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
 from placement.objective import Objective
-from placement.planner import ClusterPlan
+from placement.planner import ClusterPlan, PlanOptions, plan_cluster
 
 SIZES = ("llama-2-7b", "llama-3.1-8b", "qwen2.5-7b", "llama-2-13b", "qwen2.5-14b")
 
@@ -97,6 +99,68 @@ class TestHalving:
         assert [each.way for each in best_of(rivals, lambda *_: None)] == ["shared"]
 
 
+class TestOtherWorkloads:
+    def test_of_equal_plans_the_one_that_holds_up_best_is_taken_and_no_other_is_tried(self) -> None:
+        rates = {"shared": 3.0, "dedicated": 3.01, "turns": 1.0}
+        plans = {way: replace(plan_of(), value=rate) for way, rate in rates.items()}
+        holds = {3.0: {"burst": 0.4, "more": 0.9}, 3.01: {"burst": 0.9, "more": 0.8}}
+        asked: list[float] = []
+
+        def stress(plan: ClusterPlan) -> dict[str, float]:
+            asked.append(plan.value)
+            return holds[plan.value]
+
+        rivals = [Rival(way, plan) for way, plan in plans.items()]
+        ranked = best_of(rivals, lambda plan, _: PlannedResult(plan.value), stress)  # type: ignore[arg-type, return-value]
+        assert [each.way for each in ranked] == ["dedicated", "shared"]
+        assert sorted(asked) == [3.0, 3.01]
+        assert ranked[0].robust == pytest.approx(0.85)
+
+    def test_a_better_plan_is_taken_whatever_it_does_under_other_workloads(self) -> None:
+        plans = [Rival("shared", replace(plan_of(), value=3.0)), Rival("turns", replace(plan_of(), value=2.9))]
+
+        def stress(plan: ClusterPlan) -> dict[str, float]:
+            raise AssertionError("there is nothing to decide")
+
+        ranked = best_of(plans, lambda plan, _: PlannedResult(plan.value), stress)  # type: ignore[arg-type, return-value]
+        assert ranked[0].way == "shared"
+
+    def test_workloads_differ_in_rates_in_lengths_or_by_a_burst_of_the_busiest(self) -> None:
+        models = [replace(demand("a"), rate=2.0, prompt_tokens=40), replace(demand("b"), rate=1.0, prompt_tokens=40)]
+        memory = {"A100-80GB": device("A100-80GB").memory_bytes}
+        plan = plan_cluster(models, Cluster((Node("A100-80GB", 2),)), Roofline(), memory, PlanOptions())
+
+        def came(perturbed: Perturbation | None) -> tuple[int, int, float]:
+            made = predict(plan, Roofline(), seconds=80.0, perturbed=perturbed).summary
+            a, b = made.models["a"], made.models["b"]
+            return a.requests, b.requests, made.overall.prompt_tokens / made.overall.requests
+
+        a, b, mean = came(None)
+        told = {each.name: came(each) for each in PERTURBATIONS}
+        more, fewer, burst = told["rates +30 %"], told["rates -30 %"], told["one model x3"]
+        assert (more[0] / a, more[1] / b) == pytest.approx((1.3, 1.3), rel=0.25)
+        assert (fewer[0] / a, fewer[1] / b) == pytest.approx((0.7, 0.7), rel=0.25)
+        assert (burst[0] / a, burst[1] / b) == pytest.approx((3.0, 1.0), rel=0.25)
+        assert told["lengths of ShareGPT"][2] > 3 * mean
+
+    def test_the_plan_tells_what_equal_ways_kept_and_how_long_that_took(self, tmp_path: Path) -> None:
+        file = tmp_path / "fleet.yaml"
+        file.write_text(
+            "cluster: { gpus: 2, gpu_type: a100 }\nmodels:\n"
+            "  - { name: a, architecture: llama-2-7b, rate: 1, slo: { ttft_ms: 2000, tpot_ms: 100 } }\n"
+            "  - { name: b, architecture: llama-2-7b, rate: 1, slo: { ttft_ms: 2000, tpot_ms: 100 } }\n"
+        )
+        arguments = ["plan", str(file), "--simulate", "20", "--seconds", "0.5"]
+        data = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+        tried = [each for each in data["candidates"] if each["under_other_workloads"]]
+        assert len(tried) > 1
+        assert all(list(each["under_other_workloads"]) == [p.name for p in PERTURBATIONS] for each in tried)
+        assert data["search"]["robust_seconds"] > 0
+        assert "(--no-robust leaves it out)" in CliRunner().invoke(app, arguments).stdout
+        data = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--no-robust"]).stdout)
+        assert not any(each["under_other_workloads"] for each in data["candidates"])
+
+
 class PlannedResult:
     """As much of a prediction as the objective of throughput asks."""
 
@@ -142,5 +206,6 @@ def test_a_plan_says_who_came_second_and_why(tmp_path: Path) -> None:
     assert "runner-up: " in shown.output
     data = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert len(data["candidates"]) >= 2
-    assert {"way", "about", "score", "latency_mean", "devices_used"} == set(data["candidates"][0])
+    known = {"way", "about", "score", "latency_mean", "devices_used", "under_other_workloads"}
+    assert known == set(data["candidates"][0])
     assert len(load_plan(plan, load_fleet(file, serving=False)).units) == len(data["units"])
