@@ -122,7 +122,7 @@ def test_logs_are_kept_where_they_are_wanted(fleet_file: Path, runtime: Path, tm
 
 
 def test_sigterm_drains_too_and_a_second_signal_ends_at_once(fleet_file: Path, runtime: Path) -> None:
-    (runtime / "slow-gateway").write_text("60")
+    (runtime / "slow-gateway").touch()
     deploy = Deploy(runtime, str(fleet_file), "--port", "0")
     deploy.until("serving at")
     deploy.process.terminate()

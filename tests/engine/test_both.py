@@ -20,6 +20,8 @@ from tests.support import poison
 MODEL = "arithmetic"
 ENGINE = f"{MODEL}/both"
 BLOCK = 64
+# A machine that does other things may be too slow to meet an engine in the middle of something.
+TRIES = 10
 # The others end with their first token, or speak of the prompt only.
 LONGER = [case for case in CASES if case not in ("one-token", "prompt-logprobs")]
 
@@ -87,6 +89,7 @@ def test_nothing_decodes_under_a_lease_to_prefill(family: Engines, answers: dict
     requests = bodies(family, answers, "first", LONGER)
     since = len(family.reports)
     prefill(family, requests)
+    family.until(lambda: all(family.tokens[name] for name in requests))  # they come on another connection
     assert {name: family.tokens[name] for name in requests} == {
         f"first-{case}": answers[case]["tokens"][:1] for case in LONGER
     }
@@ -103,24 +106,31 @@ def test_nothing_decodes_under_a_lease_to_prefill(family: Engines, answers: dict
 
 
 def test_a_lease_to_prefill_cuts_decoding_which_goes_on_later(family: Engines, answers: dict[str, Any]) -> None:
-    early, late = bodies(family, answers, "early", LONGER), bodies(family, answers, "late", LONGER)
+    # On a busy machine they may have ended before the lease to prefill comes, and there is nothing to cut.
+    assert any(cuts(family, answers, str(number)) for number in range(TRIES))
+
+
+def cuts(family: Engines, answers: dict[str, Any], tag: str) -> bool:
+    """Whether something was left to decode when the lease to prefill came."""
+    early, late = bodies(family, answers, f"early{tag}", LONGER), bodies(family, answers, f"late{tag}", LONGER)
     prefill(family, early)
     family.lease(ENGINE, steps=1000, phase="decode")
-    family.until(lambda: len(family.tokens["early-greedy"]) > 4)
+    family.until(lambda: len(family.tokens[f"early{tag}-greedy"]) > 4)
     since = len(family.reports)
     prefill(family, late)
     decoded = [r.tokens - r.prefill_tokens for r in reports(family, since)]
     # What was decoded before came with the first report after it; from the first chunk on there was nothing else.
     first = next(i for i, r in enumerate(reports(family, since)) if r.prefill_tokens)
     assert not any(decoded[first + 1 :])
+    family.until(lambda: all(family.tokens[name] for name in late))
     still = {name: len(family.tokens[name]) for name in early}
     assert {len(family.tokens[name]) for name in late} == {1}
     family.lease(ENGINE, phase="decode")
     family.until(lambda: all(family.finished(name) for name in (*early, *late)))
-    assert any(len(family.tokens[name]) > still[name] for name in early)
-    check(family, answers, "early", LONGER)
-    check(family, answers, "late", LONGER)
+    check(family, answers, f"early{tag}", LONGER)
+    check(family, answers, f"late{tag}", LONGER)
     family.until(lambda: owned(family)[MODEL] == 0)
+    return any(len(family.tokens[name]) > still[name] for name in early)
 
 
 def fails(family: Engines) -> StepFailed:
@@ -172,11 +182,10 @@ def test_one_alone_is_the_only_one_in_every_step(family: Engines, answers: dict[
     admits = [family.admit(name, body) for name, body in requests.items()]
     lease = family.lease(ENGINE, admits, alone=names[1])
     family.until(lambda: family.finished(names[1]))
+    family.until(lambda: len(told := reports(family, lease=lease)) > 1 and told[-1].lease_left == 0)
     # It says that it has the lease before it begins, and that the lease is over when the request is.
     first, *_, last = [m for _, m in family.reports[since:] if isinstance(m, StepReport) and m.lease_id == lease]
     assert (first.steps, first.lease_left > 0) == (0, True)
-    family.until(lambda: reports(family, lease=lease)[-1].lease_left == 0)
-    last = reports(family, lease=lease)[-1]
     assert (last.finished, last.running + last.waiting) == ([names[1]], 2)
     assert {name: len(family.tokens[name]) for name in (names[0], names[2])} == {names[0]: 0, names[2]: 0}
     family.lease(ENGINE)
@@ -203,7 +212,7 @@ def test_prompts_wait_under_a_lease_to_decode(family: Engines, answers: dict[str
     family.until(lambda: any(r.lease_left == 0 for r in reports(family, lease=lease)))
     assert [r.prefill_tokens for r in reports(family, lease=lease)] == [128, 128]
     decode(family, 5)
-    assert len(family.tokens["runs-greedy"]) == 11
+    family.until(lambda: len(family.tokens["runs-greedy"]) == 11)
     assert family.tokens["waits-chunked"] == []
     assert owned(family)[MODEL] > held
     family.lease(ENGINE, phase="prefill")
@@ -246,7 +255,7 @@ def test_a_prompt_takes_no_page_from_one_that_decodes(family: Engines, answers: 
         family.until(lambda: len(family.returned()) > since)
         assert [r.request_id for r in family.returned()[since:]] == ["new"]
         decode(family, 20)
-        assert len(family.tokens["old"]) == 21
+        family.until(lambda: len(family.tokens["old"]) == 21)
     gone(family, ["old"])
 
 
@@ -278,10 +287,11 @@ def test_abort_gives_pages_back_at_any_moment(family: Engines, answers: dict[str
     if moment == "decoding":
         family.lease(ENGINE, phase="decode")
         family.until(lambda: len(family.tokens[name]) > 3)
-    assert (owned(family)[MODEL] > 0) == (moment != "queued")
+    if moment != "decoding":  # then it may end by itself just now
+        assert (owned(family)[MODEL] > 0) == (moment != "queued")
     family.abort(ENGINE, [name])
     family.until(lambda: any(name in report.finished for report in reports(family, since)))
-    assert owned(family)[MODEL] == 0
+    family.until(lambda: owned(family)[MODEL] == 0)
 
 
 def test_cached_prefixes_of_prompts_and_outputs_are_found(family: Engines, answers: dict[str, Any]) -> None:
@@ -333,8 +343,9 @@ def test_requests_move_out_and_back_in(family: Engines, answers: dict[str, Any])
         for name, incarnation in incarnations.items():
             left: Detached = ask(family, Detach(name, incarnation, f"{name}/{moves}", 0), Detached)
             if not left.key:
-                assert family.finished(name), name
+                family.until(lambda name=name: family.finished(name))
                 continue
+            family.until(lambda name=name, left=left: len(family.tokens[name]) >= len(left.output_tokens))
             assert len(left.blocks) == -(-left.computed_tokens // BLOCK)
             admits.append(
                 family.admit(
@@ -405,7 +416,7 @@ def test_it_binds_to_a_new_memory_manager(family: Engines, answers: dict[str, An
     assert isinstance(lost, EngineLost)
     family.serve_both(MODEL, bodies(family, answers, "anew"))
     check(family, answers, "anew")
-    assert owned(family)[MODEL] == 0
+    family.until(lambda: owned(family)[MODEL] == 0)
 
 
 def test_what_is_sampled_is_sent_under_the_decode_engines_number(family: Engines, answers: dict[str, Any]) -> None:

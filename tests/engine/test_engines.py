@@ -112,7 +112,7 @@ def test_steps_run_only_under_a_lease(family: Engines, stock: dict[str, Any]) ->
     # The first with what came with the lease, then when half of it was used, then its end.
     assert [r.lease_left for r in reports] == [4, 2, 0]
     family.until(lambda: len(family.tokens["leased"]) == 6)
-    assert owned(family)[MHA] == 0
+    family.until(lambda: owned(family)[MHA] == 0)
 
 
 @pytest.mark.parametrize("moment", ["queued", "mid-prompt", "handed", "decoding"])
@@ -146,7 +146,7 @@ def test_abort_gives_pages_back_at_any_moment(family: Engines, stock: dict[str, 
         family.abort(f"{MHA}/prefill", [name])
         family.until(lambda: any(name in getattr(r, "finished", []) for _, r in family.reports[since:]))
     client.close()
-    assert owned(family)[MHA] == 0
+    family.until(lambda: owned(family)[MHA] == 0)
 
 
 def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engines, stock: dict[str, Any]) -> None:
@@ -236,13 +236,14 @@ def test_engines_bind_to_a_new_memory_manager(family: Engines, stock: dict[str, 
     os.kill(family.manager.pid, signal.SIGKILL)
     family.manager.wait()
     family.manager = server.start(family.unit_spec)
-    family.until(lambda: any("struck" in message.request_ids for message in family.lost()))
+    # On a busy machine it may have ended before.
+    family.until(lambda: family.finished("struck") or any("struck" in each.request_ids for each in family.lost()))
     # Every engine notices, also the idle ones.
     family.until(lambda: len(family.lost()) >= 2 * len(MODELS))
     for model in MODELS:
         family.serve(model, bodies(family, stock[model], f"anew-{model}"))
         check(family, stock[model], f"anew-{model}")
-    assert not any(owned(family).values())
+    family.until(lambda: not any(owned(family).values()))
 
 
 def test_the_engines_fit_the_pinned_vllm() -> None:

@@ -16,7 +16,7 @@ import pytest
 from muxserve import spec
 from muxserve.memory import server
 from tests.engine.cases import CASES, sampling
-from tests.engine.checks import bodies, check, nothing_owned, owned, workers
+from tests.engine.checks import bodies, check, nothing_owned, workers
 from tests.engine.conftest import SPLIT, TRIED
 from tests.engine.harness import Engines, deployed_model, engines
 from tests.support.patience import until_ended
@@ -167,7 +167,7 @@ def test_workers_hold_the_engines_connection_and_bind_to_a_new_memory_manager(
     family.until(lambda: len(family.lost()) >= lost + 2)
     family.serve(MODEL, bodies(family, stock, "anew", TRIED))
     check(family, stock, "anew", TRIED)
-    assert not any(owned(family).values())
+    nothing_owned(family)
     for phase in ("prefill", "decode"):
         after = shared_connections(family.pids[MODEL, phase])
         assert before[phase]

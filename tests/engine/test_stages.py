@@ -23,6 +23,10 @@ THROTTLED, PLAIN = "throttled", "plain"
 BLOCK = 64
 
 
+# A machine that does other things may be too slow to meet an engine in the middle of something.
+TRIES = 10
+
+
 @pytest.fixture(scope="module")
 def family() -> Iterator[Engines]:
     batching = {THROTTLED: Batching("throttled", iterations=2, max_prefill=96, min_prefill=8), PLAIN: Batching()}
@@ -124,15 +128,20 @@ def test_prompts_come_in_chunks_of_the_budget(family: Engines, answers: dict[str
 
 @pytest.mark.parametrize("model", [THROTTLED, PLAIN])
 def test_requests_let_go_of_in_flight_go_on_elsewhere(family: Engines, answers: dict[str, Any], model: str) -> None:
-    requests = equal(family, f"leaves-{model}", answers, 4, 120)
-    leaving = next(iter(requests))
-    incarnation = decoding(family, model, requests)[leaving]
-    family.lease(f"{model}/both", steps=100_000)
-    family.until(lambda: len(family.tokens[leaving]) > 10)
-    since = len(family.reports)
-    family.send(f"{model}/both", Detach(leaving, incarnation, leaving, 0))
-    family.until(lambda: any(isinstance(m, Detached) for _, m in family.reports[since:]))
-    left = next(m for _, m in family.reports[since:] if isinstance(m, Detached))
+    for number in range(TRIES):
+        requests = equal(family, f"leaves-{model}-{number}", answers, 4, 300)
+        leaving = next(iter(requests))
+        incarnation = decoding(family, model, requests)[leaving]
+        family.lease(f"{model}/both", steps=100_000)
+        family.until(lambda name=leaving: len(family.tokens[name]) > 10)
+        since = len(family.reports)
+        family.send(f"{model}/both", Detach(leaving, incarnation, leaving, 0))
+        family.until(lambda since=since: any(isinstance(m, Detached) for _, m in family.reports[since:]))
+        left = next(m for _, m in family.reports[since:] if isinstance(m, Detached))
+        if left.key:
+            break
+        # On a busy machine it may have ended before.
+        family.until(lambda requests=requests: all(family.finished(name) for name in requests))
     assert left.computed_tokens == len(answers["greedy"]["prompt"]) + len(left.output_tokens) - 1
     family.until(lambda: family.tokens[leaving] == left.output_tokens)
     admit = family.admit(

@@ -17,6 +17,8 @@ from tests.support.tiny_checkpoint import tiny_checkpoint
 
 # A web page that calls the endpoint from a browser.
 PAGE = "https://chat.example.org"
+# CPU time after which the gateway gives up compiling a grammar.
+COMPILE_SECONDS = 1.0
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +58,7 @@ def gateway(rig: Rig) -> Running:
             max_body_bytes=200_000,
             cors_origins=(PAGE,),
             access_log=True,
-            grammars=GrammarLimits(compile_seconds=1.0, compile_bytes=256 << 20),
+            grammars=GrammarLimits(compile_seconds=COMPILE_SECONDS, compile_bytes=256 << 20),
         )
     )
     running.engines()

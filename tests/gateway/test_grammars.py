@@ -13,9 +13,13 @@ import openai
 import psutil
 import pytest
 
+from tests.gateway.conftest import COMPILE_SECONDS
 from tests.gateway.playing import asking, play
 from tests.gateway.rig import Running
 from tests.support.patience import PATIENCE
+
+# A machine that does other things may take longer for what is done at once.
+TRIES = 10
 
 
 def optional_properties(count: int, name: str = "p") -> dict[str, Any]:
@@ -146,21 +150,30 @@ def test_slow_ones_are_ended_and_quick_ones_overtake_them(http: httpx.Client, ga
             message = refused(each.result(PATIENCE))
             assert "gateway.structured_output.compile_timeout" in message or "too much memory" in message
     assert compiler(gateway).children() == []
-    began = time.monotonic()
-    refused(ask(http, structured_outputs={"json": optional_properties(3000, "name0")}))
-    assert time.monotonic() - began < 1.0, "what was said of it was forgotten"
+
+    def said_again() -> bool:
+        began = time.monotonic()
+        refused(ask(http, structured_outputs={"json": optional_properties(3000, "name0")}))
+        return time.monotonic() - began < COMPILE_SECONDS
+
+    assert any(said_again() for _ in range(TRIES)), "what was said of it was forgotten"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_compiling_ends_when_the_client_leaves(gateway: Running, stream: bool) -> None:
     process = compiler(gateway)
-    schema = optional_properties(3000, f"left{stream}")
-    body = {"model": "alpha", "prompt": "hi", "stream": stream, "structured_outputs": {"json": schema}}
-    with asking(gateway, body):
-        until(lambda: bool(process.children()))
-    began = time.monotonic()
-    until(lambda: not process.children())
-    assert time.monotonic() - began < 1.5
+
+    def ends(number: int) -> bool:
+        """Sooner than it would have ended by itself."""
+        schema = optional_properties(3000, f"left{stream}{number}")
+        body = {"model": "alpha", "prompt": "hi", "stream": stream, "structured_outputs": {"json": schema}}
+        began = time.monotonic()
+        with asking(gateway, body):
+            until(lambda: bool(process.children()))
+        until(lambda: not process.children())
+        return time.monotonic() - began < COMPILE_SECONDS
+
+    assert any(ends(number) for number in range(TRIES))
 
 
 def test_a_compiler_that_dies_is_replaced_and_no_request_lost(http: httpx.Client, gateway: Running) -> None:

@@ -23,6 +23,7 @@ from muxserve.replay.prompts import Prompts
 from muxserve.replay.run import Replay
 from muxserve.workload import TraceRequest, write_trace
 from tests.replay.conftest import ROOT, Server
+from tests.support.patience import PATIENCE
 
 Serve = Callable[..., Server]
 
@@ -135,12 +136,13 @@ def test_short_answers_are_told(serve: Serve, tmp_path: Path) -> None:
         ("mute", "the stream ended early"),
         ("garbage", "something that is not a completion"),
         ("error", "error in the stream: the engine died"),
-        ("hang", "no complete answer within 1 s"),
+        ("hang", "no complete answer within 4 s"),
     ],
 )
 def test_failures_are_counted_not_hidden(serve: Serve, tmp_path: Path, model: str, says: str) -> None:
     path = trace(tmp_path / "t.jsonl", ["exact", model], 6, 0.01)
-    result = command(serve(), "-w", path, "--timeout", 1, "-o", tmp_path / "r.json")
+    limit = 4 if model == "hang" else PATIENCE
+    result = command(serve(), "-w", path, "--timeout", limit, "-o", tmp_path / "r.json")
     assert result.exit_code == 1
     summary = read_json(tmp_path / "r.json").runs["replay"]
     assert (summary.models["exact"].completed, summary.models[model].failed) == (3, 3)
@@ -152,12 +154,13 @@ def test_failures_are_counted_not_hidden(serve: Serve, tmp_path: Path, model: st
 
 def test_latencies_alone_give_attainment(serve: Serve, tmp_path: Path) -> None:
     path = trace(tmp_path / "t.jsonl", ["exact"], 10, 0.05)
-    result = command(serve(0.003), "-w", path, "--alone", "--json")
+    # Slow, so that on a busy machine, too, none takes 32 times as long.
+    result = command(serve(0.03), "-w", path, "--alone", "--json")
     assert result.exit_code == 0
     run = json.loads(result.stdout)["runs"]["replay"]
     assert run["slo_scales"][-1] == 32
     assert run["overall"]["attainment"]["latency"][-1] == 1.0
-    assert run["extra"]["alone"]["exact"]["per_output_token"] >= 0.0025
+    assert run["extra"]["alone"]["exact"]["per_output_token"] >= 0.025
 
 
 def test_generators_take_the_servers_models(serve: Serve) -> None:

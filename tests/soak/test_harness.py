@@ -33,6 +33,7 @@ from tests.soak.load import (
 )
 from tests.soak.report import Step, again, by_kind, failures, table, totals
 from tests.soak.schedule import KINDS, chosen, kind_of, possible, random_of
+from tests.support.patience import PATIENCE
 
 
 def test_a_step_is_the_same_whenever_it_is_done() -> None:
@@ -158,6 +159,7 @@ raise SystemExit(7)
     outer = f"""
 import sys
 from tests.soak.confined import ConfinedError, run
+from tests.support.patience import PATIENCE
 try:
     sys.exit(run([sys.executable, "-c", {inner!r}], 16))
 except ConfinedError as error:
@@ -165,7 +167,7 @@ except ConfinedError as error:
     sys.exit(77)
 """
     before = {process.pid for process in psutil.process_iter()}
-    done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     if done.returncode == 77:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 7, done.stdout + done.stderr
