@@ -32,7 +32,7 @@ rm -rf "$logs"
 mkdir -p "$logs"
 declare -A names # of the lanes that run, by process id
 shown=
-declare -A statuses # by name
+declare -A statuses arguments # by name
 failed=()
 passed=()
 
@@ -50,13 +50,20 @@ lane() { # NAME NICENESS COMMAND...: in the background; the lane called `shown` 
 python_lane() { # NAME NICENESS PYTEST'S ARGUMENTS
   local name=$1 niceness=$2
   shift 2
+  arguments[$name]="$*"
   lane "$name" "$niceness" "$python" -m pytest -o "cache_dir=$PWD/$logs/$name.cache" --durations=15 --durations-min=3 "$@"
 }
 
-passes_alone() { # NAME: whether what failed in that lane passes when nothing else runs
-  [ "$mode" != quick ] && [ -e "$logs/$1.cache/v/cache/lastfailed" ] || return
+passes_alone() { # NAME STATUS: whether what failed in that lane passes when nothing else runs
+  [ "$mode" != quick ] && [ -n "${arguments[$1]:-}" ] || return
+  if [ "$2" != 1 ]; then # of pytest: not that tests failed, but that some did not run, as when it was killed
+    echo "== $1: ended with status $2; all of it runs once more, alone"
+    # shellcheck disable=SC2086 (these arguments have no blanks)
+    "$python" -m pytest --reruns 1 ${arguments[$1]} </dev/null
+    return
+  fi
   echo "== $1: what failed runs once more, alone"
-  "$python" -m pytest -o "cache_dir=$PWD/$logs/$1.cache" --last-failed --last-failed-no-failures none </dev/null
+  "$python" -m pytest --reruns 1 -o "cache_dir=$PWD/$logs/$1.cache" --last-failed --last-failed-no-failures none </dev/null
 }
 
 interrupt() {
@@ -126,8 +133,7 @@ lanes=("${failed[@]}")
 failed=()
 for name in "${lanes[@]}"; do
   [ "$name" = "$shown" ] || { echo "== $name" && cat "$logs/$name.log"; }
-  # Status 1 of pytest: tests failed. Any other says that some did not run.
-  [ "${statuses[$name]}" = 1 ] && passes_alone "$name" || failed+=("$name")
+  passes_alone "$name" "${statuses[$name]}" || failed+=("$name")
 done
 if [ ${#failed[@]} -gt 0 ]; then
   echo "== failed: ${failed[*]} (output in $logs/)"

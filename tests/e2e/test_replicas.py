@@ -107,14 +107,16 @@ async def long_prompt_beside_fillers(fleet: Fleet) -> tuple[bool, list[str]]:
         done.append(index)
         return text
 
-    # At once, since the first must not end before the last decodes; they go to the freest, one on each replica.
-    fillers = [asyncio.create_task(filler(index)) for index in range(4)]
-    await until(lambda: sum(of_model(fleet, MODEL, "decoding").values()) + len(done) > 3, "decoded")
+    # Each to the freest, which has none yet when the ones before are seen to decode.
+    fillers: list[asyncio.Task[str]] = []
+    for index in range(4):
+        fillers.append(asyncio.create_task(filler(index)))
+        await until(lambda n=index: sum(of_model(fleet, MODEL, "decoding").values()) + len(done) > n, "decoded")
     if done or [*of_model(fleet, MODEL, "decoding").values()] != [1] * 4:
         return True, await asyncio.gather(*fillers)
     free = await asyncio.to_thread(free_tokens, fleet)
-    need = 1950
-    if not all(tokens < need for tokens in free.values()):  # a filler has ended meanwhile, or is at its beginning
+    need = 2000
+    if not all(tokens < need for tokens in free.values()):  # a filler has ended meanwhile
         return True, await asyncio.gather(*fillers)
     done_at_first_token: list[int] = []
     assert await generate(fleet, need, 4, 99, lambda: done_at_first_token.append(len(done)))

@@ -105,10 +105,10 @@ async def test_as_many_as_may_wait(controller: Controller, monkeypatch: pytest.M
 
 def test_at_a_real_gateway(gateway: Running, guarded: Running) -> None:
     order = {"model": "alpha", "replicas": 2}
-    assert httpx.post(f"{gateway.url}/admin/scale", json=order).status_code == 403  # it has no keys
-    assert httpx.post(f"{guarded.url}/admin/scale", json=order).status_code == 401
+    assert httpx.post(f"{gateway.url}/admin/scale", json=order, timeout=PATIENCE).status_code == 403  # it has no keys
+    assert httpx.post(f"{guarded.url}/admin/scale", json=order, timeout=PATIENCE).status_code == 401
     key = {"Authorization": "Bearer first-key"}
-    assert httpx.get(f"{guarded.url}/admin/scale", headers=key).status_code == 405
-    answer = httpx.post(f"{guarded.url}/admin/scale", json=order, headers=key)
+    assert httpx.get(f"{guarded.url}/admin/scale", headers=key, timeout=PATIENCE).status_code == 405
+    answer = httpx.post(f"{guarded.url}/admin/scale", json=order, headers=key, timeout=PATIENCE)
     assert answer.status_code == 409  # there is no controller behind it
     assert "has ended" in answer.json()["error"]["message"]

@@ -12,8 +12,11 @@ import openai
 import pytest
 
 from tests.gateway.playing import asking, play
-from tests.gateway.rig import Running
+from tests.gateway.rig import Rig, Running
+from tests.gateway.unit_specs import model, unit_spec
 from tests.support.patience import PATIENCE, eventually
+from tests.support.ports import free_port
+from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
 def test_keys(guarded: Running) -> None:
@@ -86,9 +89,19 @@ def test_a_client_that_leaves_the_queue_never_enters(guarded: Running) -> None:
     assert [e["script"]["say"] for e in guarded.events(mark, "submit")] == ["stays"]
 
 
-def test_draining_lets_running_requests_finish(guarded: Running) -> None:
-    """Last of the tests with this gateway: it ends."""
-    mark = guarded.mark()
+@pytest.fixture
+def leaving(rig: Rig, gateway: Running) -> Running:
+    """One that may end. Started after `gateway`."""
+    directory = rig.directory / "leaving"
+    directory.mkdir()
+    models = [model("alpha", tiny_checkpoint())]
+    running = rig.start(unit_spec(directory, models, unit="leaving", port=free_port(), api_keys=["first-key"]))
+    running.engines()
+    return running
+
+
+def test_draining_lets_running_requests_finish(leaving: Running) -> None:
+    mark = leaving.mark()
     headers = {"Authorization": "Bearer first-key"}
     got: list[str] = []
     begun = threading.Event()
@@ -96,27 +109,27 @@ def test_draining_lets_running_requests_finish(guarded: Running) -> None:
     def stream() -> None:
         body = {"prompt": play("to the end", hold=4), "stream": True}
         with httpx.stream(
-            "POST", f"{guarded.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE
+            "POST", f"{leaving.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE
         ) as answer:
             for line in answer.iter_lines():
                 begun.set()
                 if line.startswith("data: {"):
                     got.append(json.loads(line[6:])["choices"][0]["text"])
 
-    with httpx.Client(base_url=guarded.url, headers=headers, timeout=PATIENCE) as http, ThreadPoolExecutor(1) as pool:
+    with httpx.Client(base_url=leaving.url, headers=headers, timeout=PATIENCE) as http, ThreadPoolExecutor(1) as pool:
         running = pool.submit(stream)
-        guarded.wait("held", mark)
+        leaving.wait("held", mark)
         begun.wait(PATIENCE)
-        guarded.terminate()
+        leaving.terminate()
         while (answer := http.get("/health")).status_code == 200:
             pass
         assert (answer.status_code, answer.json()["status"]) == (503, "draining")
         answer = http.post("/v1/completions", json={"prompt": play("too late")})
         assert answer.status_code == 503
         assert answer.json()["error"]["type"] == "ServiceUnavailableError"
-        guarded.tell_unit("go")
+        leaving.tell_unit("go")
         running.result(PATIENCE)
     assert "".join(got) == "to the end"
-    assert guarded.exit_status() == 0
+    assert leaving.exit_status() == 0
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{guarded.url}/health")
+        httpx.get(f"{leaving.url}/health")

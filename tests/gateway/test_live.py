@@ -177,13 +177,15 @@ async def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------ a real gateway
 
 
-def first_frame(url: str, **headers: str) -> dict[str, Any]:
+def frame_with(url: str, what: str, **headers: str) -> dict[str, Any]:
+    """The first that has that; a unit that answers late is in a later one."""
     with httpx.stream("GET", f"{url}/ui/events", headers=headers, timeout=PATIENCE) as answer:
         assert answer.headers["content-type"] == "text/event-stream"
-        line = next(line for line in answer.iter_lines() if line)
-    frame = json.loads(line.removeprefix("data: "))
-    assert isinstance(frame, dict)
-    return frame
+        for line in answer.iter_lines():
+            frame: dict[str, Any] = json.loads(line.removeprefix("data: ") or "{}")
+            if frame.get(what):
+                return frame
+    raise AssertionError(f"the stream ended without {what}")
 
 
 def test_the_page_is_served(http: httpx.Client) -> None:
@@ -204,7 +206,7 @@ def test_the_page_is_served(http: httpx.Client) -> None:
 def test_a_frame_of_a_real_gateway(gateway: Running, http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"model": "beta", "prompt": play("hello")})
     assert answer.status_code == 200
-    frame = first_frame(gateway.url)
+    frame = frame_with(gateway.url, "jobs")
     alpha, beta = frame["models"]
     assert (alpha["name"], beta["name"], beta["status"]) == ("alpha", "beta", "up")
     assert beta["requests"] >= 1
@@ -218,10 +220,10 @@ def test_a_frame_of_a_real_gateway(gateway: Running, http: httpx.Client) -> None
 
 
 def test_a_page_of_a_fleet_with_keys(guarded: Running) -> None:
-    assert httpx.get(f"{guarded.url}/ui").status_code == 200  # without anything of the fleet
-    assert httpx.get(f"{guarded.url}/ui/app.js").status_code == 200
-    assert httpx.get(f"{guarded.url}/ui/events").status_code == 401
-    assert first_frame(guarded.url, Authorization="Bearer first-key")["models"][0]["name"] == "alpha"
+    assert httpx.get(f"{guarded.url}/ui", timeout=PATIENCE).status_code == 200  # without anything of the fleet
+    assert httpx.get(f"{guarded.url}/ui/app.js", timeout=PATIENCE).status_code == 200
+    assert httpx.get(f"{guarded.url}/ui/events", timeout=PATIENCE).status_code == 401
+    assert frame_with(guarded.url, "models", Authorization="Bearer first-key")["models"][0]["name"] == "alpha"
 
 
 def test_off(tmp_path: Path) -> None:
@@ -248,7 +250,11 @@ def test_the_library_is_the_one_that_was_published(tmp_path: Path) -> None:
         pytest.skip("there is no npm to compare it with")
     try:
         packed = subprocess.run(
-            [npm, "pack", "--silent", LIBRARY[0]], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
+            [npm, "pack", "--silent", "--fetch-retries=0", "--fetch-timeout=10000", LIBRARY[0]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
     except subprocess.TimeoutExpired:
         pytest.skip("npm reaches no registry")

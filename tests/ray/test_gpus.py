@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.program("gpus")
 def test_units_are_on_the_gpus_that_ray_gives_them_and_leave_nothing_there(said: Callable[[float], str]) -> None:
-    text = said(540)
+    text = said(280)
     for step in (
         "every node is examined",
         "two units, each on the GPUs of a node",

@@ -14,7 +14,7 @@ import pytest
 
 @pytest.mark.program("scenario")
 def test_units_on_two_nodes_are_started_moved_and_ended(said: Callable[[float], str]) -> None:
-    text = said(540)
+    text = said(280)
     for step in (
         "a controller that dies takes its units along",
         "two units on two nodes",
