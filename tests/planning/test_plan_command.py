@@ -92,7 +92,7 @@ class TestCommand:
             f"  - {{ name: a, architecture: llama-7b, rate: 0.43, {model} }}\n"
             f"  - {{ name: b, architecture: llama-13b, rate: 0.21, {model} }}\n"
         )
-        sweep = ("--sweep", "gpus=1..3", "--simulate", 60, "--seconds", 1)
+        sweep = ("--sweep", "gpus=1..3", "--simulate", 60, "--seconds", 60)
         code, out, _ = run(file, *sweep, "--json", "--html", page)
         assert code == 0
         data = json.loads(out)

@@ -150,7 +150,7 @@ class TestOtherWorkloads:
             "  - { name: a, architecture: llama-2-7b, rate: 1, slo: { ttft_ms: 2000, tpot_ms: 100 } }\n"
             "  - { name: b, architecture: llama-2-7b, rate: 1, slo: { ttft_ms: 2000, tpot_ms: 100 } }\n"
         )
-        arguments = ["plan", str(file), "--simulate", "20", "--seconds", "0.5"]
+        arguments = ["plan", str(file), "--simulate", "20", "--seconds", "60"]
         data = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
         tried = [each for each in data["candidates"] if each["under_other_workloads"]]
         assert len(tried) > 1
