@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -37,6 +37,9 @@ from muxserve.gateway.pooling import POOLING, prompts_of
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.tenants import RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
 from muxserve.spec import GatewaySpec
+
+if TYPE_CHECKING:
+    from muxserve.gateway.tracing import Tracing
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("muxserve.access")
@@ -88,6 +91,7 @@ class GatewayApp:
         open_pages: those of them that need no key.
         settings: the largest body taken, and whether each request that ended leaves a line in the log.
         apps: what answers at paths of its own, for admins.
+        tracing: makes the spans of requests.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class GatewayApp:
         open_pages: frozenset[str],
         settings: GatewaySpec,
         apps: Mapping[str, App] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.models = models
         self.keys = keys
@@ -111,6 +116,7 @@ class GatewayApp:
         self._measures = measures
         self._pages = dict(pages)
         self._apps = dict(apps or {})
+        self._tracing = tracing
         self._open_pages = open_pages
         self._settings = settings
         self.bodies = BodyMemory(settings.max_body_bytes)
@@ -129,10 +135,19 @@ class GatewayApp:
             return
         http = HttpRequest(time.monotonic())
         current_http.set(http)
+        if self._tracing is not None and scope["method"] == "POST":
+            path = scope["path"]
+            if path.startswith(MODELS):
+                path = f"/{path.removeprefix(MODELS).partition('/')[2]}"
+            if path in POSTS - COMPUTE:
+                http.trace = self._tracing.begin(scope["headers"], path, http.arrival)
         answer = _Answer(send, http, self)
         try:
             await self._answer(scope, receive, answer, http)
         finally:
+            if http.trace is not None:
+                tenant = http.tenant.name if http.tenant is not None else ""
+                http.trace.finish(http.model, tenant, answer.status, time.monotonic())
             if self._settings.access_log:
                 host, port = scope.get("client") or ("-", 0)
                 took = time.monotonic() - http.arrival

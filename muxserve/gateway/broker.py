@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import zmq
 
@@ -26,6 +26,7 @@ from muxserve.wire import (
     Message,
     NotPlaced,
     Placed,
+    RequestTrace,
     StateReply,
     StateRequest,
     TimelineReply,
@@ -33,6 +34,9 @@ from muxserve.wire import (
     TokensHeader,
     Waits,
 )
+
+if TYPE_CHECKING:
+    from muxserve.gateway.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -98,15 +102,23 @@ class Broker:
         epoch: this process.
         measures: where ends, repetitions and moves are counted.
         waits: is told when prompts are submitted, have their first token, or lose what served them.
+        tracing: takes the spans of traced requests.
     """
 
     def __init__(
-        self, fleet: FleetSpec, index: int, epoch: str, measures: Measures, waits: PredictedWaits | None = None
+        self,
+        fleet: FleetSpec,
+        index: int,
+        epoch: str,
+        measures: Measures,
+        waits: PredictedWaits | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.table = RequestTable(epoch)
         self.router = Router(self.table)
         self.measures = measures
         self.waits = waits or PredictedWaits()
+        self.tracing = tracing
         self._fleet = fleet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tokens = TokensSocket(self._context, epoch, fleet.tokens_address(index), self._take_tokens)
@@ -192,7 +204,10 @@ class Broker:
         self.waits[request.model].submitted(request.context, request.prompt_tokens)
         if request.choice == 0 and request.context is not None and request.context.tenant is not None:
             request.context.tenant.prompted(request.prompt_tokens)
-        self.router.submit(request, time.monotonic())
+        now = time.monotonic()
+        if request.traced and self.tracing is not None:
+            self.tracing.submitted(request, now)
+        self.router.submit(request, now)
         self._flush()
         self._look_later()
 
@@ -200,7 +215,7 @@ class Broker:
         """The front end wants no more of these requests."""
         gone = self.table.cancel(model, front_ids)
         for request in gone:
-            self.measures.ended(request, outcome(request), time.monotonic())
+            self._ended(request, outcome(request), time.monotonic())
         self.router.cancel(gone)
         self._flush()
 
@@ -258,6 +273,9 @@ class Broker:
             self._states.answer(unit, message.state)
         elif isinstance(message, TimelineReply):
             self._timelines.answer(unit, message)
+        elif isinstance(message, RequestTrace):
+            if self.tracing is not None:
+                self.tracing.told(unit, message, time.monotonic())
         else:
             log.warning("unexpected %s from the unit scheduler of %s", type(message).__name__, unit)
 
@@ -302,7 +320,7 @@ class Broker:
             if request.first_token_at == now:
                 self.waits[request.model].answered(request.context, request.prompt_tokens, now)
             if output.finish_reason is not None:
-                self.measures.ended(request, RequestOutcome.of_finish(output.finish_reason), now)
+                self._ended(request, RequestOutcome.of_finish(output.finish_reason), now)
                 self.router.finished(request)
         front_end.deliver(batch, header.engine, ready)
         for request in taken.dropped:
@@ -310,6 +328,11 @@ class Broker:
         self._flush()
 
     # ------------------------------------------------------------ inside
+
+    def _ended(self, request: Tracked, outcome: RequestOutcome, now: float) -> None:
+        self.measures.ended(request, outcome, now)
+        if request.traced and self.tracing is not None:
+            self.tracing.ended(request, outcome.value, now)
 
     def _flush(self) -> None:
         """Do what the router has decided."""
@@ -325,12 +348,16 @@ class Broker:
                 for message in scheduler:
                     self.scheduler.send(message)
             again, out.again = out.again, []
-            for model, why in again:
-                self.measures.resubmitted(model, why)
-                self.waits[model].interrupted()
+            for request, why in again:
+                self.measures.resubmitted(request.model, why)
+                self.waits[request.model].interrupted()
+                if request.traced:
+                    request.context.trace.repeated(why)
             moved, out.moved = out.moved, []
-            for model, source, destination in moved:
-                self.measures.moved(model, source, destination)
+            for request, source, destination in moved:
+                self.measures.moved(request.model, source, destination)
+                if request.traced:
+                    request.context.trace.moved(source, destination)
             failed, out.failed = out.failed, []
             for request, text, failure in failed:
                 self._fail(request, text, failure)
@@ -344,7 +371,7 @@ class Broker:
 
     def _fail(self, request: Tracked, message: str, failure: Failure) -> None:
         """End `request`, no longer in the table, and those that share its fate (its siblings when n > 1)."""
-        self.measures.ended(
+        self._ended(
             request, RequestOutcome.REFUSED if failure is Failure.NEVER else RequestOutcome.FAILED, time.monotonic()
         )
         if failure in (Failure.LATE, Failure.DEGRADED) and request.context is not None:

@@ -84,6 +84,7 @@ class UnitEngineClient(EngineCoreClient):
                 execution=priority.execution,
                 tenant=tenant.name if tenant is not None else "",
                 weight=tenant.weight if tenant is not None else 1.0,
+                traced=http is not None and http.trace is not None,
                 choice=self._choice(front_id),
                 group=http.group_of(wire_id) if http is not None else "",
                 context=http,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -36,8 +38,13 @@ from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, ModelSpec, load_fleet
 from muxserve.vllm.pin import VLLM_VERSION
 
+if TYPE_CHECKING:
+    from muxserve.gateway.tracing import Tracing
+
 log = logging.getLogger(__name__)
 
+# OpenTelemetry's own names for where traces go.
+TRACE_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 # Of the global registry only what is about the process; the rest carries a model's name that may be another's.
 GLOBAL_METRICS = ("process_", "python_", "http_")
 
@@ -58,7 +65,8 @@ class Gateway:
         self.measures = Measures(fleet.models, self.registry)
         self.tenancy = Tenancy(fleet, index, self.registry)
         waits = PredictedWaits()
-        self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures, waits)
+        self.tracing = _tracing()
+        self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures, waits, self.tracing)
         self.limiter = ConcurrencyLimiter(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.limiter)
@@ -111,6 +119,7 @@ class Gateway:
             pages=pages.table() | files,
             open_pages=pages.OPEN | files.keys(),
             settings=self.fleet.gateway,
+            tracing=self.tracing,
             apps=(page.apps() if shown else {}) | changes.apps(),
         )
         self._endpoint.models_sleep = self.fleet.residency is not None
@@ -129,6 +138,8 @@ class Gateway:
         self.grammars.close()
         self.broker.close()
         self.tenancy.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     async def _follow(self) -> None:
         while True:
@@ -199,6 +210,19 @@ class Gateway:
         for name in self.measures.models - {model.name for model in self.fleet.models}:
             self.measures.remove(name)
         self._to_offer.set()
+
+
+def _tracing() -> Tracing | None:
+    """What makes spans, if the environment names where they go."""
+    if not any(os.environ.get(name) for name in TRACE_ENDPOINTS) or os.environ.get("OTEL_SDK_DISABLED") == "true":
+        return None
+    try:
+        from muxserve.gateway import tracing
+
+        return tracing.Tracing(tracing.otlp())
+    except ImportError as error:
+        log.error("there are no traces: %s; pip install 'muxserve[otel]'", error)
+        return None
 
 
 def _is_refusal(error: Exception) -> bool:

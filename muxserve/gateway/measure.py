@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -20,6 +20,9 @@ from muxserve.gateway.tenants import TenantTurn, Used
 from muxserve.metrics import Objectives, time_per_token
 from muxserve.metrics.live import LATENCY_WINDOW_SECONDS, ModelLoad
 from muxserve.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from muxserve.gateway.tracing import HttpTrace
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
@@ -37,6 +40,7 @@ class HttpRequest:
     group: str = ""
     model: str = ""
     tenant: TenantTurn | None = None
+    trace: HttpTrace | None = None
 
     def group_of(self, request_id: str) -> str:
         """What the requests to units that this one makes have in common: the id of the first of them."""

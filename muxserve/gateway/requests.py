@@ -59,6 +59,7 @@ class Tracked:
     choice: int = 0
     tenant: str = ""
     weight: float = 1.0
+    traced: bool = False
     context: Any = None
     attempt: int = 0
     tries: int = 1
@@ -95,6 +96,7 @@ class Tracked:
             group=self.group,
             tenant=self.tenant,
             weight=self.weight,
+            traced=self.traced,
             failures=self.failures,
         )
 
@@ -359,11 +361,11 @@ class Failure(Enum):
 @dataclass(slots=True)
 class RouterOutbox:
     """What `Router` wants done, each in order: messages by unit, messages to the global scheduler, requests that end
-    with an error (no longer in the table), and what is to be counted: (model, reason) of requests that are served
-    again, and (model, source, destination) of those that moved."""
+    with an error (no longer in the table), and what is to be counted: (request, reason) of those that are served
+    again, and (request, source, destination) of those that moved."""
 
     units: list[tuple[str, Message]] = field(default_factory=list)
     scheduler: list[Message] = field(default_factory=list)
     failed: list[tuple[Tracked, str, Failure]] = field(default_factory=list)
-    again: list[tuple[str, str]] = field(default_factory=list)
-    moved: list[tuple[str, str, str]] = field(default_factory=list)
+    again: list[tuple[Tracked, str]] = field(default_factory=list)
+    moved: list[tuple[Tracked, str, str]] = field(default_factory=list)

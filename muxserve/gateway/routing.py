@@ -167,7 +167,7 @@ class Router:
             self.placing.fail(request, "engines dropped the request again and again", Failure.AGAIN)
             return
         self.table.rename(request)
-        self.out.again.append((request.model, why))
+        self.out.again.append((request, why))
         if unit in self.placing.up and unit in self.placing.replicas(request.model):
             self.placing.give(request, unit, now)
         else:
@@ -219,7 +219,7 @@ class Router:
         if source == unit:
             return
         self.table.assign(request, unit)
-        self.out.moved.append((request.model, source, unit))
+        self.out.moved.append((request, source, unit))
 
     def _leave(self, requests: Iterable[Tracked], now: float, why: str, died: bool, last: str = "") -> None:
         """These requests' present attempt is over, wherever it was; they are placed again."""
@@ -244,7 +244,7 @@ class Router:
         going_on = []
         for request in requests:
             if self.table.next_attempt(request, died):
-                self.out.again.append((request.model, why))
+                self.out.again.append((request, why))
                 going_on.append(request)
             else:
                 text = f"the request was tried {request.tries} times, and each time whoever served it died"

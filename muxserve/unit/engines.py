@@ -278,6 +278,8 @@ class EngineTable:
             grant = grant._replace(steps=min(grant.steps, turn.steps))
         alone = turn.request_id if turn is not None else ""
         self._state.ledger.granted(grant, self._lease_id, now, alone)
+        if self._table.traced:
+            self._table.leased(grant, now)
         admits = [self._table.admit(self._state.ledger.requests[request_id]) for request_id in grant.admit]
         phase = cast(EnginePhase, str(grant.phase))
         lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone, grant.share)

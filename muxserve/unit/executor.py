@@ -101,6 +101,7 @@ class UnitExecutor:
 
     def handle(self, peer: bytes, message: Message, now: float) -> None:
         """Take in a message of the peer with that ZeroMQ identity."""
+        self._state.now = now
         match message:
             case StepReport():
                 self.engines.reported(peer, message, now)
@@ -158,6 +159,7 @@ class UnitExecutor:
 
     def turn(self, now: float) -> list[tuple[bytes, Message]]:
         """Decide on what has been heard; returns messages and whom to send them to, in order."""
+        self._state.now = now
         self._pages.turn(now)
         self.engines.turn(now)
         self.degraded.turn(now)

@@ -30,7 +30,7 @@ from muxserve.scheduling.loads import view_of
 from muxserve.scheduling.state import LiveRequest, ModelState
 from muxserve.scheduling.types import Phase, RequestPlace
 from muxserve.unit.replicas import load_of_replica
-from muxserve.unit.request_table import UnitRequestTable
+from muxserve.unit.request_table import HAND_OVER, MOVE, UnitRequestTable
 from muxserve.unit.state import UnitState
 from muxserve.wire import (
     Blocks,
@@ -480,9 +480,11 @@ class Departures:
         held = self._table.held[request_id]
         held.key, held.output_tokens, held.foreign = message.key, message.output_tokens, False
         held.computed_tokens = message.computed_tokens
+        self._table.staged(request_id, MOVE, now)
         if move is None or message.since != move.until:
             # The move was given up meanwhile.
             self._state.ledger.stays(request_id, now)
+            self._table.staged(request_id, HAND_OVER, now)
             return
         move.detached_at = now
         move.total = -(-message.computed_tokens // move.live.model.block_tokens)
@@ -510,6 +512,7 @@ class Departures:
             moves=held.moves + 1,
             tenant=live.tenant,
             weight=live.weight,
+            traced=held.stages is not None,
         )
         self._state.send(MIGRATOR, MoveCommit(move.name, request))
 
@@ -545,6 +548,7 @@ class Departures:
         held = self._table.held[request_id]
         if not uncertain and held.key:
             self._state.ledger.stays(request_id, now)
+            self._table.staged(request_id, HAND_OVER, now)
             return
         if held.key:
             self._state.memory.drop(model.name, held.key)

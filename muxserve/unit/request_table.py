@@ -12,7 +12,7 @@ from itertools import repeat
 from muxserve.net.server import shown
 from muxserve.scheduling.quarantine import Quarantine, is_culprit, is_known
 from muxserve.scheduling.state import LiveRequest, ModelState
-from muxserve.scheduling.types import QueuedRequest, RequestPlace
+from muxserve.scheduling.types import Grant, Phase, QueuedRequest, RequestPlace
 from muxserve.unit.state import UnitState
 from muxserve.wire import (
     Abort,
@@ -25,16 +25,20 @@ from muxserve.wire import (
     Prefilled,
     Refused,
     RequestFailed,
+    RequestTrace,
     Returned,
     Submit,
     TakeOver,
     TookOver,
+    TraceStage,
     UnitHello,
 )
 
 log = logging.getLogger(__name__)
 
 GATEWAY = b"gateway/"
+# Stages of a traced request.
+QUEUE, PREFILL_STAGE, HAND_OVER, DECODE_STAGE, MOVE = "queue", "prefill", "hand_over", "decode", "move"
 
 
 @dataclass(slots=True)
@@ -52,6 +56,8 @@ class RequestEntry:
     foreign: bool = False
     # Migrations within this attempt.
     moves: int = 0
+    # Of one that is traced: what it began to go through, and when.
+    stages: list[tuple[str, float]] | None = None
 
 
 @dataclass(slots=True)
@@ -68,6 +74,8 @@ class UnitRequestTable:
 
     def __init__(self, state: UnitState) -> None:
         self.held: dict[str, RequestEntry] = {}
+        # Those of them that are traced.
+        self.traced = 0
         self.gateways: dict[bytes, GatewayEntry] = {}
         self.quarantine = Quarantine()
         self._state = state
@@ -130,6 +138,8 @@ class UnitRequestTable:
         self.held[submit.request_id] = RequestEntry(
             peer, submit.attempt, submit.body, submit.output_tokens, scheduling=submit.scheduling
         )
+        if submit.traced:
+            self._trace(submit.request_id, QUEUE, now)
         self.quarantine.came(submit.request_id, submit.failures, done)
         self._state.ledger.arrived(
             QueuedRequest(
@@ -227,7 +237,36 @@ class UnitRequestTable:
     def forget(self, request_id: str) -> RequestEntry | None:
         """A request is no longer here; returns what was kept of it."""
         self.quarantine.left(request_id)
-        return self.held.pop(request_id, None)
+        held = self.held.pop(request_id, None)
+        if held is not None and held.stages is not None:
+            self.traced -= 1
+            now = self._state.now
+            stages = [TraceStage(name, max(0.0, now - at)) for name, at in held.stages]
+            self._state.send(held.gateway, RequestTrace(request_id, held.attempt, held.moves, stages))
+        return held
+
+    def leased(self, grant: Grant, now: float) -> None:
+        """An engine has a lease. Only to be told while some requests are `traced`."""
+        model = self._state.ledger.by_name[grant.model]
+        for request_id in grant.admit if grant.phase is Phase.DECODE else {**model.prefilling, **model.decoding}:
+            held = self.held[request_id]
+            if held.stages is None:
+                continue
+            decodes = request_id in model.decoding
+            if decodes and held.stages[-1][0] != DECODE_STAGE:
+                held.stages.append((DECODE_STAGE, now))
+            elif not decodes and grant.phase is not Phase.DECODE:
+                held.stages.append((PREFILL_STAGE, now))
+
+    def staged(self, request_id: str, name: str, now: float) -> None:
+        """A request begins to go through what is called so."""
+        held = self.held.get(request_id)
+        if held is not None and held.stages is not None:
+            held.stages.append((name, now))
+
+    def _trace(self, request_id: str, name: str, now: float) -> None:
+        self.held[request_id].stages = [(name, now)]
+        self.traced += 1
 
     def _let_go(self, request_ids: Iterable[str]) -> dict[bytes, tuple[list[str], list[int]]]:
         """Forget these requests; returns them with their attempts by gateway."""
@@ -254,11 +293,13 @@ class UnitRequestTable:
         held.computed_tokens = message.computed_tokens
         held.output_tokens = message.output_tokens
         held.foreign = False
+        self.staged(message.request_id, HAND_OVER, now)
 
     def prefilled(self, message: Prefilled, now: float) -> None:
         """An engine of both phases has the first token of a request."""
         if self._state.ledger.prefilled(message.request_id, message.incarnation, len(message.output_tokens), now):
             self.held[message.request_id].output_tokens = message.output_tokens
+            self.staged(message.request_id, DECODE_STAGE, now)
 
     def returned(self, message: Returned, now: float) -> None:
         """An engine had no pages for a request; it queues again, unless it outgrew what its model can ever have."""
@@ -267,6 +308,7 @@ class UnitRequestTable:
         held = self.held[message.request_id]
         held.output_tokens = message.output_tokens
         held.key = ""
+        self.staged(message.request_id, QUEUE, now)
         live = self._state.ledger.requests[message.request_id]
         if self.too_long(held.gateway, live.request_id, held.attempt, live.model, live.tokens):
             self.drop([live.request_id], now)
@@ -302,6 +344,8 @@ class UnitRequestTable:
             foreign=True,
             moves=request.moves,
         )
+        if request.traced:
+            self._trace(request.request_id, HAND_OVER, now)
         self._state.ledger.taken_over(
             QueuedRequest(
                 request.request_id,

@@ -36,6 +36,8 @@ class UnitState:
     ledger: UnitLedger = field(init=False)
     levels: dict[str, Levels] = field(init=False)
     messages: list[tuple[bytes, Message]] = field(default_factory=list)
+    # The time of what is being handled.
+    now: float = 0.0
     terminating: set[str] = field(default_factory=set)
     moving_in: dict[str, int] = field(default_factory=dict)
     moving_out: Counter[str] = field(default_factory=Counter)

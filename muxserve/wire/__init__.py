@@ -82,6 +82,7 @@ from muxserve.wire.unit import (
     Prefilled,
     Refused,
     RequestFailed,
+    RequestTrace,
     Reset,
     Retire,
     Returned,
@@ -96,6 +97,7 @@ from muxserve.wire.unit import (
     TimelineReply,
     TimelineRequest,
     TokensHeader,
+    TraceStage,
     UnitHello,
 )
 
@@ -154,6 +156,7 @@ __all__ = [
     "Refused",
     "ReplicaEnded",
     "RequestFailed",
+    "RequestTrace",
     "Reset",
     "Retire",
     "Returned",
@@ -179,6 +182,7 @@ __all__ = [
     "TimelineRequest",
     "TokensHeader",
     "TookOver",
+    "TraceStage",
     "UnitHello",
     "Unpaired",
     "Unplace",
@@ -195,7 +199,7 @@ AnyMessage = Union[
     MoveStaged, MoveCommit, MoveCommitted, MoveFailed, MoveAbort, PeerOpen, PeerOpened, PeerPages, PeerStaged,
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive,
     RollingReport, Waits, ShowRequests, HeldRequests, Degraded, EngineSuspect, RequestFailed, StepFailed,
-    TimelineRequest, TimelineReply,
+    TimelineRequest, TimelineReply, RequestTrace,
     MemoryReport, ReplicaEnded,
 ]  # fmt: skip
 

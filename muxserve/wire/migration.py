@@ -225,6 +225,7 @@ class Moving(Message):
     moves: int = 0
     tenant: str = ""
     weight: float = 1.0
+    traced: bool = False
 
 
 class TakeOver(Message):

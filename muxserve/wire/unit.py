@@ -63,7 +63,8 @@ class Submit(Message):
     `output_tokens` are the tokens already sent to the client; they stay output tokens when the request is prefilled
     again. `priority` follows vLLM: lower is served earlier. `scheduling` and `execution` name the request's levels
     (`muxserve.replicas.priorities`); the gateway has put the rank of the former into `priority`. Prompts and choices
-    that a client asked for at once are of one `group`. Service is fair among tenants, by their `weight`.
+    that a client asked for at once are of one `group`. Service is fair among tenants, by their `weight`. Of
+    those that are `traced` the unit tells what they went through (`RequestTrace`).
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class Submit(Message):
     tenant: str = ""
     weight: float = 1.0
     failures: Failures = Failures()
+    traced: bool = False
 
 
 class Cancel(Message):
@@ -124,6 +126,23 @@ class RequestFailed(Message):
     request_id: str
     attempt: Count
     message: str
+
+
+class TraceStage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a request began to go through `ago` seconds before it was told: queue, prefill (one for each lease),
+    hand_over, decode, move."""
+
+    name: str
+    ago: Seconds
+
+
+class RequestTrace(Message):
+    """What a traced request went through in a unit, which it has left now: one stage after the other."""
+
+    request_id: str
+    attempt: Count
+    moves: Count
+    stages: list[TraceStage]
 
 
 class Refused(Message):

@@ -44,6 +44,7 @@ from muxserve.wire import (
     Lost,
     Message,
     Refused,
+    RequestTrace,
     StateReply,
     StateRequest,
     Submit,
@@ -51,6 +52,7 @@ from muxserve.wire import (
     TimelineRequest,
     TokensHeader,
     TookOver,
+    TraceStage,
     UnitHello,
     decode,
     encode,
@@ -190,6 +192,9 @@ class FakeUnit:
             structured=params.structured_outputs is not None,
             script=script,
         )
+        if message.traced:
+            stages = [TraceStage("queue", 0.02), TraceStage("prefill", 0.01)]
+            self.answer(gateway, RequestTrace(message.request_id, message.attempt, 0, stages))
         if "refuse" in script:
             self.answer(gateway, Refused(message.request_id, message.attempt, script["refuse"]))
             return

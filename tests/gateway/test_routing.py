@@ -340,7 +340,7 @@ def test_a_request_moves_within_its_attempt() -> None:
     told.sent()
     told.take("b", TookOver(request.request_id, 0, 1))
     assert (request.unit, request.attempt) == ("b", 0)
-    assert told.router.out.moved == [(MODEL, "a", "b")]
+    assert [(r.model, *way) for r, *way in told.router.out.moved] == [(MODEL, "a", "b")]
     assert told.sent() == []
     # Its old unit did not learn that it arrived.
     told.take("a", Lost([request.request_id], [request.attempt], "destination silent"))

@@ -171,9 +171,9 @@ class Bench:
         )
         return self.report(f"{model}/prefill", handed=[handed], tokens=20, running=0)
 
-    def decoding(self, request_id: str, model: str = "a") -> Admit:
+    def decoding(self, request_id: str, model: str = "a", **more: Any) -> Admit:
         """Bring a request into the decode engine."""
-        self.submit(request_id, model)
+        self.submit(request_id, model, **more)
         self.hand_over(request_id, model)
         return self.admitted(f"{model}/decode")[-1]
 

@@ -23,6 +23,7 @@ from muxserve.wire import (
     Lease,
     Lost,
     Refused,
+    RequestTrace,
     Reset,
     Returned,
     ShowRequests,
@@ -110,6 +111,43 @@ def test_tenants_take_turns_by_what_they_were_served() -> None:
         bench.report("a/prefill", left=0, finished=[bench.admitted("a/prefill")[n].request_id], running=0)
     order = [each.request_id for each in bench.admitted("a/prefill")]
     assert order == ["flood0", "flood1", "calm", "gold", "flood2"]
+
+
+def test_of_a_traced_request_it_is_told_what_it_went_through() -> None:
+    bench = Bench()
+    bench.submit("r", prompt=40, traced=True)
+    bench.submit("untraced")
+    bench.now += 1.0
+    bench.hand_over("r")
+    assert bench.unit.request_table.traced == 1
+    bench.now += 1.0
+    (trace,) = to(GATEWAY, RequestTrace, bench.report("a/decode", finished=["r"], running=0))
+    assert (trace.request_id, trace.attempt, trace.moves) == ("r", 0, 0)
+    assert [stage.name for stage in trace.stages][:2] == ["queue", "prefill"]
+    assert [stage.name for stage in trace.stages][-2:] == ["hand_over", "decode"]
+    ages = [stage.ago for stage in trace.stages]
+    assert ages == sorted(ages, reverse=True)
+    assert (ages[0], ages[-1]) == (pytest.approx(2.0, abs=0.1), pytest.approx(1.0, abs=0.1))
+    assert bench.unit.request_table.traced == 0
+
+
+@pytest.mark.parametrize("end", ["cancelled", "lost", "returned"])
+def test_a_traced_request_that_does_not_end_well(end: str) -> None:
+    bench = Bench()
+    bench.decoding("r", traced=True)
+    if end == "cancelled":
+        sent = bench.say(GATEWAY, Cancel(["r"]))
+    elif end == "lost":
+        sent = bench.say(b"controller/1", EngineDown("a", "decode", "killed"))
+    else:
+        incarnation = bench.admitted("a/decode")[-1].incarnation
+        back = Returned("r", incarnation, output_tokens=[7, 8])
+        bench.report("a/decode", returned=[back], running=0)
+        sent = bench.say(GATEWAY, Cancel(["r"]))
+    (trace,) = to(GATEWAY, RequestTrace, sent)
+    names = [stage.name for stage in trace.stages]
+    assert names[:4] == ["queue", "prefill", "hand_over", "decode"]
+    assert names[4:] == (["queue", "prefill"] if end == "returned" else [])
 
 
 def test_a_hand_over_during_a_decode_lease_joins_at_once() -> None:

@@ -91,7 +91,7 @@ def test_many_die_and_clients_go_away(seed: int) -> None:
         events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), drawn.choice(PARTS)))
     for _ in range(drawn.randint(0, 3)):
         events.setdefault(drawn.randint(20, 800), []).append(("cancel", f"r{drawn.randint(0, 3)}"))
-    world = World(seed, refusals=drawn.choice([0.0, 0.0, 0.3]))
+    world = World(seed, refusals=drawn.choice([0.0, 0.0, 0.3]), traced=drawn.choice([False, True]))
     load(world)
     play(world, 900, events)
     world.settle()

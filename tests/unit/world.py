@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from muxserve.replicas.migration import MigrationRules
@@ -49,6 +50,7 @@ from muxserve.wire import (
     Paired,
     Prefilled,
     RequestFailed,
+    RequestTrace,
     Reset,
     RollingReport,
     SchedulerHello,
@@ -494,9 +496,11 @@ class Client:
 
 
 class World:
-    """See above. `refusals` is how often a migrator refuses a stage, `phases` how the model's are arranged."""
+    """See above. `refusals` is how often a migrator refuses a stage, `phases` how the model's are arranged; `traced`
+    says whether units tell what requests went through."""
 
-    def __init__(self, seed: int, refusals: float = 0.0, phases: str = "multiplexed") -> None:
+    def __init__(self, seed: int, refusals: float = 0.0, phases: str = "multiplexed", traced: bool = False) -> None:
+        self.traced = traced
         self.phases = phases
         self.random = random.Random(seed)
         self.refusals = refusals
@@ -553,6 +557,7 @@ class World:
                 b"body",
                 known,
                 failures=client.failures,
+                traced=self.traced,
             ),
         )
 
@@ -606,6 +611,9 @@ class World:
                 elif message.moves > client.moves:
                     self.took_over += 1
                     client.unit, client.moves = unit.name, message.moves
+            case RequestTrace():
+                assert message.stages
+                assert all(one.ago >= two.ago for one, two in pairwise(message.stages))
             case UnitHello():
                 pass
             case _:
@@ -717,6 +725,7 @@ class World:
         for unit in self.units.values():
             request_table, ledger = unit.scheduler.request_table, unit.scheduler.ledger
             assert not request_table.held
+            assert not request_table.traced
             assert not request_table.quarantine
             assert not request_table.quarantine._records
             assert not ledger.requests
