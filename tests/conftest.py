@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -13,6 +14,19 @@ import pytest
 # torch in the tests' own processes computes with one thread, as MuxServe's processes do. Threads that spin at the
 # barriers of small operations take the cores of what runs beside, and take ten times as long where those are busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Properties are tried with the same examples every time, so that a run says of a change what the run before it did not;
+# MUXSERVE_NEW_EXAMPLES=1 looks for others. How long an example takes says nothing on a machine that does other things.
+with contextlib.suppress(ImportError):  # where only the tests on a GPU run
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "tests",
+        derandomize=not os.environ.get("MUXSERVE_NEW_EXAMPLES"),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("tests")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -173,7 +173,8 @@ def test_a_fleet_becomes_what_its_file_says(fleet: Fleet, tmp_path: Path, monkey
     fleet.wait(lambda: "changes made" in (fleet.directory / "deploy.log").read_text(), PATIENCE, "done")
     fleet.wait(lambda: all(fleet.get("/v1/models").status_code == 200 for _ in range(16)), PATIENCE, "open again")
     fleet.wait(lambda: "frontdesk" not in fleet.get("/health").json()["models"], PATIENCE, "without frontdesk")
-    assert "frontdesk" not in {name for names in units(fleet).values() for name in names}
+    gone = {"frontdesk"}
+    fleet.wait(lambda: not any(gone & {*names} for names in units(fleet).values()), PATIENCE, "without its unit")
 
 
 def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:

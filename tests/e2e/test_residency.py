@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
@@ -92,9 +93,10 @@ def test_tokens_are_the_same_through_sleeps_and_wakes_under_load(fleet: Fleet, s
     for _ in range(2):
         for name, text in asyncio.run(answers(fleet, rounds=4)):
             assert text == said[name]
-        assert used(fleet) <= LIMIT
+        # What is shared with processes of others counts for more when those end, until a model has left.
+        fleet.wait(lambda: used(fleet) <= LIMIT, PATIENCE, "within the limit")
+    fleet.wait(lambda: memory(fleet)["used_bytes"] <= LIMIT, PATIENCE, "within the limit by its own measure")
     told = memory(fleet)
-    assert told["used_bytes"] <= LIMIT
     assert total(fleet, "evictions") > 0
     assert total(fleet, "refused") == 0
     assert all(model["wakes"] >= 1 for model in told["models"].values())
@@ -114,7 +116,8 @@ def test_a_model_that_is_killed_while_it_is_woken_answers_all_the_same(fleet: Fl
         while not asked.done():
             new = [process for process in await asyncio.to_thread(parents, fleet) if process.pid not in known]
             if new:
-                new[0].send_signal(signal.SIGKILL)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    new[0].send_signal(signal.SIGKILL)
                 break
             await asyncio.sleep(0.01)
         return await asked

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from muxserve.cluster.launcher import LocalLauncher
 from muxserve.cluster.machine import this_machine
+from muxserve.cluster.processes import Process
 from muxserve.config import load_fleet
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import EngineShape
@@ -19,9 +23,12 @@ from muxserve.costs.profile import Profile, load_profile
 from muxserve.memory import server
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import resolve_unit
+from muxserve.profiling import family
 from muxserve.profiling.grid import Grid
 from muxserve.profiling.measure import Session
+from muxserve.spec import UnitSpec
 from muxserve.spec.run_dir import RunDir
+from tests.engine.nursery import nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Grid(tokens=(16, 128), sequences=(1, 2), chunk=64, batches=(1, 4), contexts=(64,))
@@ -69,6 +76,18 @@ class Run:
         await self.task
 
 
+class Nursed:
+    """Warm parents that need not import vLLM: forked from the tests' process that has."""
+
+    async def until_up(self) -> None:
+        nursery()
+
+    async def fork(self, unit_spec: UnitSpec, control_fd: int) -> Process:
+        with socket.socket(fileno=os.dup(control_fd)) as control:
+            file, log = Path(unit_spec.run_dir) / "unit.json", unit_spec.log_dir / "warm_parent.log"
+            return Process(nursery().fork(unit_spec.unit, file, log, control).pid)
+
+
 @pytest.fixture
 def run_dir() -> Iterator[RunDir]:
     directory = RunDir()
@@ -76,7 +95,9 @@ def run_dir() -> Iterator[RunDir]:
     directory.remove()
 
 
-def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir) -> None:
+def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "LocalLauncher", lambda of, commands: LocalLauncher(of, commands, Nursed()))
+    nursery()
     others = _left(run_dir)
     first = Run(tmp_path, run_dir, Profile())
     first.stop_after = 5
