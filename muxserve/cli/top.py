@@ -18,7 +18,12 @@ from muxserve.metrics.colours import COLOURS, GREY
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.live import JOBS_WINDOW_SECONDS, LiveFrame, LiveJob, LiveModel, LivePool, LiveUnit, Spread
 
-_TONES = {"up": "green", "ok": "green", "asleep": "dim", "degraded": "yellow", "starting": "yellow"}
+_TONES = {
+    "up": "green",
+    "ok": "green",
+    "asleep": "dim",
+    **dict.fromkeys(("degraded", "starting", "restarting", "waking", "leaving"), "yellow"),
+}
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _PHASES = ("prefill", "decode", "both")
 # Tokens per second are of so many frames.

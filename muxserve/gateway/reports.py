@@ -149,6 +149,8 @@ class Reports:
         return {
             "name": model.name,
             "status": "up" if status.model_up(model.name) else ("asleep" if status.asleep(model.name) else "down"),
+            # As `/health` has it: also `waking`, `leaving`, `starting`, `restarting`, `degraded`.
+            "health": self._word(model.name),
             "degraded": status.broker.router.placing.trouble(model.name) or None,
             "replicas": [unit.name for unit in status.replicas(model.name)],
             "phases": model.phases,

@@ -37,8 +37,10 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class LiveModel(msgspec.Struct, frozen=True):
-    """A model of the fleet. `running` and `waiting` are at the gateways, the counts after them in the units; `tokens`
-    are all that its engines computed, prompts included. `met` is the share of requests that met all objectives."""
+    """A model of the fleet; `status` is as `/health` has it, `reason` why it is degraded.
+
+    `running` and `waiting` are at the gateways, the counts after them in the units; `tokens` are all that its engines
+    computed, prompts included. `met` is the share of requests that met all objectives."""
 
     name: str
     status: str
@@ -167,7 +169,7 @@ def _model(model: Mapping[str, Any], units: Sequence[Mapping[str, Any]], loads: 
     slo_ttft, slo_tpot = (_seconds(model["slo"][key]) for key in ("ttft_ms", "tpot_ms"))
     return LiveModel(
         name=name,
-        status="degraded" if model.get("degraded") else model["status"],
+        status=model["health"],
         reason=model.get("degraded") or "",
         phases=model["phases"],
         replicas=model["replicas"],

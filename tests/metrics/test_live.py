@@ -26,7 +26,7 @@ def model(name: str, replicas: list[str], **more: Any) -> dict[str, Any]:
     slo = {"ttft_ms": 300.0, "tpot_ms": None}
     return {
         "name": name,
-        "status": "up",
+        "health": "up",
         "degraded": None,
         "replicas": replicas,
         "phases": "multiplexed",
@@ -63,7 +63,7 @@ def test_a_model_without_requests_has_no_latencies() -> None:
 
 
 def test_why_a_model_cannot_be_served_is_said() -> None:
-    (shown,) = frame([], [model("m", [], status="down", degraded="its weights are gone")]).models
+    (shown,) = frame([], [model("m", [], health="degraded", degraded="its weights are gone")]).models
     assert (shown.status, shown.reason) == ("degraded", "its weights are gone")
 
 

@@ -109,10 +109,11 @@ function Login({ tried, onKey }) {
 
 function Header({ frame }) {
   const sum = (of) => frame.models.reduce((all, model) => all + of(model), 0);
-  const awake = frame.models.filter((model) => model.status === "up").length;
+  const count = (status) => frame.models.filter((model) => model.status === status).length;
+  const asleep = count("asleep");
   const tone = { ok: "good", degraded: "warn", starting: "warn" }[frame.status] || "bad";
   const figures = [
-    [`${awake} of ${frame.models.length}`, "models up"],
+    [`${count("up")} of ${frame.models.length}`, asleep ? `models up, ${asleep} asleep` : "models up"],
     [`${frame.units.filter((unit) => unit.status === "up").length} of ${frame.units.length}`, "units up"],
     [sum((model) => model.running), "in service"],
     [sum((model) => model.waiting + model.queued), "waiting"],
@@ -126,7 +127,7 @@ function Header({ frame }) {
   </header>`;
 }
 
-const TONES = { up: "good", asleep: "dim", down: "bad", degraded: "bad" };
+const TONES = { up: "good", asleep: "dim", degraded: "bad" };
 
 function Models({ models, names, act }) {
   return html`<section class="card">

@@ -70,12 +70,13 @@ export async function change(what, order) {
   return (await response.json()).text;
 }
 
-// A model that sleeps is woken by whoever asks it something.
+// A model that sleeps is woken by whoever asks it something: one that generates by a prompt, others by a text to embed.
 export async function wake(model) {
-  const response = await fetch("v1/completions", {
-    method: "POST", headers: headers({ "Content-Type": "application/json" }),
-    body: JSON.stringify({ model, prompt: "a", max_tokens: 1 }),
+  const ask = (path, order) => fetch(path, {
+    method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ model, ...order }),
   });
+  let response = await ask("v1/completions", { prompt: "a", max_tokens: 1 });
+  if (response.status === 400 || response.status === 404) response = await ask("pooling", { input: "a" });
   if (!response.ok) throw new Error(await errorOf(response));
   return `${model} is awake`;
 }
