@@ -78,7 +78,7 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """A transformer with full attention in every layer.
+    """A transformer with attention in every layer.
 
     A `pooling` model answers with vectors (embeddings, scores, classes) instead of text. One that is not `causal` sees
     each prompt as a whole and keeps no KV.
@@ -90,6 +90,8 @@ class ModelArchitecture:
     compressed-tensors, the bits of weights and activations (`W4A16`). `weight_bits` are those of a quantised weight of
     the linear layers by config.json, scales included (0: not quantised). `stored` is what the checkpoint's files hold,
     where they could be read.
+    In `windowed_layers` of the layers a token sees the last `window` tokens only. `cpu_only` names what engines on GPUs
+    cannot compute yet.
     """
 
     name: str
@@ -112,6 +114,9 @@ class ModelArchitecture:
     stored: StoredWeights | None = None
     pooling: bool = False
     causal: bool = True
+    window: int = 0
+    windowed_layers: int = 0
+    cpu_only: str = ""
 
     @property
     def pages_per_block(self) -> int:
@@ -181,6 +186,7 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
             )
         head_dim = hidden // heads
     max_len, default_max_len = _max_len(config)
+    window, windowed_layers = _windows(config, layers, max_len)
     experts = _count(config, _EXPERTS) or 1
     quantisation, weight_bits = _quantisation(config)
     intermediate = (
@@ -208,6 +214,9 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         weight_bits=weight_bits,
         pooling=pooling,
         causal=not (pooling and (encoder or config.get("is_causal") is False)),
+        window=window,
+        windowed_layers=windowed_layers,
+        cpu_only="attention sinks" if config.get("model_type") == "gpt_oss" else "",
     )
 
 
@@ -243,10 +252,10 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
             "it has state-space, recurrent or linear-attention layers; only full attention in every layer is supported"
         )
     if config.get("attention_chunk_size"):
-        return "it uses chunked attention; only full attention in every layer is supported"
-    window = _sliding_window(config)
-    if window:
-        return f"{window}; only full attention in every layer is supported"
+        return "it uses chunked attention; only full and sliding-window attention are supported"
+    odd = sorted(set(_layer_types(config)) - {"full_attention", "attention", "sliding_attention"})
+    if odd:
+        return f"some of its layers are {', '.join(odd)}; only full and sliding-window attention are supported"
     if isinstance(config.get("block_configs"), list) or any(isinstance(config.get(key), list) for key in _KV_HEADS):
         return "its layers differ in KV heads; all layers must have the same"
     if config.get("num_kv_shared_layers"):
@@ -257,20 +266,31 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     return _quantised_cache(config)
 
 
-def _sliding_window(config: Mapping[str, object]) -> str | None:
-    """Why some layer does not see the whole sequence; None if every layer does."""
+def _layer_types(config: Mapping[str, object]) -> list[str]:
     types = config.get("layer_types")
-    if isinstance(types, list):
-        odd = sorted({str(kind) for kind in types} - {"full_attention", "attention"})
-        return f"some of its layers are {', '.join(odd)}" if odd else None
-    window = config.get("sliding_window") or config.get("window_size")
-    if not window or config.get("use_sliding_window") is False:
-        return None
-    first, layers = config.get("max_window_layers"), _count(config, _LAYERS)
-    # Qwen2 counts the layers *below* max_window_layers as full attention.
-    if config.get("use_sliding_window") and isinstance(first, int) and layers is not None and first >= layers:
-        return None
-    return f"it uses sliding-window attention (sliding_window = {window})"
+    return [str(kind) for kind in types] if isinstance(types, list) else []
+
+
+def _windows(config: Mapping[str, object], layers: int, max_len: int) -> tuple[int, int]:
+    """Size of the sliding window in tokens, and how many layers have it; zeros if all see the whole sequence, of which
+    the longest has `max_len` tokens."""
+    window = _count(config, ("sliding_window", "window_size"))
+    if window is None or window >= max_len or config.get("use_sliding_window") is False:
+        return 0, 0
+    types = _layer_types(config)
+    # Configurations from before there was `layer_types`: every n-th layer sees everything, or those below a limit do.
+    pattern = _count(config, ("sliding_window_pattern", "_sliding_window_pattern"))
+    pattern = pattern or {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}.get(str(config.get("model_type")))
+    first = config.get("max_window_layers")
+    if types:
+        windowed = types[:layers].count("sliding_attention")
+    elif pattern is not None:
+        windowed = layers - layers // pattern
+    elif config.get("use_sliding_window") and isinstance(first, int):
+        windowed = max(0, layers - first)
+    else:
+        windowed = layers
+    return (window, windowed) if windowed else (0, 0)
 
 
 def _quantisation(config: Mapping[str, object]) -> tuple[str, float]:

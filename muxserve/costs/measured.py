@@ -126,15 +126,17 @@ class MeasuredCosts:
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         """See `EngineCosts.prefill_load`."""
         work = self._work
-        flops = tokens * work.flops_per_token + pairs * work.flops_per_pair + sequences * work.head_flops
+        flops = tokens * work.flops_per_token + sequences * work.head_flops
+        flops += work.seen_pairs(pairs, tokens) * work.flops_per_pair
         moved = work.weight_bytes(tokens) + work.head_bytes + tokens * work.activation_bytes
         return self._load(flops, moved, self.prefill(tokens, pairs, sequences))
 
     def decode_load(self, batch: int, context: int) -> Load:
         """See `EngineCosts.decode_load`."""
         work = self._work
-        flops = batch * (work.flops_per_token + work.head_flops) + context * work.flops_per_pair
-        moved = work.weight_bytes(batch) + work.head_bytes + context * work.kv_bytes_per_token
+        seen = work.seen_context(batch, context)
+        flops = batch * (work.flops_per_token + work.head_flops) + seen * work.flops_per_pair
+        moved = work.weight_bytes(batch) + work.head_bytes + seen * work.kv_bytes_per_token
         seconds = self.decode(batch, context).seconds(context)
         return self._load(flops, moved + batch * work.activation_bytes, seconds)
 

@@ -72,6 +72,8 @@ class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
     shared_intermediate: int = 0
     quantisation: str = ""
     weight_bits: float = 0.0
+    window: int = 0
+    windowed_layers: int = 0
 
     @classmethod
     def of(cls, architecture: ModelArchitecture) -> ProfiledModel:

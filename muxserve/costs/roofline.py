@@ -80,7 +80,7 @@ class RooflineCosts:
         self._reduce_token = 2.0 * layers * sent / (on.link_bandwidth * link.efficiency)
         self._reduce_fixed = 2.0 * layers * math.log2(shape.tp) * link.latency if parallel else 0.0
         self._kv_second = self.work.kv_bytes_per_token / self._kv_bandwidth
-        self._batches: dict[int, tuple[Decode, Decode | None]] = {}
+        self._batches: dict[int, tuple[Decode, ...]] = {}
 
     def layers(self, tokens: int) -> float:
         """Seconds of everything in the layers that is neither attention nor communication, for `tokens` tokens."""
@@ -103,25 +103,40 @@ class RooflineCosts:
 
     def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
         """See `EngineCosts.prefill`."""
-        attention = pairs * self.work.flops_per_pair / self._attention_speed
+        attention = self.work.seen_pairs(pairs, tokens) * self.work.flops_per_pair / self._attention_speed
         busy = self._linear(tokens, sequences) + attention + self.all_reduces(tokens)
         return max(busy, self._prefill_floor) + self._host(sequences)
 
     def decode(self, batch: int, context: int) -> Decode:
-        """See `EngineCosts.decode`: flat while the host is slower than the device, then affine."""
+        """See `EngineCosts.decode`: flat while the host is slower than the device, then affine, and less steep where
+        sequences are longer than a window."""
         pieces = self._batches.get(batch)
         if pieces is None:
             pieces = self._batches[batch] = self._pieces(batch)
-        flat, rising = pieces
-        return flat if rising is None or context <= flat.until else rising
+        for piece in pieces[:-1]:
+            if context <= piece.until:
+                return piece
+        return pieces[-1]
 
-    def _pieces(self, batch: int) -> tuple[Decode, Decode | None]:
+    def _pieces(self, batch: int) -> tuple[Decode, ...]:
         fixed = self._linear(batch, batch) + self.all_reduces(batch)
-        host = self._host(batch)
-        rising = Decode(fixed + host, self._kv_second)
-        if fixed >= self._decode_floor:
-            return rising, None
-        return Decode(self._decode_floor + host, 0.0, (self._decode_floor - fixed) / self._kv_second), rising
+        windowed = self._kv_second * self.work.windowed
+        device = [Decode(fixed, self._kv_second)]
+        if windowed:
+            filled = float(batch * self.work.window)
+            device = [
+                Decode(fixed, self._kv_second, filled),
+                Decode(fixed + windowed * filled, self._kv_second - windowed),
+            ]
+        host, floor, pieces = self._host(batch), self._decode_floor, []
+        for piece in device:
+            reached = piece.fixed >= floor
+            until = (floor - piece.fixed) / piece.per_token if piece.per_token and not reached else float("inf")
+            if not reached:
+                pieces.append(Decode(floor + host, 0.0, min(until, piece.until)))
+            if reached or until < piece.until:
+                pieces.append(Decode(piece.fixed + host, piece.per_token, piece.until))
+        return tuple(pieces)
 
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         """See `EngineCosts.prefill_load`; 1 is what the device really reaches, not its peak."""
@@ -129,13 +144,14 @@ class RooflineCosts:
         moved = work.weight_bytes(tokens) + work.head_bytes + tokens * work.activation_bytes
         flops = tokens * work.flops_per_token + sequences * work.head_flops
         seconds = self.prefill(tokens, pairs, sequences)
-        attention = pairs * work.flops_per_pair / self._attention_speed * (self._speed / self._full_speed)
+        computed = work.seen_pairs(pairs, tokens) * work.flops_per_pair
+        attention = computed / self._attention_speed * (self._speed / self._full_speed)
         return _load(moved / self._full_bandwidth, flops / self._full_speed + attention, seconds)
 
     def decode_load(self, batch: int, context: int) -> Load:
         """See `EngineCosts.decode_load`; 1 is what the device really reaches, not its peak."""
         work = self.work
-        kv = context * self._kv_second * (self._bandwidth / self._full_bandwidth)
+        kv = work.seen_context(batch, context) * self._kv_second * (self._bandwidth / self._full_bandwidth)
         moved = work.weight_bytes(batch) + work.head_bytes + batch * work.activation_bytes
         flops = batch * (work.flops_per_token + work.head_flops)
         seconds = self.decode(batch, context).seconds(context)

@@ -15,7 +15,8 @@ class LayerWork:
     `flops_per_token` counts two per weight and token of the linear layers, `flops_per_pair` those of a (query, key)
     pair of attention. `dense_bytes` are weights that every token reads (attention, shared experts), `expert_bytes`
     those of all routed experts. `kv_bytes_per_token` is K and V of a token; `head_flops` (per row) and `head_bytes` are
-    the LM head's; `activation_bytes` is what the layers read and write per token besides weights and KV.
+    the LM head's; `activation_bytes` is what the layers read and write per token besides weights and KV. In the part
+    `windowed` of the layers (0 to 1) a token sees the last `window` tokens only.
     """
 
     flops_per_token: float
@@ -28,6 +29,18 @@ class LayerWork:
     activation_bytes: float
     experts: int
     active_experts: int
+    window: int
+    windowed: float
+
+    def seen_pairs(self, pairs: int, tokens: int) -> float:
+        """(query, key) pairs that a layer computes on average, of the `pairs` of a prefill step over `tokens` tokens
+        that full attention has; at most, since a short prompt beside a long one has fewer than its window allows."""
+        return pairs - self.windowed * max(0, pairs - tokens * self.window)
+
+    def seen_context(self, batch: int, context: int) -> float:
+        """Tokens that a layer reads on average in a decode step, of the `context` tokens that `batch` sequences have;
+        at most, as above."""
+        return context - self.windowed * max(0, context - batch * self.window)
 
     def weight_bytes(self, tokens: int) -> float:
         """Bytes of weights that a step over `tokens` tokens reads, LM head apart. Of the experts only those that some
@@ -81,4 +94,6 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         ),
         experts=a.experts,
         active_experts=a.active_experts,
+        window=a.window,
+        windowed=a.windowed_layers / a.layers,
     )

@@ -1,12 +1,15 @@
-"""What our model runners do alike on every device: start a request with output tokens that it already has."""
+"""What our model runners do alike on every device: keep a windowed layer's blocks like those of any other layer, and
+start a request with output tokens that it already has."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 if TYPE_CHECKING:
@@ -21,6 +24,11 @@ RESUMED_OUTPUT = "muxserve_output_token_ids"
 class ResumingRunner(Base):
     """Mixed in before a runner of vLLM. A request known to the runner before its first step takes vLLM's path of
     streaming sessions, which asks `_update_streaming_request` for its state."""
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """As vLLM's, but a layer with a sliding window keeps the blocks of the whole sequence: all layers share one
+        table of blocks. What the layer computes does not change."""
+        return {name: whole_sequence(spec) for name, spec in super().get_kv_cache_spec().items()}
 
     def forget_step(self) -> None:
         """A step raised an exception half-way; its requests are dropped, and the next one begins anew."""
@@ -61,3 +69,11 @@ class ResumingRunner(Base):
             output_token_ids=list(output_token_ids),
             lora_request=data.lora_request,
         )
+
+
+def whole_sequence(spec: KVCacheSpec) -> KVCacheSpec:
+    """`spec` without its sliding window, if it has one."""
+    if type(spec) is not SlidingWindowSpec:
+        return spec
+    kept = {each.name for each in fields(FullAttentionSpec)} - {"sliding_window"}
+    return FullAttentionSpec(**{each.name: getattr(spec, each.name) for each in fields(spec) if each.name in kept})

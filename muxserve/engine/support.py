@@ -21,9 +21,9 @@ def unsupported(specs: dict[str, KVCacheSpec], model: ModelSpec, stages: int = 1
         if isinstance(spec, MLAAttentionSpec):
             return f"{layer} uses multi-head latent attention (MLA), whose cache has no heads to page"
         if type(spec) is not FullAttentionSpec:
-            return f"{layer} needs a {type(spec).__name__}; only full attention in every layer is supported"
+            return f"{layer} needs a {type(spec).__name__}; only full and sliding-window attention are supported"
         if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-            return f"{layer} uses sliding-window or chunked attention"
+            return f"{layer} uses chunked attention"
         shapes.add((spec.num_kv_heads, spec.head_size, spec.dtype))
     if len(shapes) > 1:
         return f"its layers differ in KV heads, head size or type: {sorted(map(str, shapes))}"

@@ -326,6 +326,9 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", message))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
+        if gpu is not None and architecture.cpu_only:
+            message = f"{architecture.name} needs {architecture.cpu_only}, which engines on GPUs do not compute yet"
+            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", message))
     if problems:
         raise FleetError(problems)
     return tuple(demands)

@@ -420,9 +420,16 @@ class PipelineEngine(LeasedEngine):
 
 
 def stage_architectures(architecture: ModelArchitecture, split: Sequence[int]) -> list[ModelArchitecture]:
-    """The model's parts as models of their own. Only the last computes logits; looking up embeddings costs nothing."""
+    """The model's parts as models of their own. Only the last computes logits; looking up embeddings costs nothing.
+    Layers with a window are spread evenly."""
+    windowed = architecture.windowed_layers / architecture.layers
     return [
-        replace(architecture, layers=layers, vocab=architecture.vocab if number == len(split) - 1 else 0)
+        replace(
+            architecture,
+            layers=layers,
+            windowed_layers=round(windowed * layers),
+            vocab=architecture.vocab if number == len(split) - 1 else 0,
+        )
         for number, layers in enumerate(split)
     ]
 

@@ -79,10 +79,10 @@ def test_what_does_not_fit_the_machine_has_a_line_too(old: str, new: str, expect
 
 def test_a_model_that_cannot_be_served_is_refused_with_the_reason(fleet_file: Path) -> None:
     config = fleet_file.parent / "two/config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "sliding_window": 128}))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_chunk_size": 128}))
     result = runner.invoke(app, ["validate", str(fleet_file)])
     assert result.exit_code == 2
-    assert ":5: models[1].path: cannot be served: LlamaForCausalLM: it uses sliding-window attention" in result.stderr
+    assert ":5: models[1].path: cannot be served: LlamaForCausalLM: it uses chunked attention" in result.stderr
 
 
 def test_a_broken_config_is_refused(fleet_file: Path) -> None:

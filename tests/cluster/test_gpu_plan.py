@@ -92,6 +92,14 @@ def test_another_type_than_the_file_says_is_noted(tmp_path: Path) -> None:
     assert "the fleet file says A100-80GB, but this machine has NVIDIA H200; it is served on that" in made.notes
 
 
+def test_what_only_engines_on_cpu_compute_is_refused(tmp_path: Path) -> None:
+    plan(tmp_path, "{gpus: 1}")
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "model_type": "gpt_oss"}))
+    fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+    with pytest.raises(FleetError, match=r"models\[0\].path: .* needs attention sinks, which engines on GPUs do not"):
+        FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()
+
+
 class TestQuantised:
     """Engines map weights that another process has loaded, which vLLM can do with some methods only."""
 

@@ -107,9 +107,6 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
     ("config", "reason"),
     [
         ({**LLAMA, "kv_lora_rank": 512, "architectures": ["DeepseekV3ForCausalLM"]}, "latent attention"),
-        ({**MISTRAL, "sliding_window": 4096}, "sliding_window = 4096"),
-        ({**QWEN2, "use_sliding_window": True, "max_window_layers": 12}, "sliding-window"),
-        ({**QWEN2, "layer_types": ["full_attention", "sliding_attention"] * 12}, "sliding_attention"),
         ({**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 14}, "linear_attention"),
         ({**LLAMA, "model_type": "jamba", "attn_layer_period": 8}, "state-space"),
         ({**LLAMA, "model_type": "mamba"}, "state-space"),
@@ -136,6 +133,29 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
 def test_what_the_pool_cannot_carry_is_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason.replace("(", r"\(")):
         read_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (MISTRAL, (0, 0)),
+        ({**MISTRAL, "sliding_window": 4096}, (4096, 32)),
+        ({**MISTRAL, "sliding_window": 32768}, (0, 0)),
+        (QWEN2, (0, 0)),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 4096}, (0, 0)),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, (4096, 4)),
+        ({**QWEN2, "sliding_window": 99, "layer_types": ["full_attention", "sliding_attention"] * 12}, (0, 0)),
+        ({**MISTRAL, "sliding_window": 99, "layer_types": ["full_attention", "sliding_attention"] * 16}, (99, 16)),
+        # Configurations from before there was `layer_types`.
+        ({**MISTRAL, "model_type": "gemma2", "sliding_window": 4096}, (4096, 16)),
+        ({**MISTRAL, "model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window": 512}, (512, 22)),
+        ({**MISTRAL, "model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 2}, (512, 16)),
+        ({**MISTRAL, "model_type": "gpt_oss", "num_hidden_layers": 24, "sliding_window": 128}, (128, 12)),
+    ],
+)
+def test_windows(config: dict[str, Any], expected: tuple[int, int]) -> None:
+    a = read_architecture(config)
+    assert (a.window, a.windowed_layers) == expected
 
 
 def test_sizes() -> None:

@@ -55,6 +55,44 @@ def test_small_decode_is_bound_by_the_bytes_of_weights_and_kv() -> None:
     assert found.per_token == pytest.approx(kv / 2039e9)
 
 
+def test_a_window_bounds_what_its_layers_compute_and_read() -> None:
+    full, windowed = costs(by=IDEAL), costs(replace(SEVEN_B, window=1000, windowed_layers=24), by=IDEAL)
+    slope = full.decode(4, 0).per_token
+    assert windowed.decode(4, 4000) == full.decode(4, 4000)._replace(until=4000.0)
+    # Beyond it the context of a quarter of the layers grows.
+    assert windowed.decode(4, 4001).per_token == pytest.approx(slope / 4)
+    for context in (100, 4000, 20_000):
+        read = min(context, 4000) * 0.75 + context * 0.25
+        seconds = full.decode(4, 0).fixed + read * slope
+        assert windowed.decode(4, context).seconds(context) == pytest.approx(seconds)
+        assert windowed.decode_load(4, context).bandwidth <= full.decode_load(4, context).bandwidth + 1e-9
+    tokens = 8192
+    pairs = tokens * (tokens + 1) // 2
+    saved = 0.75 * (pairs - tokens * 1000) * full.work.flops_per_pair / 312e12
+    assert windowed.prefill(tokens, pairs, 1) == pytest.approx(full.prefill(tokens, pairs, 1) - saved)
+    assert windowed.prefill(500, 500 * 501 // 2, 1) == full.prefill(500, 500 * 501 // 2, 1)
+    everywhere = costs(replace(SEVEN_B, window=1000, windowed_layers=32), by=IDEAL)
+    assert everywhere.decode(4, 90_000).seconds(90_000) == pytest.approx(full.decode(4, 4000).seconds(4000))
+
+
+@given(
+    batch=st.integers(1, 64),
+    context=st.integers(0, 50_000),
+    window=st.integers(1, 8000),
+    windowed=st.integers(0, 32),
+    floor=st.floats(0.0, 0.05),
+)
+def test_decode_s_pieces_are_the_slower_of_launching_and_reading(
+    batch: int, context: int, window: int, windowed: int, floor: float
+) -> None:
+    made = costs(replace(SEVEN_B, window=window, windowed_layers=windowed), by=IDEAL)
+    made._decode_floor = floor
+    found = made.decode(batch, context)
+    assert context <= found.until
+    reading = made.work.seen_context(batch, context) * made._kv_second
+    assert found.seconds(context) == pytest.approx(max(floor, made._linear(batch, batch) + reading))
+
+
 def test_tensor_parallelism_splits_the_work_and_adds_all_reduces() -> None:
     one, four = costs(by=IDEAL), costs(by=IDEAL, tp=4)
     tokens = 4096

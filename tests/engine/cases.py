@@ -38,6 +38,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Only of models whose layers differ: an answer longer than a window and several blocks.
+GROWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "grown": ("What is 12 + 7?", {"max_tokens": 200, "ignore_eos": True}),
+    "grown-seed": ("Tell me something.", {"max_tokens": 200, "temperature": 1.0, "seed": 3, "ignore_eos": True}),
+}
+# What models with random weights are asked; their answers are no more than noise.
+NOISE = ["greedy", "chunked", "seed", "penalties", *GROWN]
+
 
 def sampling(params: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of vLLM's `SamplingParams`."""

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 
 from muxserve.wire import StepReport
-from tests.engine.cases import CASES, sampling
+from tests.engine.cases import CASES, GROWN, sampling
 from tests.engine.harness import Engines
 
 
@@ -15,7 +15,7 @@ def bodies(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | 
     """Requests of the cases, named after them and `tag`."""
     return {
         f"{tag}-{case}": family.body(
-            f"{tag}-{case}", stock[case]["prompt"], stock[case]["eos"], **sampling(CASES[case][1])
+            f"{tag}-{case}", stock[case]["prompt"], stock[case]["eos"], **sampling((CASES | GROWN)[case][1])
         )
         for case in cases or CASES
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import MODELS
+from tests.engine.harness import MODELS, TINY
 from tests.support.beside import begin, output, wanted
 
 # The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 def pytest_collection_finish(session: pytest.Session) -> None:
     ranks = wanted(session, "stock_by_ranks", HERE) is not None
     split = ["--split", str(MODELS[SPLIT]), "--cases", *TRIED] if ranks else []
-    begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split)
+    tiny = ["--tiny", *TINY] if wanted(session, "stock_tiny", HERE) is not None else []
+    begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split, *tiny)
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +35,12 @@ def answered(pytestconfig: pytest.Config) -> Path:
 def stock(answered: Path) -> dict[str, Any]:
     """Stock vLLM's answers to all cases, by model and case."""
     return {name: read(answered, path.name) for name, path in MODELS.items()}
+
+
+@pytest.fixture(scope="session")
+def stock_tiny(answered: Path) -> dict[str, Any]:
+    """Stock vLLM's answers to some cases, by kind of tiny model and case."""
+    return {kind: read(answered, kind) for kind in TINY}
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Stock vLLM's answers to the cases: `python -m tests.engine.stock OUT_DIR MODEL_DIR...` writes OUT_DIR/NAME.json.
 
 Each model alone in a process, with vLLM's own block pool, scheduler, workers and attention. `--split MODEL_DIR` does
-some of the cases also with that model split over two workers, into OUT_DIR/NAME-2.json.
+some of the cases also with that model split over two workers, into OUT_DIR/NAME-2.json. `--tiny KIND...` does some with
+tiny checkpoints of these architectures as well, into OUT_DIR/KIND.json.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engine.cases import CASES, sampling
+from tests.engine.cases import CASES, GROWN, NOISE, sampling
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -52,7 +53,7 @@ def answers(path: Path, ranks: int = 1, cases: Sequence[str] = tuple(CASES)) -> 
     llm = LLM(**args, tensor_parallel_size=ranks, kv_cache_memory_bytes=64 << 20)
     found = {}
     for case in cases:
-        text, params = CASES[case]
+        text, params = (CASES | GROWN)[case]
         keywords = sampling(params)
         structured = keywords.get("structured_outputs")
         if structured is not None:
@@ -102,10 +103,19 @@ def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path], suf
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("models", type=Path, nargs="+")
+    parser.add_argument("models", type=Path, nargs="*")
+    parser.add_argument("--tiny", nargs="+", default=[])
     parser.add_argument("--split", type=Path)
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="of the model that is split")
     given = parser.parse_args()
     write_each(answers, given.out, given.models)
+    if given.tiny:
+        from tests.engine.harness import TINY
+
+        paths = {TINY[kind](): kind for kind in given.tiny}
+        found = Path(tempfile.mkdtemp(dir=given.out))
+        write_each(partial(answers, cases=NOISE), found, list(paths))
+        for path, kind in paths.items():
+            (found / f"{path.name}.json").rename(given.out / f"{kind}.json")
     if given.split is not None:
         write_each(partial(answers, ranks=2, cases=given.cases), given.out, [given.split], "-2")

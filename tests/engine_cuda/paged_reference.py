@@ -19,6 +19,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     softmax_scale: float,
     causal: bool,
+    window_size: list[int],
     block_table: torch.Tensor,
     softcap: float = 0.0,
     scheduler_metadata: torch.Tensor | None = None,
@@ -52,7 +53,10 @@ def flash_attn_varlen_func(
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         # Aligned to the bottom right: the last query sees everything.
-        visible = torch.arange(used)[None] <= torch.arange(count)[:, None] + (used - count)
+        keys_at, queries_at = torch.arange(used)[None], torch.arange(count)[:, None] + (used - count)
+        visible = keys_at <= queries_at
+        if window_size[0] >= 0:
+            visible &= keys_at >= queries_at - window_size[0]
         scores = scores.masked_fill(~visible, float("-inf"))
         out[start : start + count] = torch.einsum("gts,sd->tgd", scores.softmax(-1), values).to(out.dtype)
     return out

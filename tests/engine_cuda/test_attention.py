@@ -28,8 +28,17 @@ class Unit:
     """A pool with a model in it, pages in random order, and the dense K and V that should be in them."""
 
     def __init__(
-        self, heads: int, kv_heads: int, dim: int, layers: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        layers: int,
+        monkeypatch: pytest.MonkeyPatch,
+        windows: tuple[int | None, ...] = (),
+        softcap: float = 0.0,
+        **options: Any,
     ):
+        self.windows, self.softcap = windows or (None,) * layers, softcap
         self.heads, self.kv_heads, self.dim, self.layers = heads, kv_heads, dim, layers
         self.generator = torch.Generator().manual_seed(heads * 100 + kv_heads)
         blocks = 1 + MAX_SEQS * MAX_LEN // BLOCK
@@ -44,10 +53,15 @@ class Unit:
         monkeypatch.setattr(flash_attn, "get_dcp_world_size_and_rank", lambda *_: (1, 0))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=kv_heads, head_size=dim, dtype=torch.float32)
         config = settings(MAX_SEQS, MAX_LEN, **options)
+        self.impls = [
+            PooledFlashImpl(heads, dim, dim**-0.5, kv_heads, None, window, "auto", logits_soft_cap=softcap)
+            for window in self.windows
+        ]
+        built = {impl.sliding_window for impl in self.impls}
+        monkeypatch.setattr(flash_attn, "_get_sliding_window_configs", lambda *_: set(built))
         self.builder = PooledFlashMetadataBuilder(spec, names, config, torch.device("cpu"))
         self.builder.bind(self.page_table, names)
         self.builders: dict[str, PooledFlashMetadataBuilder] = {}  # of layers whose builder is another one
-        self.impls = [PooledFlashImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto") for _ in names]
         self.layer_names = names
         self.block_ids: list[list[int]] = []
         self.context: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # [request][layer] dense K and V
@@ -111,20 +125,26 @@ class Unit:
                 k = torch.cat([k, key[row : row + count]])
                 v = torch.cat([v, value[row : row + count]])
                 self.context[request][index] = (k, v)
-                expected.append(self._attention(query[row : row + count], k, v))
+                expected.append(self._attention(query[row : row + count], k, v, self.windows[index]))
                 row += count
             torch.testing.assert_close(output[:tokens], torch.cat(expected), rtol=2e-4, atol=2e-5)
             assert bool((output[tokens + padded :] == 5.0).all()), "wrote beyond the batch"
         return metadata
 
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
         """Ordinary causal attention of one request, by torch."""
         group = self.heads // self.kv_heads
         q = query.transpose(0, 1)
         k, v = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (key, value))
         new, total = query.shape[0], key.shape[0]
-        mask = torch.arange(total)[None] <= torch.arange(new)[:, None] + total - new
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1)
+        age = torch.arange(new)[:, None] + total - new - torch.arange(total)[None]
+        scores = q @ k.transpose(1, 2) * self.dim**-0.5
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        hidden = (age < 0) | (age >= (window or total))
+        return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
     def pages_untouched(self) -> bool:
         """Whether only pages of blocks that requests hold were written."""
@@ -159,6 +179,27 @@ def test_prefill_chunks_mixed_batches_and_decode(
         unit.step([(a, 1), (b, 1), (d, 1)])
     unit.step([(c, 1)])
     assert unit.pages_untouched()
+
+
+@pytest.mark.parametrize("windows", [(20, 20, 20), (20, None, 33)])
+@pytest.mark.usefixtures("reference_flash")
+def test_layers_see_their_windows(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda **_: 3)
+    asked: list[dict[str, Any]] = []
+
+    def metadata(**kwargs: Any) -> torch.Tensor:
+        asked.append(kwargs)
+        return paged_reference.get_scheduler_metadata(**kwargs)
+
+    monkeypatch.setattr(flash_attn, "get_scheduler_metadata", metadata, raising=False)
+    unit = Unit(8, 2, 16, 3, monkeypatch, windows=windows, softcap=0.5)
+    a, b = unit.add_request(), unit.add_request()
+    unit.step([(a, 70), (b, 5)])
+    unit.step([(a, 1), (b, 40)])
+    for _ in range(3):
+        unit.step([(a, 1), (b, 1)])
+    # The kernel's work is planned for a window only where all layers have the same.
+    assert [kwargs["window_size"] for kwargs in asked] == ([(19, 0)] * 5 if len(set(windows)) == 1 else [])
 
 
 @pytest.mark.usefixtures("reference_flash", "gathering")
@@ -242,7 +283,6 @@ def test_the_scheduler_of_flash_attention_is_told_of_rows(monkeypatch: pytest.Mo
     ("options", "words"),
     [
         ({"alibi_slopes": [0.1] * 4}, "ALiBi"),
-        ({"sliding_window": 64}, "sliding-window"),
         ({"attn_type": "encoder_only"}, "encoder_only"),
         ({"kv_sharing_target_layer_name": "other"}, "share another's KV cache"),
     ],

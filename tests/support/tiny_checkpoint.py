@@ -10,8 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-# Two that generate text, a causal classifier with three labels, an encoder, and one with one label, as rerankers are.
-Kind = Literal["llama", "qwen3", "qwen3-classifier", "bert", "bert-reranker"]
+# Two with full attention in every layer, and four with sliding windows; a causal classifier with three labels, an
+# encoder, and one with one label, as rerankers are.
+Kind = Literal["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3-classifier", "bert", "bert-reranker"]
+# Of those with sliding windows, in tokens: more than a block, and no multiple of one.
+WINDOW = 100
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "tiny-checkpoints"
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -22,7 +25,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-VERSION = 2
+VERSION = 5
 
 
 def tiny_checkpoint(
@@ -113,28 +116,26 @@ def _write_model(
     path: Path, kind: Kind, layers: int, heads: int, kv_heads: int, head_dim: int, seed: int, max_len: int
 ) -> None:
     import torch
-    from transformers import (
-        BertConfig,
-        BertForSequenceClassification,
-        BertModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3ForSequenceClassification,
-    )
+    import transformers
 
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "qwen3-classifier": (Qwen3Config, Qwen3ForSequenceClassification),
-        "bert": (BertConfig, BertModel),
-        "bert-reranker": (BertConfig, BertForSequenceClassification),
+    name, architecture = {
+        "llama": ("Llama", "ForCausalLM"),
+        "qwen3": ("Qwen3", "ForCausalLM"),
+        "mistral": ("Mistral", "ForCausalLM"),
+        "gemma2": ("Gemma2", "ForCausalLM"),
+        "gemma3": ("Gemma3", "ForCausalLM"),
+        "gpt_oss": ("GptOss", "ForCausalLM"),
+        "qwen3-classifier": ("Qwen3", "ForSequenceClassification"),
+        "bert": ("Bert", "Model"),
+        "bert-reranker": ("Bert", "ForSequenceClassification"),
     }[kind]
+    config_class = getattr(transformers, {"gemma3": "Gemma3Text"}.get(kind, name) + "Config")
+    model_class = getattr(transformers, name + architecture)
     labels = {"qwen3-classifier": 3, "bert-reranker": 1}.get(kind)
     more: dict[str, Any] = {} if labels is None else {"num_labels": labels}
     if not kind.startswith("bert"):
         more |= {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    more |= _attention_fields(kind, layers, head_dim, max_len)
     hidden = heads * head_dim
     eos = SPECIAL_TOKENS.index("<|im_end|>")
     config = config_class(
@@ -144,7 +145,7 @@ def _write_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=max_len,
-        tie_word_embeddings=True,
+        tie_word_embeddings=kind != "gpt_oss",
         bos_token_id=SPECIAL_TOKENS.index("<s>"),
         eos_token_id=eos,
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
@@ -154,7 +155,35 @@ def _write_model(
     )
     torch.manual_seed(seed)
     model = model_class(config).to(torch.float32).eval()
+    for parameter_name, parameter in model.named_parameters():
+        # Each head's own, and as large as scores are: heads mixed up would give other tokens.
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 1.0, 2.0)
+    if kind in ("gemma2", "gemma3"):
+        # Gemma makes its embeddings larger by the root of their size: it would only repeat the last token.
+        model.get_input_embeddings().weight.data.mul_(0.05)
     model.save_pretrained(path)
-    if kind not in ("llama", "qwen3"):
+    if architecture != "ForCausalLM":
         return
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos], "bos_token_id": 1}) + "\n")
+
+
+def _attention_fields(kind: Kind, layers: int, head_dim: int, max_len: int) -> dict[str, Any]:
+    """What is special about the attention of that architecture, as fields of its configuration."""
+    if kind == "mistral":
+        return {"sliding_window": WINDOW}
+    if kind == "gemma2":
+        return {"sliding_window": WINDOW, "query_pre_attn_scalar": head_dim, "attn_logit_softcapping": 5.0}
+    if kind == "gemma3":
+        types = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(layers)]
+        return {"sliding_window": WINDOW, "query_pre_attn_scalar": head_dim, "layer_types": types}
+    if kind == "gpt_oss":
+        rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
+        rope |= {"original_max_position_embeddings": max_len // 4, "beta_fast": 32.0, "beta_slow": 1.0}
+        return {
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": rope,
+        }
+    return {}

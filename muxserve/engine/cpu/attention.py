@@ -6,6 +6,10 @@ layer: `[L, R*H, blocks]`, R requests, H KV heads, L layers. (MuxServe, section 
 
 For a pure decode batch the fold is a view of query and output; a batch with prefill tokens needs the tokens of one head
 to be contiguous, hence one transposed copy of each.
+
+Layers differ in their windows, and the kernel plans its work for a window, so there is a plan for each. Attention sinks
+and ALiBi slopes belong to query heads, of which the kernel knows the `group` of a row only: models that have them take
+one call for each KV head.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionLayer, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -51,9 +56,16 @@ class PooledCPUBackend(CPUAttentionBackend):
 
 @dataclass
 class PooledCPUMetadata(CPUAttentionMetadata):
-    """Adds the folded tables of all layers: `block_tables` int32 [L, R*H, blocks], `slots` int64 [L, T*H]."""
+    """Adds the folded tables of all layers: `block_tables` int32 [L, R*H, blocks], `slots` int64 [L, T*H].
+
+    `schedules` has the kernel's plan by window (-1: none). With `by_head` rows are ordered by KV head, and plan, query
+    starts and lengths are those of the R requests, the same for each head; else they are those of all R*H rows, ordered
+    by request if `decode_only`.
+    """
 
     decode_only: bool = False
+    by_head: bool = False
+    schedules: dict[int, torch.Tensor] = field(default_factory=dict)
     block_tables: torch.Tensor | None = None
     slots: torch.Tensor | None = None
     layer_index: dict[str, int] = field(default_factory=dict)
@@ -68,6 +80,9 @@ class PooledCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.queries_per_head = self.num_heads // self.num_kv_heads
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
+        impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()]
+        self.windows = {impl.sliding_window for impl in impls}
+        self.by_head = any(impl.sinks is not None or impl.alibi_slopes is not None for impl in impls)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -79,7 +94,7 @@ class PooledCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         page_table = current().view.page_table
         layers, block_size = page_table.shape[1], self.block_size
         blocks = -(-common.max_seq_len // block_size)
-        decode_only = common.max_query_len == 1
+        decode_only = common.max_query_len == 1 and not self.by_head
 
         block_tables = torch.empty((layers, requests * heads, blocks), dtype=torch.int32)
         fold = fold_decode if decode_only else fold_prefill
@@ -87,7 +102,10 @@ class PooledCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         slots = torch.empty((layers, tokens * heads), dtype=torch.int64)
         fold_slots(page_table, common.slot_mapping[:tokens], block_size, slots)
 
-        if decode_only:
+        if self.by_head:
+            query_start = common.query_start_loc[: requests + 1]
+            seq_lens = common.seq_lens[:requests]
+        elif decode_only:
             query_start = torch.arange(requests * heads + 1, dtype=torch.int32)
             seq_lens = common.seq_lens[:requests].repeat_interleave(heads)
         else:
@@ -98,21 +116,24 @@ class PooledCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             query_start[-1] = heads * tokens
             seq_lens = common.seq_lens[:requests].repeat(heads)
 
-        scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=requests * heads,
-            num_heads=self.queries_per_head,
-            num_kv_heads=1,
-            head_dim=self.head_dim,
-            seq_lens=seq_lens,
-            dtype=self.dtype,
-            query_start_loc=query_start,
-            causal=common.causal,
-            sliding_window_size=self.window_size,
-            isa=self.isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            dynamic_causal=None,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+        schedules = {
+            window: ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=seq_lens.numel(),
+                num_heads=self.queries_per_head,
+                num_kv_heads=1,
+                head_dim=self.head_dim,
+                seq_lens=seq_lens,
+                dtype=self.dtype,
+                query_start_loc=query_start,
+                causal=common.causal,
+                sliding_window_size=window,
+                isa=self.isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+                dynamic_causal=None,
+                kv_cache_dtype=self.kv_cache_dtype,
+            )
+            for window in self.windows
+        }
         return PooledCPUMetadata(
             num_actual_tokens=tokens,
             max_query_len=common.max_query_len,
@@ -121,9 +142,11 @@ class PooledCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             seq_lens=seq_lens,
             block_table=block_tables,
             slot_mapping=slots,
-            scheduler_metadata=scheduler_metadata,
+            scheduler_metadata=None,
             causal=common.causal,
             decode_only=decode_only,
+            by_head=self.by_head,
+            schedules=schedules,
             block_tables=block_tables,
             slots=slots,
             layer_index=self.layer_index,
@@ -185,30 +208,54 @@ class PooledCPUImpl(CPUAttentionBackendImpl):
             folded_query = query[:tokens].reshape(tokens, heads, group, dim).transpose(0, 1)
             folded_query = folded_query.reshape(heads * tokens, group, dim).contiguous()
             folded_output = torch.empty_like(folded_query)
-        ops.cpu_attention_with_kv_cache(
-            query=folded_query,
-            key_cache=key_pages,
-            value_cache=value_pages,
-            output=folded_output,
-            query_start_loc=meta.query_start_loc,
-            seq_lens=meta.seq_lens,
-            scale=self.scale,
-            causal=meta.causal,
-            alibi_slopes=None,
-            sliding_window=self.sliding_window,
-            block_table=meta.block_tables[index],
-            softcap=self.logits_soft_cap,
-            scheduler_metadata=meta.scheduler_metadata,
-            s_aux=None,
-            dynamic_causal=None,
-            k_scale=layer._k_scale_float,
-            v_scale=layer._v_scale_float,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+        self._attend(layer, meta, folded_query, key_pages, value_pages, meta.block_tables[index], folded_output)
         if not meta.decode_only:
             unfolded = folded_output.view(heads, tokens, group, dim).transpose(0, 1)
             output[:tokens].view(tokens, heads, group, dim).copy_(unfolded)
         return output
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        meta: PooledCPUMetadata,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        block_table: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """All rows in one call, or those of each KV head with its sinks and slopes. `query` and `output` are
+        [T*H, group, D], `block_table` [R*H, blocks]."""
+        parts = self.num_kv_heads if meta.by_head else 1
+        rows, tokens, group = block_table.shape[0] // parts, query.shape[0] // parts, query.shape[1]
+        for part in range(parts):
+            here, heads = slice(part * tokens, (part + 1) * tokens), slice(part * group, (part + 1) * group)
+            ops.cpu_attention_with_kv_cache(
+                query=query[here],
+                key_cache=key_pages,
+                value_cache=value_pages,
+                output=output[here],
+                query_start_loc=meta.query_start_loc,
+                seq_lens=meta.seq_lens,
+                scale=self.scale,
+                causal=meta.causal,
+                alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[heads],
+                sliding_window=self.sliding_window,
+                block_table=block_table[part * rows : (part + 1) * rows],
+                softcap=self.logits_soft_cap,
+                scheduler_metadata=meta.schedules[self.sliding_window],
+                s_aux=None if self.sinks is None else self._kernel_sinks(self.sinks)[heads],
+                dynamic_causal=None,
+                k_scale=layer._k_scale_float,
+                v_scale=layer._v_scale_float,
+                kv_cache_dtype=self.kv_cache_dtype,
+            )
+
+    def _kernel_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        """[heads], in a type that the kernel computes with; known only when the weights have been loaded."""
+        if sinks.dtype not in (torch.bfloat16, torch.float32):
+            self.sinks = sinks = sinks.to(torch.float32)
+        return sinks
 
 
 def register() -> None:

@@ -22,7 +22,7 @@ from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata, MultipleOf
-from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends import fa_utils, flash_attn
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -107,6 +107,7 @@ class PooledFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     # whose sizes a graph would fix with the number of tokens, but also its row order: not captured.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table: bool = False
+    aot_schedule: bool
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -116,13 +117,16 @@ class PooledFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         # What the base class asks FlashAttention's scheduler for is a row.
         self.num_heads_q //= self.kv_heads
         self.num_heads_kv = 1
-        self.aot_sliding_window = (-1, -1)  # in every layer; other models are refused before an engine is built
         self.page_table: torch.Tensor | None = None
         self.layer_index: dict[str, int] = {}
         self.tables: FoldedTables | None = None
         shape = table_shape(vllm_config, len(layer_names), self.kv_heads, self.block_size)
         self._starts = torch.zeros(shape.rows + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(shape.rows, dtype=torch.int32, device=device)
+        # FlashAttention 3 plans its work for a window; layers that differ in it plan for themselves.
+        windows = {window or (-1, -1) for window in flash_attn._get_sliding_window_configs(vllm_config)} or {(-1, -1)}
+        self.aot_schedule = self.aot_schedule and len(windows) == 1
+        self.aot_sliding_window = windows.pop()
         if self.use_full_cuda_graph and self.aot_schedule:
             # One word for the tile counter and, rounded up to 4 rows, up to 4 words for each row.
             self.scheduler_metadata = torch.zeros(1 + (shape.rows + 3) // 4 * 4 * 4, dtype=torch.int32, device=device)
@@ -231,8 +235,6 @@ class PooledFlashImpl(FlashAttentionImpl):
             reason = "attention sinks"
         elif self.kv_sharing_target_layer_name is not None:
             reason = "layers that share another's KV cache"
-        elif self.sliding_window != (-1, -1):
-            reason = "sliding-window attention"
         if reason:
             raise NotImplementedError(f"{reason} is not supported on the shared pool")
         if self.fa4_hd256:
@@ -289,6 +291,7 @@ class PooledFlashImpl(FlashAttentionImpl):
             max_seqlen_k=meta.max_seq_len,
             softmax_scale=self.scale,
             causal=True,
+            window_size=list(self.sliding_window),
             block_table=meta.tables.layer(index),
             softcap=self.logits_soft_cap,
             scheduler_metadata=meta.scheduler_metadata,

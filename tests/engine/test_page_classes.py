@@ -1,0 +1,121 @@
+"""Models whose layers differ in what they see, on one pool: real engines; the test plays unit scheduler and gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from muxserve.wire import Admit, Detach, Detached, HandOver, StepReport
+from tests.engine.cases import GROWN, NOISE
+from tests.engine.checks import bodies, check, nothing_owned, reports
+from tests.engine.harness import TINY, Engines, deployed_model, engines
+
+UNCACHED = "gemma3"
+
+
+@pytest.fixture(scope="module")
+def family() -> Iterator[Engines]:
+    # Chunks of 128 tokens, so that the long prompts take several steps. One without prefix caching.
+    models = [
+        deployed_model(kind, make(), max_num_batched_tokens=128, prefix_caching=kind != UNCACHED)
+        for kind, make in TINY.items()
+    ]
+    with engines(models) as running:
+        yield running
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_tokens_are_those_of_stock_vllm(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
+    family.serve(kind, bodies(family, stock_tiny[kind], kind, NOISE))
+    check(family, stock_tiny[kind], kind, NOISE)
+    nothing_owned(family)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_a_cached_prefix_is_not_computed_again(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
+    def computed(tag: str) -> int:
+        since = len(family.reports)
+        family.serve(kind, bodies(family, stock_tiny[kind], tag, ["chunked"]))
+        check(family, stock_tiny[kind], tag, ["chunked"])
+        told = [report for engine, report in family.reports[since:] if engine == f"{kind}/prefill"]
+        return sum(report.tokens for report in told if isinstance(report, StepReport))
+
+    family.forget_prefixes(kind)
+    cold, warm = computed(f"cold-{kind}"), computed(f"warm-{kind}")
+    block = family.unit_spec.model(kind).block_tokens
+    assert cold == len(stock_tiny[kind]["chunked"]["prompt"])
+    assert warm == (cold if kind == UNCACHED else cold - (cold - 1) // block * block)
+
+
+def handed(
+    family: Engines, kind: str, requests: dict[str, bytes], sent: dict[str, list[int]] | None = None
+) -> list[Admit]:
+    """Prefill them, with the tokens that they have already; what the decode engine is to be told."""
+    since = len(family.reports)
+    admits = [family.admit(name, body, output_tokens=(sent or {}).get(name, [])) for name, body in requests.items()]
+    family.lease(f"{kind}/prefill", admits)
+
+    def found() -> dict[str, HandOver]:
+        told = [report for _, report in family.reports[since:] if isinstance(report, StepReport)]
+        return {each.request_id: each for report in told for each in report.handed}
+
+    family.until(lambda: found().keys() == requests.keys())
+    return [
+        family.admit(
+            name, requests[name], adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
+        )
+        for name, held in found().items()
+    ]
+
+
+def decoded(family: Engines, kind: str, admits: list[Admit], steps: int) -> None:
+    """Decode for so many steps, beyond the window."""
+    lease = family.lease(f"{kind}/decode", admits, steps=steps)
+    family.until(lambda: any(report.lease_left == 0 for report in reports(family, lease=lease)))
+    family.until(lambda: all(len(family.tokens[admit.request_id]) > steps for admit in admits))
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
+    """As a gateway does: with the tokens that it has, to whatever engine there is."""
+    requests = bodies(family, stock_tiny[kind], f"dead-{kind}", list(GROWN))
+    decoded(family, kind, handed(family, kind, requests), steps=120)
+    family.kill(kind, "decode")
+    family.reborn(kind, "decode")
+    sent = {name: list(family.tokens[name]) for name in requests}
+    family.lease(f"{kind}/decode", handed(family, kind, requests, sent))
+    family.until(lambda: all(family.finished(name) for name in requests))
+    check(family, stock_tiny[kind], f"dead-{kind}", list(GROWN))
+    nothing_owned(family)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
+    family: Engines, stock_tiny: dict[str, Any], kind: str
+) -> None:
+    """As those do that move to another unit: adopted as blocks that nobody here has filled."""
+    requests = bodies(family, stock_tiny[kind], f"moved-{kind}", list(GROWN))
+    admits = handed(family, kind, requests)
+    decoded(family, kind, admits, steps=120)
+    since = len(family.reports)
+    for admit in admits:
+        family.send(f"{kind}/decode", Detach(admit.request_id, admit.incarnation, f"{admit.request_id}/out", 0))
+
+    def gone() -> list[Detached]:
+        return [message for _, message in family.reports[since:] if isinstance(message, Detached)]
+
+    family.until(lambda: len(gone()) == len(admits))
+    assert all(left.key for left in gone())
+    back = [
+        family.admit(
+            left.request_id, requests[left.request_id], adopt=left.key, computed_tokens=left.computed_tokens,
+            output_tokens=left.output_tokens, foreign=True,
+        )
+        for left in gone()
+    ]  # fmt: skip
+    family.lease(f"{kind}/decode", back)
+    family.until(lambda: all(family.finished(name) for name in requests))
+    check(family, stock_tiny[kind], f"moved-{kind}", list(GROWN))
+    nothing_owned(family)
