@@ -298,6 +298,9 @@ class Broker:
                 self.router.placing.not_placed(message, time.monotonic())
             case Waits():
                 self.router.placing.waits(message)
+                request = self.table.get(message.request_id)
+                if message.asleep and request is not None:
+                    self.waits[request.model].interrupted()
             case StateReply():
                 self._states.answer("", message.state)
             case _:

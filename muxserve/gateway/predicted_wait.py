@@ -109,6 +109,8 @@ class PredictedWait:
         self._depth = 0
         self._gap = 0.0
         self._flows = False
+        # Nothing has come out since there was nothing that could serve: the next gap says nothing of a rate.
+        self._interrupted = False
         self._above: float | None = None
 
     # ------------------------------------------------------------ events
@@ -140,11 +142,13 @@ class PredictedWait:
             return
         if now > self._since or not self._flows:
             self._depth = len(self._waiting) + len(self._excused)
-        gap, self._since = now - self._since, now
+        gap, self._since = (0.0 if self._interrupted else now - self._since), now
         if gap > 0.0:
             self._gap = gap if not self._flows else self._gap + SMOOTHING * (gap - self._gap)
         self._flows = True
-        self._measured.setdefault(self._depth.bit_length(), PrefillRate(now)).add(1, tokens, gap, now)
+        if not self._interrupted:
+            self._measured.setdefault(self._depth.bit_length(), PrefillRate(now)).add(1, tokens, gap, now)
+        self._interrupted = False
         client.answered += 1
         if self._unanswered.pop(key, None) is not None:
             self._judge(now - client.since, now)
@@ -161,7 +165,9 @@ class PredictedWait:
         self._uncount(client)
 
     def interrupted(self) -> None:
-        """Requests lost what served them, and are served again: what waits now has not waited because of load."""
+        """Requests lost what served them, and are served again, or wait for their model to be woken: what waits now has
+        not waited because of load."""
+        self._interrupted = True
         self._excused.update(self._waiting)
         for client in self._waiting.values():
             self._uncount(client)

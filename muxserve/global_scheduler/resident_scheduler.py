@@ -133,7 +133,7 @@ class ResidentScheduler(ModelScheduler):
         super().place(peer, place, now)
         if key in self._askers:
             self.changed = True
-            self._out.to_client(peer, Waits(place.request_id))
+            self._out.to_client(peer, Waits(place.request_id, asleep=True))
 
     def change(self, rules: Rules, serves: Iterable[str], now: float) -> None:
         """See `ModelSchedulerBase`."""

@@ -15,7 +15,7 @@ from placement.format import format_size
 # `auto`: other programs of the machine have the rest.
 AUTO_PART = 0.9
 # What processes may come to take between two measurements stays free.
-HEADROOM = 0.03
+HEADROOM = 0.05
 # Expected until it is measured, of processes of the pinned vLLM on CPU (docs/residency.md has the measured ones): a
 # fleet in which every model sleeps, without its pools, and a model's processes besides its weights.
 FLEET_BYTES = 1 << 30

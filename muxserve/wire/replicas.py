@@ -145,9 +145,11 @@ class Placed(Message):
 
 class Waits(Message):
     """Answer to `Place`: the request waits with the global scheduler until it can be placed, and `Placed` or
-    `NotPlaced` will come. The gateway need not choose by itself as long as the global scheduler is there."""
+    `NotPlaced` will come. The gateway need not choose by itself as long as the global scheduler is there. `asleep`: it
+    waits for its model to be woken, which is no sign of load."""
 
     request_id: str
+    asleep: bool = False
 
 
 class NotPlaced(Message):

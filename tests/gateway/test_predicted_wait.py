@@ -159,6 +159,21 @@ def test_a_death_is_not_held_against_those_who_come() -> None:
     assert wait.refuses(4.9, 0) is None
 
 
+def test_a_wake_is_not_taken_for_a_slow_model() -> None:
+    wait = PredictedWait(LONGEST)
+    for n in range(8):
+        wait.enter(n, 0, 1, 0.01 * n)
+        wait.interrupted()  # the model sleeps, and takes 20 s to be woken
+    for n in range(8):
+        wait.answered(n, 20, 20.0 + 0.01 * n)
+    for n in range(8, 11):
+        wait.enter(n, 0, 1, 20.1)
+    assert wait.refuses(20.1 + LONGEST / 2, 0) is None
+    seconds = wait.seconds(20.1)
+    assert seconds is not None
+    assert seconds < 1.0
+
+
 def test_nobody_is_refused_while_nothing_comes_out() -> None:
     wait = PredictedWait(LONGEST)
     for n in range(300):

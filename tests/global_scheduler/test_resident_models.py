@@ -139,7 +139,7 @@ class Machine(World):
 def test_a_request_waits_while_its_model_is_woken() -> None:
     machine = Machine(["a"], 1000)
     machine.ask("r", "a")
-    assert (G0, Waits("r")) in machine.sent
+    assert (G0, Waits("r", asleep=True)) in machine.sent
     machine.say(G0, Unplace(["r"]))
     machine.ask("s", "a")
     del machine.waiting["r"]
