@@ -36,7 +36,7 @@ from muxserve.spec import FleetSpec, save_fleet
 log = logging.getLogger(__name__)
 
 # What a fleet takes is measured so often, and seldom enough that it takes a small part of a core.
-_WEIGH_SECONDS, _WEIGH_PART = 2.0, 20.0
+_WEIGH_SECONDS, _WEIGH_PART, _WEIGH_MOST = 2.0, 20.0, 5.0
 # Kinds of the processes that belong to no unit.
 _OWN = ("vllm", "gateway", "scheduler")
 
@@ -285,7 +285,7 @@ class Controller:
                 self._scheduler.send(msgspec.structs.replace(report, starting=list(self.changes.starting)))
             took = time.monotonic() - began
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(_WEIGH_SECONDS, _WEIGH_PART * took)):
+                async with asyncio.timeout(min(max(_WEIGH_SECONDS, _WEIGH_PART * took), _WEIGH_MOST)):
                     await self._weigh_now.wait()
 
     async def _tell_scheduler(self, message: wire.Message) -> None:
