@@ -165,7 +165,8 @@ class Tracing:
         parent = self._followed.get(message.request_id)
         if parent is None or not message.stages:
             return
-        begins = [nanoseconds(now - stage.ago) for stage in message.stages]
+        left = nanoseconds(now)
+        begins = [left - round(stage.ago * 1e9) for stage in message.stages]
         name = "serve again" if message.attempt else "serve"
         attributes: dict[str, str | int] = {
             "muxserve.unit": unit,
@@ -175,7 +176,7 @@ class Tracing:
         }
         span = self._tracer.start_span(name, parent.context, attributes=attributes, start_time=begins[0])
         inside = trace.set_span_in_context(span, parent.context)
-        ends = [*begins[1:], nanoseconds(now)]
+        ends = [*begins[1:], left]
         for stage, begin, end in zip(message.stages, begins, ends, strict=True):
             self._tracer.start_span(stage.name, inside, start_time=begin).end(end)
         span.end(ends[-1])

@@ -67,7 +67,7 @@ def test_a_request_and_what_it_went_through() -> None:
     trace.finish("m", "team", 200, now)
     # The units tell after the end of it, each of its own.
     first = [("queue", 0.9), ("prefill", 0.8)]
-    second = [("queue", 0.7), ("prefill", 0.65), ("prefill", 0.63), ("hand_over", 0.6), ("decode", 0.5)]
+    second = [("queue", 0.7), ("prefill", 0.65), ("prefill", 0.63), ("hand_over", 0.6), ("decode", 0.5), ("move", 0.5)]
     for unit, attempt, stages in (("u0", 0, first), ("u1", 1, second)):
         tracing.told(unit, RequestTrace("gw-1", attempt, 0, [TraceStage(n, ago) for n, ago in stages]), now)
     tracing.told("u0", RequestTrace("nobody's", 0, 0, [TraceStage("queue", 1.0)]), now)
@@ -94,9 +94,11 @@ def test_a_request_and_what_it_went_through() -> None:
         "prefill": 3,
         "hand_over": 1,
         "decode": 1,
+        "move": 1,
     }
+    assert all(seconds(each) >= 0 for each in exporter.get_finished_spans())
     assert seconds(found["hand_over"][0]) == pytest.approx(0.1, abs=0.01)
-    assert seconds(found["decode"][0]) == pytest.approx(0.5, abs=0.01)
+    assert (seconds(found["decode"][0]), seconds(found["move"][0])) == (0, pytest.approx(0.5, abs=0.01))
     (again,) = found["serve again"]
     assert root.context is not None
     assert again.context is not None
