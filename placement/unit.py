@@ -40,6 +40,9 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
         if device == "cuda" and not architecture.causal:
             message = "its tokens see what comes after them, and attention of that kind is served on CPU only"
             problems.append(PlanProblem(message, "path", model.name))
+        if architecture.adapter_slots and (device == "cuda" or model.ranks > 1):
+            message = "LoRA adapters are served on CPU, by engines of one rank; here they cannot be"
+            problems.append(PlanProblem(message, "adapters", model.name))
         known = _unknown_head_dim(architecture.head_dim, device)
         if known:
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"

@@ -89,7 +89,7 @@ else
   # Whole fleets; the processes that they are made of, those first that need nothing of the programs that run beside the
   # tests; and what is left, which mostly computes. A lane's fixtures are shared by its tests: what imports vLLM is
   # divided so that few do it twice. Lanes should take equally long.
-  apart=(tests/e2e/test_pooling.py) # fleets that need nothing of what the other fleets' tests share
+  apart=(tests/e2e/test_{adapters,pooling}.py) # fleets that need nothing of what the other fleets' tests share
   fleets=(tests/e2e "${apart[@]/#/--ignore=}")
   parts=(tests/cluster tests/gpu_control tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda
     tests/migration tests/ray "${apart[@]}")

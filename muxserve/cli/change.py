@@ -1,4 +1,4 @@
-"""`muxserve scale`, `drain`, `add`, `remove`, `apply`: have a running fleet changed, and show what happens."""
+"""`muxserve scale`, `drain`, `add`, `remove`, `apply`, `adapter`: change a running fleet, and show what happens."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ def add(file: Path, fleet: str | None, as_json: bool) -> int:
     except FleetError as error:
         return _wrong(str(error), as_json)
     return _change(messages.Add(text, str(file), str(file.parent.absolute())), fleet, as_json)
+
+
+def adapter(model: str, name: str, path: Path | None, fleet: str | None, as_json: bool) -> int:
+    """Serve a LoRA adapter of a model, or with no path no longer; returns the exit code."""
+    return _change(messages.SetAdapter(model, name, str(path.absolute()) if path else ""), fleet, as_json)
 
 
 def remove(model: str, fleet: str | None, as_json: bool) -> int:

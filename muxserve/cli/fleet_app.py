@@ -82,6 +82,23 @@ def apply(
     raise typer.Exit(run(file, fleet, dry_run, json))
 
 
+@app.command()
+def adapter(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What requests call the adapter.", show_default=False)],
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIRECTORY]", help="Where it is; without, it is served no longer.", show_default=False),
+    ] = None,
+    fleet: Which = None,
+    json: Json = False,
+) -> None:
+    """Serve a LoRA adapter of a model of the running fleet, or no longer."""
+    from muxserve.cli.change import adapter as run
+
+    raise typer.Exit(run(model, name, path, fleet, json))
+
+
 for _command in app.registered_commands:
     if _command.callback is not None:
         _command.callback.__doc__ = f"{_command.callback.__doc__}\n\n    {_EXIT_CODES}"

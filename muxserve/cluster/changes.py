@@ -12,15 +12,23 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from muxserve import wire
 from muxserve.cluster.steps import FleetSteps, UnitPlanner
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.config import Fleet
 from muxserve.control.apply import followed
 from muxserve.control.changes import ChangeError, Tell
-from muxserve.spec import FleetSpec
+from muxserve.spec import FleetSpec, ModelSpec
 
 log = logging.getLogger(__name__)
+
+
+def with_adapter(model: ModelSpec, name: str, path: str) -> ModelSpec:
+    """`model` with the adapter in `path` under that name; "": without it."""
+    others = {each: where for each, where in model.adapters.items() if each != name}
+    return msgspec.structs.replace(model, adapters={**others, name: path} if path else others)
 
 
 class Changes:
@@ -168,6 +176,15 @@ class Changes:
                 finally:
                     with contextlib.suppress(ChangeError):
                         self._steps.planner.forget(model)
+
+    async def set_adapter(self, model: str, name: str, path: str) -> None:
+        """See `FleetControl.set_adapter`."""
+        async with self._steps.lock:
+            self._check(model)
+            self._units.change(
+                models=[with_adapter(each, name, path) if each.name == model else each for each in self.fleet.models]
+            )
+            self._units.publish()
 
     # ------------------------------------------------------------ asked for by the global scheduler
 

@@ -22,7 +22,7 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import WatchdogRules
-from muxserve.vllm.args import RESERVED
+from muxserve.vllm.args import RESERVED, SPECULATION
 
 # What types cannot say of replicas, priorities, migration and launchers: bounds and names that go together.
 #
@@ -324,10 +324,7 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
 
     A variable may hold several keys, separated by commas; a file one in each line.
     """
-    models = [
-        model.model_copy(update={"path": str(_directory(base, model.path))}) if model.path else model
-        for model in fleet.models
-    ]
+    models = [model.model_copy(update=_absolute(model, base)) for model in fleet.models]
     # The first mention of a key counts; that two of them differ in priority has been refused.
     keys = list({key.key: key for key in _resolved_keys(fleet.gateway.api_keys, base, environ)}.values())
     gateway = fleet.gateway.model_copy(
@@ -368,6 +365,16 @@ def _values(key: str, base: Path, environ: Mapping[str, str]) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+def _absolute(model: Model, base: Path) -> dict[str, object]:
+    """The paths of a model that it has."""
+    found: dict[str, object] = {}
+    if model.path:
+        found["path"] = str(_directory(base, model.path))
+    if model.adapters:
+        found["adapters"] = {name: str(_directory(base, path)) for name, path in model.adapters.items()}
+    return found
+
+
 def _directory(base: Path, path: str) -> Path:
     return (base / Path(path).expanduser()).absolute()
 
@@ -404,6 +411,8 @@ def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
         aliases = model.get("aliases")
         names: list[tuple[object, KeyPath]] = [(model.get("name"), (*at, "name"))]
         names += [(alias, (*at, "aliases", k)) for k, alias in enumerate(aliases if isinstance(aliases, list) else ())]
+        adapters = model.get("adapters")
+        names += [(each, (*at, "adapters", str(each))) for each in (adapters if isinstance(adapters, dict) else ())]
         for name, path in names:
             if isinstance(name, str):
                 if name in first:
@@ -493,6 +502,10 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
             continue
         if key in _OWN_NAMES:
             yield source.problem(where, f"is set by `{_OWN_NAMES[key]}` of the model; move it there")
+        elif key in ("enable_lora", "lora_modules"):
+            yield source.problem(where, "is what `adapters` of the model is for: names and directories; remove it")
+        elif key in SPECULATION:
+            yield source.problem(where, SPECULATION[key])
         elif key in RESERVED:
             yield source.problem(where, "is decided by MuxServe and cannot be passed through; remove it")
         elif known and key not in known:

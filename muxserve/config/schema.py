@@ -398,6 +398,10 @@ class Model(Section):
     aliases: list[Annotated[str, Field(pattern=ALIAS_PATTERN)]] = Field(
         default_factory=list, description="Other names under which requests may ask for it, e.g. gpt-4o"
     )
+    adapters: dict[Annotated[str, Field(pattern=ALIAS_PATTERN)], Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None,
+        description="LoRA adapters: directories by the names that requests ask for them with; `{}`: none yet",
+    )
     path: str | None = Field(default=None, min_length=1, description="Checkpoint directory, relative to the fleet file")
     hub: str | None = Field(
         default=None, pattern=r"^[\w.-]+(/[\w.-]+)?$", description="Hugging Face hub id, e.g. org/name"

@@ -64,6 +64,14 @@ class FleetControl(Protocol):
             ChangeError: there is no room, or it could not be started.
         """
 
+    async def set_adapter(self, model: str, name: str, path: str) -> None:
+        """Serve the LoRA adapter in the directory `path` under that name, with the model's engines as they run; "": no
+        longer. Requests that have one keep it.
+
+        Raises:
+            ChangeError: the model is gone.
+        """
+
     async def remove(self, model: str, tell: Tell) -> None:
         """Serve a model no longer: the gateways refuse new requests, those that run are finished, its replicas end.
 

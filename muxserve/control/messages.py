@@ -56,6 +56,14 @@ class Apply(ControlMessage):
     dry_run: bool = False
 
 
+class SetAdapter(ControlMessage):
+    """Serve a LoRA adapter of a model under that name, from the directory `path`; "": no longer."""
+
+    model: str
+    name: str
+    path: str
+
+
 # ---------------------------------------------------------------- controller -> command
 
 
@@ -94,7 +102,7 @@ class CommandRefused(ControlMessage):
     mistake: bool = True
 
 
-Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply]
+Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply, SetAdapter]
 Answer = Union[Here, ChangeProgress, Done, CommandRefused]
 
 _encoder = msgspec.msgpack.Encoder()

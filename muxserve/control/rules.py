@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.config.adapters import AdapterError, check_rank
 from muxserve.config.loader import is_extension
 from muxserve.config.problems import did_you_mean
 from muxserve.config.source import parse_yaml
+from muxserve.config.values import ALIAS_PATTERN
 from muxserve.control.changes import ChangeError
 from muxserve.spec import FleetSpec
 from placement.format import enumerate_words
@@ -75,6 +78,32 @@ def check_remove(fleet: FleetSpec, model: str) -> None:
         raise ChangeError(f"{model} is the fleet's only model; stop the fleet instead (Ctrl-C where it was deployed)")
 
 
+def check_adapter(fleet: FleetSpec, model: str, name: str, path: str) -> None:
+    """Whether a LoRA adapter of `model` can be served under that name from `path`; "": no longer.
+
+    Raises:
+        ChangeError: the model or the adapter is unknown, its name is taken, or its engines have no room for it.
+    """
+    _check_model(fleet, model)
+    spec = next(each for each in fleet.models if each.name == model)
+    if not path:
+        if name not in spec.adapters:
+            raise ChangeError(f"{model} has no adapter {name}{did_you_mean(name, spec.adapters)}")
+        return
+    if spec.adapter_slots is None:
+        raise ChangeError(
+            f"the engines of {model} were started without room for adapters; give it `adapters: {{}}` in the fleet file"
+        )
+    if not re.fullmatch(ALIAS_PATTERN, name):
+        raise ChangeError(f"{name!r} is no name: letters, digits, '.', '_', ':', '/' and '-' only, at most 128")
+    if name in {taken for each in fleet.models for taken in (each.name, *each.aliases, *each.adapters)}:
+        raise ChangeError(f"the fleet has a model or an adapter {name!r} already")
+    try:
+        check_rank(path, spec.adapter_slots)
+    except AdapterError as error:
+        raise ChangeError(str(error)) from None
+
+
 def check_add(fleet: FleetSpec, text: str, file: str, base: str) -> Fleet:
     """The one model of a fleet file that is to be added; paths in it are relative to `base`.
 
@@ -95,7 +124,7 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str) -> Fleet:
     if len(declared.models) != 1:
         problem = source.problem(("models",), f"has {len(declared.models)} models; add one at a time")
         raise ChangeError(str(problem))
-    taken = {name for model in fleet.models for name in (model.name, *model.aliases)}
+    taken = {name for model in fleet.models for name in (model.name, *model.aliases, *model.adapters)}
     for name, key in [(declared.models[0].name, "name"), *((alias, "aliases") for alias in declared.models[0].aliases)]:
         if name in taken:
             raise ChangeError(str(source.problem(("models", 0, key), f"the fleet has a model {name!r} already")))

@@ -126,6 +126,10 @@ class ControlServer:
                     return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
                 case messages.Apply():
                     return messages.Done(await self._apply(command, tell))
+                case messages.SetAdapter(model, name, path):
+                    _checked(rules.check_adapter, self._control.fleet, model, name, path)
+                    await self._control.set_adapter(model, name, path)
+                    return messages.Done(f"{name} is served {'with ' + model if path else 'no longer'}")
                 case messages.Remove(model):
                     _checked(rules.check_remove, self._control.fleet, model)
                     await self._control.remove(model, tell)

@@ -89,7 +89,7 @@ class ModelArchitecture:
     `quantisation` is how the checkpoint's weights are quantised: `quant_method`, and after a space `quant_algo` or, of
     compressed-tensors, the bits of weights and activations (`W4A16`). `weight_bits` are those of a quantised weight of
     the linear layers by config.json, scales included (0: not quantised). `stored` is what the checkpoint's files hold,
-    where they could be read.
+    where they could be read. Engines keep room for `adapter_slots` LoRA adapters of up to `adapter_rank`.
     In `windowed_layers` of the layers a token sees the last `window` tokens only. `cpu_only` names what engines on GPUs
     cannot compute yet.
     """
@@ -117,6 +117,8 @@ class ModelArchitecture:
     window: int = 0
     windowed_layers: int = 0
     cpu_only: str = ""
+    adapter_slots: int = 0
+    adapter_rank: int = 0
 
     @property
     def pages_per_block(self) -> int:
@@ -140,10 +142,21 @@ class ModelArchitecture:
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the weights when the model is served in `dtype`: as the checkpoint's files have them, or estimated
-        from the shape where they could not be read. Quantised weights keep their size in any `dtype`."""
+        from the shape where they could not be read. Quantised weights keep their size in any `dtype`. With the room for
+        adapters."""
+        adapters = self.adapter_bytes(dtype)
         if self.stored is not None:
-            return self.stored.elements * ITEM_BYTES[dtype] + self.stored.packed_bytes
-        return int(self._linear * self.linear_bytes(dtype)) + self._embeddings * ITEM_BYTES[dtype]
+            return self.stored.elements * ITEM_BYTES[dtype] + self.stored.packed_bytes + adapters
+        return int(self._linear * self.linear_bytes(dtype)) + self._embeddings * ITEM_BYTES[dtype] + adapters
+
+    def adapter_bytes(self, dtype: str) -> int:
+        """Bytes of the room for LoRA adapters in `dtype`: of each linear layer, as many rows and columns as the rank
+        has. Both engines write into it, so each has its own, and keeps as many adapters beside it."""
+        heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * (self.hidden + heads) + 2 * (self.hidden + kv)
+        mlp = 3 * (self.hidden + self.intermediate)
+        in_engine = self.adapter_slots * self.adapter_rank * self.layers * (attention + mlp)
+        return 2 * 2 * in_engine * ITEM_BYTES[dtype]
 
     def linear_bytes(self, dtype: str) -> float:
         """Bytes of one weight of a linear layer in `dtype`, with its share of the scales if it is quantised. Embeddings

@@ -15,6 +15,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from muxserve.gateway.adapters import for_engines
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.measure import RequestOutcome, current_http
@@ -166,12 +167,14 @@ class UnitEngineClient(EngineCoreClient):
         Raises:
             VLLMValidationError: the request holds tensors.
         """
-        theirs = request.request_id, request.priority
+        theirs = request.request_id, request.priority, request.lora_request
         request.request_id, request.priority = wire_id, priority.engine(request.priority)
+        if request.lora_request is not None:
+            request.lora_request = for_engines(request.lora_request)
         try:
             frames = self._encoder.encode(request)
         finally:
-            request.request_id, request.priority = theirs
+            request.request_id, request.priority, request.lora_request = theirs
         if len(frames) != 1:
             raise VLLMValidationError("this endpoint serves text; the request holds tensors")
         return bytes(frames[0])
@@ -181,7 +184,5 @@ class UnitEngineClient(EngineCoreClient):
             raise VLLMValidationError("this endpoint serves text; images, audio and video are not supported")
         if request.prompt_embeds is not None:
             raise VLLMValidationError("prompt embeddings are not supported", parameter="prompt_embeds")
-        if request.lora_request is not None:
-            raise VLLMValidationError("LoRA adapters are not supported", parameter="model")
         if request.resumable:
             raise VLLMValidationError("streamed input is not supported")

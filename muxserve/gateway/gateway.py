@@ -184,6 +184,7 @@ class Gateway:
         while True:
             await self._to_offer.wait()
             self._to_offer.clear()
+            await self.offered.follow_adapters(self.fleet.models)
             while (model := self._next_to_offer()) is not None:
                 try:
                     await self.offered.build([model])

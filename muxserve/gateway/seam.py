@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.envs import enable_envs_cache
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
@@ -29,6 +30,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from muxserve.gateway.adapters import adapter_requests
 from muxserve.gateway.app import POSTS, ServedApp
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.vllm_metrics import stat_logger
@@ -41,13 +43,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ModelFrontEnd:
-    """One model's stock front end: `llm` makes requests of text."""
+    """One model's stock front end: `llm` makes requests of text, `models` knows vLLM's names (once there are)."""
 
     model: ModelSpec
     client: UnitEngineClient
     llm: AsyncLLM
     args: Namespace
     registry: CollectorRegistry
+    models: OpenAIServingModels | None = None
 
 
 def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
@@ -86,9 +89,18 @@ async def serve(front_end: ModelFrontEnd) -> ServedApp:
     await init_app_state(front_end.llm, app.state, front_end.args, tasks)
     # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
     app.state.server = SimpleNamespace(should_exit=False)
-    listed = await app.state.openai_serving_models.show_available_models()
     posts = POSTS.intersection(getattr(route, "path", "") for route in app.routes)
-    return ServedApp(app, {card.id: card.model_dump() for card in listed.data}, app.openapi, posts)
+    front_end.models = app.state.openai_serving_models
+    return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts))
+
+
+async def with_adapters(front_end: ModelFrontEnd, served: ServedApp) -> ServedApp:
+    """`served` with the adapters that `front_end.model` has now, each with a card of its own. Requests that run keep
+    theirs."""
+    assert front_end.models is not None
+    front_end.models.lora_requests = adapter_requests(front_end.model.name, front_end.model.adapters)
+    listed = await front_end.models.show_available_models()
+    return dataclasses.replace(served, cards={card.id: card.model_dump() for card in listed.data})
 
 
 def end(front_end: ModelFrontEnd) -> None:

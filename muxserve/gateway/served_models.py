@@ -77,6 +77,15 @@ class OfferedModels:
         wanted = {model.name: _front_end_part(model) for model in models}
         return [name for name in self.models if wanted.get(name) != _front_end_part(self._front_ends[name].model)]
 
+    async def follow_adapters(self, models: Iterable[ModelSpec]) -> None:
+        """Offer the adapters that the models have now, of those that are offered already."""
+        for model in models:
+            front_end = self._front_ends.get(model.name)
+            if model.name in self.models and front_end is not None and front_end.model.adapters != model.adapters:
+                front_end.model = model
+                self.models[model.name] = await seam.with_adapters(front_end, self.models[model.name])
+                log.info("adapters of %s: %s", model.name, ", ".join(model.adapters) or "none")
+
     def withdraw(self, model: str) -> None:
         """Take no more requests of `model`; its front end goes when those that it has are finished."""
         del self.models[model]
@@ -99,4 +108,4 @@ class OfferedModels:
 
 def _front_end_part(model: ModelSpec) -> tuple[object, ...]:
     """What a front end depends on; the rest is about engines, of which replicas may have different ones."""
-    return model.path, model.dtype, model.engine_args, model.engines, model.aliases
+    return model.path, model.dtype, model.engine_args, model.engines, model.aliases, model.adapter_slots

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
+from muxserve.config.adapters import AdapterError, slots_of
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import Graphs
 from muxserve.costs.devices import device
@@ -75,6 +77,8 @@ def demands_of(
         key = "path" if model.path else "hub" if model.hub else "architecture"
         try:
             architecture = _architecture(model, base, hub)
+            key = "adapters" if model.adapters is not None else key
+            architecture = _with_adapters(model, architecture)
         except (CheckpointError, ValueError) as error:
             problems.append(fleet.problem(("models", index, key), str(error)))
             continue
@@ -86,6 +90,19 @@ def demands_of(
     if problems:
         raise FleetError(problems)
     return demands
+
+
+def _with_adapters(model: Model, architecture: ModelArchitecture) -> ModelArchitecture:
+    """
+    Raises:
+        AdapterError: the model cannot have the adapters that it is to have.
+    """
+    slots = slots_of(model)
+    if slots is None:
+        return architecture
+    if architecture.pooling:
+        raise AdapterError("adapters are served with models that generate text, and this one answers with vectors")
+    return replace(architecture, adapter_slots=slots.count, adapter_rank=slots.rank)
 
 
 def _architecture(model: Model, base: Path, hub: Hub) -> ModelArchitecture:

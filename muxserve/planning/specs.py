@@ -12,6 +12,7 @@ import msgspec
 
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import AUTO, Fleet, Model
+from muxserve.config.adapters import slots_of
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel, target_load
 from muxserve.costs.roofline import Roofline
@@ -130,6 +131,8 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         aliases=tuple(model.aliases),
         target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
         pooling=demand.architecture.pooling,
+        adapters=dict(model.adapters or {}),
+        adapter_slots=slots_of(model),
     )
 
 

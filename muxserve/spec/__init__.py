@@ -17,6 +17,7 @@ from muxserve.spec.fleet import (
 )
 from muxserve.spec.network import Keys, Listen
 from muxserve.spec.unit import (
+    AdapterSlots,
     Batching,
     EnginePhase,
     GatewaySpec,
@@ -35,6 +36,7 @@ from muxserve.spec.unit import (
 )
 
 __all__ = [
+    "AdapterSlots",
     "Batching",
     "EnginePhase",
     "FleetSpec",

@@ -63,6 +63,13 @@ class Batching(msgspec.Struct, frozen=True):
     kv_threshold: float = 0.05
 
 
+class AdapterSlots(msgspec.Struct, frozen=True):
+    """Room for LoRA adapters in each engine of a model: so many in one step, of ranks up to `rank`."""
+
+    count: int
+    rank: int
+
+
 class ModelSpec(msgspec.Struct, frozen=True):
     """One model of the unit. Page counts are of its pool; `num_blocks` is the size of its page table in blocks,
     block 0 included, which is never handed out. `kv_heads` are those of one tensor-parallel rank, `layers` those of one
@@ -74,6 +81,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     The answers of a `pooling` model are vectors (embeddings, scores, classes): a request is finished by its prefill, so
     that there is no decode engine. One with bidirectional attention keeps no KV at all: it has 0 `kv_heads`.
+
+    `adapters` are directories of LoRA adapters by the names under which requests ask for them. They come and go while
+    the model serves, if it has `adapter_slots`: an engine loads one with the first request that brings it.
     """
 
     name: str
@@ -109,6 +119,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     # What automatic target loads of priority levels come to, in tokens of KV.
     target_load: int = TARGET_LOAD
     pooling: bool = False
+    adapters: dict[str, str] = {}
+    adapter_slots: AdapterSlots | None = None
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:

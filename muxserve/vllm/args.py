@@ -47,6 +47,9 @@ RESERVED = frozenset(
         "disable_log_stats",
         "kv_transfer_config",
         "speculative_config",
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
@@ -71,6 +74,14 @@ RESERVED = frozenset(
     }
 )
 
+_NO_SPECULATION = (
+    "speculative decoding is not served: an engine reserves its pages before a step for the tokens that its requests "
+    "have, with none for proposals that may be rejected, and the unit counts one token of each sequence in a step; "
+    "remove it"
+)
+# Options of speculative decoding, and why each is refused.
+SPECULATION = dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _NO_SPECULATION)
+
 
 def frontend_args(model: ModelSpec) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs` for the gateway's front end of `model`."""
@@ -81,6 +92,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         **model.engine_args,
         "model": model.path,
         "served_model_name": [model.name, *model.aliases],
+        **_adapter_args(model),
         "dtype": model.dtype,
         "max_model_len": model.max_len,
         "max_num_seqs": model.max_num_seqs,
@@ -94,6 +106,11 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         # A step runs only under a lease, so the scheduler cannot run one step ahead.
         "async_scheduling": False,
     }
+
+
+def _adapter_args(model: ModelSpec) -> dict[str, Any]:
+    slots = model.adapter_slots
+    return {} if slots is None else {"enable_lora": True, "max_loras": slots.count, "max_lora_rank": slots.rank}
 
 
 def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str, Any]:

@@ -120,6 +120,9 @@ class FakeControl:
         self.fleet = msgspec.structs.replace(self.fleet, models=[*self.fleet.models, model(name)])
         self._serve("u0", [*self.fleet.units[0].serves, name])
 
+    async def set_adapter(self, model: str, name: str, path: str) -> None:
+        await self._called("set_adapter", model, name, path)
+
     async def remove(self, model: str, tell: Tell) -> None:
         await self._called("remove", model)
         models = [each for each in self.fleet.models if each.name != model]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from muxserve.cluster.changes import with_adapter
 from muxserve.control.changes import ChangeError
-from muxserve.control.rules import check_add, check_drain, check_remove, check_scale
+from muxserve.control.rules import check_adapter, check_add, check_drain, check_remove, check_scale
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.spec import AdapterSlots
+from tests.config.test_adapters import adapter
 from tests.control.fakes import fleet_of
 
 FLEET = fleet_of(
@@ -85,3 +89,27 @@ def test_what_cannot_be_added(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ChangeError) as caught:
         check_add(FLEET, text, "new.yaml", str(tmp_path))
     assert said in str(caught.value)
+
+
+def test_adapters_that_can_come_and_go(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "x", r=16)
+    fleet = fleet_of("/run", {"u0": ["chat", "bare"]})
+    room = {"adapters": {"poet": "/p"}, "adapter_slots": AdapterSlots(2, 16)}
+    chat = msgspec.structs.replace(fleet.models[0], **room)
+    fleet = msgspec.structs.replace(fleet, models=[chat, fleet.models[1]])
+    check_adapter(fleet, "chat", "clerk", str(path))
+    check_adapter(fleet, "chat", "poet", "")
+    assert with_adapter(chat, "clerk", "/c").adapters == {"poet": "/p", "clerk": "/c"}
+    assert with_adapter(chat, "poet", "").adapters == {}
+    for model, name, where, said in (
+        ("nobody", "clerk", str(path), "no model nobody"),
+        ("bare", "clerk", str(path), "started without room for adapters"),
+        ("chat", "bare", str(path), "a model or an adapter 'bare' already"),
+        ("chat", "poet", str(path), "a model or an adapter 'poet' already"),
+        ("chat", "a b", str(path), "is no name"),
+        ("chat", "clerk", str(tmp_path), "has no adapter_config.json"),
+        ("chat", "clerk", str(adapter(tmp_path / "y", r=64)), "has rank 64"),
+        ("chat", "clerk", "", "chat has no adapter clerk"),
+    ):
+        with pytest.raises(ChangeError, match=said):
+            check_adapter(fleet, model, name, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -242,6 +243,17 @@ def test_longrope_is_meant_for_its_original_length() -> None:
 def test_experts_that_a_token_takes(keys: dict[str, Any], active: int, shared: int) -> None:
     found = read_architecture({**MISTRAL, **keys})
     assert (found.active_experts, found.shared_intermediate) == (active, shared)
+
+
+def test_room_for_adapters_counts_as_weights() -> None:
+    a = read_architecture(LLAMA)
+    with_room = replace(a, adapter_slots=2, adapter_rank=16)
+    # Per layer and rank: inputs and outputs of q, o, k, v, gate, up and down.
+    per_rank = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    # Two engines, each with the slots and as many adapters beside them.
+    assert with_room.adapter_bytes("bfloat16") == 2 * 2 * 2 * 16 * 32 * per_rank * 2
+    assert with_room.weight_bytes("bfloat16") - a.weight_bytes("bfloat16") == with_room.adapter_bytes("bfloat16")
+    assert a.adapter_bytes("bfloat16") == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fleet import ROOT, Fleet, fleet_file, running
-from tests.e2e.pooling_reference import KINDS
+from tests.e2e.mixed_reference import CHUNK, GENERATING, KINDS, MAX_LEN, OPTIONS, adapter, checkpoint
 from tests.e2e.reference import MODELS
 from tests.support.beside import begin, output
 
@@ -19,7 +20,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     models = [str(ROOT / "configs/models" / model) for model in MODELS]
     here = Path(__file__).parent
     begin(session, "reference", here, "tests.e2e.reference", *models)
-    begin(session, "pooled", here, "tests.e2e.pooling_reference", *KINDS)
+    begin(session, "stock_of_mixed", here, "tests.e2e.mixed_reference", *KINDS, GENERATING)
 
 
 @pytest.fixture(scope="session")
@@ -34,4 +35,39 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The quickstart fleet. Whoever kills or stops parts of it waits until it is whole again."""
     watchdog = {"suspect": "1s", "hung": "8s"}
     with running(fleet_file(tmp_path_factory.mktemp("quickstart"), watchdog=watchdog)) as deployed:
+        yield deployed
+
+
+@pytest.fixture(scope="session")
+def stock_of_mixed(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """Stock vLLM's answers of the models of `mixed`."""
+    directory = output(pytestconfig, "stock_of_mixed")
+    return {model: json.loads((directory / f"{model}.json").read_text()) for model in (*KINDS, GENERATING)}
+
+
+@pytest.fixture(scope="package")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A model that generates, with adapters, and models that answer with vectors."""
+    models: list[dict[str, Any]] = [
+        {
+            "name": GENERATING,
+            "path": str(ROOT / "configs/models" / GENERATING),
+            "adapters": {name: str(adapter(name)) for name in ("one", "two")},
+        }
+    ]
+    for name in KINDS:
+        models.append({"name": name, "path": str(checkpoint(name)), "engine_args": OPTIONS.get(name, {})})
+    common = {
+        "max_len": MAX_LEN,
+        "max_num_batched_tokens": CHUNK,
+        "dtype": "float32",
+        "threads": 1,
+        "limits": {"max_wait": "none"},
+    }
+    path = fleet_file(tmp_path_factory.mktemp("mixed"), models=[common | model for model in models])
+    # A place of its own for run directories: commands find the only fleet there.
+    with (
+        tempfile.TemporaryDirectory(prefix="mx") as runtime,
+        running(path, environment={"XDG_RUNTIME_DIR": runtime}) as deployed,
+    ):
         yield deployed

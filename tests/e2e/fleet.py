@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,15 @@ def fleet_file(
 class Fleet:
     """A running `muxserve deploy`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, directory: Path) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        port: int,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.process = process
+        self._environment = {**os.environ, **(environment or {})}
         self.directory = directory
         self.url = f"http://127.0.0.1:{port}"
         # Reading certificates, which nobody needs here, would take more time than most questions.
@@ -73,6 +80,13 @@ class Fleet:
         http_client = openai.DefaultAsyncHttpxClient(verify=False)
         return openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=4 * PATIENCE, http_client=http_client
+        )
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command as the fleet's user gives it, in the environment that the fleet was started in."""
+        line = [sys.executable, "-m", "muxserve.cli.app", *words]
+        return subprocess.run(
+            line, capture_output=True, text=True, timeout=4 * PATIENCE, cwd=ROOT, env=self._environment
         )
 
     def get(self, path: str) -> httpx.Response:
@@ -161,8 +175,11 @@ class Fleet:
 
 
 @contextmanager
-def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
-    """Deploy the fleet file, wait until it serves (within `seconds`), and stop it as a user would."""
+def running(
+    path: Path, seconds: float = START_SECONDS, environment: Mapping[str, str] | None = None
+) -> Iterator[Fleet]:
+    """Deploy the fleet file, with `environment` beside that of the tests, wait until it serves (within `seconds`), and
+    stop it as a user would."""
     port = free_port()
     log = open(path.parent / "deploy.log", "wb")  # noqa: SIM115
     # As a shell may leave some open that started it: what is locked here must not stay locked by the fleet.
@@ -174,10 +191,14 @@ def running(path: Path, seconds: float = START_SECONDS) -> Iterator[Fleet]:
         start_new_session=True,
         cwd=path.parent,
         pass_fds=[foreign.fileno()],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(":")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(":")]),
+            **(environment or {}),
+        },
     )
     foreign.close()
-    fleet = Fleet(process, port, path.parent)
+    fleet = Fleet(process, port, path.parent, environment)
     try:
         fleet.wait_healthy(seconds)
         yield fleet

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.fleet import ROOT, Fleet, fleet_file, running
-from tests.e2e.pooling_reference import CHUNK, DOCUMENTS, KINDS, MAX_LEN, OPTIONS, QUERY, TEXTS, checkpoint
-from tests.support.beside import output
+from tests.e2e.fleet import Fleet
+from tests.e2e.mixed_reference import DOCUMENTS, KINDS, MAX_LEN, QUERY, TEXTS
 from tests.support.patience import PATIENCE
 
 # A step holds more than one of these, so that they wait for each other.
@@ -21,22 +18,14 @@ MANY = 120
 
 
 @pytest.fixture(scope="module")
-def pooled(pytestconfig: pytest.Config) -> dict[str, Any]:
+def pooled(stock_of_mixed: dict[str, Any]) -> dict[str, Any]:
     """What stock vLLM makes of the texts, by model."""
-    directory = output(pytestconfig, "pooled")
-    return {model: json.loads((directory / f"{model}.json").read_text()) for model in KINDS}
+    return stock_of_mixed
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    directory = tmp_path_factory.mktemp("pooling")
-    models: list[dict[str, Any]] = [{"name": "arithmetic", "path": str(ROOT / "configs/models/arithmetic")}]
-    for name in KINDS:
-        models.append({"name": name, "path": str(checkpoint(name)), "max_len": MAX_LEN})
-        models[-1]["engine_args"] = OPTIONS.get(name, {})
-    common = {"max_num_batched_tokens": CHUNK, "dtype": "float32", "threads": 1, "limits": {"max_wait": "none"}}
-    with running(fleet_file(directory, models=[common | model for model in models])) as deployed:
-        yield deployed
+def fleet(mixed: Fleet) -> Fleet:
+    return mixed
 
 
 def post(fleet: Fleet, path: str, **body: Any) -> Any:

@@ -19,9 +19,10 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import bind_worker, current
-from muxserve.engine.cpu import attention
+from muxserve.engine.cpu import adapters, attention
 from muxserve.engine.runner import ResumingRunner
 
+adapters.register()
 attention.register()
 
 

@@ -1,0 +1,128 @@
+"""What stock vLLM answers for a fleet of several kinds: `python -m tests.e2e.mixed_reference OUT_DIR MODEL...`.
+
+Vectors of the texts of `test_pooling`, and with `GENERATING` the texts of `test_adapters` with each adapter.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.fleet import ROOT
+from tests.engine.stock import write_each
+from tests.support.tiny_adapter import write_adapter
+from tests.support.tiny_checkpoint import CACHE, Kind, tiny_checkpoint
+
+# By name in the fleet. The first three keep KV while they compute, the others do not.
+KINDS: dict[str, Kind] = {
+    "embedder": "qwen3",
+    "tokens": "qwen3",
+    "judge": "qwen3-classifier",
+    "encoder": "bert",
+    "reranker": "bert-reranker",
+}
+# These would generate text if they were not asked for something else.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "embedder": {"runner": "pooling"},
+    "tokens": {"runner": "pooling", "pooler_config": {"task": "token_embed"}},
+}
+# Short, of several blocks, and longer than a step where prompts are computed in chunks.
+TEXTS = ["a", "The cat sat on the mat.", "Where does the river end? " * 8, "all work and no play " * 15]
+QUERY = "Where does the river end?"
+DOCUMENTS = ["In the sea.", "It ends in the sea, as rivers do.", "Nobody knows."]
+CHUNK, MAX_LEN = 128, 512
+
+
+def checkpoint(model: str) -> Path:
+    """Where the model of that name is."""
+    return tiny_checkpoint(KINDS[model])
+
+
+# The model that generates, and the seeds of its adapters by name.
+GENERATING = "arithmetic"
+ADAPTERS = {"one": 1, "two": 2, "three": 3}
+# The last ones have a prefix of several blocks in common.
+_LONG = "User: What is 12 + 7? Assistant: 19. " * 6
+PROMPTS = ["What is 12 + 7?", "What is 3 + 4?", "Tell me", _LONG, f"{_LONG}User: What is 8 + 8?", f"{_LONG}User: And"]
+MAX_TOKENS = 24
+
+
+def sampling(index: int) -> dict[str, Any]:
+    """How prompt `index` is answered: greedily, or seeded."""
+    return {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0.0}
+
+
+def adapter(name: str) -> Path:
+    """Where the adapter of that name is; written once."""
+    path = CACHE / f"adapter-{GENERATING}-{name}-v1"
+    if not path.is_dir():
+        scratch = path.with_name(f".{path.name}-{os.getpid()}")
+        write_adapter(scratch, ROOT / "configs/models" / GENERATING, seed=ADAPTERS[name])
+        try:
+            os.rename(scratch, path)
+        except OSError:  # another process was first
+            shutil.rmtree(scratch)
+    return path
+
+
+def generated() -> dict[str, Any]:
+    """The texts of all prompts, by adapter; "": with none. Each by itself."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(
+        str(ROOT / "configs/models" / GENERATING),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_LEN,
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=16,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    found = {}
+    for number, name in enumerate(["", *ADAPTERS]):
+        lora = LoRARequest(name, number, str(adapter(name))) if name else None
+        found[name] = [
+            llm.generate(
+                [prompt],
+                SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling(index)),
+                use_tqdm=False,
+                lora_request=lora,
+            )[0]
+            .outputs[0]
+            .text
+            for index, prompt in enumerate(PROMPTS)
+        ]
+    return found
+
+
+def answers(path: Path) -> dict[str, Any]:
+    """Each text by itself, as nothing but its own tokens decides what comes of it. `path` is a model's name."""
+    from vllm import LLM
+
+    model = path.name
+    if model == GENERATING:
+        return generated()
+    llm = LLM(
+        str(checkpoint(model)),
+        **{"runner": "pooling", **OPTIONS.get(model, {})},
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=MAX_LEN,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    task = llm.pooling_task
+    pooled = [llm.encode([text], pooling_task=task, use_tqdm=False)[0].outputs.data.tolist() for text in TEXTS]
+    if model == "judge":  # it has no one score
+        return {"data": pooled}
+    scores = [llm.score([QUERY], [each], use_tqdm=False)[0].outputs.score for each in DOCUMENTS]
+    return {"data": pooled, "score": scores}
+
+
+if __name__ == "__main__":
+    write_each(answers, Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]])
