@@ -426,9 +426,10 @@ def test_tenants_come_and_go(rig: Rig, fleet: Running, http: httpx.Client, tmp_p
     usage = answer.json()["usage"]
     spent = usage["prompt_tokens"] + usage["completion_tokens"]
     assert answer.headers["x-ratelimit-limit-tokens"] == "600"
-    assert 600 - spent <= int(answer.headers["x-ratelimit-remaining-tokens"]) < 600
+    # The bucket fills up again meanwhile.
+    assert 600 - spent <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 600
     with http.stream("POST", "/v1/completions", json={**body, "n": 1, "stream": True}, headers=key) as stream:
-        assert int(stream.headers["x-ratelimit-remaining-tokens"]) < 600
+        assert int(stream.headers["x-ratelimit-remaining-tokens"]) <= 600
         stream.read()
     assert http.post("/v1/completions", json={**body, "model": "beta"}, headers=key).status_code == 404
     rows = http.get("/admin/usage").json()["data"]
