@@ -195,4 +195,6 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     # It looks whether the program is there.
     unit.write_text(text.replace("/opt/muxserve/bin/muxserve", "/bin/true"))
     done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    # It may have something to say about this machine's own units.
+    assert done.returncode == 0, done.stderr
+    assert unit.name not in done.stderr
