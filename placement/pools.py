@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muxserve.costs.architecture import ITEM_BYTES
+from muxserve.costs.architecture import KV_ITEM_BYTES
 
 # The CPU attention kernel works on multiples of 32 tokens; larger blocks waste the end of every sequence.
 BLOCK_STEP = 32
@@ -17,7 +17,7 @@ _EXACT_HEAD_DIMS = 5
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the pool must know of a model. `block_tokens` is None where it may be chosen."""
+    """What the pool must know of a model; `dtype` is that of its KV. `block_tokens` is None where it may be chosen."""
 
     name: str
     head_dim: int
@@ -37,7 +37,7 @@ class PoolGroup:
 
 def page_bytes(block_tokens: int, head_dim: int, dtype: str) -> int:
     """Bytes of one page: K and V of `block_tokens` tokens of one KV head of one layer."""
-    return 2 * block_tokens * head_dim * ITEM_BYTES[dtype]
+    return 2 * block_tokens * head_dim * KV_ITEM_BYTES[dtype]
 
 
 def group_pools(shapes: Sequence[KVShape]) -> list[PoolGroup]:
@@ -55,7 +55,7 @@ def group_pools(shapes: Sequence[KVShape]) -> list[PoolGroup]:
             groups.append(
                 PoolGroup(
                     dtype=dtype,
-                    page_bytes=2 * page_elements * ITEM_BYTES[dtype],
+                    page_bytes=2 * page_elements * KV_ITEM_BYTES[dtype],
                     models=tuple(shape.name for shape in members),
                     block_tokens=tuple(page_elements // shape.head_dim for shape in members),
                 )

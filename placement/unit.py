@@ -298,7 +298,7 @@ def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
     """The pools of `models`, and who shares them; those that keep no KV are in none."""
     return group_pools(
         [
-            KVShape(m.name, m.architecture.head_dim, m.resolved_dtype, m.block_tokens)
+            KVShape(m.name, m.architecture.head_dim, m.architecture.kv_dtype(m.resolved_dtype), m.block_tokens)
             for m in models
             if m.architecture.causal
         ]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import model_table
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*DOCS, *sorted(ROOT.glob("*.md"))]
@@ -75,3 +77,14 @@ def sentences(markdown: str) -> list[str]:
 def test_the_guide_has_short_sentences(name: str) -> None:
     long = [each for each in sentences((ROOT / name).read_text()) if len(each.split()) > LONGEST]
     assert not long, f"more than {LONGEST} words:\n" + "\n".join(long)
+
+
+def test_the_table_of_models_claims_what_tests_show() -> None:
+    text = model_table.PAGE.read_text()
+    assert text == model_table.page(text), "run: python -m tests.support.model_table"
+
+
+def test_a_mark_must_name_columns_of_the_table(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text("@pytest.mark.serves('Llama', 'flies')\ndef test_x(): ...\n")
+    with pytest.raises(ValueError, match=r"test_x.py:1: give an architecture and some of served"):
+        model_table.shown(tmp_path)

@@ -286,6 +286,8 @@ _FOREIGN_WEIGHTS = {
     "*.msgpack": "Flax weights; convert them to safetensors (Transformers' `from_flax=True`)",
     "*.h5": "TensorFlow weights; convert them to safetensors (Transformers' `from_tf=True`)",
 }
+# Types of `engine_args.kv_cache_dtype` that the pages of the pool may have, by vLLM's names.
+KV_CACHE_TYPES = {"auto": "", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Formats of `engine_args` (`load_format`, `quantization`) that this version of vLLM has no loader for.
 _NO_LOADERS = ("gguf",)
 # Where vLLM declares its options.
@@ -496,6 +498,9 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
     if not isinstance(args, dict):
         return
     known = vllm_options()
+    if args.get("kv_cache_dtype", "auto") not in KV_CACHE_TYPES:
+        message = f"must be one of {', '.join(KV_CACHE_TYPES)}, not {args['kv_cache_dtype']!r}"
+        yield source.problem((*at, "engine_args", "kv_cache_dtype"), message)
     for key in args:
         where = (*at, "engine_args", str(key))
         if not isinstance(key, str):

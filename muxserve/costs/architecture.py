@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# What the KV cache may be kept in: the type that is computed in, or one of 8 bits.
+KV_ITEM_BYTES = {**ITEM_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -89,7 +91,8 @@ class ModelArchitecture:
     `quantisation` is how the checkpoint's weights are quantised: `quant_method`, and after a space `quant_algo` or, of
     compressed-tensors, the bits of weights and activations (`W4A16`). `weight_bits` are those of a quantised weight of
     the linear layers by config.json, scales included (0: not quantised). `stored` is what the checkpoint's files hold,
-    where they could be read. Engines keep room for `adapter_slots` LoRA adapters of up to `adapter_rank`.
+    where they could be read, `kv_cache` the type of the KV cache where it is another than the one computed in.
+    Engines keep room for `adapter_slots` LoRA adapters of up to `adapter_rank`.
     In `windowed_layers` of the layers a token sees the last `window` tokens only. `cpu_only` names what engines on GPUs
     cannot compute yet.
     """
@@ -119,6 +122,7 @@ class ModelArchitecture:
     cpu_only: str = ""
     adapter_slots: int = 0
     adapter_rank: int = 0
+    kv_cache: str = ""
 
     @property
     def pages_per_block(self) -> int:
@@ -163,9 +167,13 @@ class ModelArchitecture:
         and LM head are not quantised."""
         return self.weight_bits / 8 if self.weight_bits else ITEM_BYTES[dtype]
 
+    def kv_dtype(self, dtype: str) -> str:
+        """The type of the KV cache when the model is computed in `dtype`."""
+        return self.kv_cache or dtype
+
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of K and V of one token in `dtype`."""
-        return 2 * self.pages_per_block * self.head_dim * ITEM_BYTES[dtype]
+        """Bytes of K and V of one token when the model is computed in `dtype`."""
+        return 2 * self.pages_per_block * self.head_dim * KV_ITEM_BYTES[self.kv_dtype(dtype)]
 
 
 def read_architecture(config: Mapping[str, object], pooling: bool = False) -> ModelArchitecture:

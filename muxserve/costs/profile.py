@@ -58,7 +58,8 @@ VERSION = 1
 
 
 class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What tells models apart whose steps take differently long: shape and quantisation, not names or limits."""
+    """What tells models apart whose steps take differently long: shape, quantisation and type of the KV cache, but not
+    names or limits."""
 
     layers: int
     heads: int
@@ -74,6 +75,7 @@ class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
     weight_bits: float = 0.0
     window: int = 0
     windowed_layers: int = 0
+    kv_cache: str = ""
 
     @classmethod
     def of(cls, architecture: ModelArchitecture) -> ProfiledModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
+from muxserve.costs.architecture import ITEM_BYTES, KV_ITEM_BYTES, ModelArchitecture
 from muxserve.costs.latency import CostError
 
 
@@ -80,7 +80,7 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         flops_per_pair=4.0 * a.layers * a.heads / tp * a.head_dim,
         dense_bytes=a.layers * dense * weight,
         expert_bytes=a.layers * routed * weight,
-        kv_bytes_per_token=2.0 * a.layers * local_kv * a.head_dim * item,
+        kv_bytes_per_token=2.0 * a.layers * local_kv * a.head_dim * KV_ITEM_BYTES[a.kv_dtype(dtype)],
         head_flops=2.0 * head,
         head_bytes=head * item,
         # Per layer and token: residual stream read and written by both norms and both additions, and what lies between

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from muxserve.config import Fleet, FleetError, Model
-from muxserve.config.checks import lacks_weights
+from muxserve.config.checks import KV_CACHE_TYPES, lacks_weights
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
 
@@ -83,7 +83,12 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         architecture = read_architecture(config, _pools(model, file))
     except UnsupportedModelError as error:
         raise CheckpointError(f"cannot be served: {error}") from None
-    return replace(architecture, stored=stored_weights(file.parent))
+    return replace(architecture, stored=stored_weights(file.parent), kv_cache=kv_cache_of(model))
+
+
+def kv_cache_of(model: Model) -> str:
+    """The type of the model's KV cache where `engine_args` ask for one, as `ModelArchitecture.kv_cache`."""
+    return KV_CACHE_TYPES[str(model.engine_args.get("kv_cache_dtype", "auto"))]
 
 
 # Types of tensors in safetensors files that vLLM loads in the type that the model is served in.

@@ -18,7 +18,14 @@ from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Overheads, load_profile
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, planned_architecture
+from muxserve.planning.checkpoints import (
+    CheckpointError,
+    Hub,
+    HuggingFaceHub,
+    architecture_of,
+    kv_cache_of,
+    planned_architecture,
+)
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 
@@ -107,7 +114,7 @@ def _with_adapters(model: Model, architecture: ModelArchitecture) -> ModelArchit
 
 def _architecture(model: Model, base: Path, hub: Hub) -> ModelArchitecture:
     if model.path is None and model.hub is None:
-        return planned_architecture(model.architecture or "", base)
+        return replace(planned_architecture(model.architecture or "", base), kv_cache=kv_cache_of(model))
     return architecture_of(model, hub)
 
 

@@ -22,7 +22,7 @@ from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, 
 from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch
 from muxserve.planning.device_pool import CPU
 from muxserve.spec import ModelSpec, PolicyName
-from muxserve.vllm.quantisation import unshareable
+from muxserve.vllm.quantisation import uncomputable, unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words, format_size
@@ -324,6 +324,10 @@ def model_demands(
         if gpu is not None and demands[-1].dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
             problems.append(fleet.model_problem(model.name, "dtype", message))
+        if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
+            problems.append(fleet.model_problem(model.name, "dtype", words))
+        if architecture.kv_cache and (words := _kv_cache_problem(architecture, gpu is not None)):
+            problems.append(fleet.model_problem(model.name, "engine_args", words))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
         if gpu is not None and architecture.cpu_only:
@@ -332,6 +336,17 @@ def model_demands(
     if problems:
         raise FleetError(problems)
     return tuple(demands)
+
+
+def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool) -> str:
+    """Why the KV cache cannot be of the type that `engine_args` ask for; empty if it can."""
+    if gpu:
+        return "kv_cache_dtype: the attention of engines on GPUs has 16-bit pages only; leave it out"
+    if architecture.head_dim % 32:
+        return (
+            f"kv_cache_dtype: FP8 needs a head size that is a multiple of 32, not {architecture.head_dim}; leave it out"
+        )
+    return ""
 
 
 def _threads(policy: str, model: Model, cores: int, ranks: int, units: int) -> int | None:

@@ -131,10 +131,10 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         raise SimulationError(f"unit {unit.name} serves {', '.join(unknown)}, which the fleet does not have")
     tp = len(unit.devices)
     placed = {each.model: each for each in unit.models}
-    shapes = [
-        KVShape(n, models[n].architecture.head_dim, models[n].dtype) for n in placed if models[n].architecture.causal
-    ]
-    groups = group_pools(shapes)
+    shapes = {name: models[name].architecture for name in placed}
+    groups = group_pools(
+        [KVShape(n, a.head_dim, a.kv_dtype(models[n].dtype)) for n, a in shapes.items() if a.causal],
+    )
     weights = [sum(_kv_weight(models[name], placed[name].rate) for name in group.models) for group in groups]
     sizes = share_out(unit.kv_bytes, weights, [0] * len(groups)) if groups else []
     pools: list[PoolProfile] = []

@@ -53,7 +53,6 @@ RESERVED = frozenset(
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
-        "kv_cache_dtype",
         "attention_backend",
         "attention_config",
         "additional_config",

@@ -1,8 +1,8 @@
-"""Which quantised checkpoints the engines of a GPU can share: what vLLM's IPC loader takes.
+"""Which quantised checkpoints engines can serve: on a CPU what vLLM's kernels compute, on a GPU what engines can share.
 
-An engine builds its model around weights in the form that the holder's loading has left them in (packed, transposed,
-with scales of their own). vLLM marks the methods that can do that (`supports_pre_processed_weights`) and refuses the
-others, but only when the weights have been loaded; this says the same from the checkpoint's configuration.
+An engine on a GPU builds its model around weights in the form that the holder's loading has left them in (packed,
+transposed, with scales of their own). vLLM marks the methods that can do that (`supports_pre_processed_weights`) and
+refuses the others, but only when the weights have been loaded; this says the same from the checkpoint's configuration.
 """
 
 from __future__ import annotations
@@ -17,6 +17,23 @@ _INSTEAD = (
     "give a checkpoint that is not quantised, one in FP8 (`quant_method: fp8`) or MXFP4, or one of ModelOpt in NVFP4 "
     "or MXFP8"
 )
+
+# Those whose kernels on a CPU take activations of 16 bits only.
+_HALF_ON_CPU = ("compressed-tensors", "awq", "gptq")
+
+
+def uncomputable(quantisation: str, dtype: str) -> str:
+    """Why a CPU cannot compute a model in `dtype`; empty if it can.
+
+    Args:
+        quantisation: as for `unshareable`.
+    """
+    if dtype != "float32" or not quantisation.startswith(_HALF_ON_CPU):
+        return ""
+    return (
+        f"weights quantised by {quantisation} are computed in 16 bits on a CPU, not in float32: "
+        "give `dtype: bfloat16` (or float16)"
+    )
 
 
 def unshareable(quantisation: str, engine_args: Mapping[str, object]) -> str:

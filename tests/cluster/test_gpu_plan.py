@@ -138,6 +138,11 @@ class TestQuantised:
         with pytest.raises(FleetError, match="weights quantised by modelopt FP8 cannot be shared"):
             self.planned(tmp_path)
 
+    def test_an_fp8_cache_is_refused(self, tmp_path: Path) -> None:
+        models = MODELS.replace("max_len: 512}", "max_len: 512, engine_args: {kv_cache_dtype: fp8}}", 1)
+        with pytest.raises(FleetError, match=r"models\[0\].engine_args: kv_cache_dtype: .* on GPUs"):
+            plan(tmp_path, "{gpus: 1}", models)
+
     def test_quantising_while_loading_is_refused(self, tmp_path: Path) -> None:
         models = MODELS.replace("max_len: 512}", "max_len: 512, engine_args: {quantization: fp8}}", 1)
         with pytest.raises(FleetError, match=r"cannot be shared by engines on a GPU: leave engine_args\.quantization"):

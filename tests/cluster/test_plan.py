@@ -9,11 +9,14 @@ import pytest
 
 from muxserve.config import Fleet, FleetError, Model, parse_fleet
 from muxserve.costs.architecture import StoredWeights
+from muxserve.costs.work import layer_work
 from muxserve.planning.checkpoints import CheckpointError, architecture_of, fetch, stored_weights
+from muxserve.planning.demands import demands_of
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import resolve_unit
 from muxserve.spec import load, save
 from placement import Machine
+from placement.memory import sequence_bytes
 
 MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
 CONFIG = {
@@ -150,6 +153,42 @@ def test_a_repository_without_weights_that_can_be_loaded_is_refused(tmp_path: Pa
     hub = FakeHub(tmp_path)
     with pytest.raises(FleetError, match=r"models\[0\].hub: org/gguf has no weights \(\*.safetensors\)"):
         fetch(fleet("models: [{name: a, hub: org/gguf}]\n"), lambda _: None, hub)
+
+
+@pytest.mark.parametrize("name", ["atlas-int8", "atlas-int4"])
+def test_quantised_models_are_served_in_sixteen_bits(name: str) -> None:
+    path = Path(__file__).parents[2] / "configs/models" / name
+    (served,) = resolve_unit(fleet(f"models: [{{name: a, path: {path}}}]\n"), MACHINE).unit.models
+    assert served.dtype == "bfloat16"
+    words = r"models\[0\].dtype: weights quantised by compressed-tensors W.* computed in 16 bits on a CPU"
+    with pytest.raises(FleetError, match=words):
+        resolve_unit(fleet(f"models: [{{name: a, path: {path}, dtype: float32}}]\n"), MACHINE)
+
+
+def test_an_fp8_cache_has_pages_of_a_quarter_of_float32(tmp_path: Path) -> None:
+    hub = FakeHub(tmp_path)
+    models = "{name: a, hub: org/a, dtype: float32}, {name: b, hub: org/b, dtype: float32, engine_args: {K: fp8}}"
+    text = f"kv_pool: {{size: 64MiB}}\nmodels: [{models.replace('K', 'kv_cache_dtype')}]\n"
+    plan = resolve_unit(fleet(text), MACHINE, hub).unit
+    a, b = plan.models
+    full, small = (next(pool for pool in plan.pools if pool.name == model.pool) for model in (a, b))
+    # Types do not share a pool: what is a number in one may be no number in the other.
+    assert full is not small
+    assert full.page_bytes / a.block_tokens == 4 * small.page_bytes / b.block_tokens
+    assert b.dtype == "float32"
+    plain, cached = demands_of(fleet(text), tmp_path, hub)
+    assert sequence_bytes(plain, 1) == 4 * sequence_bytes(cached, 1)
+    work, less = (layer_work(each.architecture, 1, "float32") for each in (plain, cached))
+    assert work.kv_bytes_per_token == 4 * less.kv_bytes_per_token
+    assert work.dense_bytes == less.dense_bytes
+
+
+def test_an_fp8_cache_is_refused_for_heads_that_the_kernel_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "head_dim": 80}))
+    text = f"models: [{{name: a, path: {tmp_path}, engine_args: {{kv_cache_dtype: fp8}}}}]\n"
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FleetError, match=r"models\[0\].engine_args: kv_cache_dtype: FP8 needs a head size .* not 80"):
+        resolve_unit(fleet(text), MACHINE)
 
 
 class TestStoredWeights:

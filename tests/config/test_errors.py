@@ -241,3 +241,9 @@ def test_deep_nesting_is_refused(depth: int, base: Path) -> None:
 def test_aliases_that_multiply_are_refused(base: Path) -> None:
     levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
     assert "repeated too often" in "".join(problems("\n".join(["l0: &l0 [1]", *levels]), base))
+
+
+def test_a_kv_cache_of_a_type_that_pages_cannot_have(base: Path) -> None:
+    assert good(f"{ONE}    engine_args: {{kv_cache_dtype: fp8}}\n", base).models[0].name == "one"
+    (problem,) = problems(f"{ONE}    engine_args: {{kv_cache_dtype: nvfp4}}\n", base)
+    assert "engine_args.kv_cache_dtype: must be one of auto, fp8, fp8_e4m3, fp8_e5m2, not 'nvfp4'" in problem

@@ -25,6 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.serves("Llama", "served", "prefix cache")
+@pytest.mark.serves("Qwen3", "served", "prefix cache")
 @pytest.mark.parametrize("name", SETTINGS)
 async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, reference: dict[str, Any]) -> None:
     with running(fleet_file(tmp_path, **SETTINGS[name])) as fleet:

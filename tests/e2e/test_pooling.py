@@ -47,6 +47,8 @@ def test_embeddings_with_the_official_client(fleet: Fleet, pooled: dict[str, Any
     assert answer.usage.prompt_tokens >= sum(map(len, TEXTS))
 
 
+@pytest.mark.serves("Bert (vectors)", "served")
+@pytest.mark.serves("Qwen3 (vectors)", "served")
 @pytest.mark.parametrize("model", list(KINDS))
 def test_what_is_pooled(fleet: Fleet, pooled: dict[str, Any], model: str) -> None:
     for text, expected in zip(TEXTS, pooled[model]["data"], strict=True):

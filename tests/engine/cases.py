@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.models.questions import QUESTIONS
+
 LONG = "What is 12 + 7? " * 40
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +47,25 @@ GROWN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # What models with random weights are asked; their answers are no more than noise.
 NOISE = ["greedy", "chunked", "seed", "penalties", *GROWN]
+
+
+def questions(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What a quickstart model was trained on, as cases. Its answers have wide margins, so that they are the same in 16
+    bits in whatever batch, eager and compiled. Each is asked at once, and behind so many others that it is prefilled in
+    chunks; greedily, and with a seed."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    before = ""
+    for index, question in enumerate(QUESTIONS[model]):
+        text = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in question.messages)
+        for name, prompt in (("", text), (" after others", before + text)):
+            params = {"temperature": 0.4, "seed": index} if index % 2 else {"logprobs": 2}
+            found[f"{question.messages[-1]['content']}{name}"] = (
+                f"{prompt}<|assistant|>",
+                {"max_tokens": 80, **params},
+            )
+        if len(question.messages) == 1:
+            before += f"{text}<|assistant|>{question.answer}<|end|>"
+    return found
 
 
 def sampling(params: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -11,17 +12,23 @@ from tests.engine.cases import CASES, GROWN, sampling
 from tests.engine.harness import Engines
 
 
-def bodies(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | None = None) -> dict[str, bytes]:
-    """Requests of the cases, named after them and `tag`."""
+def bodies(
+    family: Engines,
+    stock: dict[str, Any],
+    tag: str,
+    cases: Iterable[str] | None = None,
+    of: Mapping[str, Any] = CASES | GROWN,
+) -> dict[str, bytes]:
+    """Requests of the cases, named after them and `tag`; `of` says what they are."""
     return {
         f"{tag}-{case}": family.body(
-            f"{tag}-{case}", stock[case]["prompt"], stock[case]["eos"], **sampling((CASES | GROWN)[case][1])
+            f"{tag}-{case}", stock[case]["prompt"], stock[case]["eos"], **sampling(of[case][1])
         )
         for case in cases or CASES
     }
 
 
-def check(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | None = None) -> None:
+def check(family: Engines, stock: dict[str, Any], tag: str, cases: Iterable[str] | None = None) -> None:
     """Their tokens are those of stock vLLM."""
     wrong = {
         case: (family.tokens[f"{tag}-{case}"], stock[case]["tokens"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import MODELS, TINY
+from tests.engine.harness import MODELS, QUANTISED, TINY
 from tests.support.beside import begin, output, wanted
 
 # The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
@@ -23,6 +23,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     split = ["--split", str(MODELS[SPLIT]), "--cases", *TRIED] if ranks else []
     tiny = ["--tiny", *TINY] if wanted(session, "stock_tiny", HERE) is not None else []
     begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split, *tiny)
+    quantised = [str(path) for path in QUANTISED.values()]
+    begin(session, "quantised", HERE, "tests.engine.stock", "--quantised", *quantised, "--fp8", str(MODELS[SPLIT]))
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +56,12 @@ def answers(stock: dict[str, Any]) -> dict[str, Any]:
 def stock_by_ranks(answered: Path) -> dict[int, dict[str, Any]]:
     """Stock vLLM's answers to some cases with one rank and with two."""
     return {1: read(answered, SPLIT), 2: read(answered, f"{SPLIT}-2")}
+
+
+@pytest.fixture(scope="session")
+def quantised(pytestconfig: pytest.Config) -> Path:
+    """The directory of stock vLLM's answers with quantised weights, and with an FP8 cache."""
+    return output(pytestconfig, "quantised")
 
 
 def read(directory: Path, name: str) -> dict[str, Any]:

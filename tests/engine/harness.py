@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 
 from muxserve import spec
+from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.net import sockets
@@ -54,6 +55,8 @@ TINY: dict[str, Callable[[], Path]] = {
     "gemma3": partial(tiny_checkpoint, "gemma3", layers=6),
     "gpt_oss": partial(tiny_checkpoint, "gpt_oss"),
 }
+# The same weights with 8 and with 4 bits.
+QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", "atlas-int4")}
 START_SECONDS = 3 * PATIENCE
 # Stands for a token that has not been heard yet.
 MISSING = -1
@@ -68,7 +71,8 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         "name": name,
         "path": str(path),
         "pool": "main",
-        "dtype": "float32",
+        # vLLM's kernels for quantised weights on CPU have no float32.
+        "dtype": "bfloat16" if "quantization_config" in config else "float32",
         "layers": config["num_hidden_layers"],
         "kv_heads": max(1, config["num_key_value_heads"] // ranks),
         "head_dim": head_dim,
@@ -387,7 +391,8 @@ class Engines:
 def engines(models: list[ModelSpec], pages: int = 8000, ranks: int = 1, stages: int = 1) -> Iterator[Engines]:
     """Memory manager, warm parent and the engines of each model; `models` are those of one of the `ranks`."""
     first = models[0]
-    page_bytes = 2 * first.block_tokens * first.head_dim * 4
+    item = 1 if first.engine_args.get("kv_cache_dtype") == "fp8" else ITEM_BYTES[first.dtype]
+    page_bytes = 2 * first.block_tokens * first.head_dim * item
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
         unit_spec = UnitSpec(
             run_dir=run_dir,

@@ -2,7 +2,8 @@
 
 Each model alone in a process, with vLLM's own block pool, scheduler, workers and attention. `--split MODEL_DIR` does
 some of the cases also with that model split over two workers, into OUT_DIR/NAME-2.json. `--tiny KIND...` does some with
-tiny checkpoints of these architectures as well, into OUT_DIR/KIND.json.
+tiny checkpoints of these architectures as well, into OUT_DIR/KIND.json. `--quantised MODEL_DIR...` asks those models
+what they were trained on, and `--fp8 MODEL_DIR` that one with a cache in FP8, into OUT_DIR/NAME-fp8.json.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engine.cases import CASES, GROWN, NOISE, sampling
+from tests.engine.cases import CASES, GROWN, NOISE, questions, sampling
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -31,7 +32,13 @@ SETTINGS = {
 }
 
 
-def answers(path: Path, ranks: int = 1, cases: Sequence[str] = tuple(CASES)) -> dict[str, Any]:
+def answers(
+    path: Path,
+    ranks: int = 1,
+    cases: Sequence[str] = tuple(CASES),
+    of: Mapping[str, Any] = CASES | GROWN,
+    **changes: Any,
+) -> dict[str, Any]:
     import torch
     from vllm import LLM, SamplingParams
     from vllm.v1.executor import multiproc_executor
@@ -39,7 +46,7 @@ def answers(path: Path, ranks: int = 1, cases: Sequence[str] = tuple(CASES)) -> 
     from muxserve.vllm.args import frontend_args
     from tests.engine.harness import deployed_model
 
-    args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=1024))
+    args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=1024, engine_args=changes))
     del args["served_model_name"]
     if ranks > 1:
         args["distributed_executor_backend"] = "mp"
@@ -53,7 +60,7 @@ def answers(path: Path, ranks: int = 1, cases: Sequence[str] = tuple(CASES)) -> 
     llm = LLM(**args, tensor_parallel_size=ranks, kv_cache_memory_bytes=64 << 20)
     found = {}
     for case in cases:
-        text, params = (CASES | GROWN)[case]
+        text, params = of[case]
         keywords = sampling(params)
         structured = keywords.get("structured_outputs")
         if structured is not None:
@@ -106,6 +113,8 @@ if __name__ == "__main__":
     parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--tiny", nargs="+", default=[])
     parser.add_argument("--split", type=Path)
+    parser.add_argument("--quantised", type=Path, nargs="*", default=[])
+    parser.add_argument("--fp8", type=Path)
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="of the model that is split")
     given = parser.parse_args()
     write_each(answers, given.out, given.models)
@@ -119,3 +128,10 @@ if __name__ == "__main__":
             (found / f"{path.name}.json").rename(given.out / f"{kind}.json")
     if given.split is not None:
         write_each(partial(answers, ranks=2, cases=given.cases), given.out, [given.split], "-2")
+    for path in given.quantised:
+        asked = questions(path.name.partition("-")[0])
+        write_each(partial(answers, cases=tuple(asked), of=asked), given.out, [path])
+    if given.fp8 is not None:
+        asked = questions(given.fp8.name)
+        cached = partial(answers, cases=tuple(asked), of=asked, kv_cache_dtype="fp8")
+        write_each(cached, given.out, [given.fp8], "-fp8")

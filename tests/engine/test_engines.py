@@ -26,6 +26,8 @@ def family() -> Iterator[Engines]:
         yield running
 
 
+@pytest.mark.serves("Llama", "served")
+@pytest.mark.serves("Qwen3", "served")
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_are_those_of_stock_vllm(family: Engines, stock: dict[str, Any], model: str) -> None:
     family.serve(model, bodies(family, stock[model], model))
@@ -52,6 +54,7 @@ def test_prompt_statistics_and_prompt_logprobs_come_once(family: Engines, stock:
     assert sum(output.prefill_stats is not None for output in outputs) == 1
 
 
+@pytest.mark.serves("Qwen3", "prefix cache")
 def test_cached_prefix_is_not_computed_again(family: Engines, stock: dict[str, Any]) -> None:
     def computed(tag: str) -> int:
         since = len(family.reports)

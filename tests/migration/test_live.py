@@ -35,6 +35,7 @@ def expected(units: TwoUnits, bodies: list[bytes]) -> list[list[int]]:
     return [units.requests[name].tokens for name in names]
 
 
+@pytest.mark.serves("Llama", "migrates")
 def test_tokens_are_the_same_wherever_they_come_from(
     units: TwoUnits, bodies: list[bytes], expected: list[list[int]]
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .questions import COMPLETIONS, MAX_TOKENS, MODELS_DIR, QUESTIONS
@@ -101,6 +104,22 @@ def test_any_text_round_trips(loaded: Loaded) -> None:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert tokenizer.decode(ids) == text
     assert len(tokenizer("2048", add_special_tokens=False).input_ids) == 4
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_quantised_versions_are_what_the_script_makes(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(MODELS_DIR))
+    quantise = importlib.import_module("quantise")
+    size = quantise.quantise(MODELS_DIR / "atlas", tmp_path, scheme)
+    committed = MODELS_DIR / f"atlas-{scheme}"
+    assert size < (MODELS_DIR / "atlas/model.safetensors").stat().st_size * 0.6
+    made, kept = (load_file(path / "model.safetensors") for path in (tmp_path, committed))
+    assert made.keys() == kept.keys()
+    assert all(torch.equal(made[name], kept[name]) for name in made)
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in committed.iterdir()}
+    assert (tmp_path / "config.json").read_text() == (committed / "config.json").read_text()
 
 
 TOOL = {

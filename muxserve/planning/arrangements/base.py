@@ -356,7 +356,8 @@ def one_engine(rules: MemoryRules) -> MemoryRules:
 
 def block_tokens(demand: Demand) -> int:
     """Tokens of a block, as the live planner chooses them for this model alone."""
-    (group,) = group_pools([KVShape(demand.name, demand.architecture.head_dim, demand.dtype)])
+    shape = demand.architecture
+    (group,) = group_pools([KVShape(demand.name, shape.head_dim, shape.kv_dtype(demand.dtype))])
     return group.block_tokens[0]
 
 

@@ -1,0 +1,74 @@
+"""Weights with 8 and with 4 bits, and a KV cache in FP8: the tokens are those of stock vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.cases import questions
+from tests.engine.checks import bodies, check, nothing_owned
+from tests.engine.conftest import SPLIT, read
+from tests.engine.harness import MODELS, QUANTISED, Engines, deployed_model, engines
+
+# One of them compiled, too: that takes half a minute of a core.
+SERVED: dict[str, dict[str, Any]] = {
+    **{name: {} for name in QUANTISED},
+    "atlas-int8-compiled": {"engine_args": {"enforce_eager": False}},
+}
+
+
+def checkpoint(model: str) -> str:
+    return model.removesuffix("-compiled")
+
+
+@pytest.fixture(scope="module")
+def weights() -> Iterator[Engines]:
+    # Chunks of 128 tokens, so that the long prompts take several steps.
+    models = [
+        deployed_model(model, QUANTISED[checkpoint(model)], max_num_batched_tokens=128, **changes)
+        for model, changes in SERVED.items()
+    ]
+    with engines(models) as running:
+        yield running
+
+
+@pytest.mark.serves("Llama", "quantised")
+@pytest.mark.parametrize("model", SERVED)
+def test_quantised_weights(weights: Engines, quantised: Path, model: str) -> None:
+    same_as_stock(weights, model, read(quantised, checkpoint(model)))
+
+
+@pytest.mark.serves("Llama", "FP8 KV cache")
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 cache on CPU needs AVX-512")
+def test_a_cache_in_fp8(quantised: Path) -> None:
+    changes: dict[str, Any] = {"max_num_batched_tokens": 128, "engine_args": {"kv_cache_dtype": "fp8"}}
+    with engines([deployed_model(SPLIT, MODELS[SPLIT], **changes)]) as running:
+        page = running.unit_spec.pools[0].page_bytes
+        assert page == 2 * 64 * 64  # a quarter of float32
+        same_as_stock(running, SPLIT, read(quantised, f"{SPLIT}-fp8"))
+
+
+def same_as_stock(family: Engines, model: str, stock: dict[str, Any]) -> None:
+    """With room for all, with cached prefixes, and with so few pages that requests are preempted and come back."""
+    cases = questions(model.partition("-")[0])
+    for tag in ("roomy", "cached"):
+        family.serve(model, bodies(family, stock, f"{model}-{tag}", cases, of=cases))
+        check(family, stock, f"{model}-{tag}", cases)
+    with family.memory() as client:
+        assert next(m["hits"] for m in client.stats()["models"] if m["name"] == model) > 0
+    long = {f"{model}-long{i}": next(iter(cases)) for i in range(6)}
+    returned = len(family.returned())
+    with family.quota(model, 12):
+        requests = bodies(family, stock, f"{model}-tight", cases, of=cases)
+        for name, case in long.items():
+            requests[name] = family.body(name, stock[case]["prompt"], max_tokens=250, ignore_eos=True)
+        family.serve(model, requests)
+    assert len(family.returned()) > returned
+    check(family, stock, f"{model}-tight", cases)
+    for name, case in long.items():
+        assert family.tokens[name][: len(stock[case]["tokens"])] == stock[case]["tokens"]
+    nothing_owned(family)
