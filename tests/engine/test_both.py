@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.engine.cases import CASES, sampling
 from tests.engine.checks import bodies, check, owned, reports
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
 from tests.support import poison
+from tests.support.patience import PATIENCE
 
 MODEL = "arithmetic"
 ENGINE = f"{MODEL}/both"
@@ -341,9 +343,15 @@ def test_requests_move_out_and_back_in(family: Engines, answers: dict[str, Any])
         moves += 1
         admits = []
         for name, incarnation in incarnations.items():
-            left: Detached = ask(family, Detach(name, incarnation, f"{name}/{moves}", 0), Detached)
+            asked = Detach(name, incarnation, f"{name}/{moves}", 0)
+            left: Detached = ask(family, asked, Detached)
+            deadline = time.monotonic() + PATIENCE
+            while not left.key and not family.finished(name):
+                assert time.monotonic() < deadline, f"{name} neither decodes nor ends"
+                # Its end is not told yet, or its lease ran out on a busy machine before it could decode.
+                family.lease(ENGINE, steps=1, phase="decode")
+                left = ask(family, asked, Detached)
             if not left.key:
-                family.until(lambda name=name: family.finished(name))
                 continue
             family.until(lambda name=name, left=left: len(family.tokens[name]) >= len(left.output_tokens))
             assert len(left.blocks) == -(-left.computed_tokens // BLOCK)
