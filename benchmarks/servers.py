@@ -51,7 +51,7 @@ class Server:
         for process in [root, *root.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
                 line = process.cmdline() or [process.name()]
-                name = line[0] if line[0].startswith("muxserve ") else " ".join(line[1:4])
+                name = line[0] if line[0].startswith("muxserve ") else " ".join(Path(word).name for word in line[1:4])
                 if "memory-manager" in line[0]:
                     name = "memory manager"
                 parts[name] = parts.get(name, 0.0) + process.memory_full_info().pss / 2**20
