@@ -296,6 +296,7 @@ class PhaseScheduler(Scheduler):
         with self._in_sight():
             if self._blocks_of is not None:
                 self.pool.begin_step(*demand_of_step(self, self._blocks_of.req_to_blocks))
+                self._let_one_in()
             output = super().schedule(throttle_prefills)
         self._step = output
         for data in output.scheduled_new_reqs:
@@ -310,6 +311,24 @@ class PhaseScheduler(Scheduler):
         if self.budget is not None:
             self.budget.scheduled(tokens, self.current_step)
         return output
+
+    def _let_one_in(self) -> None:
+        """Preempt requests that wait with adopted blocks until the first of them finds the pages that it needs.
+
+        vLLM preempts only what runs. If nothing runs, nobody here gives pages back any more, while those that wait may
+        hold all that there are: each would wait for the others, for ever.
+        """
+        if self.running or self.max_num_active_reqs <= 0:
+            return
+        while ready := [r for r in self.kv_holding_waiting if r.status == RequestStatus.WAITING]:
+            held = len(self._blocks_of.req_to_blocks[ready[0].request_id])
+            if -(-ready[0].num_tokens // self.block_size) - held <= self.pool.get_num_free_blocks():
+                return
+            victim = max(ready, key=lambda r: (r.priority, r.arrival_time))
+            self.kv_holding_waiting.remove_request(victim)
+            self._free_request_blocks(victim)
+            self.pool.exchange()
+            self._give_back(victim)
 
     def _in_sight(self) -> AbstractContextManager[None]:
         if self.alone:
@@ -377,8 +396,12 @@ class PhaseScheduler(Scheduler):
         self.pool.exchange()
         if self.phase != "prefill":
             self.waiting.remove_request(request)
-            self._preempted.append(RequestTokens(request.request_id, list(request.output_token_ids)))
-            self._drop(request)
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        """A request whose blocks are freed is to be prefilled again."""
+        self._preempted.append(RequestTokens(request.request_id, list(request.output_token_ids)))
+        self._drop(request)
 
     def _drop(self, request: Request) -> None:
         """Forget a live request whose blocks are taken care of; the runner is told with the next step."""

@@ -37,6 +37,7 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
     ("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", ("request", "timestamp", "drop_stale_output")),
     ("vllm.v1.core.sched.scheduler", "Scheduler._free_blocks", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._free_request_blocks", ("request",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler._handle_blocked_waiting_request", ("request",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler.make_stats", ()),
     ("vllm.v1.core.sched.scheduler", "Scheduler._enqueue_waiting_request", ("request",)),

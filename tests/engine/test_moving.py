@@ -256,3 +256,22 @@ def test_low_execution_priority_is_preempted_first(family: Engines) -> None:
                 client.set_quotas({MODEL: model["quota_pages"]})
         family.abort(DECODE, names)
         family.until(lambda: held(family) == 0)
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+def test_of_those_that_wait_with_all_blocks_one_goes_on(family: Engines, loser: int) -> None:
+    """Both are adopted with full blocks, and the next token of each needs one more, of which there is none."""
+    names = [f"waits-{loser}-{i}" for i in range(2)]
+    text = prompt_of(CASES["chunked"][0])
+    bodies = {
+        name: family.body(name, text[i : i + size], priority=int(i == loser), max_tokens=20, ignore_eos=True)
+        for i, (name, size) in enumerate(zip(names, (3 * BLOCK, BLOCK), strict=True))
+    }
+    before = len(family.returned())
+    with family.quota(MODEL, blocks=4):
+        decoding(family, bodies, steps=1)
+        assert [returned.request_id for returned in family.returned()[before:]] == [names[loser]]
+        family.lease(DECODE)
+        family.until(lambda: family.finished(names[1 - loser]))
+    family.abort(DECODE, names)
+    family.until(lambda: held(family) == 0)
