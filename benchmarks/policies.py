@@ -1,6 +1,6 @@
 """Every policy on every scenario, in simulation on A100-80GB: throughput, and how many requests keep their SLO.
 
-    python benchmarks/policies.py [--scenarios NAME ...] [--seeds 3 4 5] [--friction 0 0.15 0.3] [--out FILE]
+    python benchmarks/policies.py [--scenarios NAME ...] [--seeds 3 4 5] [--friction 0 0.15 0.3] [--fixed] [--out FILE]
 
 A scenario is a unit, given, and a load on it, which is offered at several levels; figures are means over the seeds. The
 SLO is 8 times the latency of the request alone, on the fewest GPUs that hold its model (as in MuxServe's evaluation).
@@ -31,13 +31,13 @@ from muxserve.costs.interference import Interference
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.summary import summarise
 from muxserve.planning.checkpoints import planned_architecture
-from muxserve.simulator import AloneSimulation, FleetModel, Mode, mode_of, simulate, units_of
+from muxserve.simulator import AloneSimulation, FleetModel, Mode, SimUnit, mode_of, simulate, units_of
 from muxserve.workload import Arrivals, LogNormalLengths, ModelLoad, TraceRequest, generate
 from placement.cluster import Cluster, Node, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE_ON = {"7b": 1, "8b": 1, "13b": 1, "30b": 2, "65b": 4, "70b": 4}
-MODES = {"slack": "slack", "adbs": "muxserve", "round_robin": "round-robin", "fcfs": "fcfs", "unmanaged": "no-sm"}
+MODES = {"slack": "slack", "adbs": "adbs", "round_robin": "round-robin", "fcfs": "fcfs", "unmanaged": "no-sm"}
 POLICIES = ("slack", "adbs", "round_robin", "fcfs")
 SLO_SCALES = (2.0, 4.0, 8.0)
 LONGEST = 4096
@@ -183,8 +183,8 @@ def requests_of(scenario: Scenario, names: Sequence[str], seed: int) -> list[Tra
     ]
 
 
-def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0) -> Row:
-    """Simulate the scenario in that mode."""
+def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0, fixed: bool = False) -> Row:
+    """Simulate the scenario in that mode. `fixed`: engines cannot change their share from one lease to the next."""
     latency = Roofline(interference=Interference(friction=friction))
     names = [f"{model.size}-{rank}" for rank, model in enumerate(scenario.models)]
     models = {name: model_of(name, served.size) for name, served in zip(names, scenario.models, strict=True)}
@@ -197,7 +197,7 @@ def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0) ->
     unit = replace(unit, kv_bytes=int(unit.kv_bytes * scenario.memory))
     lone = tuple(_alone(name, m.size, models[name]) for name, m in zip(names, scenario.models, strict=True))
     reference = AloneSimulation(units_of(Placement(cluster, lone), models, mode_of("spatial")), latency)
-    units = units_of(Placement(cluster, (unit,)), models, mode)
+    units = [fixed_shares(each) if fixed else each for each in units_of(Placement(cluster, (unit,)), models, mode)]
     result = simulate(units, requests_of(scenario, names, seed), latency)
     rates = {name: m.rate for name, m in zip(names, scenario.models, strict=True)}
     summary = summarise(result.records, rates=rates, reference=reference, slo_scales=SLO_SCALES)
@@ -221,10 +221,16 @@ def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0) ->
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def over_seeds(scenario: Scenario, mode: Mode, friction: float, seeds: Sequence[int]) -> Row:
+def over_seeds(scenario: Scenario, mode: Mode, friction: float, seeds: Sequence[int], fixed: bool) -> Row:
     """Means of the figures."""
-    rows = [run(scenario, mode, friction, seed) for seed in seeds]
+    rows = [run(scenario, mode, friction, seed, fixed) for seed in seeds]
     return {name: round(fmean(row[name] for row in rows), 4) for name in rows[0]}
+
+
+def fixed_shares(unit: SimUnit) -> SimUnit:
+    """The unit with engines that cannot change their share from one lease to the next."""
+    models = tuple(replace(m, profile=replace(m.profile, elastic=False)) for m in unit.models)
+    return replace(unit, models=models)
 
 
 def _alone(name: str, size: str, model: FleetModel) -> PlacedUnit:
@@ -262,19 +268,21 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5])
     parser.add_argument("--friction", nargs="+", type=float, default=[0.0, 0.15, 0.3])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/policies.json")
+    parser.add_argument("--fixed", action="store_true", help="engines whose share is one for their life")
     options = parser.parse_args()
     report: dict[str, object] = {
         "machine": machine(),
         "costs": "roofline",
         "slo_scale": 8.0,
         "seeds": options.seeds,
+        "shares": "fixed" if options.fixed else "per lease",
         "held_out": list(_held_out()),
     }
     for friction in options.friction:
         print(f"friction {friction:g}")
         rows = {
             f"{name}, {load}": {
-                policy: over_seeds(made[name].times(LOADS[load]), mode_of(mode), friction, options.seeds)
+                policy: over_seeds(made[name].times(LOADS[load]), mode_of(mode), friction, options.seeds, options.fixed)
                 for policy, mode in MODES.items()
             }
             for name in options.scenarios

@@ -3,9 +3,10 @@
 (a) `stock`: one stock vLLM server per model, the KV memory split between them and one thread each, eager as our
     engines are; `stock-compiled`: the same with compiled models, the faster setting of stock;
 (b) `fcfs`: a MuxServe fleet with temporal multiplexing;
-(c) `adbs`: a MuxServe fleet with spatial and temporal multiplexing; `adbs-compiled`: the same with compiled models.
+(c) `adbs`, `slack`: a MuxServe fleet with spatial and temporal multiplexing; `adbs-compiled`, `slack-compiled`: the
+    same with compiled models.
 
-    python benchmarks/serving_cpu.py [--systems stock stock-compiled fcfs adbs adbs-compiled] [--rates 6 12 18 24]
+    python benchmarks/serving_cpu.py [--systems stock stock-compiled fcfs adbs slack ...] [--rates 6 12 18 24]
 
 Each system gets the very same requests (arrival, model, prompt, output length). Reported are throughput, SLO attainment
 and percentiles of TTFT, TPOT and end-to-end latency. A request meets its SLO at scale s when it ends within s times
@@ -34,7 +35,7 @@ from stock_vllm import StockSettings, stock_server
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 
 SCALES = (2, 4, 8, 16, 32)
-SYSTEMS = ("stock", "stock-compiled", "fcfs", "adbs", "adbs-compiled")
+SYSTEMS = ("stock", "stock-compiled", "fcfs", "adbs", "adbs-compiled", "slack", "slack-compiled")
 
 
 @dataclass(frozen=True)

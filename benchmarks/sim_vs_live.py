@@ -36,10 +36,11 @@ from muxserve.costs.profile import Profile, load_profile, save_profile
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.report import read_json
 from muxserve.metrics.summary import Summary, summarise
+from muxserve.planning.arrangements.base import fleet_model
 from muxserve.planning.demands import demands_of
 from muxserve.planning.this_machine import plan_machine
 from muxserve.planning.unit_plan import resolve_unit
-from muxserve.simulator import ControlDelays, FleetModel, Options, mode_of, simulate, units_of
+from muxserve.simulator import ControlDelays, Options, mode_of, simulate, units_of
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from muxserve.workload.trace import TraceRequest, write_trace
 from placement.objective import Objective
@@ -157,10 +158,7 @@ def main() -> int:
         demands = demands_of(fleet, folder)
         planned = resolve_unit(fleet, this_machine())
         placement = plan_machine([planned], demands, latency, Objective()).placement
-        models = {
-            d.name: FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, p.max_len)
-            for d, p in zip(demands, planned.unit.models, strict=True)
-        }
+        models = {d.name: fleet_model(d, p.max_len) for d, p in zip(demands, planned.unit.models, strict=True)}
         units = units_of(placement, models, mode_of("muxserve"))
         try:
             with muxserve_fleet(file) as server:

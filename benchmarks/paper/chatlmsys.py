@@ -93,7 +93,7 @@ class OldestFirst(Policy):
 
 POLICIES[OldestFirst.name] = OldestFirst
 SYSTEMS: dict[str, Mode] = {
-    "muxserve": replace(MODES["muxserve"], policy="adbs"),
+    "muxserve": MODES["adbs"],
     "spatial": MODES["spatial"],
     "temporal": Mode("temporal", "oldest request first", policy=OldestFirst.name, adapt_quotas=False),
 }

@@ -109,7 +109,9 @@ def run(scenario: Scenario, placement: Placement, mode: str, latency: LatencyMod
         for name, rate in scenario.rates.items()
     }
     models = {name: fleet_model(name, size) for name, size in scenario.sizes.items()}
-    units = units_of(placement, models, mode_of(mode))
+    # The paper's policy where a mode leaves it to the unit.
+    how = mode_of(mode)
+    units = units_of(placement, models, replace(how, policy=how.policy or "adbs"))
     if not quotas:
         units = [_without_quotas(unit) for unit in units]
     result = simulate(units, generate(loads, scenario.seconds, scenario.seed), latency)

@@ -10,7 +10,7 @@ from pathlib import Path
 from muxserve.cli.comparing import working
 from muxserve.cli.output import command_line, errors, escape, print_error, print_problems
 from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
-from muxserve.cli.plan_tables import show_plan, show_rivals, show_spare
+from muxserve.cli.plan_tables import show_plan, show_policies, show_rivals, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
@@ -119,6 +119,7 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
         print(json.dumps({**data, "phases": documents(comparisons)}, indent=2))
     else:
         show_plan(made.plan, made.simulated, made.points, seconds, about)
+        show_policies(fleet, made.plan)
         show_spare(made.spare)
         show_rivals(made.rivals, made.robust_seconds)
         show_comparisons(fleet, comparisons)

@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from muxserve.cli.output import console, escape
+from muxserve.config import Fleet
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.comparison import format_part, format_seconds
+from muxserve.planning.device_pool import CPU
 from muxserve.planning.document import SweepPoint, needed, warnings_of
-from muxserve.planning.prediction import Prediction
+from muxserve.planning.prediction import Prediction, shares_per_lease
 from muxserve.planning.rivals import EQUAL, WAYS, Rival
-from placement.format import format_size
+from placement.format import enumerate_words, format_size
 from placement.planner import ClusterPlan
 
 
@@ -161,6 +163,21 @@ def show_plan(
     if made.gap is not None:
         search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"
     console.print(search)
+
+
+def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:
+    """Print what decides in units whose models share compute, and whether their engines' shares can change."""
+    policies = dict.fromkeys(
+        unit.policy or fleet.policy for unit in plan.placement.units if not arrangement(unit.phases).dedicated
+    )
+    if not policies:
+        return
+    how = "for their life"
+    if shares_per_lease(fleet, plan.placement):
+        how = "from lease to lease"
+    elif any(unit.device != CPU for unit in plan.placement.units):
+        how = f"for their life (sm_sharing: {fleet.cluster.sm_sharing})"
+    console.print(f"policy {escape(enumerate_words(list(policies)))}; engines have their shares {escape(how)}")
 
 
 def show_spare(spare: Mapping[str, float]) -> None:

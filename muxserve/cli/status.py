@@ -174,8 +174,14 @@ def _headline(url: str, health: dict[str, Any], units: list[dict[str, Any]]) -> 
     if health.get("scheduler") in ("up", "down"):
         parts.append(f"global scheduler {health['scheduler']}")
     # Each once: units of rolling and of pipelined models have policies of their own.
-    parts += dict.fromkeys(str(_state(unit)["policy"]) for unit in units if "policy" in _state(unit))
+    parts += dict.fromkeys(_policy(_state(unit)) for unit in units if "policy" in _state(unit))
     return f"{escape(url)}: [{colour}]{escape(word)}[/], {escape(', '.join(parts))}"
+
+
+def _policy(state: dict[str, Any]) -> str:
+    """A unit's policy; of one that can change shares of compute, whether its engines can."""
+    policy, shares = state["policy"], state.get("shares")
+    return f"{policy} (shares {shares})" if policy == "slack" and shares else str(policy)
 
 
 def _state(unit: dict[str, Any]) -> dict[str, Any]:

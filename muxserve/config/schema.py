@@ -34,6 +34,7 @@ from muxserve.config.values import (
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency import ResidencyRules
 from muxserve.spec import WatchdogRules
 
@@ -518,7 +519,7 @@ class Fleet(Section):
     cluster: Annotated[ClusterSection, BeforeValidator(_auto_cluster)] = Field(
         default=ClusterSection(), description="The machine; auto: what it has"
     )
-    policy: PolicyName = Field(default="adbs", description="How models share the machine")
+    policy: PolicyName = Field(default=DEFAULT_POLICY, description="How models share the machine")
     memory: MemoryOrAuto | None = Field(
         default=None, description="Memory decides which models are awake; without it all are, as `replicas` says"
     )

@@ -51,6 +51,7 @@ from muxserve.simulator import (
     simulate,
     units_of,
 )
+from muxserve.spec import SHARES_PER_LEASE
 from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
 from muxserve.workload.lengths import CappedLengths, FixedLength
 from muxserve.workload.published import published
@@ -135,7 +136,9 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         for placed in unit.models:
             by_model.setdefault(placed.model, []).append(unit)
     by_name = {demand.name: demand for demand in demands}
-    models = {demand.name: fleet_model(demand) for demand in demands}
+    elastic = shares_per_lease(fleet, placement)
+    models = {demand.name: fleet_model(demand, elastic=elastic) for demand in demands}
+    placement = replace(placement, units=tuple(_under(unit, fleet) for unit in placement.units))
     scaling, free = scaling_of(fleet), _Free(placement)
     others: list[SimUnit] = []
     rules: dict[str, ReplicaRules | RingRules] = {}
@@ -168,6 +171,16 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         elif len(mine) > 1 or name in scaling:
             rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
     return Simulated(placement, models, tuple(others), rules, spares)
+
+
+def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:
+    """Whether the engines of a placement can change their share of compute from one lease to the next."""
+    return fleet.cluster.sm_sharing in SHARES_PER_LEASE and all(unit.device != CPU for unit in placement.units)
+
+
+def _under(unit: PlacedUnit, fleet: Fleet) -> PlacedUnit:
+    """The unit under the policy that it will be served under."""
+    return unit if unit.policy or unit.phases != "multiplexed" else replace(unit, policy=fleet.policy)
 
 
 class _Free:
@@ -331,7 +344,9 @@ def predict(
     if perturbed is not None:
         busiest = max(demands, key=lambda demand: demand.rate).name
         loads[busiest] = replace(loads[busiest], rate=perturbed.burst * loads[busiest].rate)
-    simulated = replace(simulated, models={d.name: fleet_model(d, longest[d.name]) for d in demands})
+    known = simulated.models
+    models = {d.name: replace(known.get(d.name) or fleet_model(d), max_len=longest[d.name]) for d in demands}
+    simulated = replace(simulated, models=models)
     # Memory-greedy placements are served as MuxServe's own are.
     how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
     workload = generate(loads, seconds, seed)

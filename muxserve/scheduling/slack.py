@@ -246,7 +246,9 @@ class Slack(Adbs):
         admission = admissible(ledger, model, self._limits[model.index])
         if admission is None or admission.tokens >= self._rules.worth * model.batch_tokens:
             return False
-        if len(admission.request_ids) == len(model.queue) and model.in_engines < self._rules.crowd * model.max_seqs:
+        # With shares for life a prefill takes little from decode, however large the batch is.
+        crowded = model.profile.elastic and model.in_engines >= self._rules.crowd * model.max_seqs
+        if len(admission.request_ids) == len(model.queue) and not crowded:
             return False
         return now < self._held.setdefault(model.index, now) + self._rules.slack
 

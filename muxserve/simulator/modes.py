@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import Graphs
+from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.quotas import initial_quotas
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.clock import SimulationError
@@ -20,7 +21,7 @@ from placement.unit import share_out
 @dataclass(frozen=True, slots=True)
 class FleetModel:
     """What the simulator must know of a model of the fleet. `max_len` is the longest sequence in tokens (None: the
-    architecture's); `graphs` is as of `EngineShape`."""
+    architecture's); `graphs` is as of `EngineShape`, `elastic` as of `ModelProfile`."""
 
     name: str
     architecture: ModelArchitecture
@@ -29,32 +30,34 @@ class FleetModel:
     max_num_batched_tokens: int = 2048
     max_len: int | None = None
     graphs: Graphs = "piecewise"
+    elastic: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A way to serve. `placement` names the kind of placement that belongs to it; the rest says how its units run
-    (`SimUnit`). With `managed` shares jobs get the compute that the placement gives them, otherwise all of it, whatever
-    runs beside them."""
+    (`SimUnit`). An empty `policy` is the unit's own. With `managed` shares jobs get the compute that the placement
+    gives them, otherwise all of it, whatever runs beside them. `elastic`: engines can change their share, whatever the
+    fleet's can."""
 
     name: str
     about: str
     placement: str = "muxserve"
-    policy: str = "adbs"
+    policy: str = ""
     adapt_quotas: bool = True
     combined: bool = False
     managed: bool = True
+    elastic: bool = False
 
 
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("muxserve", "colocated models, prefill and decode apart, ADBS, one KV cache with adaptive quotas"),
+        Mode("muxserve", "colocated models, prefill and decode apart, one KV cache with adaptive quotas"),
         Mode(
             "spatial",
             "every model has GPUs of its own, one engine prefills and decodes",
             placement="spatial",
-            policy="",
             adapt_quotas=False,
             combined=True,
         ),
@@ -63,12 +66,14 @@ MODES: dict[str, Mode] = {
             "slack",
             "muxserve with shares of compute that follow the load, and prefill batched under backlog",
             policy="slack",
+            elastic=True,
         ),
-        Mode("round-robin", "muxserve with the round-robin policy instead of ADBS", policy="round_robin"),
-        Mode("fcfs", "muxserve's placement with the FCFS policy instead of ADBS", policy="fcfs"),
-        Mode("no-split", "muxserve without the split of phases: one engine per model", policy="", combined=True),
+        Mode("adbs", "muxserve with ADBS on planned shares, as in the paper", policy="adbs"),
+        Mode("round-robin", "muxserve with the round-robin policy", policy="round_robin"),
+        Mode("fcfs", "muxserve's placement with the FCFS policy", policy="fcfs"),
+        Mode("no-split", "muxserve without the split of phases: one engine per model", combined=True),
         Mode("no-unified-kv", "muxserve with a fixed quota of KV cache for each model", adapt_quotas=False),
-        Mode("no-sm", "muxserve without management of compute: every job on all of it", managed=False),
+        Mode("no-sm", "ADBS without management of compute: every job on all of it", policy="adbs", managed=False),
     )
 }
 
@@ -93,14 +98,15 @@ def adapt(unit: SimUnit, mode: Mode) -> SimUnit:
         whole = sum(model.profile.decode_share for model in models)
         shares = [1.0] if len(models) == 1 else [m.profile.decode_share / max(1.0, whole) for m in models]
         models = tuple(_shared(model, share, None) for model, share in zip(models, shares, strict=True))
+    if mode.elastic:
+        models = tuple(replace(model, profile=replace(model.profile, elastic=True)) for model in models)
     if not mode.managed:
         # Leases of all engines fit beside each other, so that nobody waits for compute, and each job takes all of it.
         models = tuple(_shared(model, 1.0 / (2 * len(models)), 1.0) for model in models)
     return replace(
         unit,
         models=models,
-        # A plan may name the policy of a unit.
-        policy=unit.policy if mode.name == "muxserve" else mode.policy or unit.policy,
+        policy=mode.policy or unit.policy,
         adapt_quotas=mode.adapt_quotas,
         combined=mode.combined,
     )
@@ -167,8 +173,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         )
         for name in placed
     )
-    policy = unit.policy or MODES["muxserve"].policy
-    return SimUnit(unit.name, unit.device, unit.devices, simulated, tuple(pools), policy)
+    return SimUnit(unit.name, unit.device, unit.devices, simulated, tuple(pools), unit.policy or DEFAULT_POLICY)
 
 
 def lone_unit(
@@ -240,5 +245,6 @@ def _profile(
         decode_share=placed.decode_share,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
+        elastic=model.elastic,
         pooling=architecture.pooling,
     )

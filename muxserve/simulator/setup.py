@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
+from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 
@@ -116,7 +117,7 @@ class SimUnit:
     devices: tuple[int, ...]
     models: tuple[SimModel, ...]
     pools: tuple[PoolProfile, ...]
-    policy: str = "adbs"
+    policy: str = DEFAULT_POLICY
     adapt_quotas: bool = True
     combined: bool = False
     pipeline: Pipeline | None = None

@@ -17,6 +17,7 @@ from muxserve.spec.fleet import (
 )
 from muxserve.spec.network import Keys, Listen
 from muxserve.spec.unit import (
+    SHARES_PER_LEASE,
     AdapterSlots,
     Batching,
     EnginePhase,
@@ -36,6 +37,7 @@ from muxserve.spec.unit import (
 )
 
 __all__ = [
+    "SHARES_PER_LEASE",
     "AdapterSlots",
     "Batching",
     "EnginePhase",

@@ -20,6 +20,11 @@ BatchingName = Literal["vllm", "fixed", "throttled"]
 SmSharing = Literal["mps", "green_contexts", "off"]
 PoolIpc = Literal["auto", "vmm", "legacy"]
 
+# Ways of sharing SMs with which an engine can compute on another share from one lease to the next. An MPS percentage
+# is for the life of a process, and so are the threads of an engine on a CPU, whose operating system gives the cores
+# that one engine leaves idle to the others.
+SHARES_PER_LEASE: frozenset[SmSharing] = frozenset()
+
 
 class GpuSpec(msgspec.Struct, frozen=True):
     """The GPUs of the unit's mesh and how its engines share them.

@@ -10,7 +10,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.scheduling.types import ModelProfile, PoolProfile
-from muxserve.spec import ModelSpec, UnitSpec
+from muxserve.spec import SHARES_PER_LEASE, ModelSpec, SmSharing, UnitSpec
 from muxserve.unit.memory import Memory
 from muxserve.unit.timeline import UnitTimeline
 from muxserve.wire import Message
@@ -60,8 +60,8 @@ class UnitState:
         return messages
 
 
-def model_profile(model: ModelSpec, stages: int = 1) -> ModelProfile:
-    """The profile of a model that is deployed on so many stages."""
+def model_profile(model: ModelSpec, stages: int = 1, sharing: SmSharing | None = None) -> ModelProfile:
+    """The profile of a model that is deployed on so many stages, of GPUs that are shared in that way (None: on CPU)."""
     return ModelProfile(
         name=model.name,
         pool=model.pool,
@@ -78,8 +78,7 @@ def model_profile(model: ModelSpec, stages: int = 1) -> ModelProfile:
         both=model.phases != "multiplexed",
         depth=stages,
         waiting_tokens=_waiting_tokens(model, stages),
-        # Threads on a CPU, percentages or sets of SMs on a GPU: an engine has them for its life.
-        elastic=False,
+        elastic=sharing in SHARES_PER_LEASE,
         pooling=model.pooling,
     )
 
@@ -101,4 +100,5 @@ def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
     """
     # The null page of a pool is never handed out.
     pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in unit_spec.pools]
-    return UnitLedger([model_profile(model, unit_spec.stages) for model in unit_spec.models], pools)
+    sharing = unit_spec.gpu.sm_sharing if unit_spec.gpu is not None else None
+    return UnitLedger([model_profile(model, unit_spec.stages, sharing) for model in unit_spec.models], pools)

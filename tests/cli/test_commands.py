@@ -38,7 +38,7 @@ def test_validate_shows_units_and_replicas(fleet_file: Path) -> None:
     assert [line.split()[0] for line in lines[first + 2 : second]] == ["one", "two"]
     assert lines[second + 2].split()[0] == "two"
     assert "- two begins with 2 replicas and has 0 to 3, as its load wants it" in lines
-    assert lines[-1].endswith("with adbs, in 2 units")
+    assert lines[-1].endswith("with slack, in 2 units")
 
 
 def test_validate_shows_units_that_are_alike_once(fleet_file: Path) -> None:
@@ -192,6 +192,14 @@ def test_status_of_several_units(endpoint: Endpoint) -> None:
     assert rows["u1"] == ["draining", "1", "5", "6", "70", "80", "9", "7", "2"]
     assert rows["nap"] == ["asleep", "0", "0", *["-"] * 8]
     assert lines[-1] == "u2 serves nothing at present"
+
+
+def test_status_says_whether_shares_of_compute_can_change(endpoint: Endpoint) -> None:
+    state = {**FLEET["units"][0]["state"], "policy": "slack", "shares": "fixed"}
+    fleet = {"units": [{**FLEET["units"][0], "state": state}]}
+    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, fleet)}
+    result = runner.invoke(app, ["status", "--url", endpoint.url])
+    assert result.stdout.startswith(f"{endpoint.url}: ok, unit u0 up, slack (shares fixed)\n")
 
 
 def test_status_of_phases_in_time(endpoint: Endpoint) -> None:

@@ -158,7 +158,7 @@ def test_without_mps_ranks_of_several_engines_take_turns(tmp_path: Path) -> None
     policies = []
     for cluster in ("{gpus: 2}", "{gpus: 2, mps: off}", "{gpus: 1, mps: off}"):
         policies.append(unit_spec_of(plan(tmp_path, cluster, found=gpus(2)), "/run/x").policy)
-    assert policies == ["adbs", "fcfs", "adbs"]
+    assert policies == ["slack", "fcfs", "slack"]
 
 
 def test_more_clients_than_mps_takes_are_refused(tmp_path: Path) -> None:

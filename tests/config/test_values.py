@@ -49,7 +49,7 @@ tenants:
 def test_defaults() -> None:
     fleet = parse_fleet(ONE, "fleet.yaml", Path("/"), {})
     model = fleet.models[0]
-    assert (fleet.policy, fleet.cluster.cores, fleet.kv_pool.size) == ("adbs", "auto", "auto")
+    assert (fleet.policy, fleet.cluster.cores, fleet.kv_pool.size) == ("slack", "auto", "auto")
     assert (fleet.gateway.host, fleet.gateway.port, fleet.gateway.api_keys) == ("127.0.0.1", 8000, [])
     assert (model.rate, model.dtype, model.max_len, model.prefix_caching) == (1.0, "auto", "auto", True)
     assert model.slo.ttft_ms is None

@@ -79,8 +79,8 @@ class TestUnits:
         plans = plan(declared)
         told = deployed(declared, plans)
         assert [(unit.name, unit.serves, unit.unit_spec.policy) for unit in told.units] == [
-            ("u0", ["atlas"], "adbs"),
-            ("u1", ["atlas"], "adbs"),
+            ("u0", ["atlas"], "slack"),
+            ("u1", ["atlas"], "slack"),
             ("u2", ["arithmetic"], "rolling"),
             ("u3", ["arithmetic"], "rolling"),
             ("u4", ["arithmetic"], "rolling"),
@@ -406,7 +406,7 @@ class TestAuto:
         told = deployed(planner.fleet, planner.at_start())
         assert (self.asked, self.gpus) == (["arithmetic"], [])
         assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [
-            ("adbs", 1),
+            ("slack", 1),
             ("pipelined", 4),
             ("pipelined", 2),
         ]
@@ -419,7 +419,7 @@ class TestAuto:
         unknown = GpuMachine((Gpu(0, "GPU-0", "NVIDIA Quux 9000", 80 << 30, 0, capability=(9, 0)),))
         declared = only("phases: auto", head="cluster: {gpus: 1}")
         planner = FleetPlanner(declared, MACHINE, lambda: unknown)
-        assert planned_unit(planner.at_start()[0], "/run").unit_spec.policy == "adbs"
+        assert planned_unit(planner.at_start()[0], "/run").unit_spec.policy == "slack"
         assert planner.reasons == ["arithmetic is multiplexed: nothing is known of the speed of a NVIDIA Quux 9000"]
 
     def test_nothing_is_compared_where_a_plan_says_it(self, tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from muxserve.cli.app import app
 from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
-from muxserve.planning import dedicated_units, planner
+from muxserve.planning import dedicated_units, planner, prediction
 from muxserve.planning.arrangements import ARRANGEMENTS
 from muxserve.planning.comparison import Comparison, compare
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.prediction import Verified
+from muxserve.simulator import mode_of
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -210,3 +211,20 @@ def test_the_default_placement_is_the_one_that_plan_makes(tmp_path: Path, monkey
     assert str(plan) in given.about
     assert "as `muxserve plan` prints it, with spare for chat 1.50x" in found.about
     assert all(unit.name in found.about for unit in found.placement.units)
+
+
+def test_units_are_simulated_under_the_fleet_s_policy_with_what_their_engines_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = "cluster: { gpus: 1, gpu_type: A100-80GB, sm_sharing: green_contexts }\n"
+    model = f"models: [{{ name: chat, architecture: llama-2-7b, rate: 1, {LENGTHS}, phases: multiplexed }}]\n"
+    placed = PlacedUnit("unit0", "A100-80GB", (0,), (PlacedModel("chat", 1.0, 0.5, 0.5),), 20 << 30)
+    save_plan(Placement(Cluster((Node("A100-80GB", 1),)), (placed,)), tmp_path / "plan.yaml", "")
+    file = tmp_path / "fleet.yaml"
+    contexts = ("green_contexts",)
+    for policy, ways, elastic in (("adbs", (), False), ("slack", contexts, True), ("slack", ("mps",), False)):
+        monkeypatch.setattr(prediction, "SHARES_PER_LEASE", frozenset(ways))
+        file.write_text(f"policy: {policy}\n{head}{model}")
+        found = places_of(file, None, None, None, tmp_path / "plan.yaml", Roofline()).placed("muxserve")
+        (unit,) = found.units(mode_of("muxserve"))
+        assert (unit.policy, unit.models[0].profile.elastic) == (policy, elastic)

@@ -143,3 +143,12 @@ def test_without_backlog_no_prefill_is_held_back() -> None:
     table.arrive("r1", "a", now=0.1)
     (smaller,) = table.decide(0.1)
     assert smaller.share < WHOLE
+
+
+def test_a_large_batch_holds_no_prefill_back_where_shares_are_fixed() -> None:
+    for elastic, admitted in ((True, []), (False, [("r1",)])):
+        one = profile("a", max_num_seqs=8, quota_pages=2000, max_num_batched_tokens=2048, elastic=elastic)
+        table = Table(Slack(), one)
+        table.decoding("r0", "a")
+        table.arrive("r1", "a", now=0.1)
+        assert [grant.admit for grant in table.decide(0.1) if grant.phase is Phase.PREFILL] == admitted

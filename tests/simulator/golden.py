@@ -115,8 +115,8 @@ MODELS = {
     "a": FleetModel("a", LLAMA_7B, DTYPE, max_len=2048),
     "b": FleetModel("b", LLAMA_7B, DTYPE, max_len=2048),
     "c": FleetModel("c", LLAMA_13B, DTYPE, max_len=2048),
-    "tiny": FleetModel("tiny", TINY, "float32", max_num_seqs=16, max_num_batched_tokens=512),
-    "other": FleetModel("other", TINY, "float32", max_num_seqs=16, max_num_batched_tokens=512),
+    "tiny": FleetModel("tiny", TINY, "float32", max_num_seqs=16, max_num_batched_tokens=512, elastic=False),
+    "other": FleetModel("other", TINY, "float32", max_num_seqs=16, max_num_batched_tokens=512, elastic=False),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,13 +65,25 @@ def test_every_mode_answers_everything(name: str) -> None:
 def test_modes_differ_as_they_say() -> None:
     where = placement(("b", "c"))
     units = {name: units_of(where, MODELS, mode)[0] for name, mode in MODES.items()}
-    assert units["muxserve"].policy == units["no-sm"].policy == "adbs"
+    assert units["muxserve"].policy == units["no-unified-kv"].policy == "slack"
+    assert units["adbs"].policy == units["no-sm"].policy == "adbs"
     assert units["temporal"].policy == units["fcfs"].policy == "fcfs"
     assert units["spatial"].combined
     assert units["no-split"].combined
     assert not units["no-unified-kv"].adapt_quotas
     assert [m.cost_share for m in units["no-sm"].models] == [1.0, 1.0]
     assert sum(m.profile.prefill_share + m.profile.decode_share for m in units["no-sm"].models) <= 2.0 + 1e-9
+
+
+def test_engines_change_their_share_where_the_fleet_can_or_the_mode_says_so() -> None:
+    where = placement(("b", "c"))
+    fixed = {name: replace(model, elastic=False) for name, model in MODELS.items()}
+
+    def elastic(models: Mapping[str, FleetModel], mode: str) -> set[bool]:
+        return {model.profile.elastic for model in units_of(where, models, mode_of(mode))[0].models}
+
+    assert elastic(MODELS, "muxserve") == elastic(fixed, "slack") == {True}
+    assert elastic(fixed, "muxserve") == {False}
 
 
 def test_a_unit_of_several_devices_has_a_part_of_the_heads_on_each() -> None:

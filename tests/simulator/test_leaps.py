@@ -74,7 +74,7 @@ def workload(draw: st.DrawFn, count: int) -> list[TraceRequest]:
 def scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceRequest]]:
     count = draw(st.integers(1, 3))
     profiles, pages = models(draw, count)
-    policy = draw(st.sampled_from(["adbs", "fcfs", "round_robin"]))
+    policy = draw(st.sampled_from(["adbs", "slack", "fcfs", "round_robin"]))
     costs = Linear(
         # Steps that are slow beside the quanta of leases make seconds end them.
         decode_fixed=draw(st.sampled_from([0.004, 0.03, 0.15])),

@@ -77,11 +77,13 @@ class Wanted:
         return self.demand.slo_ttft is not None and self.demand.slo_tpot is not None
 
 
-def fleet_model(demand: Demand, max_len: int | None = None) -> FleetModel:
-    """A model as the simulator wants it; `max_len` in place of the demand's own."""
+def fleet_model(demand: Demand, max_len: int | None = None, elastic: bool = False) -> FleetModel:
+    """A model as the simulator wants it; `max_len` in place of the demand's own, `elastic` as of `ModelProfile`."""
     d = demand
     longest = max_len or d.max_len
-    return FleetModel(d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, longest, d.graphs)
+    return FleetModel(
+        d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, longest, d.graphs, elastic
+    )
 
 
 def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
