@@ -114,7 +114,7 @@ def spec_of_unit(
 class Unit:
     """One of them, in processes of its own."""
 
-    def __init__(self, unit_spec: UnitSpec, command: list[str]) -> None:
+    def __init__(self, unit_spec: UnitSpec, command: list[str], start: Callable[..., Any]) -> None:
         self.unit_spec = unit_spec
         self.name = unit_spec.unit
         run_dir = Path(unit_spec.run_dir)
@@ -123,7 +123,7 @@ class Unit:
         spec.save(unit_spec, self.file)
         self.log = run_dir / "host.log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = start(
                 [*command, "--unit-spec", str(self.file), "--migrates"], stdout=subprocess.PIPE, stderr=log
             )
         self.events: list[dict[str, Any]] = []
@@ -149,11 +149,16 @@ class Unit:
 
 
 class Pair:
-    """The processes of both. A context manager: in it they are up."""
+    """The processes of both. A context manager: in it they are up. `start` stands in for `subprocess.Popen`."""
 
-    def __init__(self, make: Callable[[str], UnitSpec], command: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[str], UnitSpec],
+        command: list[str] | None = None,
+        start: Callable[..., Any] = subprocess.Popen,
+    ) -> None:
         command = command or [sys.executable, "-m", "muxserve.cluster.unit_host"]
-        self.units = {name: Unit(make(name), command) for name in ("a", "b")}
+        self.units = {name: Unit(make(name), command, start) for name in ("a", "b")}
 
     def __enter__(self) -> Pair:
         try:

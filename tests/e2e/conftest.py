@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.fleet import ROOT, Fleet, fleet_file, running
 from tests.e2e.mixed_reference import CHUNK, GENERATING, KINDS, MAX_LEN, OPTIONS, adapter, checkpoint
 from tests.e2e.reference import MODELS
+from tests.support import preloaded
 from tests.support.beside import begin, output
 
 
@@ -32,9 +33,11 @@ def reference(pytestconfig: pytest.Config) -> dict[str, Any]:
 
 @pytest.fixture(scope="package")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The quickstart fleet. Whoever kills or stops parts of it waits until it is whole again."""
+    """The quickstart fleet, started as a user starts it. Whoever kills or stops parts of it waits until it is whole
+    again."""
     watchdog = {"suspect": "1s", "hung": "8s"}
-    with running(fleet_file(tmp_path_factory.mktemp("quickstart"), watchdog=watchdog)) as deployed:
+    path = fleet_file(tmp_path_factory.mktemp("quickstart"), watchdog=watchdog)
+    with running(path) as deployed:
         yield deployed
 
 
@@ -68,6 +71,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     # A place of its own for run directories: commands find the only fleet there.
     with (
         tempfile.TemporaryDirectory(prefix="mx") as runtime,
-        running(path, environment={"XDG_RUNTIME_DIR": runtime}) as deployed,
+        running(path, environment={"XDG_RUNTIME_DIR": runtime}, start=preloaded.start) as deployed,
     ):
         yield deployed

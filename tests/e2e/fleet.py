@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import psutil
 import yaml
 
 from muxserve.memory.client import MemoryClient
+from tests.support import preloaded
 from tests.support.patience import PATIENCE, eventually
 from tests.support.ports import free_port
 
@@ -55,7 +56,7 @@ class Fleet:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: subprocess.Popen[bytes] | preloaded.Forked,
         port: int,
         directory: Path,
         environment: Mapping[str, str] | None = None,
@@ -176,15 +177,18 @@ class Fleet:
 
 @contextmanager
 def running(
-    path: Path, seconds: float = START_SECONDS, environment: Mapping[str, str] | None = None
+    path: Path,
+    seconds: float = START_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    start: Callable[..., subprocess.Popen[bytes] | preloaded.Forked] = subprocess.Popen,
 ) -> Iterator[Fleet]:
     """Deploy the fleet file, with `environment` beside that of the tests, wait until it serves (within `seconds`), and
-    stop it as a user would."""
+    stop it as a user would. `preloaded.start` starts it with vLLM imported, for tests that are not about that."""
     port = free_port()
     log = open(path.parent / "deploy.log", "wb")  # noqa: SIM115
     # As a shell may leave some open that started it: what is locked here must not stay locked by the fleet.
     foreign = open(path.parent / FOREIGN, "wb")  # noqa: SIM115
-    process = subprocess.Popen(
+    process = start(
         [sys.executable, "-m", "muxserve.cli.app", "deploy", str(path), "--port", str(port)],
         stdout=log,
         stderr=subprocess.STDOUT,

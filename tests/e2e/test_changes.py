@@ -20,6 +20,7 @@ import yaml
 from tests.e2e.fleet import ROOT, Fleet, running
 from tests.e2e.load import stream_chat, until
 from tests.e2e.reference import requests_for
+from tests.support import preloaded
 from tests.support.patience import PATIENCE
 
 MODELS = ROOT / "configs/models"
@@ -42,7 +43,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     # A place of its own for run directories: commands find the only fleet there.
     with tempfile.TemporaryDirectory(prefix="mx") as runtime, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", runtime)
-        with running(path) as deployed:
+        with running(path, start=preloaded.start) as deployed:
             yield deployed
 
 

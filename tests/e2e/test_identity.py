@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.fleet import fleet_file, running
 from tests.e2e.load import ask_each
+from tests.support import preloaded
 
 ROUNDS = 4
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -29,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.serves("Qwen3", "served", "prefix cache")
 @pytest.mark.parametrize("name", SETTINGS)
 async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, reference: dict[str, Any]) -> None:
-    with running(fleet_file(tmp_path, **SETTINGS[name])) as fleet:
+    with running(fleet_file(tmp_path, **SETTINGS[name]), start=preloaded.start) as fleet:
         # On a machine that has much else to do, few requests may be in the pool at once.
         for _ in range(ROUNDS):
             asked = await ask_each(fleet, reference)

@@ -13,6 +13,7 @@ import yaml
 from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
 from tests.e2e.load import Load, ask_each, until
 from tests.e2e.several import busy_unit, command, kill_all, of_model, processes_of, units
+from tests.support import preloaded
 
 MODEL = "arithmetic"
 COUNT = 64
@@ -51,7 +52,7 @@ def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = yaml.safe_load(path.read_text())
     fleet["models"][0]["slo"]["tpot_ms"] = 2000
     path.write_text(yaml.safe_dump(fleet))
-    with running(path) as deployed:
+    with running(path, start=preloaded.start) as deployed:
         # It serves as soon as one replica does.
         deployed.wait(lambda: engines(deployed) == ALL, START_SECONDS, "up in all replicas")
         yield deployed
@@ -135,7 +136,8 @@ async def test_decodes_of_a_drained_replica_move_within_the_ring(rolling: Fleet,
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with running(configured("pipeline.yaml", tmp_path_factory.mktemp("pipeline"))) as deployed:
+    path = configured("pipeline.yaml", tmp_path_factory.mktemp("pipeline"))
+    with running(path, start=preloaded.start) as deployed:
         yield deployed
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.fleet import QUICKSTART, START_SECONDS, Fleet, fleet_file, running
 from tests.e2e.load import Load, stream_chat, until
 from tests.e2e.reference import requests_for
-from tests.support import poison
+from tests.support import poison, preloaded
 from tests.support.patience import PATIENCE
 
 MODEL, OTHER = "arithmetic", "frontdesk"
@@ -37,7 +37,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         },
         without=("atlas",),
     )
-    with running(path) as deployed:
+    with running(path, start=preloaded.start) as deployed:
         yield deployed
 
 

@@ -10,6 +10,7 @@ import yaml
 from tests.e2e.fleet import Fleet, fleet_file, running
 from tests.e2e.load import Load, stream_chat, until
 from tests.e2e.reference import requests_for
+from tests.support import preloaded
 
 MODEL = "arithmetic"
 
@@ -19,7 +20,7 @@ async def test_requests_survive_the_death_of_a_worker_and_of_the_memory_manager(
     fleet_of_three = yaml.safe_load(path.read_text())
     fleet_of_three["models"] = [each for each in fleet_of_three["models"] if each["name"] == MODEL]
     path.write_text(yaml.safe_dump(fleet_of_three))
-    with running(path) as fleet:
+    with running(path, start=preloaded.start) as fleet:
         workers = fleet.parts(" rank ")
         assert len(workers) == 4
         async with fleet.async_client() as client:

@@ -14,6 +14,7 @@ import yaml
 from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
 from tests.e2e.load import Load, until
 from tests.e2e.several import busy_unit, command, kill_all, of_model, processes_of, units
+from tests.support import preloaded
 
 MODEL = "atlas"
 FLEET = {
@@ -45,7 +46,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     directory = tmp_path_factory.mktemp("replicas")
     path = directory / "fleet.yaml"
     path.write_text(yaml.safe_dump(FLEET))
-    with running(path) as deployed:
+    with running(path, start=preloaded.start) as deployed:
         yield deployed
 
 

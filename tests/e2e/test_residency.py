@@ -45,6 +45,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     }
     file = directory / "fleet.yaml"
     file.write_text(yaml.safe_dump(declared))
+    # What it has in memory is its own, as where one imports vLLM for itself.
     with running(file) as deployed:
         yield deployed
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from muxserve.spec import FleetSpec, GatewaySpec, save_fleet
+from tests.support import preloaded
 from tests.support.patience import PATIENCE
 
 START_SECONDS = 3 * PATIENCE
@@ -37,12 +38,11 @@ class Nursery:
         command = [sys.executable, "-m", "muxserve.forks.machine_parent", "--fleet", str(fleet.file)]
         self._log = self._directory / "log"
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
+            self._process = preloaded.start(
                 [*command, "--control-fd", str(theirs.fileno()), "--lifeline-fd", str(lifeline)],
                 pass_fds=[theirs.fileno(), lifeline],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
         theirs.close()
         os.close(lifeline)

@@ -15,6 +15,7 @@ from typing import Any
 
 from muxserve import spec
 from muxserve.spec import FleetSpec, ModelSpec, UnitSpec
+from tests.support import preloaded
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ class Rig:
         self.unit = Channel()
         fds = (self.spawner.theirs.fileno(), self.unit.theirs.fileno())
         log = (directory / "spawner.log").open("w")
-        self.process = subprocess.Popen(
+        self.process = preloaded.start(
             [sys.executable, "-m", "tests.gateway.spawner", *map(str, fds), str(directory)],
             pass_fds=fds,
             cwd=ROOT,
@@ -180,7 +181,11 @@ class Running:
         os.kill(self.pid, signal.SIGHUP)
 
     def mark(self) -> int:
-        """Where the unit's events of now begin."""
+        """Where the unit's events of now begin. All that it has told by now is there: what is read late, as on a busy
+        machine, would be taken for something that came after the mark."""
+        before = self.rig.unit.mark()
+        self.tell_unit("sync")
+        self.wait("synced", before)
         return self.rig.unit.mark()
 
     def wait(self, event: str, mark: int = 0, when: Callable[[Event], bool] = lambda _: True) -> Event:
@@ -189,9 +194,7 @@ class Running:
 
     def events(self, mark: int, event: str) -> list[Event]:
         """Events so far of this gateway's unit, all that it has told by now."""
-        before = self.mark()
-        self.tell_unit("sync")
-        self.wait("synced", before)
+        self.mark()
         return [e for e in self.rig.unit.since(mark, event) if e["unit"] == self.unit_spec.unit]
 
     def tell_unit(self, op: str, **fields: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_units import Pair, bodies, spec_of_unit
+from tests.support import preloaded
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 # Requests that move to and fro while they are decoded, and those that see a process die: count, prompt, output tokens.
@@ -20,7 +21,10 @@ def pair() -> Iterator[Pair]:
     checkpoint = tiny_checkpoint("llama", 2, 4, 2, 64)
     with (
         tempfile.TemporaryDirectory(prefix="mx") as root,
-        Pair(lambda name: spec_of_unit(Path(root) / name, name, checkpoint, max_len=2048, blocks=240)) as started,
+        Pair(
+            lambda name: spec_of_unit(Path(root) / name, name, checkpoint, max_len=2048, blocks=240),
+            start=preloaded.start,
+        ) as started,
     ):
         yield started
 
