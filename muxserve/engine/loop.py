@@ -437,15 +437,15 @@ def run_engine(
     bind(binding)
     core = EngineCore(config, executor_of, log_stats=True)
     use_grammars(core)
-    warm_up(core)
+    warm_up(core, phase)
     loop = EngineLoop(unit_spec, binding, core)
     on_up()
     loop.run()
     client.close()
 
 
-def warm_up(core: EngineCore) -> None:
-    """Run one short request through prefill and decode: the first steps of a process are slow."""
+def warm_up(core: EngineCore, phase: EnginePhase) -> None:
+    """Run one short request through what the engine is for: the first steps of a process are slow."""
     began = time.monotonic()
-    probe(core, 4, lambda: current().client.writing())
+    probe(core, 1 if phase == "prefill" else 2, lambda: current().client.writing())
     log.info("warmed up in %.2f s", time.monotonic() - began)

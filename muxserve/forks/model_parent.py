@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,12 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
 
 def _end_groups() -> None:
     """End the process groups of this one process. vLLM makes a dozen, and each keeps a thread that wakes up a hundred
-    times a second, for as long as the parent lives; a group of one has nobody to talk to."""
+    times a second, for as long as the parent lives; a group of one has nobody to talk to. Each end waits for the next
+    time that its thread wakes up, hence all at once."""
     import torch
     from vllm.distributed import parallel_state
 
-    for reference in parallel_state._groups.values():
-        group = reference()
-        if group is not None:
-            group.destroy()
+    groups = [group for reference in parallel_state._groups.values() if (group := reference()) is not None]
+    with ThreadPoolExecutor(len(groups)) as threads:
+        list(threads.map(lambda group: group.destroy(), groups))
     torch.distributed.destroy_process_group()

@@ -38,6 +38,7 @@ def preload(device: str) -> None:
 
     import muxserve.engine.loop
     import muxserve.engine.ranks
+    import muxserve.engine.support
     from muxserve.vllm import engine_internals
 
     if device == "cuda":
@@ -45,10 +46,28 @@ def preload(device: str) -> None:
     else:
         # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
         import muxserve.engine.cpu.worker  # noqa: F401
+
+        _prepare_workers()
     engine_internals.check(device)
     refuse_cuda()
     # Imports leave nothing to collect, and looking for it before the first fork takes a third of a second.
     gc.freeze()
+
+
+def _prepare_workers() -> None:
+    """Do once what vLLM would do in every process that loads a model, for a third of a second each time."""
+    import vllm.distributed.elastic_ep.elastic_execute
+    import vllm.model_executor.layers.quantization.online.base  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    configure_logging_if_needed(LoggingConfig())
+    load_general_plugins()
+    # It looks through all modules for the kernels to replace. Who imports them later finds those that were put there.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def register(models: Iterable[ModelSpec]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
 from muxserve.scheduling.residency import Residence, Residency, Sleep, Wake
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
+
+# What is no model comes to take more while it works (a gateway's requests), and counts for so long after it was seen.
+_FIXED_SECONDS = 30.0
 
 
 class MemoryBalance:
@@ -21,7 +25,8 @@ class MemoryBalance:
         self.policy = Residency(spec.rules, spec.models)
         self._models = spec.models
         self._total: int | None = None
-        self._fixed = 0
+        # When it was measured, and what was no model then.
+        self._measured: deque[tuple[float, int]] = deque()
         self._reserved = 0
         self._held: dict[str, int] = {}
 
@@ -29,6 +34,11 @@ class MemoryBalance:
     def models(self) -> Iterable[str]:
         """Those that memory decides on."""
         return self._models
+
+    @property
+    def _fixed(self) -> int:
+        """Bytes of everything that is no model: the most that was measured lately."""
+        return max((fixed for _, fixed in self._measured), default=0)
 
     def change(self, spec: ResidencySpec) -> None:
         """Other rules or models."""
@@ -39,7 +49,10 @@ class MemoryBalance:
         """The controller has measured."""
         self._total = message.total
         self._reserved = message.reserved
-        self._fixed = max(0, message.total - sum(message.models.values())) + message.reserved
+        fixed = max(0, message.total - sum(message.models.values())) + message.reserved
+        while self._measured and self._measured[0][0] < now - _FIXED_SECONDS:
+            self._measured.popleft()
+        self._measured.append((now, fixed))
         self._held = message.models
         for name, scheduler in schedulers.items():
             held = message.models.get(name)

@@ -17,8 +17,10 @@ AUTO_PART = 0.9
 # What processes may come to take between two measurements stays free.
 HEADROOM = 0.05
 # Expected until it is measured, of processes of the pinned vLLM on CPU (docs/residency.md has the measured ones): a
-# fleet in which every model sleeps, without its pools, and a model's processes besides its weights.
+# fleet in which every model sleeps, without its pools, and in that for each model; and a model's processes besides its
+# weights.
 FLEET_BYTES = 1 << 30
+DECLARED_BYTES = 8 << 20
 MODEL_BYTES = 200 << 20
 # A first token within this time where a model has no objective, and how long a wake takes until one was measured.
 TTFT_SECONDS, WAKE_SECONDS = 5.0, 1.0
@@ -65,7 +67,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
                 ttft=TTFT_SECONDS if model.slo.ttft_ms is None else model.slo.ttft_ms / 1000,
                 pinned=model.keep == "always",
             )
-    fixed = FLEET_BYTES + sum(plan.unit.pool_bytes for plan in plans)
+    fixed = FLEET_BYTES + len(costs) * DECLARED_BYTES + sum(plan.unit.pool_bytes for plan in plans)
     fixed += sum(each.bytes for each in costs.values() if each.pinned)
     sleeping = {name: each for name, each in costs.items() if not each.pinned}
     largest = max(sleeping, key=lambda name: sleeping[name].bytes + sleeping[name].load_bytes, default=None)
@@ -79,5 +81,5 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         if largest is not None:
             message += f", and waking {largest} {format_size(needed - fixed)} more"
         raise FleetError([fleet.problem(("memory", "limit"), f"{message}; give more, or a smaller kv_pool.size")])
-    rules = ResidencyRules(most, min_residence=fleet.memory.min_residence, max_wait=fleet.memory.max_wait)
+    rules = ResidencyRules(most, min_residence=fleet.memory.min_residence, max_wait=fleet.memory.max_wait, fixed=fixed)
     return ResidencySpec(rules, sleeping)

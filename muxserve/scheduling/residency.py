@@ -23,7 +23,7 @@ _LEAST_RATE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ResidencyRules:
-    """Everything together takes at most `limit` bytes.
+    """Everything together takes at most `limit` bytes, and what is no model counts as `fixed` bytes until it is more.
 
     A model stays awake for `min_residence` seconds and for `residence_factor` times what waking it takes, so that
     waking takes a bounded part of the time. A request that has waited for `max_wait` seconds goes before all that have
@@ -42,6 +42,7 @@ class ResidencyRules:
     patience: float = 0.5
     windows: tuple[float, ...] = (5.0, 60.0, 600.0)
     wakes: int = 1
+    fixed: int = 0
 
     def __post_init__(self) -> None:
         if self.limit <= 0 or self.wakes < 1 or not self.windows or min(self.windows) <= 0:
@@ -144,7 +145,6 @@ class _Known:
     rates: ArrivalRates
     bytes: int
     seconds: float
-    seen: bool = False
 
 
 @dataclass(slots=True)
@@ -196,9 +196,10 @@ class Residency:
         known.seconds += _SMOOTHING * (seconds - known.seconds)
 
     def measured(self, model: str, held: int) -> None:
-        """It takes so many bytes when it is awake; of what was measured the most counts."""
+        """It takes so many bytes when it is awake. The most counts of what was declared and what was measured: it takes
+        less before it has served."""
         known = self._known[model]
-        known.bytes, known.seen = max(known.bytes, held) if known.seen else held, True
+        known.bytes = max(known.bytes, held)
 
     def needs(self, model: str) -> int:
         """Bytes that have to be free to wake the model."""
@@ -223,6 +224,7 @@ class Residency:
     def hopeless(self, model: str, fixed: int) -> int:
         """How many bytes are missing to wake the model if all that may sleep did; 0 if there are enough. `fixed`: bytes
         that are not of models."""
+        fixed = max(fixed, self.rules.fixed)
         pinned = sum(known.bytes for name, known in self._known.items() if known.costs.pinned and name != model)
         return max(0, fixed + pinned + self.needs(model) - self.rules.limit)
 
@@ -242,7 +244,7 @@ class Residency:
         them stay if their memory is promised to nobody.
         """
         by_name = {each.model: each for each in standings}
-        balance = self._balance(fixed, by_name.values())
+        balance = self._balance(max(fixed, self.rules.fixed), by_name.values())
         changes: list[Change] = []
         if balance.free + balance.promised < 0:
             changes += self._shrink(now, balance, by_name)
@@ -310,12 +312,12 @@ class Residency:
         return _Balance(free, promised)
 
     def _taken(self, standing: Standing) -> int:
-        """Bytes that count for a model."""
+        """Bytes that count for a model: those that it may come to take, since between two measurements nobody looks."""
         if standing.residence is Residence.ASLEEP:
             return 0
         if standing.residence is Residence.WAKING:
             return max(standing.held, self.needs(standing.model))
-        return standing.held or self._known[standing.model].bytes
+        return max(standing.held, self._known[standing.model].bytes)
 
     def _victims(self, now: float, missing: int, standings: Iterable[Standing], busy: bool) -> list[Standing] | None:
         """Who is to sleep so that `missing` bytes come free; None: they cannot. `busy`: whether those with running

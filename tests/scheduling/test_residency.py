@@ -24,6 +24,8 @@ from muxserve.scheduling.residency import (
 )
 
 ROUND = 0.1
+# Rounds from one measurement of memory to the next.
+MEASURED = 7
 STOP_SECONDS = 0.1
 ASLEEP, WAKING, AWAKE, LEAVING = Residence.ASLEEP, Residence.WAKING, Residence.AWAKE, Residence.LEAVING
 
@@ -130,6 +132,29 @@ def test_more_than_the_limit_puts_models_to_sleep_at_once() -> None:
     assert change == Sleep("b", "more memory is taken than there is")
 
 
+def test_what_a_model_may_come_to_take_is_given_to_nobody_else() -> None:
+    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40))
+    policy.measured("a", 20)  # it has not served anybody yet
+    asked = Standing("b", ASLEEP, 0.0, waiting=[10.0])
+    idle = [Standing("a", AWAKE, 0.0, held=20), asked]
+    assert policy.decide(10.0, 30, idle) == [Sleep("a", "memory for b")]
+    assert policy.decide(10.0, 20, idle) == [Wake("b")]
+    policy.measured("a", 45)  # more than was declared
+    assert policy.decide(10.0, 20, idle) == [Sleep("a", "memory for b")]
+
+
+def test_what_is_no_model_counts_as_declared_until_it_is_more() -> None:
+    rules = ResidencyRules(100, fixed=30)
+    policy = Residency(rules, {"a": WakeCosts(60)})
+    asked = [Standing("a", ASLEEP, 0.0, waiting=[10.0])]
+    assert policy.decide(10.0, 10, asked) == [Wake("a")]
+    assert policy.decide(10.0, 41, asked) == []
+    assert policy.hopeless("a", 10) == 0
+    policy = Residency(rules, {"a": WakeCosts(71)})
+    assert policy.decide(10.0, 10, asked) == []
+    assert policy.hopeless("a", 10) == 1
+
+
 def test_growing_caches_are_left_room() -> None:
     policy = residency(100, a=WakeCosts(40), b=WakeCosts(40, seconds=2.0))
     standings = [Standing("a", AWAKE, 0.0, running=1), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
@@ -166,7 +191,10 @@ class Place:
     """A model of the virtual machine."""
 
     costs: WakeCosts
+    idle: int
     residence: Residence = ASLEEP
+    served: int = 0
+    held: int = 0
     since: float = 0.0
     until: float = 0.0
     running: list[float] = field(default_factory=list)
@@ -176,16 +204,20 @@ class Place:
     def taken(self) -> int:
         if self.residence is ASLEEP:
             return 0
-        return self.costs.bytes + (self.costs.load_bytes if self.residence is WAKING else 0)
+        if self.residence is WAKING:
+            return self.costs.bytes + self.costs.load_bytes
+        return self.costs.bytes if self.served > 1 else self.idle
 
 
 class Memory:
-    """Models on one machine: all running requests of a model at once, wakes and stops take their time."""
+    """Models on one machine: all running requests of a model at once, wakes and stops take their time. A model takes
+    all its bytes from the second request of a residence on. They are measured every `MEASURED` rounds."""
 
-    def __init__(self, rules: ResidencyRules, fixed: int, costs: dict[str, WakeCosts]) -> None:
+    def __init__(self, rules: ResidencyRules, fixed: int, costs: dict[str, WakeCosts], grown: float) -> None:
         self.policy = Residency(rules, costs)
         self.rules, self.fixed = rules, fixed
-        self.places = {name: Place(each) for name, each in costs.items()}
+        self.places = {name: Place(each, int((1 - grown) * each.bytes)) for name, each in costs.items()}
+        self.rounds = 0
         self.waits: list[float] = []
         self.wakes = 0
         self.short: list[str] = []
@@ -202,7 +234,7 @@ class Memory:
         for name, place in self.places.items():
             place.running = [end for end in place.running if end > now]
             if place.residence is WAKING and now >= place.until:
-                place.residence, place.since = AWAKE, now
+                place.residence, place.since, place.served, place.held = AWAKE, now, 0, 0
                 self.policy.woke(name, place.costs.seconds)
             if place.residence is LEAVING and not place.running and now >= place.until:
                 place.residence = ASLEEP
@@ -210,13 +242,27 @@ class Memory:
                 for arrived, seconds in place.waiting:
                     self.waits.append(now - arrived)
                     place.running.append(now + seconds)
+                    place.served += 1
                 place.waiting.clear()
+        self.rounds += 1
+        if self.rounds % MEASURED == 0:
+            for name, place in self.places.items():
+                if place.residence is AWAKE:
+                    place.held = place.taken
+                    self.policy.measured(name, place.held)
         for change in self.policy.decide(now, self.fixed, self.standings()):
             self.carry_out(change, now)
 
     def standings(self) -> list[Standing]:
         return [
-            Standing(name, place.residence, place.since, len(place.running), [since for since, _ in place.waiting])
+            Standing(
+                name,
+                place.residence,
+                place.since,
+                len(place.running),
+                [since for since, _ in place.waiting],
+                place.held if place.residence in (AWAKE, LEAVING) else 0,
+            )
             for name, place in self.places.items()
         ]
 
@@ -261,7 +307,7 @@ def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
             max_size=60,
         )
     )
-    return Memory(rules, fixed, costs), sorted(arrivals)
+    return Memory(rules, fixed, costs, draw(st.sampled_from([0.0, 0.4]))), sorted(arrivals)
 
 
 @settings(max_examples=150, deadline=None)
@@ -293,7 +339,7 @@ def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
 
 def test_two_that_never_fit_together_take_turns_under_endless_load() -> None:
     costs = {"a": WakeCosts(60, seconds=0.5), "b": WakeCosts(60, seconds=0.5)}
-    memory = Memory(ResidencyRules(100, max_wait=5.0), 10, costs)
+    memory = Memory(ResidencyRules(100, max_wait=5.0), 10, costs, grown=0.0)
     for step in range(600):
         for model in costs:
             memory.arrive(step * ROUND, model, 0.5)
