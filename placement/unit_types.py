@@ -11,11 +11,13 @@ from muxserve.costs.architecture import ModelArchitecture
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited)."""
+    """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited), and
+    whether its cores have the instructions that attention over an FP8 KV cache needs."""
 
     cores: int
     memory_bytes: int
     shared_memory_bytes: int | None = None
+    fp8_kv: bool = True
 
 
 @dataclass(frozen=True)

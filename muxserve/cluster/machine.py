@@ -17,11 +17,12 @@ from placement import Machine
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = "/dev/shm"
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def this_machine() -> Machine:
     """The cores and memory that this process may use."""
-    return Machine(cores=usable_cores(), memory_bytes=usable_memory(), shared_memory_bytes=free_shared_memory())
+    return Machine(usable_cores(), usable_memory(), free_shared_memory(), fp8_kv=computes_fp8_kv())
 
 
 def this_machines_gpus() -> nvml.GpuMachine:
@@ -88,6 +89,16 @@ def usable_cores() -> int:
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
     return cores
+
+
+def computes_fp8_kv() -> bool:
+    """Whether the cores have what vLLM's attention over an FP8 KV cache needs: AVX-512 or AMX. True where it cannot be
+    told; an engine then says at its start."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = _CPUINFO.read_text().splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features"))).split()
+        return "avx512f" in features or "amx_tile" in features
+    return True
 
 
 def usable_memory() -> int:

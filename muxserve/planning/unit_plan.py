@@ -326,7 +326,7 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", message))
         if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
-        if architecture.kv_cache and (words := _kv_cache_problem(architecture, gpu is not None)):
+        if architecture.kv_cache and (words := _kv_cache_problem(architecture, gpu is not None, machine)):
             problems.append(fleet.model_problem(model.name, "engine_args", words))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
@@ -338,13 +338,18 @@ def model_demands(
     return tuple(demands)
 
 
-def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool) -> str:
+def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool, machine: Machine) -> str:
     """Why the KV cache cannot be of the type that `engine_args` ask for; empty if it can."""
     if gpu:
         return "kv_cache_dtype: the attention of engines on GPUs has 16-bit pages only; leave it out"
     if architecture.head_dim % 32:
         return (
             f"kv_cache_dtype: FP8 needs a head size that is a multiple of 32, not {architecture.head_dim}; leave it out"
+        )
+    if not machine.fp8_kv:
+        return (
+            "kv_cache_dtype: FP8 needs a CPU with AVX-512 or AMX, which this machine has not; leave it out, or serve "
+            "the model on a machine that has one"
         )
     return ""
 

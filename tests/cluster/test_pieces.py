@@ -258,6 +258,24 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cpuinfo", "computes"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f avx512bw\n", True),
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx2 amx_tile\n", True),
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx2\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", False),
+        ("", True),
+    ],
+)
+def test_whether_an_fp8_cache_can_be_computed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, computes: bool
+) -> None:
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert machine.this_machine().fp8_kv is computes
+
+
+@pytest.mark.parametrize(
     ("driver", "torch", "refused"),
     [
         ("12.2", "13.0", True), ("12.9", "13.0", True), ("13.0", "13.0", False), ("13.1", "13.0", False),

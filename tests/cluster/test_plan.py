@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,15 @@ def test_an_fp8_cache_is_refused_for_heads_that_the_kernel_lacks(tmp_path: Path)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(FleetError, match=r"models\[0\].engine_args: kv_cache_dtype: FP8 needs a head size .* not 80"):
         resolve_unit(fleet(text), MACHINE)
+
+
+def test_an_fp8_cache_is_refused_on_a_cpu_that_cannot_compute_it() -> None:
+    path = Path(__file__).parents[2] / "configs/models/arithmetic"
+    text = f"models: [{{name: a, path: {path}, engine_args: {{kv_cache_dtype: fp8}}}}]\n"
+    resolve_unit(fleet(text), MACHINE)
+    words = r"models\[0\].engine_args: kv_cache_dtype: FP8 needs a CPU with AVX-512 or AMX.*; leave it out, or serve"
+    with pytest.raises(FleetError, match=words):
+        resolve_unit(fleet(text), replace(MACHINE, fp8_kv=False))
 
 
 class TestStoredWeights:
