@@ -2,6 +2,9 @@
 
     python compile.py build/compiled
     python benchmarks/simulator_ab.py . build/compiled
+    python compile.py build/compiled --run benchmarks/paper/ecoserve.py --only goodput
+
+With `--run` nothing is compiled: a script of this checkout runs with the modules that are compiled already.
 
 Nothing but speed may differ: `simulator_ab.py` compares what came of every request. A wheel that is built with
 `-C cmake.define.MUXSERVE_COMPILE=ON` has the compiled modules in it; an editable install has none, since they would
@@ -19,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("muxserve/scheduling", "muxserve/simulator")
+# Classes that are compiled can be subclassed in compiled modules only.
+SUBCLASSES = Path("benchmarks/paper/split.py")
 # What refers to numpy or is no part of a step stays as it is.
 LEFT = {"__init__", "alone", "micro_batches", "modes", "result", "timeline"}
 SETUP = """
@@ -28,12 +33,27 @@ from setuptools import setup
 modules = mypycify(["--config-file=pyproject.toml", *sys.argv[1:]], opt_level="3", group_name="muxserve_compiled")
 setup(name="compiled", packages=[], ext_modules=modules, script_args=["-q", "build_ext", "--inplace"])
 """
+# The installed package is this checkout's, whatever the directory; and `benchmarks/placement.py` is not `placement`.
+RUN = """
+import os, runpy, sys
+target, script = sys.argv[1:3]
+sys.argv = sys.argv[2:]
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+sys.path[:0] = [target, os.path.join(target, "benchmarks", "paper")]
+import placement.cluster, split
+sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+runpy.run_path(script, run_name="__main__")
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path, help="directory to make; what is there is removed")
-    target = parser.parse_args().target.resolve()
+    parser.add_argument("--run", nargs=argparse.REMAINDER, help="a script and its arguments")
+    given = parser.parse_args()
+    target = given.target.resolve()
+    if given.run:
+        sys.exit(subprocess.run([sys.executable, "-c", RUN, str(target), *given.run]).returncode)
     shutil.rmtree(target, ignore_errors=True)
     for name in ("muxserve", "placement", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
@@ -46,8 +66,13 @@ def main() -> None:
         for path in sorted((target / package).glob("*.py"))
         if path.stem not in LEFT
     ]
+    modules.append(str(SUBCLASSES))
     done = subprocess.run([sys.executable, "-c", SETUP, *modules], cwd=target, env={**os.environ, "CFLAGS": "-w"})
-    sys.exit(done.returncode)
+    if done.returncode:
+        sys.exit(done.returncode)
+    # It is imported from beside the scripts, not from where its name as a module says.
+    for library in target.glob(f"{SUBCLASSES.stem}.*.so"):
+        library.rename(target / SUBCLASSES.parent / library.name)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """EcoServe's evaluation in simulation (arXiv:2504.18154): 32 L20 with 10 GbE and 16 A800 with 25 GbE, all on PCIe.
 
-    python benchmarks/paper/ecoserve.py [--only PART,PART] [--systems NAME/NAME] [--settings CLUSTER,MODEL,LENGTHS]
+    python benchmarks/paper/ecoserve.py [--only PART,PART] [--systems NAME/NAME] [--settings NAME/NAME] [--missing]
         [--seeds N] [--step FACTOR] [--seconds FACTOR] [--out FILE]
 
-Parts: goodput, static, dynamic, handles, ablation. With `--systems` the goodput of these alone is looked for anew, and
-that of the others is what the result file has. Requests come for five minutes, with three seeds: after a minute a
-system that cannot keep up may not show it yet. Attainment is not monotone in the rate, so that all rates of a grid are
-tried. Eighteen settings take hours; `--settings` runs one.
+Parts: goodput, pipelines, static, dynamic, handles, ablation. Requests come for five minutes, with three seeds: after
+a minute a system that cannot keep up may not show it yet. Attainment is not monotone in the rate, so that all rates of
+a grid are tried. Eighteen settings take hours: the goodput of a system in a setting is written when it is found, what
+is not run (`--systems`, `--settings`) stays as the result file has it, and `--missing` goes on where a run was stopped.
 
 Every part prints a table and is written to the result file as soon as it is there. docs/rolling.md discusses them
 beside the paper's claims. Step times come from the roofline of the two GPUs: nothing here ran on one.
@@ -15,6 +15,7 @@ beside the paper's claims. Step times come from the roofline of the two GPUs: no
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -34,10 +35,10 @@ from report import machine, percentiles, write_report
 from split import Split, SplitOptions, division
 
 from muxserve.costs import EngineCosts, EngineShape, ModelArchitecture
+from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.metrics import percentile
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.replicas.dispatch import DispatchPolicy, NewRequest
 from muxserve.replicas.views import InstanceLoad
@@ -46,7 +47,7 @@ from muxserve.rolling.member import MacroMember
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import RollingScalingRules
 from muxserve.rolling.scheduler import pack, unpack
-from muxserve.scheduling.token_throttling import FixedBudget
+from muxserve.scheduling.token_throttling import FixedBudget, OnePhase, TokenBudget
 from muxserve.simulator import (
     ControlDelays,
     FleetModel,
@@ -61,7 +62,7 @@ from muxserve.simulator import (
     simulate,
 )
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.stages import StageWork, make_stages
+from muxserve.simulator.stages import StageWork, kv_blocks, make_stages
 from muxserve.workload import ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import QuantileLengths
 
@@ -339,6 +340,28 @@ class Effort:
     step: float = 1.07
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which settings and systems are run; `missing`: of these only what has no result of the same effort."""
+
+    settings: tuple[str, ...] = ()
+    systems: tuple[str, ...] = ()
+    missing: bool = False
+
+    def setting(self, name: str) -> bool:
+        """Is it run?"""
+        return not self.settings or name in self.settings
+
+    def system(self, name: str, known: Row | None, effort: Effort) -> bool:
+        """Is it run, in a setting in which it has that result?"""
+        if self.missing and known is not None and known["effort"] == asdict(effort):
+            return False
+        return not self.systems or name in self.systems
+
+
+ALL = Choice()
+
+
 class Scan:
     """Goodput of one system in one setting: the largest rate of a geometric grid at which so many requests meet both
     objectives, on average over the seeds. Attainment goes up and down with the rate, so all rates are tried."""
@@ -364,16 +387,20 @@ class Scan:
         return self.found[place][switch]
 
     def over(self, start: float) -> None:
-        """Try the rates around `start`: upwards until even half of the requests fail at two in a row, downwards until
-        99 of 100 meet the objectives at two in a row, or a fifth of `start` is reached."""
+        """Try the rates around `start`: upwards until three quarters of the requests fail, or half of them at two in a
+        row, downwards until 99 of 100 meet the objectives at two in a row, or below a fifth of `start` nine tenths do,
+        or a fortieth is reached."""
         first = round(math.log(start, self.effort.step))
-        place = first
-        while max(self.attained(each, True) for each in (place, place + 1)) >= SHARES["P50"]:
+        place, failed = first, 0
+        while failed < 2:
+            attained = self.attained(place, True)
+            failed = 2 if attained < 0.25 else failed + 1 if attained < SHARES["P50"] else 0
             place += 1
         place = first
         while min(self.attained(each, True) for each in (place, place - 1)) < SHARES["P99"]:
             place -= 1
-            if self.effort.step**place < start / 5:
+            rate = self.effort.step**place
+            if rate < start / 40 or (rate < start / 5 and self.goodput(SHARES["P90"], True)):
                 break
 
     def goodput(self, share: float, switch: bool) -> float:
@@ -398,69 +425,35 @@ def goodput_of(make: Callable[[], System], dataset: str, effort: Effort, start: 
     return row
 
 
-def look(system: System, dataset: str, rate: float, seconds: float) -> Row:
-    """Times at one rate, seconds."""
-    result = system(workload(dataset, rate, seconds))
-    within = result.within(seconds / 4)
-    row: Row = {"attained": round(result.attained(objectives(dataset), True, seconds / 4), 4)}
-    for kind, switch in (("with", True), ("without", False)):
-        found = [t for r in within if (t := times(r, switch)) is not None]
-        ttft, tpot = [t[0] for t in found], [t[1] for t in found if t[1] is not None]
-        row[kind] = {
-            "ttft": {"p50": round(percentile(ttft, 0.5), 4), "p99": round(percentile(ttft, 0.99), 4)},
-            "tpot": {"p50": round(percentile(tpot, 0.5), 5), "p99": round(percentile(tpot, 0.99), 5)},
-        }
-    preemptions = sum(request.preemptions for request in result.requests)
-    return row | {"preemptions": preemptions, "transfers": result.transfers}
-
-
-def part_goodput(
-    effort: Effort, keep: Callable[[Row], None], known: Row | None = None, only: str = "", setting: str = ""
-) -> Row:
-    """P50, P90 and P99 of seven systems, three models, three data sets, two clusters; and times at one rate.
+def part_goodput(effort: Effort, keep: Callable[[Row], None], known: Row | None = None, choice: Choice = ALL) -> Row:
+    """P50, P90 and P99 of seven systems, three models, three data sets, two clusters.
 
     Args:
-        known: earlier results, which are taken for all systems but `only` these.
-        setting: cluster, model and lengths of the only one to run.
+        known: earlier results, which stay for what is not chosen.
     """
-    found: Row = {"settings": [], "improvement": {}}
-    before = {(r["cluster"], r["model"], r["dataset"]): r for r in (known or {}).get("settings", ())}
-    again = only.split("/") if only else [ROLLING, SPARING, *OTHERS]
-    for name, cluster in CLUSTERS.items():
-        for model in MODELS:
-            for dataset in DATASETS:
-                if setting and setting != f"{name},{model},{dataset}":
-                    continue
-                row: Row = {"cluster": name, "model": model, "dataset": dataset, "systems": {}}
-                old: Row = before.get((name, model, dataset), {})
-                start = 4.0 if dataset == "LongBench" else 20.0
-                for system, make in systems(cluster, model, dataset).items():
-                    if system in again:
-                        began = time.perf_counter()
-                        figures = goodput_of(make, dataset, effort, start)
-                        figures["seconds"] = round(time.perf_counter() - began, 1)
-                    elif old:
-                        figures = old["systems"][system]
-                    else:
-                        continue
-                    row["systems"][system] = figures
-                    start = max(0.5, figures["with"]["P90"])
-                rate = row["systems"][ROLLING]["with"]["P90"]
-                row["at"] = rate
-                row["times"] = {
-                    s: look(make(), dataset, rate, effort.seconds)
-                    if s in again or old["at"] != rate
-                    else old["times"][s]
-                    for s, make in systems(cluster, model, dataset).items()
-                    if s in row["systems"]
-                }
-                found["settings"].append(row)
-                found["improvement"] = improvements(found["settings"])
+    found: Row = {"settings": dict((known or {}).get("settings", {})), "improvement": {}}
+    for (name, cluster), model, dataset in itertools.product(CLUSTERS.items(), MODELS, DATASETS):
+        setting = f"{name}, {model}, {dataset}"
+        if not choice.setting(setting):
+            continue
+        done: Row = found["settings"].setdefault(setting, {})
+        start = 4.0 if dataset == "LongBench" else 20.0
+        for system, make in systems(cluster, model, dataset).items():
+            if choice.system(system, done.get(system), effort):
+                began = time.perf_counter()
+                figures = goodput_of(make, dataset, effort, start)
+                figures |= {"effort": asdict(effort), "seconds": round(time.perf_counter() - began, 1)}
+                done[system] = figures
+                found["improvement"] = improvements(list(found["settings"].values()))
                 keep(found)
-                cells = "  ".join(
-                    f"{s} {'/'.join(f'{v:.2f}' for v in r['with'].values())}" for s, r in row["systems"].items()
+                cells = "/".join(f"{value:.2f}" for value in figures["with"].values())
+                print(
+                    f"{setting:33} {system:18} P50/P90/P99 {cells}   wait in TPOT {figures['without']['P90']:.2f}   "
+                    f"{figures['seconds']:.0f} s",
+                    flush=True,
                 )
-                print(f"{name:4} {model:15} {dataset:9} P50/P90/P99, wait in TPOT  {cells}", flush=True)
+            if system in done:
+                start = max(0.5, done[system]["with"]["P90"])
     return found
 
 
@@ -474,9 +467,9 @@ def improvements(settings: list[Row]) -> Row:
                 cell = found.setdefault(ours, {}).setdefault(f"{share} {kind} wait", {})
                 for other in OTHERS:
                     pairs = [
-                        (row["systems"][ours][kind][share], row["systems"][other][kind][share])
+                        (row[ours][kind][share], row[other][kind][share])
                         for row in settings
-                        if ours in row["systems"] and other in row["systems"]
+                        if ours in row and other in row
                     ]
                     ratios = [mine / theirs for mine, theirs in pairs if mine > 0 and theirs > 0]
                     if ratios:
@@ -575,6 +568,50 @@ def part_ablation(effort: Effort, keep: Callable[[Row], None]) -> Row:
     return found
 
 
+def staged(cluster: Cluster, model: str, stages: int, budget: Callable[[], TokenBudget]) -> list[SimUnit]:
+    """All instances, the GPUs of each divided among so many stages."""
+    architecture, tp = MODELS[model], cluster.tp[model]
+    memory = device(cluster.device).memory_bytes * UTILISATION * (tp // stages)
+    blocks = min(kv_blocks(architecture, DTYPE, stages, [memory] * stages))
+    how = Pipeline(split_layers(architecture.layers, stages), (Link(),) * (stages - 1), budget)
+    served = FleetModel("m", architecture, DTYPE, 256, 2048)
+    return [
+        lone_unit(
+            f"i{number}",
+            cluster.device,
+            tuple(range(number * tp, (number + 1) * tp)),
+            served,
+            blocks,
+            pipeline=how,
+            waiting_tokens=2048 * (stages + 1),
+        )
+        for number in range(cluster.instances(model))
+    ]
+
+
+def part_pipelines(effort: Effort, keep: Callable[[Row], None]) -> Row:
+    """Figure 11: instances that are pipelines. Four GPUs each as one stage, as two of two and as four; their prefill
+    rolls over them, or steps hold prompts and sequences in instances that know nothing of each other."""
+    cluster, model, dataset = CLUSTERS["L20"], "CodeLlama2-34B", "ShareGPT"
+    found: Row = {}
+    expected = DATASETS[dataset].means()[1]
+    for stages in (1, 2, 4):
+        rolled = {
+            name: played(
+                staged(cluster, model, stages, OnePhase),
+                RingRules(RollingObjectives(DATASETS[dataset].ttft, TPOT, spared), expected_output=expected),
+            )
+            for name, spared in ((ROLLING, None), (SPARING, SPARED))
+        }
+        mixed = ReplicaRules(dispatch=lambda levels: FewestTokens())
+        for name, system in (rolled | {VLLM: played(staged(cluster, model, stages, FixedBudget), mixed)}).items():
+            figures = goodput_of(lambda system=system: system, dataset, effort, 10.0)
+            found[f"{stages} stages, {name}"] = figures
+            print(f"pipelines, {stages} stages, {name}: {figures['with']}", flush=True)
+            keep(found)
+    return found
+
+
 def part_handles(effort: Effort, keep: Callable[[Row], None]) -> Row:
     """What it takes to hand a replica with 256 requests to another macro instance: to bytes, and back."""
     member = MacroMember("u0", 100_000, TPOT)
@@ -601,6 +638,7 @@ PARTS = {
     "static": part_static,
     "dynamic": part_dynamic,
     "ablation": part_ablation,
+    "pipelines": part_pipelines,
     "goodput": part_goodput,
 }
 
@@ -609,8 +647,9 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
-    parser.add_argument("--systems", default="", help="of goodput, with slashes; the others are as they were")
-    parser.add_argument("--settings", default="", help="of goodput: the only cluster, model and lengths, with commas")
+    parser.add_argument("--systems", default="", help="of goodput, with slashes")
+    parser.add_argument("--settings", default="", help='of goodput, with slashes: "L20, Llama-30B, Alpaca/..."')
+    parser.add_argument("--missing", action="store_true", help="of goodput: only what has no result of this effort")
     parser.add_argument("--seconds", type=float, default=1.0, help="factor on how long requests come")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--step", type=float, default=1.07, help="factor between two rates of the grid")
@@ -618,10 +657,9 @@ def main() -> None:
     given = parser.parse_args()
     report: Row = json.loads(given.out.read_text()) if given.out.exists() else {}
     report["machine"] = machine()
-    report.pop("command", None)
-    commands: Row = report.setdefault("commands", {})
     efforts: Row = report.setdefault("efforts", {})
     effort = Effort(SECONDS * given.seconds, given.seeds, given.step)
+    choice = Choice(*(tuple(filter(None, each.split("/"))) for each in (given.settings, given.systems)), given.missing)
     for name in given.only.split(","):
 
         def keep(found: Row, name: str = name) -> None:
@@ -629,20 +667,11 @@ def main() -> None:
             write_report_quietly(given.out, report)
 
         began = time.perf_counter()
-        efforts[name] = asdict(effort)
         part = PARTS[name]
-        options = f"--seconds {given.seconds:g} --seeds {given.seeds} --step {given.step:g}"
-        if name == "goodput" and given.settings:
-            options += f' --settings "{given.settings}"'
-            part = partial(part_goodput, setting=given.settings)
-        if name == "goodput" and given.systems:
-            # The command of the others stays as it was.
-            part = partial(part_goodput, known=report.get("goodput"), only=given.systems, setting=given.settings)
-            key = f"goodput of {given.systems}"
+        if name == "goodput":
+            part = partial(part_goodput, known=report.get("goodput"), choice=choice)
         else:
-            key = name
-        systems_too = f' --systems "{given.systems}"' if key != name else ""
-        commands[key] = f"python benchmarks/paper/ecoserve.py --only {name}{systems_too} {options}"
+            efforts[name] = asdict(effort)
         part(effort, keep)
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
     write_report(given.out, report)

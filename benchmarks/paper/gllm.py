@@ -1,13 +1,13 @@
-"""gLLM's evaluation in simulation (arXiv:2504.14775): Qwen2.5-14B and 32B, each over four L20.
+"""gLLM's evaluation in simulation (arXiv:2504.14775): Qwen2.5-14B and 32B and a model of 100B, each over four GPUs.
 
-    python benchmarks/paper/gllm.py [--seconds 128] [--only PART,PART] [--settings MODEL,LENGTHS/...] [--out FILE]
+    python benchmarks/paper/gllm.py [--seconds 128] [--seeds 3] [--only PART,PART] [--rows NAME/NAME] [--missing]
 
-Parts: iterations (figure 1), latency, links, ablation, sensitivity, variants. The four GPUs are in one machine, over
-PCIe (20.79 GB/s measured there), or in the second setting one in each of four machines (73.28 Gb/s); `links` has
-both beside each other. With `--settings` latency and links run only those, and the result file has them apart.
+Parts: settings, scaling, iterations (figure 1), ablation, sensitivity, variants. The four GPUs are L20 in one machine,
+over PCIe (20.79 GB/s measured there), or one L20, A100 or A800 in each of four machines (73.28 Gb/s).
 
-Every part prints a table; all numbers go to the result file, figure 1 to a picture beside it. docs/pipelined.md
-discusses them beside the paper's claims. Step times come from the roofline of an L20: nothing here ran on one.
+Every part prints a table; each row goes to the result file when it is done, so that `--missing` goes on where a run was
+stopped, and figure 1 to a picture beside it. docs/pipelined.md discusses them beside the paper's claims. Step times
+come from the roofline of the GPUs: nothing here ran on one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,15 @@ from muxserve.workload.lengths import Lengths, LogNormalLengths, QuantileLengths
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COSTS = Roofline()
-DEVICE, GPUS, DTYPE = "L20-48GB", 4, "bfloat16"
+DTYPE = "bfloat16"
 # Of each GPU's memory: gLLM's release takes 0.9 of what the weights leave, vLLM 0.9 of all.
 UTILISATION = 0.9
-QWEN = {
+MODELS = {
     # layers, heads, KV heads, head size, hidden, MLP, vocabulary: config.json of the Hugging Face checkpoints.
     "14B": ModelArchitecture("Qwen2.5-14B", 48, 40, 8, 128, 5120, 13824, 152064, 32768, 32768, DTYPE),
     "32B": ModelArchitecture("Qwen2.5-32B", 64, 40, 8, 128, 5120, 27648, 152064, 32768, 32768, DTYPE),
+    # 30 of the 126 layers of Llama-3.1-405B: a checkpoint of 100B is not published.
+    "100B": ModelArchitecture("Llama-3.1-100B", 30, 128, 8, 128, 16384, 53248, 128256, 32768, 32768, DTYPE),
 }
 # ShareGPT as the release's benchmark prunes it (prompts of 4 to 1,024 tokens, answers of 4 to 512), which is not at
 # hand: log-normals with means of 220 and 155 tokens; answers are those of the paper, prompts 1/5.2 of Azure's, which is
@@ -94,24 +96,63 @@ LENGTHS: dict[str, tuple[Lengths, Lengths]] = {
 }
 # The LM head weighs as much as 2.8 layers of 14B and 1.6 of 32B.
 ASSIGNED = {"14B": (13, 13, 12, 10), "32B": (16, 17, 16, 15)}
-# Requests per second; the last two are more than any of them can do.
+# Requests per second on four L20; the last two are more than any of them can do.
 RATES: dict[tuple[str, str], tuple[float, ...]] = {
     ("14B", "ShareGPT"): (4, 8, 12, 16, 20, 24, 28, 40, 56),
     ("14B", "Azure"): (1, 2, 3, 4, 5, 6, 8, 12, 16),
     ("32B", "ShareGPT"): (2, 4, 6, 8, 10, 12, 16, 24, 32),
     ("32B", "Azure"): (0.5, 1, 1.5, 2, 2.5, 3, 4, 6, 8),
+    # These on four A800.
+    ("100B", "ShareGPT"): (1, 2, 4, 6, 8, 10, 12, 18, 24),
+    ("100B", "Azure"): (0.5, 1, 1.5, 2, 2.5, 3, 4, 6, 8),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """`gpus` of a kind, in one machine or one in each of so many; what they can do of four L20's rates."""
+
+    device: str
+    network: bool = False
+    gpus: int = 4
+    rates: float = 1.0
+
+    @property
+    def link(self) -> Link:
+        """Between two stages."""
+        return NETWORK if self.network else Link()
+
+
+# Between machines, bytes per second: 73.28 Gb/s (section 5 of the paper).
+NETWORK = Link(73.28e9 / 8, LINKS["network"].latency)
+L20 = Place("L20-48GB")
+PLACES: dict[str, tuple[Place, tuple[str, ...]]] = {
+    "L20 in one machine": (L20, ("14B", "32B")),
+    "L20 in four machines": (replace(L20, network=True), ("14B", "32B")),
+    "A100-40GB in four machines": (Place("A100-40GB", True, rates=2.0), ("14B", "32B")),
+    "A800 in four machines": (Place("A800-80GB", True), ("100B",)),
 }
 # The rate at which parts other than latency look: the fixed budget is near its limit there.
 BUSY = {("14B", "ShareGPT"): 16.0, ("14B", "Azure"): 4.0, ("32B", "ShareGPT"): 8.0, ("32B", "Azure"): 2.0}
 # What a request should take at most, seconds; by model, since 32B cannot be as fast as 14B whatever the schedule.
-OBJECTIVES = {"14B": Objectives(ttft=2.0, tpot=0.2), "32B": Objectives(ttft=4.0, tpot=0.4)}
+OBJECTIVES = {
+    "14B": Objectives(ttft=2.0, tpot=0.2),
+    "32B": Objectives(ttft=4.0, tpot=0.4),
+    "100B": Objectives(ttft=4.0, tpot=0.4),
+}
 ATTAINED = 0.9
-# Between machines, bytes per second: 73.28 Gb/s (section 5 of the paper).
-NETWORK = Link(73.28e9 / 8, LINKS["network"].latency)
 THROTTLED, FIXED, TENSOR = "throttled", "fixed", "tensor parallel"
 Row = dict[str, Any]
-# What `latency` and `links` run only; all if there are none.
-SETTINGS: list[str] = []
+# Rows that a part finds, by name.
+Rows = Iterator[tuple[str, Row]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Seconds of arrivals, and how often."""
+
+    seconds: float
+    seeds: int
 
 
 @dataclass(frozen=True)
@@ -180,44 +221,44 @@ class NetworkCosts:
         return self.inside.decode_load(batch, context)
 
 
-def pipeline(
-    model: str, share: float = 1.0, overhead: float = 0.0, between: Link | None = None, **changes: Any
-) -> System:
-    """Four stages of one GPU each, with that part of the KV cache."""
-    link = between or Link()
-    memory = device(DEVICE).memory_bytes * UTILISATION
-    blocks = kv_blocks(QWEN[model], DTYPE, GPUS, [memory] * GPUS, split=changes.get("layers"))
-    layers = changes.pop("layers", None) or split_layers(QWEN[model].layers, GPUS)
-    return System(_unit(model, int(share * min(blocks)), Pipeline(layers, (link,) * (GPUS - 1), **changes)), overhead)
+def pipeline(model: str, share: float = 1.0, overhead: float = 0.0, place: Place = L20, **changes: Any) -> System:
+    """Stages of one GPU each, with that part of the KV cache."""
+    memory = device(place.device).memory_bytes * UTILISATION
+    layers = changes.pop("layers", None)
+    blocks = kv_blocks(MODELS[model], DTYPE, place.gpus, [memory] * place.gpus, split=layers)
+    layers = layers or split_layers(MODELS[model].layers, place.gpus)
+    how = Pipeline(layers, (place.link,) * (place.gpus - 1), **changes)
+    return System(_unit(model, place, int(share * min(blocks)), how), overhead)
 
 
-def tensor_parallel(model: str, network: bool = False) -> System:
-    """One stage over four GPUs, in one machine or in four."""
-    (blocks,) = kv_blocks(QWEN[model], DTYPE, 1, [device(DEVICE).memory_bytes * UTILISATION * GPUS])
-    costs = OverNetwork(COSTS) if network else COSTS
-    return System(_unit(model, blocks, Pipeline((QWEN[model].layers,), ())), costs=costs)
+def tensor_parallel(model: str, place: Place = L20) -> System:
+    """One stage over all GPUs."""
+    (blocks,) = kv_blocks(MODELS[model], DTYPE, 1, [device(place.device).memory_bytes * UTILISATION * place.gpus])
+    costs = OverNetwork(COSTS) if place.network else COSTS
+    return System(_unit(model, place, blocks, Pipeline((MODELS[model].layers,), ())), costs=costs)
 
 
-def _unit(model: str, blocks: int, how: Pipeline) -> SimUnit:
-    served = FleetModel("qwen", QWEN[model], DTYPE, 1024, 2048)
+def _unit(model: str, place: Place, blocks: int, how: Pipeline) -> SimUnit:
+    served = FleetModel("m", MODELS[model], DTYPE, 1024, 2048)
     ahead = prompt_tokens_ahead(how.stages, 2048, Throttle())
-    return lone_unit("unit0", DEVICE, tuple(range(GPUS)), served, blocks, pipeline=how, waiting_tokens=ahead)
+    return lone_unit(
+        "unit0", place.device, tuple(range(place.gpus)), served, blocks, pipeline=how, waiting_tokens=ahead
+    )
 
 
-def systems(model: str, network: bool = False) -> dict[str, tuple[System, Callable[[], TokenBudget]]]:
+def systems(model: str, place: Place = L20) -> dict[str, tuple[System, Callable[[], TokenBudget]]]:
     """What is compared; chunks and sequences are scheduled the same way in all, but for the budget."""
-    between = NETWORK if network else Link()
     return {
-        THROTTLED: (pipeline(model, between=between), TokenThrottling),
-        FIXED: (pipeline(model, between=between), FixedBudget),
-        TENSOR: (tensor_parallel(model, network), FixedBudget),
+        THROTTLED: (pipeline(model, place=place), TokenThrottling),
+        FIXED: (pipeline(model, place=place), FixedBudget),
+        TENSOR: (tensor_parallel(model, place), FixedBudget),
     }
 
 
 def workload(lengths: str, rate: float, seconds: float, seed: int = 1) -> list[TraceRequest]:
     """Poisson arrivals."""
     prompt, output = LENGTHS[lengths]
-    return list(generate({"qwen": ModelLoad(rate, prompt, output)}, seconds, seed))
+    return list(generate({"m": ModelLoad(rate, prompt, output)}, seconds, seed))
 
 
 def run(system: System, budget: Callable[[], TokenBudget], requests: list[TraceRequest]) -> FleetResult:
@@ -232,10 +273,9 @@ def run(system: System, budget: Callable[[], TokenBudget], requests: list[TraceR
 def play(system: System, budget: Callable[[], TokenBudget], requests: list[TraceRequest], seconds: float) -> Row:
     """Simulate; figures of all requests, and of the micro-batches made between a quarter of the arrivals and their
     end."""
-    start = time.perf_counter()
     result = run(system, budget, requests)
-    model = system.unit.models[0].architecture.name.removeprefix("Qwen2.5-")
-    return figures(model, result, seconds) | {"seconds_of_simulation": round(time.perf_counter() - start, 2)}
+    model = system.unit.models[0].architecture.name.rpartition("-")[2]
+    return figures(model, result, seconds)
 
 
 def figures(model: str, result: FleetResult, seconds: float) -> Row:
@@ -244,7 +284,7 @@ def figures(model: str, result: FleetResult, seconds: float) -> Row:
     (unit,) = result.units
     made = unit.micro_batches
     assert made is not None
-    overall = summarise(result.records, objectives={"qwen": OBJECTIVES[model]}).overall
+    overall = summarise(result.records, objectives={"m": OBJECTIVES[model]}).overall
     ttft, tpot, latency = overall.ttft, overall.tpot, overall.latency
     assert ttft is not None
     assert tpot is not None
@@ -285,13 +325,16 @@ def show(title: str, row: Row) -> None:
     )
 
 
-def iterations(seconds: float) -> Row:
+def iterations(effort: Effort, missing: Callable[[str], bool]) -> Rows:
     """Figure 1: tokens of the micro-batches one after the other."""
     print("iterations: tokens per micro-batch")
-    rows: Row = {}
+    seconds = effort.seconds
     for (model, lengths), rate in BUSY.items():
         requests = workload(lengths, rate, seconds)
         for system in (FIXED, THROTTLED):
+            title = f"{model}, {lengths}, {rate:g}/s, {system}"
+            if not missing(title):
+                continue
             spec, budget = systems(model)[system]
             result = run(spec, budget, requests)
             row = figures(model, result, seconds)
@@ -299,45 +342,81 @@ def iterations(seconds: float) -> Row:
             assert made is not None
             middle = [step for step in made.steps if step.made >= seconds / 2][:200]
             row["series"] = [[step.prefill, step.decode] for step in middle]
-            rows[f"{model}, {lengths}, {rate:g}/s, {system}"] = row
-            show(f"{model}, {lengths}, {rate:g}/s, {system}", row)
+            show(title, row)
             spread = row["iterations"]
             print(f"    prefill {spread['prefill']}   decode {spread['decode']}   seconds {spread['seconds']}")
-    return rows
+            yield title, row
 
 
-def latency(seconds: float, network: bool = False) -> Row:
-    """Latencies and throughput by rate; the most tokens per second that each system reaches, and the highest rate at
-    which it keeps the objectives."""
-    rows: Row = {}
-    for (model, lengths), rates in RATES.items():
-        if SETTINGS and f"{model},{lengths}" not in SETTINGS:
+# Figures of a point of a curve, which are means over the seeds.
+POINT = ("attainment", "computed_per_second", "tokens_per_second", "bubble_fraction", "preemptions")
+
+
+def averaged(system: System, budget: Callable[[], TokenBudget], lengths: str, rate: float, effort: Effort) -> Row:
+    """One system at one rate: means over the seeds."""
+    rows = [
+        play(system, budget, workload(lengths, rate, effort.seconds, seed + 1), effort.seconds)
+        for seed in range(effort.seeds)
+    ]
+    found: Row = {name: round(statistics.mean(row[name] for row in rows), 4) for name in POINT}
+    for name in ("ttft", "tpot", "latency"):
+        found[name] = {key: round(statistics.mean(row[name][key] for row in rows), 5) for key in ("mean", "p99")}
+    return found
+
+
+def settings(effort: Effort, missing: Callable[[str], bool]) -> Rows:
+    """Latencies and throughput by rate, by GPUs, model and lengths; the most tokens per second that each system
+    reaches, and the highest rate at which it keeps the objectives."""
+    for where, (place, models) in PLACES.items():
+        for model, lengths in itertools.product(models, LENGTHS):
+            setting = f"{where}, {model}, {lengths}"
+            if not missing(setting):
+                continue
+            print(f"settings: {setting}")
+            curves: dict[str, list[Row]] = {name: [] for name in systems(model, place)}
+            for rate in (place.rates * each for each in RATES[model, lengths]):
+                for name, (spec, budget) in systems(model, place).items():
+                    row = averaged(spec, budget, lengths, rate, effort)
+                    curves[name].append({"rate": rate} | row)
+                    point(f"{rate:g}/s, {name}", row)
+            row = {"curves": curves}
+            for figure, of in (
+                ("most_computed_per_second", lambda curve: max(each["computed_per_second"] for each in curve)),
+                ("rate_within_objectives", sustained),
+            ):
+                best = {name: of(curve) for name, curve in curves.items()}
+                more = {n: round(best[THROTTLED] / best[n] - 1, 3) if best[n] else None for n in (FIXED, TENSOR)}
+                row |= {figure: best, f"{figure}_more_than": more}
+                print(f"  {figure}: {best}; {THROTTLED} more than {more}", flush=True)
+            yield setting, row
+
+
+def point(title: str, row: Row) -> None:
+    """One line of a curve."""
+    print(
+        f"  {title:24s} {row['computed_per_second']:6.0f} tok/s   TTFT {row['ttft']['mean']:7.3f} s   "
+        f"TPOT {row['tpot']['mean'] * 1e3:6.1f} ms   bubbles {row['bubble_fraction']:5.1%}   "
+        f"attained {row['attainment']:4.0%}",
+        flush=True,
+    )
+
+
+def scaling(effort: Effort, missing: Callable[[str], bool]) -> Rows:
+    """The most tokens per second on one, two and four GPUs, at two rates that are more than they can do."""
+    for where, model in (("in one machine", "14B"), ("in several machines", "14B"), ("in several machines", "32B")):
+        name = f"L20 {where}, {model}, ShareGPT"
+        if not missing(name):
             continue
-        print(f"latency: {model}, {lengths}, {'over the network' if network else 'over PCIe'}")
-        curves: dict[str, list[Row]] = {name: [] for name in systems(model)}
-        for rate in rates:
-            requests = workload(lengths, rate, seconds)
-            for name, (spec, budget) in systems(model, network).items():
-                row = play(spec, budget, requests, seconds)
-                curves[name].append({"rate": rate} | row)
-                show(f"{rate:g}/s, {name}", row)
-        row = {"curves": curves}
-        for figure, of in (
-            ("most_tokens_per_second", lambda curve: max(each["tokens_per_second"] for each in curve)),
-            ("most_computed_per_second", lambda curve: max(each["computed_per_second"] for each in curve)),
-            ("rate_within_objectives", sustained),
-        ):
-            best = {name: of(curve) for name, curve in curves.items()}
-            more = {n: round(best[THROTTLED] / best[n] - 1, 3) if best[n] else None for n in (FIXED, TENSOR)}
-            row |= {figure: best, f"{figure}_more_than": more}
-            print(f"  {figure}: {best}; {THROTTLED} more than {more}")
-        rows[f"{model}, {lengths}"] = row
-    return rows
-
-
-def links(seconds: float) -> Row:
-    """The paper's second setting, one GPU in each of four machines, beside the first."""
-    return {"over PCIe": latency(seconds), "over the network": latency(seconds, network=True)}
+        row: Row = {}
+        for gpus in (1, 2, 4) if model == "14B" else (2, 4):
+            place = replace(L20, network=where != "in one machine", gpus=gpus)
+            rates = [rate * gpus / 4 for rate in RATES[model, "ShareGPT"][-2:]]
+            row[str(gpus)] = {
+                system: max(averaged(spec, budget, "ShareGPT", rate, effort)["computed_per_second"] for rate in rates)
+                for system, (spec, budget) in systems(model, place).items()
+            }
+            print(f"scaling: {name}, {gpus} GPUs: {row[str(gpus)]}", flush=True)
+        yield name, row
 
 
 def sustained(curve: list[Row]) -> float:
@@ -360,19 +439,18 @@ ABLATIONS = {"as in the paper": "token_throttling", "without WT": "token_throttl
 }
 
 
-def ablation(seconds: float) -> Row:
+def ablation(effort: Effort, missing: Callable[[str], bool]) -> Rows:
     """Each half of Eq. 3 switched off; then the same with a KV cache of a tenth, which fills up."""
-    rows: Row = {}
     for share in (1.0, 0.1):
         print(f"ablation, {share:.0%} of the KV cache")
         for (model, lengths), rate in BUSY.items():
             spec = pipeline(model, share)
-            requests = workload(lengths, rate, seconds)
             for name, budget in ABLATIONS.items():
                 title = f"{model}, {lengths}, {rate:g}/s, {share:.0%} KV, {name}"
-                rows[title] = play(spec, TOKEN_BUDGETS[budget], requests, seconds)
-                show(title, rows[title])
-    return rows
+                if missing(title):
+                    row = averaged(spec, TOKEN_BUDGETS[budget], lengths, rate, effort)
+                    point(title, row)
+                    yield title, row
 
 
 SENSITIVITIES: dict[str, tuple[float, ...]] = {
@@ -383,28 +461,26 @@ SENSITIVITIES: dict[str, tuple[float, ...]] = {
 }
 
 
-def sensitivity(seconds: float) -> Row:
+def sensitivity(effort: Effort, missing: Callable[[str], bool]) -> Rows:
     """The four hyper-parameters, one at a time; with the whole KV cache and with a tenth."""
-    rows: Row = {}
     for model, lengths, share in (("14B", "ShareGPT", 1.0), ("32B", "Azure", 1.0), ("32B", "Azure", 0.1)):
         spec = pipeline(model, share)
-        requests = workload(lengths, BUSY[model, lengths], seconds)
         print(f"sensitivity: {model}, {lengths}, {share:.0%} of the KV cache")
         for parameter, values in SENSITIVITIES.items():
             for value in values:
                 throttle = replace(Throttle(), **{parameter: value})
                 title = f"{model}, {lengths}, {share:.0%} KV, {parameter} {value:g}"
-                rows[title] = play(spec, partial(TokenThrottling, throttle), requests, seconds)
-                show(title, rows[title])
-    return rows
+                if missing(title):
+                    budget = partial(TokenThrottling, throttle)
+                    row = averaged(spec, budget, lengths, BUSY[model, lengths], effort)
+                    point(title, row)
+                    yield title, row
 
 
-def variants(seconds: float) -> Row:
+def variants(effort: Effort, missing: Callable[[str], bool]) -> Rows:
     """How the pipeline is run, beside the budget: what the paper leaves open."""
-    rows: Row = {}
     print("variants of the pipeline")
     for (model, lengths), rate in BUSY.items():
-        requests = workload(lengths, rate, seconds)
         ways = {
             "chunks in a row": pipeline(model),
             "one chunk at a time": pipeline(model, chunk_ahead=False),
@@ -416,9 +492,10 @@ def variants(seconds: float) -> Row:
         }
         for (way, spec), system in itertools.product(ways.items(), (FIXED, THROTTLED)):
             title = f"{model}, {lengths}, {rate:g}/s, {way}, {system}"
-            rows[title] = play(spec, systems(model)[system][1], requests, seconds)
-            show(f"{model}, {lengths[:5]}, {way}, {system}", rows[title])
-    return rows
+            if missing(title):
+                row = averaged(spec, systems(model)[system][1], lengths, rate, effort)
+                point(title, row)
+                yield title, row
 
 
 def plot(report: Row, path: Path) -> None:
@@ -444,39 +521,49 @@ def plot(report: Row, path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-PARTS: dict[str, Callable[[float], Row]] = {
-    "iterations": iterations,
-    "latency": latency,
-    "links": links,
+PARTS: dict[str, Callable[[Effort, Callable[[str], bool]], Rows]] = {
+    "settings": settings,
     "ablation": ablation,
-    "sensitivity": sensitivity,
+    "scaling": scaling,
+    "iterations": iterations,
     "variants": variants,
+    "sensitivity": sensitivity,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=128.0, help="of arrivals, as long as in the paper")
-    parser.add_argument("--only", default=",".join(part for part in PARTS if part != "links"))
+    parser.add_argument("--seeds", type=int, default=3, help="of all parts but iterations, which has one")
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--rows", default="", help='only these, with slashes, e.g. "L20 in one machine, 14B, Azure"')
+    parser.add_argument("--missing", action="store_true", help="only rows that the result file has not yet")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_gllm.json")
-    parser.add_argument("--settings", default="", help="of latency and links, e.g. 14B,ShareGPT/32B,Azure")
     args = parser.parse_args()
-    SETTINGS.extend(filter(None, args.settings.split("/")))
-    # Parts that are not run keep their figures.
+    effort = Effort(args.seconds, args.seeds)
+    # Parts and rows that are not run keep their figures.
     report: Row = json.loads(args.out.read_text()) if args.out.exists() else {}
     report |= {
         "machine": machine(),
-        "costs": f"roofline of an {DEVICE}, {DTYPE}",
-        "kv_tokens": {name: pipeline(name).capacity for name in QWEN},
+        "costs": f"roofline, {DTYPE}",
+        "kv_tokens": {
+            f"{where}, {model}": pipeline(model, place=place).capacity
+            for where, (place, models) in PLACES.items()
+            for model in models
+        },
     }
-    if not SETTINGS:
-        report["seconds_of_arrivals"] = args.seconds
     for part in args.only.split(","):
-        key = f"{part} of {args.settings}, {args.seconds:g} s" if SETTINGS else part
-        report[key] = PARTS[part](args.seconds)
-        write_report(args.out, report)
-    if "iterations" in report:
-        plot(report["iterations"], args.out.with_suffix(".png"))
+        rows: Row = report.setdefault(part, {})
+        report.setdefault("efforts", {})[part] = asdict(effort)
+
+        def wanted(row: str, rows: Row = rows) -> bool:
+            return not (args.missing and row in rows) and (not args.rows or row in args.rows.split("/"))
+
+        for name, row in PARTS[part](effort, wanted):
+            rows[name] = row
+            write_report(args.out, report)
+        if part == "iterations":
+            plot(rows, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Llumnix's evaluation in simulation (arXiv:2406.03243, sections 6.3 to 6.5): 16 instances of LLaMA-7B on A10.
 
-    python benchmarks/paper/llumnix.py [--requests 10000] [--only PART,PART] [--traces NAME/NAME] [--out FILE]
+    python benchmarks/paper/llumnix.py [--requests 10000] [--only PART,PART] [--rows NAME/NAME] [--missing] [--out FILE]
 
-Parts: tails, latency, heavier, priorities, scaling, thresholds, lighter. `tails` searches for a rate of each trace at
-which INFaaS++ queues for tens of seconds at p99, as in the paper; `--traces` runs some.
+Parts: tails, priorities, scaling, thresholds. `tails` searches for a rate of each trace at which INFaaS++ queues for
+tens of seconds at p99, as in the paper; the others take the rates that it found.
 
-Every part prints a table; all numbers go to the result file. docs/replicas.md discusses them beside the paper's claims.
+Every part prints a table; each row goes to the result file when it is done, so that `--missing` goes on where a run
+was stopped. docs/replicas.md discusses them beside the paper's claims.
 Step times come from the roofline of an A10: nothing here ran on one.
 """
 
@@ -18,7 +19,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from inputs import DTYPE, llama
 from report import machine, write_report
 
 from muxserve.costs.roofline import Roofline
-from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, RoundRobinDispatch
+from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.simulator import FleetModel, FleetResult, Options, ReplicaRules, SimUnit, lone_unit, simulate
@@ -44,18 +45,17 @@ BLOCKS = 851
 MODEL = FleetModel("llama-7b", llama("7b"), DTYPE, 256, 2560)
 COSTS = Roofline()
 INSTANCES = 16
-# Requests per second at which INFaaS++ has a p99 prefill latency of about 10 s, Poisson and gamma with cv 4.
-LOADS: dict[str, tuple[str, str, float, float]] = {
-    "ShareGPT": ("sharegpt", "sharegpt", 8.7, 7.6),
-    "BurstGPT": ("burstgpt", "burstgpt", 9.6, 7.8),
-    "S-S": ("short", "short", 58.0, 58.0),
-    "M-M": ("medium", "medium", 8.6, 8.6),
-    "L-L": ("long", "long", 2.8, 2.6),
-    "S-L": ("short", "long", 4.1, 4.1),
-    "L-S": ("long", "short", 24.8, 23.5),
+# Prompts, answers, and the requests per second from which the rate is searched.
+LENGTHS: dict[str, tuple[str, str, float]] = {
+    "ShareGPT": ("sharegpt", "sharegpt", 12.2),
+    "BurstGPT": ("burstgpt", "burstgpt", 13.4),
+    "S-S": ("short", "short", 81.2),
+    "M-M": ("medium", "medium", 12.0),
+    "L-L": ("long", "long", 3.9),
+    "S-L": ("short", "long", 5.7),
+    "L-S": ("long", "short", 34.7),
 }
 SYSTEMS: dict[str, ReplicaRules] = {
-    "round-robin": ReplicaRules(dispatch=lambda levels: RoundRobinDispatch()),
     "infaas++": ReplicaRules(dispatch=lambda levels: LoadAware()),
     "llumnix": ReplicaRules(dispatch=lambda levels: Freest(), migration=MigrationRules()),
     # Dispatch counts whole queues, as Llumnix's release does; the rest is the same.
@@ -153,68 +153,62 @@ def gain(other: Row, ours: Row) -> Row:
     }
 
 
-def latency(count: int, load: float = 1.0) -> Row:
-    """Section 6.3: latencies of three systems, by lengths and arrivals, at `load` times the rates of `LOADS`."""
-    print(f"latency: mean and p99, load {load:g}")
-    rows: Row = {}
-    for name, (prompt, output, poisson, gamma) in LOADS.items():
-        for cv, rate in ((1.0, round(load * poisson, 2)), (4.0, round(load * gamma, 2))):
-            requests = workload(prompt, output, rate, count, cv)
-            kind = f"{name}, {'Poisson' if cv == 1.0 else f'gamma cv {cv:g}'}, {rate:g}/s"
-            systems: Row = {}
-            for system, options in (SYSTEMS | (PARTS if cv == load == 1.0 and name in DISSECTED else {})).items():
-                _, systems[system] = play(requests, options)
-                show(f"{kind} {system}"[-40:], systems[system])
-            gains = {
-                f"{ours} over {each}": gain(systems[each], systems[ours])
-                for ours in ("llumnix", "llumnix-queues")
-                for each in ("round-robin", "infaas++")
-            }
-            rows[kind] = {"lengths": name, "rate": rate, "cv": cv, "systems": systems, "gains": gains}
-    return rows
-
-
-def priorities(count: int) -> Row:
+def priorities(count: int, report: Row, missing: Callable[[str], bool]) -> Iterator[tuple[str, Row]]:
     """Section 6.4: a tenth of the requests is of high priority, arrivals come in ever larger clumps."""
     print("priorities: short-short, a tenth high")
-    rows: Row = {}
     rng = random.Random(7)
     chosen = [rng.random() < 0.1 for _ in range(count)]
-    for load, cv in itertools.product((0.6, 0.9), (2.0, 4.0, 6.0, 8.0)):
-        rate = round(load * LOADS["S-S"][2], 1)
-        requests = workload("short", "short", rate, count, cv)
-        row: Row = {"rate": rate, "cv": cv}
-        for system, policies, level in (
-            ("llumnix-base", OURS, "normal"),
-            ("llumnix", OURS, "high"),
-            ("to the letter", "llumnix", "high"),
-        ):
-            result, _ = play(
-                requests, SYSTEMS[policies], lambda n, level=level: (level, level) if chosen[n] else ("normal",) * 2
-            )
-            for group, wanted in (("high", True), ("normal", False)):
-                row[f"{system}, {group}"] = figures(
-                    result, lambda r, wanted=wanted: chosen[int(r.request_id)] == wanted
+    for load, cv in itertools.product((0.7, 0.8), (2.0, 4.0, 6.0, 8.0)):
+        rate = round(load * report["tails"]["S-S, Poisson"]["rate"], 1)
+        name = f"{rate:g}/s, cv {cv:g}"
+        if not missing(name):
+            continue
+        seeds: list[Row] = []
+        for seed in range(1, SEEDS + 1):
+            requests = workload("short", "short", rate, count, cv, seed)
+            row: Row = {}
+            for system, policies, level in (
+                ("llumnix-base", OURS, "normal"),
+                ("llumnix", OURS, "high"),
+                ("to the letter", "llumnix", "high"),
+            ):
+                result, _ = play(
+                    requests, SYSTEMS[policies], lambda n, level=level: (level, level) if chosen[n] else ("normal",) * 2
                 )
-                show(f"{rate:g}/s, cv {cv:g}, {system}: {group}", row[f"{system}, {group}"])
-        row["high_faster"] = gain(row["llumnix-base, high"], row["llumnix, high"])
-        row["normal_slower"] = gain(row["llumnix, normal"], row["llumnix-base, normal"])
-        row["to_the_letter_high_faster"] = gain(row["llumnix-base, high"], row["to the letter, high"])
-        row["to_the_letter_normal_slower"] = gain(row["to the letter, normal"], row["llumnix-base, normal"])
-        print(f"    high faster {row['high_faster']}")
-        print(f"    normal slower {row['normal_slower']}")
-        rows[f"{rate:g}/s, cv {cv:g}"] = row
-    return rows
+                for group, wanted in (("high", True), ("normal", False)):
+                    row[f"{system}, {group}"] = figures(
+                        result, lambda r, wanted=wanted: chosen[int(r.request_id)] == wanted
+                    )
+                    show(f"{name}, {system}: {group}", row[f"{system}, {group}"])
+            seeds.append(
+                row
+                | {
+                    "high_faster": gain(row["llumnix-base, high"], row["llumnix, high"]),
+                    "normal_slower": gain(row["llumnix, normal"], row["llumnix-base, normal"]),
+                    "to_the_letter_high_faster": gain(row["llumnix-base, high"], row["to the letter, high"]),
+                    "to_the_letter_normal_slower": gain(row["to the letter, normal"], row["llumnix-base, normal"]),
+                }
+            )
+        means = {key: means_of([each[key] for each in seeds]) for key in seeds[0] if key.endswith(("faster", "slower"))}
+        print(f"    {name}: {means}", flush=True)
+        yield name, {"rate": rate, "cv": cv, "seeds": seeds} | means
 
 
-def scaling(count: int) -> Row:
+def means_of(rows: Sequence[Row]) -> Row:
+    """Of each figure over the seeds; None where one has none."""
+    return {
+        key: round(statistics.mean(each[key] for each in rows), 2) if all(each[key] for each in rows) else None
+        for key in rows[0]
+    }
+
+
+def scaling(count: int, report: Row, missing: Callable[[str], bool]) -> Iterator[tuple[str, Row]]:
     """Section 6.5: instances come and go; what a latency costs, by the thresholds of scaling."""
     print("scaling: long-long")
-    rows: Row = {}
-    for kind, rate, cv in (
-        ("Poisson", round(0.6 * LOADS["L-L"][2], 2), 1.0),
-        ("gamma", round(0.5 * LOADS["L-L"][2], 2), 4.0),
-    ):
+    for kind, part, cv in (("Poisson", 0.6, 1.0), ("gamma", 0.5, 4.0)):
+        if not missing(kind):
+            continue
+        rate = round(part * report["tails"][trace_name("L-L", cv)]["rate"], 2)
         requests = workload("long", "long", rate, count, cv)
         curves: dict[str, list[Row]] = {}
         for system in ("infaas++", OURS):
@@ -224,10 +218,10 @@ def scaling(count: int) -> Row:
                 _, row = play(requests, replace(SYSTEMS[system], scaling=rules), instances=4)
                 curves[system].append({"low": low, "high": 6 * low} | row)
                 show(f"{kind} {low:4.0f} {system}, {row['average_instances']:5.2f} instances", row)
-        rows[kind] = {"rate": rate, "cv": cv, "curves": curves} | savings(curves["infaas++"], curves[OURS])
-        for name, points in rows[kind]["saved"].items():
+        row = {"rate": rate, "cv": cv, "curves": curves} | savings(curves["infaas++"], curves[OURS])
+        for name, points in row["saved"].items():
             print(f"  {kind}, saved at equal p99 {name}: {[point['saved'] for point in points]}")
-    return rows
+        yield kind, row
 
 
 def savings(theirs: Sequence[Row], ours: Sequence[Row]) -> Row:
@@ -245,13 +239,14 @@ def savings(theirs: Sequence[Row], ours: Sequence[Row]) -> Row:
     return {"saved": found}
 
 
-def thresholds(count: int) -> Row:
+def thresholds(count: int, report: Row, missing: Callable[[str], bool]) -> Iterator[tuple[str, Row]]:
     """What the two thresholds of migration, the length of a round and the number in flight do."""
     print("thresholds of migration")
-    rows: Row = {}
     for name in ("ShareGPT", "M-M"):
-        prompt, output, rate, _ = LOADS[name]
-        requests = workload(prompt, output, rate, count)
+        if not missing(name):
+            continue
+        prompt, output, _ = LENGTHS[name]
+        requests = workload(prompt, output, report["tails"][trace_name(name, 1.0)]["rate"], count)
         variants = {
             **{
                 f"below {below:g} to above {above:g}": replace(SYSTEMS[OURS], migration=MigrationRules(below, above))
@@ -261,29 +256,37 @@ def thresholds(count: int) -> Row:
             "rounds of 1 s": replace(SYSTEMS[OURS], tick=1.0),
             "reports of 1 s": replace(SYSTEMS[OURS], stale=1.0),
         }
-        rows[name] = {}
+        rows: Row = {}
         for variant, options in variants.items():
-            _, rows[name][variant] = play(requests, options)
-            show(f"{name}, {variant}", rows[name][variant])
-    return rows
+            _, rows[variant] = play(requests, options)
+            show(f"{name}, {variant}", rows[variant])
+        yield name, rows
 
 
 # Of p99 prefill under INFaaS++, seconds: the rates of the paper are those where its requests queue for tens of seconds.
 QUEUED = (20.0, 60.0)
 SEEDS = 3
-# What `tails` runs only, e.g. "M-M, Poisson"; all if there are none.
-TRACES: list[str] = []
+
+
+def trace_name(lengths: str, cv: float) -> str:
+    """As the result file has it."""
+    return f"{lengths}, {'Poisson' if cv == 1.0 else f'gamma cv {cv:g}'}"
 
 
 def queueing_rate(prompt: str, output: str, start: float, count: int, cv: float) -> float:
-    """A rate at which INFaaS++ has a p99 of prefill within `QUEUED`, or the nearest one above: in steps of 6 % from
-    `start`, then halved between two steps."""
+    """A rate at which INFaaS++ has a p99 of prefill within `QUEUED`, in the median of the seeds, or the nearest one
+    above: in steps of 6 % from `start`, then halved between two steps."""
     known: dict[float, float] = {}
 
     def p99(rate: float) -> float:
-        _, row = play(workload(prompt, output, rate, count, cv), SYSTEMS["infaas++"])
-        show(f"search, {rate:.2f}/s", row)
-        known[rate] = float(row["prefill"]["p99"])
+        if rate in known:
+            return known[rate]
+        found = []
+        for seed in range(1, SEEDS + 1):
+            _, row = play(workload(prompt, output, rate, count, cv, seed), SYSTEMS["infaas++"])
+            show(f"search, {rate:.2f}/s, seed {seed}", row)
+            found.append(float(row["prefill"]["p99"]))
+        known[rate] = statistics.median(found)
         return known[rate]
 
     low = high = start
@@ -302,72 +305,47 @@ def queueing_rate(prompt: str, output: str, start: float, count: int, cv: float)
     return high
 
 
-def tails(count: int) -> Row:
+def tails(count: int, report: Row, missing: Callable[[str], bool]) -> Iterator[tuple[str, Row]]:
     """Section 6.3 by its own rule: each trace at a rate at which INFaaS++ queues for tens of seconds at p99; several
     seeds, gains of each."""
-    print(f"tails: INFaaS++ has a p99 of prefill of {QUEUED[0]:g} to {QUEUED[1]:g} s")
-    rows: Row = {}
-    for (name, (prompt, output, *rates)), cv in itertools.product(LOADS.items(), (1.0, 4.0)):
-        trace = f"{name}, {'Poisson' if cv == 1.0 else f'gamma cv {cv:g}'}"
-        if TRACES and trace not in TRACES:
+    print(f"tails: INFaaS++ has a p99 of prefill of {QUEUED[0]:g} to {QUEUED[1]:g} s in the median of {SEEDS} seeds")
+    for (name, (prompt, output, start)), cv in itertools.product(LENGTHS.items(), (1.0, 4.0)):
+        trace = trace_name(name, cv)
+        if not missing(trace):
             continue
-        rate = queueing_rate(prompt, output, round(1.4 * rates[cv != 1.0], 2), count, cv)
+        rate = queueing_rate(prompt, output, start, count, cv)
         seeds: list[Row] = []
         for seed in range(1, SEEDS + 1):
             requests = workload(prompt, output, rate, count, cv, seed)
-            systems = {system: play(requests, SYSTEMS[system])[1] for system in ("infaas++", "llumnix", OURS)}
+            wanted = SYSTEMS | (PARTS if cv == 1.0 and name in DISSECTED else {})
+            systems = {system: play(requests, rules)[1] for system, rules in wanted.items()}
             for system, row in systems.items():
                 show(f"{trace}, {rate:g}/s, seed {seed}, {system}"[-40:], row)
-            gains = {ours: gain(systems["infaas++"], systems[ours]) for ours in ("llumnix", OURS)}
+            gains = {each: gain(systems["infaas++"], row) for each, row in systems.items() if each != "infaas++"}
             seeds.append({"seed": seed, "systems": systems, "gains": gains})
-        means = {
-            ours: {
-                key: round(statistics.mean(each["gains"][ours][key] for each in seeds), 2)
-                for key in seeds[0]["gains"][ours]
-            }
-            for ours in ("llumnix", OURS)
-        }
+        means = {each: means_of([seed["gains"][each] for seed in seeds]) for each in seeds[0]["gains"]}
         print(f"  {trace}, {rate:g}/s: mean gains of {OURS} over infaas++ {means[OURS]}", flush=True)
-        rows[trace] = {"rate": rate, "requests": count, "seeds": seeds, "mean_gains": means}
-    return rows
+        yield trace, {"rate": rate, "requests": count, "seeds": seeds, "mean_gains": means}
 
 
-PARTS_OF_IT: dict[str, Callable[[int], Row]] = {
+# Each takes the number of requests, what was found so far, and which rows are to be found.
+PARTS_OF_IT: dict[str, Callable[[int, Row, Callable[[str], bool]], Iterator[tuple[str, Row]]]] = {
     "tails": tails,
-    "latency": latency,
-    "heavier": lambda count: latency(count, 1.06),
     "priorities": priorities,
     "scaling": scaling,
     "thresholds": thresholds,
-    "lighter": lambda count: latency(count, 0.85),
 }
-
-
-def summary(report: Row) -> None:
-    """The largest gains, to be held against the paper's: p99 prefill up to 15x, p99 decode up to 2x."""
-    rows = [row for part in ("latency", "lighter", "heavier") for row in report.get(part, {}).values()]
-    for pair in rows[0]["gains"] if rows else ():
-        for figure in ("prefill_p99", "decode_p99"):
-            best = max(rows, key=lambda row: row["gains"][pair][figure] or 0.0)
-            worst = min(rows, key=lambda row: row["gains"][pair][figure] or 0.0)
-            print(
-                f"{figure}, {pair}: {worst['gains'][pair][figure]:.2f}x ({worst['lengths']}, cv {worst['cv']:g}, "
-                f"{worst['rate']:g}/s) to {best['gains'][pair][figure]:.2f}x ({best['lengths']}, cv {best['cv']:g}, "
-                f"{best['rate']:g}/s)"
-            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--requests", type=int, default=10_000, help="of a run; half of them in all parts but tails and latency"
-    )
+    parser.add_argument("--requests", type=int, default=10_000, help="of a run")
     parser.add_argument("--only", default=",".join(PARTS_OF_IT))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_llumnix.json")
-    parser.add_argument("--traces", default="", help='of tails only these, with slashes, e.g. "M-M, Poisson"')
+    parser.add_argument("--rows", default="", help='only these, with slashes, e.g. "M-M, Poisson/L-L, Poisson"')
+    parser.add_argument("--missing", action="store_true", help="only rows that the result file has not yet")
     args = parser.parse_args()
-    TRACES.extend(filter(None, args.traces.split("/")))
-    # Parts that are not run keep their figures.
+    # Parts and rows that are not run keep their figures.
     report: Row = json.loads(args.out.read_text()) if args.out.exists() else {}
     report |= {
         "machine": machine(),
@@ -376,11 +354,14 @@ def main() -> None:
         "capacity_tokens": BLOCKS * 16,
     }
     for part in args.only.split(","):
-        rows = PARTS_OF_IT[part](args.requests if part in ("latency", "tails") else args.requests // 2)
-        # Traces that are not run keep their figures, too.
-        report[part] = {**report.get(part, {}), **rows} if part == "tails" and TRACES else rows
-        write_report(args.out, report)
-    summary(report)
+        rows: Row = report.setdefault(part, {})
+
+        def wanted(row: str, rows: Row = rows) -> bool:
+            return not (args.missing and row in rows) and (not args.rows or row in args.rows.split("/"))
+
+        for name, row in PARTS_OF_IT[part](args.requests, report, wanted):
+            rows[name] = row
+            write_report(args.out, report)
 
 
 if __name__ == "__main__":

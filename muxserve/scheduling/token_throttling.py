@@ -130,6 +130,23 @@ class TokenThrottling(TokenBudget):
         return max(1, share)
 
 
+class OnePhase(TokenThrottling):
+    """Prompts alone while any wait, then sequences alone: what a replica does whose prefill rolls (EcoServe,
+    arXiv:2504.18154), in micro-batches that hold the same part of all sequences. Prompts take `tokens` at most; with
+    no cache left only sequences can go on."""
+
+    name = "one_phase"
+
+    def __init__(self, tokens: int = 2048) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def next(self, state: BudgetInputs) -> StepBudget:
+        if state.waiting_tokens and (state.kv_free > 0.0 or not state.decoding):
+            return StepBudget(self.tokens, 0)
+        return StepBudget(0, self._decode(state))
+
+
 class FixedBudget(TokenBudget):
     """Sarathi-Serve's: all that are ready decode, prompts take what is left of `tokens` (its token budget, vLLM's
     max_num_batched_tokens)."""
@@ -153,6 +170,7 @@ TOKEN_BUDGETS: dict[str, Callable[[], TokenBudget]] = {
     "token_throttling_without_wt": lambda: TokenThrottling(replace(_ALL, by_waiting=False)),
     "token_throttling_without_ut": lambda: TokenThrottling(replace(_ALL, by_utilisation=False)),
     FixedBudget.name: FixedBudget,
+    OnePhase.name: OnePhase,
 }
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from muxserve.costs import EngineShape, LatencyModel
-from muxserve.costs.front_end import engines_only
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.rolling.constraints import PrefillDemand
@@ -23,7 +22,8 @@ from muxserve.simulator.moves import MigrationCosts, SimulatedMove
 from muxserve.simulator.replicas import ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.scheduled import ScheduledUnit
-from muxserve.simulator.setup import SimUnit
+from muxserve.simulator.setup import Pipeline, SimUnit
+from muxserve.simulator.stages import PipelineEngine, StageWork, make_stages
 from muxserve.simulator.unit import SimulatedUnit
 
 # What waits is tried again at least so often: live replicas tell of decode steps after this time.
@@ -75,7 +75,9 @@ class Ring(ReplicaSet):
         spec, (first,) = units[0].spec, units[0].spec.models
         share = first.profile.decode_share if first.cost_share is None else first.cost_share
         shape = EngineShape(spec.device, spec.tp, share, first.dtype, first.graphs)
-        self._costs = engines_only(latency).engine(first.architecture, shape)
+        # Prompts follow each other through a pipeline, so that each takes the time of the slowest stage.
+        how = spec.pipeline or Pipeline((first.architecture.layers,), ())
+        self._stages = make_stages(how, latency, first.architecture, shape)
         self._step_seconds = units[0].overheads.prefill_step
         self._by_id: dict[str, SimRequest] = {}
         self._due: float | None = None
@@ -117,7 +119,8 @@ class Ring(ReplicaSet):
 
     def _predicted(self, request: SimRequest) -> float:
         tokens = request.tokens
-        return self._costs.prefill(tokens, tokens * (tokens + 1) // 2, 1) + self._step_seconds
+        work = StageWork(tokens, 1, tokens * (tokens + 1) // 2)
+        return max(stage.seconds(work) for stage in self._stages) + self._step_seconds
 
     def _deliver(self, sent: Sent, now: float) -> None:
         for demand, member in sent:
@@ -265,8 +268,8 @@ class Ring(ReplicaSet):
         self._retry(now)
 
 
-def _engine(unit: SimulatedUnit, model: str) -> PhaseEngine:
+def _engine(unit: SimulatedUnit, model: str) -> PhaseEngine | PipelineEngine:
     assert isinstance(unit, ScheduledUnit)
     engine = unit.decoder(model)
-    assert isinstance(engine, PhaseEngine)
+    assert isinstance(engine, PhaseEngine | PipelineEngine)
     return engine

@@ -107,6 +107,8 @@ class PipelineEngine(LeasedEngine):
         self._links = [(link.latency, token_bytes / link.bandwidth) for link in spec.links] + [(0.0, 0.0)]
         self._flying: deque[tuple[float, MicroBatch]] = deque()
         self._decoding = 0
+        # Decode steps, of which each gives every sequence a token, in parts of one.
+        self._rounds = 0.0
         self._waiting_tokens = 0
         self._left = self._steps = 0
         self._begun = 0.0
@@ -171,6 +173,10 @@ class PipelineEngine(LeasedEngine):
 
     def computed(self, request: SimRequest, now: float) -> int:
         return request.computed - request.flying
+
+    def steps_by(self, now: float) -> int:
+        """Tokens that a sequence has got which decodes since the beginning."""
+        return int(self._rounds + 1e-6)
 
     def has(self, request: SimRequest) -> bool:
         return request in self.running
@@ -257,6 +263,8 @@ class PipelineEngine(LeasedEngine):
             request.flying -= 1
         for request in batch.decodes:
             request.flying -= 1
+        if batch.decodes:
+            self._rounds += len(batch.decodes) / self._decoding
         self._decoding += len(batch.whole)
         for request in batch.decodes:
             request.made += 1

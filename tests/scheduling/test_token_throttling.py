@@ -10,6 +10,7 @@ from muxserve.scheduling.token_throttling import (
     TOKEN_BUDGETS,
     BudgetInputs,
     FixedBudget,
+    OnePhase,
     StepBudget,
     Throttle,
     TokenThrottling,
@@ -113,6 +114,15 @@ def test_the_fixed_budget_takes_all_that_are_ready_and_fills_up_with_prompts() -
         FixedBudget(0)
 
 
+def test_one_phase_takes_prompts_alone_and_then_sequences_alone() -> None:
+    budget = OnePhase(512)
+    assert budget.next(state(8000, decoding=10)) == StepBudget(512, 0)
+    assert [budget.next(state(0, decoding=10)) for _ in range(4)] == [(0, 2), (0, 3), (0, 2), (0, 3)]
+    # Only sequences that decode give memory back.
+    assert budget.next(state(8000, decoding=10, free=0.0)).prefill == 0
+    assert budget.next(state(8000, decoding=0, free=0.0)) == StepBudget(512, 0)
+
+
 @given(decoding=st.integers(1, 2000), depth=st.integers(1, 16), rounds=st.integers(1, 5))
 def test_decode_budgets_differ_by_one_at_most_and_add_up(decoding: int, depth: int, rounds: int) -> None:
     budgets = TokenThrottling()
@@ -144,5 +154,5 @@ def test_prefill_rises_with_waiting_tokens_and_free_memory(one: BudgetInputs, wa
 
 def test_each_engine_gets_its_own_object() -> None:
     assert make_token_budget("token_throttling") is not make_token_budget("token_throttling")
-    with pytest.raises(ValueError, match=r"unknown token budget 'throttled'.*fixed, token_throttling"):
+    with pytest.raises(ValueError, match=r"unknown token budget 'throttled'.*fixed, one_phase, token_throttling"):
         make_token_budget("throttled")

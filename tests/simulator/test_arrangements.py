@@ -14,6 +14,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.scheduler import RollingScheduler
+from muxserve.scheduling.token_throttling import OnePhase
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator import (
     AloneSimulation,
@@ -73,6 +74,27 @@ def load(units: list[SimUnit], rate: float = 4.0, seconds: float = 20.0) -> list
 
 def played(units: list[SimUnit], requests: list[TraceRequest], options: Options | None = None) -> list[UnitResult]:
     return simulate(units, requests, COSTS, options, RULES).units
+
+
+def test_replicas_that_roll_can_be_pipelines() -> None:
+    """Micro-batches hold prompts or sequences, never both; the ring knows how many tokens sequences have got."""
+    units = [
+        replace(unit, pipeline=replace(unit.pipeline, budget=OnePhase))
+        for unit in replicas("ring", "pipelined", 0, 2)
+        if unit.pipeline is not None
+    ]
+    requests = load(units)
+    result = simulate(units, requests, COSTS, rules=RULES)
+    assert len(units) == 2
+    assert all(record.ok for record in result.records)
+    for unit in result.units:
+        made = unit.micro_batches
+        assert made is not None
+        assert unit.records
+        assert all(not (step.prefill and step.decode) for step in made.steps)
+        assert sum(step.prefill for step in made.steps) == 300 * len(unit.records)
+        # The first of 40 tokens comes with the prompt.
+        assert sum(step.decode for step in made.steps) == 39 * len(unit.records)
 
 
 def test_a_ring_has_one_window_open_after_the_other() -> None:

@@ -15,6 +15,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.scheduling.token_throttling import (
     TOKEN_BUDGETS,
     FixedBudget,
+    OnePhase,
     Throttle,
     TokenBudget,
     TokenThrottling,
@@ -31,6 +32,7 @@ from muxserve.simulator import (
     scheduled,
     simulate,
 )
+from muxserve.simulator.leased import SimLease
 from muxserve.simulator.micro_batches import MicroBatches, Step
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.stages import PipelineEngine
@@ -120,6 +122,23 @@ def batches(result: Played) -> list[tuple[int, int]]:
 
 
 # ------------------------------------------------------------ by hand
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 7])
+def test_a_decode_step_is_counted_once_every_sequence_has_its_token(
+    sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[PipelineEngine] = []
+
+    class Seen(PipelineEngine):
+        def receive(self, lease: SimLease, now: float) -> None:
+            engines[:] = [self]
+            super().receive(lease, now)
+
+    monkeypatch.setattr(scheduled, "PipelineEngine", Seen)
+    play([(1.0, 10, 13)] * sequences, budget=OnePhase())
+    # The first token of each comes with its prompt.
+    assert engines[0].steps_by(100.0) == 12
 
 
 def test_one_request_goes_through_both_stages_for_each_token() -> None:
