@@ -24,10 +24,11 @@ from muxserve.planning.prediction import (
     Prediction,
     Surroundings,
     predict,
+    shares_per_lease,
     simulated_of,
     verified,
 )
-from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept
+from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways
 from muxserve.planning.this_machine import plan_this_machine
 from muxserve.simulator import SimulationError
 from placement.cluster import Cluster
@@ -225,7 +226,9 @@ class Planner:
         found = self._borne_out(shared, demands, cluster)
         if self.options.mode != "muxserve" or self.options.exact or found.simulated is None:
             return found
-        rivals = [Rival("shared", found.plan, found.simulated)]
+        own, *others = shared_ways(self.fleet, shares_per_lease(self.fleet, found.plan.placement))
+        rivals = [Rival(own, found.plan, found.simulated)]
+        rivals += [Rival(way, as_way(way, found.plan, self.fleet)) for way in others]
         plans: dict[ModeName, ClusterPlan] = {}
         for way, (mode, _) in WAYS.items():
             if mode == "muxserve":
@@ -249,7 +252,7 @@ class Planner:
             rivals, lambda plan, part: self._simulated(plan, part=part)[0], stress if self.robust else None
         )
         first = ranked[0]
-        if first.way != "shared":
+        if first.way != own:
             found = PlannedFleet(first.plan, first.prediction)
         found.rivals, found.robust_seconds = ranked, spent
         return found

@@ -25,6 +25,7 @@ EQUAL = 0.005
 
 # How each way is planned, and what is said of it.
 WAYS: dict[str, tuple[ModeName, str]] = {
+    "shares per lease": ("muxserve", "models share GPUs, and their shares of the SMs follow the load"),
     "shared": ("muxserve", "models share GPUs, each job on its planned SMs"),
     "turns": ("temporal", "models share GPUs, each job on all SMs"),
     "first come": ("temporal", "models share GPUs and take turns in order of arrival (FCFS)"),
@@ -109,6 +110,10 @@ def kept(plan: ClusterPlan, prediction: Prediction) -> float:
 def as_way(way: str, plan: ClusterPlan, fleet: Fleet) -> ClusterPlan:
     """A plan in that way's mode as `muxserve deploy` serves it."""
     units = plan.placement.units
+    if way == "shares per lease":
+        units = tuple(replace(unit, policy="slack") for unit in units)
+    if way == "shared" and fleet.policy == "slack":
+        units = tuple(replace(unit, policy="adbs") for unit in units)
     if way == "first come":
         units = tuple(replace(unit, policy="fcfs") for unit in units)
     if way == "one engine":
@@ -120,6 +125,14 @@ def as_way(way: str, plan: ClusterPlan, fleet: Fleet) -> ClusterPlan:
             for unit in units
         )
     return replace(plan, mode="muxserve", placement=replace(plan.placement, units=units))
+
+
+def shared_ways(fleet: Fleet, elastic: bool) -> tuple[str, ...]:
+    """Ways of a plan whose models share GPUs, the one of the fleet's own policy first. `elastic`: engines can change
+    their share from one lease to the next."""
+    if not elastic:
+        return ("shared",)
+    return ("shares per lease", "shared") if fleet.policy == "slack" else ("shared", "shares per lease")
 
 
 def _may_have_one_engine(fleet: Fleet, name: str) -> bool:

@@ -2,8 +2,10 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +14,7 @@ from muxserve.cli.app import app
 from muxserve.config import load_fleet
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
+from muxserve.planning import prediction
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.demands import cluster_of
 from muxserve.planning.plan_file import load_plan, save_plan
@@ -19,6 +22,7 @@ from muxserve.planning.planner import PlannedFleet, Planner, options_of
 from muxserve.planning.prediction import PERTURBATIONS, Perturbation, predict
 from muxserve.planning.rivals import EQUAL, Rival, as_way, best_of
 from muxserve.planning.unit_plan import arranged, as_placed
+from muxserve.simulator import SimUnit, simulate
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
 from placement.objective import Objective
@@ -142,6 +146,33 @@ class TestOtherWorkloads:
         assert (fewer[0] / a, fewer[1] / b) == pytest.approx((0.7, 0.7), rel=0.25)
         assert (burst[0] / a, burst[1] / b) == pytest.approx((3.0, 1.0), rel=0.25)
         assert told["lengths of ShareGPT"][2] > 3 * mean
+
+    def test_shares_per_lease_compete_where_engines_can_change_theirs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = "architecture: llama-2-7b, rate: 2, slo: { ttft_ms: 2000, tpot_ms: 100 }, phases: multiplexed"
+        file = tmp_path / "fleet.yaml"
+        simulated: set[tuple[str, bool]] = set()
+
+        def watched(units: Sequence[SimUnit], *arguments: Any, **more: Any) -> Any:
+            simulated.update((unit.policy, unit.models[0].profile.elastic) for unit in units if not unit.combined)
+            return simulate(units, *arguments, **more)
+
+        monkeypatch.setattr(prediction, "simulate", watched)
+        for policy, ways in (("slack", {"mps"}), ("round_robin", {"mps"}), ("slack", set())):
+            monkeypatch.setattr(prediction, "SHARES_PER_LEASE", frozenset(ways))
+            simulated.clear()
+            file.write_text(
+                f"policy: {policy}\ncluster: {{ gpus: 1, gpu_type: a100 }}\nmodels:\n"
+                f"  - {{ name: a, {model} }}\n  - {{ name: b, {model} }}\n"
+            )
+            arguments = ["plan", str(file), "--simulate", "8", "--no-robust", "--json"]
+            data = json.loads(CliRunner().invoke(app, arguments).stdout)
+            assert data["candidates"]
+            own = (policy, bool(ways))
+            others = {("slack", True), ("adbs" if policy == "slack" else policy, True)} if ways else set()
+            assert {own, *others} <= simulated
+            assert ("slack", not ways) not in simulated
 
     def test_the_plan_tells_what_equal_ways_kept_and_how_long_that_took(self, tmp_path: Path) -> None:
         file = tmp_path / "fleet.yaml"
