@@ -21,8 +21,8 @@ class MemoryRules:
 
     `context_bytes` is what one process holds on each device before it does anything: CUDA context, libraries, NCCL
     buffers (300 to 600 MiB by common experience). A model has `processes` of them. `graph_bytes` is for the CUDA graphs
-    of one engine; `engines` of a model have graphs and activations of their own at the same time. `reserve_bytes` of
-    each device are for the memory manager and for what nobody has thought of.
+    of one engine, which has `graph_sets` of them; `engines` of a model have graphs and activations of their own at the
+    same time. `reserve_bytes` of each device are for the memory manager and for what nobody has thought of.
     """
 
     utilisation: float = 0.92
@@ -31,12 +31,14 @@ class MemoryRules:
     graph_bytes: int = 500 * _MIB
     engines: int = 1
     reserve_bytes: int = 0
+    graph_sets: int = 1
 
     @classmethod
-    def served(cls, utilisation: float = 0.92, engines: int = 2) -> MemoryRules:
+    def served(cls, utilisation: float = 0.92, engines: int = 2, graph_sets: int = 1) -> MemoryRules:
         """What `muxserve deploy` sets aside: the processes of a model are its weight holder and its engines (two; one
         where an engine has both phases), which keep the memory of their largest step."""
-        return cls(utilisation, processes=1 + engines, engines=engines, reserve_bytes=1024 * _MIB)
+        processes = 1 + engines
+        return cls(utilisation, processes=processes, engines=engines, reserve_bytes=1024 * _MIB, graph_sets=graph_sets)
 
 
 def activation_bytes(demand: Demand, tp: int) -> int:
@@ -56,7 +58,7 @@ def activation_bytes(demand: Demand, tp: int) -> int:
 
 def model_bytes(demand: Demand, tp: int, rules: MemoryRules) -> int:
     """Bytes on each device for one model before its first token of KV. Prefill and decode engine share the weights."""
-    engine = activation_bytes(demand, tp) + rules.graph_bytes
+    engine = activation_bytes(demand, tp) + rules.graph_sets * rules.graph_bytes
     return weight_bytes(demand, tp) + rules.engines * engine + rules.processes * rules.context_bytes
 
 

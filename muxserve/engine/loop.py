@@ -123,6 +123,8 @@ class EngineLoop:
         self._trim = IdleTrim()
         self._stalled = False
         self._stopping = False
+        # The part of the SMs on which the engine computes, where leases say which.
+        self._region = 0
         # Beats once per step: a step that takes far longer than any before hangs.
         self._heartbeat = Heartbeat(heartbeat_file(unit_spec.run_dir, f"engine-{binding.model.name}-{binding.phase}"))
         self._hand_offs = 0
@@ -186,6 +188,9 @@ class EngineLoop:
             case Lease():
                 self.scheduler.alone = ""
                 told = self._lease.take(message)
+                if self.unit_spec.share_steps and message.region != self._region:
+                    self._region = message.region
+                    self.core.model_executor.collective_rpc("compute_on", args=(message.region,))
                 self.scheduler.step_tokens = message.tokens
                 if self.binding.phase == "both":
                     self.scheduler.lease_phase = message.phase

@@ -38,7 +38,7 @@ class Needs:
     def engines(self, rules: MemoryRules) -> int:
         """Bytes of its engines beside the weights."""
         contexts = rules.processes * self.context_bytes
-        return rules.engines * (self.activation_bytes + self.graph_bytes) + contexts
+        return rules.engines * (self.activation_bytes + rules.graph_sets * self.graph_bytes) + contexts
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,9 @@ def parent_environment(unit_spec: UnitSpec, environ: Mapping[str, str] | None = 
     if unit_spec.ranks > unit_spec.stages and (len(unit_spec.models) > 1 or not gpu.nvls):
         chosen.update({name: value for name, value in _WITHOUT_MULTICAST.items() if name not in environ})
     if gpu.sm_sharing == "green_contexts":
-        # Its kernels make streams and graphs of the whole GPU.
+        # Its kernels make streams and graphs of the whole GPU, and so does the stream of shared experts.
         chosen["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        chosen["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
     return chosen
 
 

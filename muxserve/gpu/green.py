@@ -3,13 +3,18 @@
 CUDA driver API, "Green Contexts" (CUDA 12.4 and later). PyTorch's own wrapper takes the first SMs of the GPU in every
 process, so that engines in different processes would share the same ones and leave the others idle; here a context
 begins where it is told to.
+
+A thread can have several of which one is current. Memory, modules, events and handles of libraries are those of the
+device's primary context in all of them; streams and what is captured from streams belong to one. Work of the default
+stream goes to that of the current context, so that a switch needs nothing of those who launch; but what was launched
+before and after it has no order of its own, and the switch waits for what was before.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
 
 _SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM, required
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 _ADVICE = "use `sm_sharing: mps`, or a driver of CUDA 12.4 or later"
 
@@ -147,7 +153,7 @@ def divide(driver: Driver, device: int) -> SmDivision:
 
 @dataclass(frozen=True, slots=True)
 class GreenContext:
-    """A thread's green context with `sms` SMs; `handle` is its `CUcontext`."""
+    """A context of the thread with `sms` SMs, of all of the GPU the primary one; `handle` is its `CUcontext`."""
 
     driver: Driver
     handle: int
@@ -171,8 +177,70 @@ class GreenContext:
             )
 
 
-def make_current(driver: Driver, device: int, division: SmDivision, where: SmRange) -> GreenContext:
-    """Make a green context of the parts of `where` and make it the thread's current context.
+class ContextSet:
+    """Contexts of one thread, smallest first, of which one is current: the last, to begin with.
+
+    Raises:
+        GreenContextError: the driver refuses.
+    """
+
+    def __init__(self, driver: Driver, contexts: Sequence[GreenContext]) -> None:
+        self.contexts = tuple(contexts)
+        self._driver = driver
+        self.current = len(self.contexts) - 1
+        self._streams: dict[int, int] = {}
+        driver.call("cuCtxSetCurrent", ctypes.c_void_p(self.contexts[self.current].handle))
+
+    def check(self) -> None:
+        """Go on only if the context that should be current is.
+
+        Raises:
+            GreenContextError: it is not.
+        """
+        self.contexts[self.current].check()
+
+    def use(self, index: int) -> None:
+        """Make that context current, when all that was launched in the present one is done.
+
+        Raises:
+            GreenContextError: the driver refuses, or something else has become current meanwhile.
+        """
+        if index == self.current:
+            return
+        self.check()
+        self._driver.call("cuCtxSynchronize")
+        self._driver.call("cuCtxSetCurrent", ctypes.c_void_p(self.contexts[index].handle))
+        self.current = index
+
+    def stream(self) -> int:
+        """`CUstream` of the current context, beside its default stream: what is captured from it computes there,
+        wherever it is replayed.
+
+        Raises:
+            GreenContextError: the driver refuses.
+        """
+        if self.current not in self._streams:
+            stream = ctypes.c_void_p()
+            self._driver.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+            assert stream.value is not None
+            self._streams[self.current] = stream.value
+        return self._streams[self.current]
+
+
+def primary(driver: Driver, device: int, division: SmDivision) -> GreenContext:
+    """The context with all SMs of the GPU.
+
+    Raises:
+        GreenContextError: the driver refuses.
+    """
+    context = ctypes.c_void_p()
+    driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+    assert context.value is not None
+    return GreenContext(driver, context.value, division.total)
+
+
+def make_context(driver: Driver, device: int, division: SmDivision, where: SmRange) -> GreenContext:
+    """Make a green context of the parts of `where`.
 
     Raises:
         GreenContextError: the driver refuses.
@@ -186,6 +254,5 @@ def make_current(driver: Driver, device: int, division: SmDivision, where: SmRan
         "cuGreenCtxCreate", ctypes.byref(green), description, ctypes.c_int(device), ctypes.c_uint(_DEFAULT_STREAM)
     )
     driver.call("cuCtxFromGreenCtx", ctypes.byref(context), green)
-    driver.call("cuCtxSetCurrent", context)
     assert context.value is not None
     return GreenContext(driver, context.value, len(chosen) * division.size)

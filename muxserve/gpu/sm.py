@@ -1,7 +1,8 @@
 """How much of a GPU an engine may compute on: a percentage of the SMs, or a set of its own; both under MPS.
 
-Both are fixed for the life of an engine's process; what changes at run time is which engines hold a lease. An engine of
-both phases is the only one of its unit and has all SMs.
+A percentage is fixed for the life of an engine's process; what changes at run time is which engines hold a lease. So is
+a set of SMs, unless the unit's policy gives shares per lease: then an engine has a few sets, and a lease says which. An
+engine of both phases is the only one of its unit and has all SMs.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING
 from muxserve.spec import UnitSpec
 
 if TYPE_CHECKING:
-    from muxserve.gpu.green import GreenContext
+    from muxserve.gpu.green import ContextSet
 
 log = logging.getLogger(__name__)
 
 # Phases of the engines that share SMs with others.
 SHARING = ("prefill", "decode")
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+# A whole unit, as leases count shares.
+WHOLE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +50,19 @@ def share_of(unit_spec: UnitSpec, model: str, phase: str) -> float:
     return of.prefill_share if phase == "prefill" else of.decode_share
 
 
-def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> GreenContext | None:
-    """With `sm_sharing: green_contexts`, make a green context with this engine's SMs current in this thread.
+def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> ContextSet | None:
+    """With `sm_sharing: green_contexts`, make this engine's green contexts, and the largest current in this thread.
 
+    There is one with the engine's share; where shares change from lease to lease, one for each size that they can have.
     To be called in the thread that launches kernels, before anything makes a stream there: streams belong to the
     context that was current when they were made. The GPU is that of the current context; without one, that of `rank`
-    among the visible GPUs. The context lives as long as the process.
+    among the visible GPUs. The contexts live as long as the process.
 
     Returns:
-        The context; None if the unit's spec shares in another way.
+        The contexts, smallest first; None if the unit's spec shares in another way.
 
     Raises:
-        muxserve.gpu.green.GreenContextError: the driver has no green contexts, or refuses this one; with what to do.
+        muxserve.gpu.green.GreenContextError: the driver has no green contexts, or refuses these; with what to do.
     """
     if unit_spec.gpu is None or unit_spec.gpu.sm_sharing != "green_contexts" or phase not in SHARING:
         return None
@@ -67,16 +71,39 @@ def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> GreenCo
     driver = green.Driver.load()
     device = green.device_of(driver, rank)
     division = green.divide(driver, device)
-    parts = len(division.parts)
-    where = sm_range(unit_spec, model, phase, parts)
-    context = green.make_current(driver, device, division, where)
-    log.info("%s/%s computes on %d of %d SMs, parts %d to %d of %d", model, phase, context.sms, division.total,
-             where.first, where.first + where.count - 1, parts)  # fmt: skip
-    return context
+    parts, steps = len(division.parts), unit_spec.share_steps
+    if steps:
+        ranges = [step_range(phase, step, steps, parts) for step in range(1, steps)]
+    else:
+        ranges = [sm_range(unit_spec, model, phase, parts)]
+    made = [green.make_context(driver, device, division, where) for where in ranges]
+    for where, context in zip(ranges, made, strict=True):
+        log.info("%s/%s computes on %d of %d SMs, parts %d to %d of %d", model, phase, context.sms, division.total,
+                 where.first, where.first + where.count - 1, parts)  # fmt: skip
+    if steps:
+        made.append(green.primary(driver, device, division))
+    return green.ContextSet(driver, made)
+
+
+def step_of(region: int, steps: int) -> int:
+    """Which of `steps` sizes, from 0 on, an engine takes for a region of so many millionths: the nearest."""
+    return min(max(round(region * steps / WHOLE), 1), steps) - 1
+
+
+def step_range(phase: str, step: int, steps: int, parts: int) -> SmRange:
+    """Which of a GPU's equal parts an engine computes on that has `step` of `steps`.
+
+    Prefill has the front and decode the end, so that they do not meet where they have no more than all between them.
+    Decode engines that run side by side have one region in common, for whose kernels the GPU finds room by itself:
+    which of them run changes with each lease, and a place for each would move with it, while a context, and the graphs
+    that were captured in it, cannot.
+    """
+    count = min(parts, max(1, round(parts * step / steps)))
+    return SmRange(0 if phase == "prefill" else parts - count, count)
 
 
 def sm_range(unit_spec: UnitSpec, model: str, phase: str, parts: int) -> SmRange:
-    """Which of a GPU's equal parts an engine gets.
+    """Which of a GPU's equal parts an engine gets whose share does not change.
 
     Green contexts of different processes do not know of each other, so places are worked out from the unit's spec: one
     prefill job runs at a time and they all have the first parts; decode engines, which run side by side, are laid one

@@ -78,6 +78,7 @@ class GpuUnit:
         return replace(
             self,
             sharing="mps" if shares else self.sharing,
+            rules=replace(self.rules, graph_sets=1) if shares else self.rules,
             fallbacks=tuple(sorted(fallbacks)),
             # A pool that is allocated anew would have another address than the graphs know.
             full_graphs=None if "ipc_legacy" in fallbacks and findings.full_graphs else findings.full_graphs,
@@ -151,7 +152,8 @@ class GpuUnit:
             return [f"{gpus}: one engine of both phases has all SMs ({self.phases}){split}", *self.notes]
         how = {
             "mps": "engines share the SMs by percentages of MPS",
-            "green_contexts": "engines have SMs of their own (green contexts under MPS)",
+            "green_contexts": "engines have SMs of their own (green contexts under MPS)"
+            + ", others with each lease" * (self.rules.graph_sets > 1),
             "off": "engines take turns on the GPU (no MPS)" + (", one at a time" if self.one_at_a_time else ""),
         }
         condition = ", if MPS works there" if self.elsewhere and self.sharing != "off" else ""

@@ -15,6 +15,8 @@ from muxserve.gpu.unit import GpuUnit, SmShares
 from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.checkpoints import Hub
 from muxserve.planning.demands import demands_of
+from muxserve.spec import SmSharing
+from muxserve.spec.unit import share_steps
 from placement.candidates import Candidates
 from placement.cluster import PlacedUnit
 from placement.demand import Demand, Member, Mesh
@@ -49,16 +51,26 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     # Checkpoints have been found before, so that no directory is asked for here.
     demands = demands_of(fleet, Path(), hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
     how = arrangement_of(fleet.models[0])
-    rules = MemoryRules.served(fleet.cluster.gpu_memory, engines=1 if how.dedicated else 2)
     stages, problem = how.stages(fleet, fleet.models[0], demands[0].architecture.layers, len(gpus))
     if problem:
         raise FleetError([problem])
+    sharing: SmSharing = "off" if fleet.cluster.mps == "off" else fleet.cluster.sm_sharing
+    split = sharing == "green_contexts" and len(gpus) > stages and not how.dedicated
+    if split:
+        sharing = "mps"
+    sets = 1 if how.dedicated else max(1, share_steps(sharing, fleet.policy))
+    rules = MemoryRules.served(fleet.cluster.gpu_memory, 1 if how.dedicated else 2, sets)
     kind = device_name(gpus[0])
     notes = [
         f"{demand.name} is served in bfloat16, since FlashAttention has no float32 (its checkpoint is in float32)"
         for demand in demands
         if demand.architecture.dtype == "float32" and demand.dtype == "bfloat16"
     ]
+    if split:
+        notes.append(
+            "engines of several ranks share the SMs by percentages of MPS: NCCL would leave their green contexts with "
+            "each collective operation"
+        )
     wanted = fleet.cluster.gpu_type
     if wanted is not None and _type(wanted) != kind:
         notes.append(f"the fleet file says {wanted}, but {found.where} has {gpus[0].name}; it is served on that")
@@ -74,7 +86,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         notes += [note] if note else []
     return GpuUnit(
         gpus=gpus,
-        sharing="off" if fleet.cluster.mps == "off" else fleet.cluster.sm_sharing,
+        sharing=sharing,
         shares=_with_overrides(fleet, shares),
         needs=tuple(estimated(demands, len(gpus), rules, stages)),
         rules=rules,

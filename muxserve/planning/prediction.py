@@ -175,7 +175,8 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
 
 def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:
     """Whether the engines of a placement can change their share of compute from one lease to the next."""
-    return fleet.cluster.sm_sharing in SHARES_PER_LEASE and all(unit.device != CPU for unit in placement.units)
+    alone = all(unit.device != CPU and len(unit.devices) == 1 for unit in placement.units)
+    return fleet.cluster.sm_sharing in SHARES_PER_LEASE and alone
 
 
 def _under(unit: PlacedUnit, fleet: Fleet) -> PlacedUnit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,27 +147,49 @@ def spin() -> dict[str, Any]:
 
 
 def green() -> dict[str, Any]:
-    """Enter a green context as an engine does, and do what engines do there."""
-    from muxserve.gpu.green import Driver, device_of, divide, make_current
+    """Have two green contexts as an engine has them, and see on which SMs kernels run, and graphs of one of them that
+    are replayed in the other."""
+    from muxserve.gpu.green import ContextSet, Driver, device_of, divide, make_context
     from muxserve.gpu.sm import SmRange
+    from muxserve.probes.sms import SmMarks
 
     torch.cuda.set_device(0)
+    compute()
     driver = Driver.load()
     device = device_of(driver, 0)
     division = divide(driver, device)
-    context = make_current(driver, device, division, SmRange(0, max(1, len(division.parts) // 2)))
-    compute()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.randn(1 << 20, device="cuda").sort()
-    import torch.distributed as distributed
-
-    store = distributed.HashStore()
-    distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    distributed.all_reduce(torch.ones(16, device="cuda"))
-    torch.cuda.synchronize()
-    context.check()
-    return {"sms": context.sms, "total": division.total}
+    parts = len(division.parts)
+    few, many = max(1, parts // 4), max(1, parts // 2)
+    ranges = (SmRange(parts - few, few), SmRange(0, many))
+    contexts = ContextSet(driver, [make_context(driver, device, division, where) for where in ranges])
+    marks = SmMarks()
+    used, graphs = [set[int](), set[int]()], []
+    for index, context in enumerate(contexts.contexts):
+        contexts.use(index)
+        compute()
+        marks.launch()
+        used[index] = marks.take()
+        if not 0 < len(used[index]) <= context.sms:
+            raise ValueError(f"kernels in a green context of {context.sms} SMs ran on {len(used[index])}")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.ExternalStream(contexts.stream())):
+            marks.launch()
+        graphs.append(graph)
+        marks.take()
+    if used[0] & used[1]:
+        raise ValueError(f"two green contexts have {len(used[0] & used[1])} SMs in common")
+    for index, graph in enumerate(graphs):
+        contexts.use(1 - index)
+        graph.replay()
+        astray = marks.take() - used[index]
+        if astray:
+            raise ValueError(f"a graph that was captured in a green context ran on {len(astray)} SMs of others")
+    began = time.monotonic()
+    for turn in range(_ROUNDS):
+        contexts.use(turn % 2)
+    seconds = (time.monotonic() - began) / _ROUNDS
+    contexts.check()
+    return {"sms": contexts.contexts[1].sms, "total": division.total, "switch_us": seconds * 1e6}
 
 
 ROLES: dict[str, Callable[..., dict[str, Any]]] = {

@@ -336,7 +336,7 @@ def _killed(lab: Lab) -> str:
 def _green(lab: Lab) -> str:
     lab.needs_mps()
     said = lab.ask("green", environment=lab.client(None, 1))
-    return f"a green context of {said['sms']} of {said['total']} SMs stays current"
+    return f"kernels and graphs keep to {said['sms']} of {said['total']} SMs; a switch takes {said['switch_us']:.0f} us"
 
 
 PROBES = (
@@ -353,5 +353,5 @@ PROBES = (
     Probe(GRAPHS, _attention("graph"), "piecewise"),
     Probe("communicators side by side", _communicators, "fcfs", (("nvls_off",),)),
     Probe("a client killed in a kernel", _killed, "restart_mps"),
-    Probe("green context", _green, "mps_shares"),
+    Probe("green contexts", _green, "mps_shares"),
 )

@@ -10,7 +10,8 @@ from muxserve.scheduling.pipelined import Pipelined
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.rolling import Rolling
 from muxserve.scheduling.round_robin import RoundRobin
-from muxserve.scheduling.slack import Slack
+from muxserve.scheduling.slack import Slack, SlackConfig
+from muxserve.scheduling.types import WHOLE
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Adbs, Slack, Fcfs, RoundRobin, Rolling, Pipelined)
@@ -21,12 +22,14 @@ POLICIES: dict[str, type[Policy]] = {
 DEFAULT_POLICY: Final = "slack"
 
 
-def make_policy(name: str) -> Policy:
-    """A new policy object with its defaults.
+def make_policy(name: str, share_steps: int = 0) -> Policy:
+    """A new policy object with its defaults; where engines have `share_steps` sizes of share, with those.
 
     Raises:
         ValueError: no policy has that name.
     """
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; there are {', '.join(sorted(POLICIES))}")
+    if name == Slack.name and share_steps:
+        return Slack(SlackConfig(boundary=WHOLE // share_steps))
     return POLICIES[name]()

@@ -41,13 +41,15 @@ _NEVER = float("inf")
 class SlackConfig(AdbsConfig):
     """`least` is the part of its planned share below which no decode engine runs. A prefill of `worth`, in parts of a
     step's tokens, is never held back, others for `slack` seconds. A batch is large from `crowd`, a part of the model's
-    seats, on; prefill is the bottleneck from `pressing`, steps' worth of prompts, on."""
+    seats, on; prefill is the bottleneck from `pressing`, steps' worth of prompts, on. Where prefill ends and decode
+    begins is a multiple of `boundary` millionths, if that is not 0: the sizes of share that engines have."""
 
     least: float = 0.25
     worth: float = 0.25
     slack: float = 0.1
     crowd: float = 0.125
     pressing: float = 1.0
+    boundary: int = 0
 
 
 class Division(NamedTuple):
@@ -172,7 +174,11 @@ class Slack(Adbs):
             part = decode * WHOLE // wanted
         elif wanted > WHOLE:
             part = min(decode, max(int(decode * self._rules.least), WHOLE - least))
+        if own and self._rules.boundary:
+            part = _stepped(part, self._rules.boundary)
         shares = self._among(chosen, decode, part)
+        if own and self._rules.boundary:
+            shares[chosen[0].index] += max(0, part - sum(shares.values()))
         rest = WHOLE - sum(shares.values())
         if own:
             return Division(rest, shares)
@@ -255,6 +261,11 @@ class Slack(Adbs):
     def wakeup(self, ledger: UnitLedger, now: float) -> float:
         ends = [since + self._rules.slack for since in self._held.values() if since + self._rules.slack > now]
         return min(super().wakeup(ledger, now), *ends, _NEVER)
+
+
+def _stepped(part: int, step: int) -> int:
+    """The multiple of `step` next to `part`, with one step at least on either side."""
+    return min(max(step, round(part / step) * step), WHOLE - step)
 
 
 def _towards(target: int, lease: LeaseState, free: int) -> int:

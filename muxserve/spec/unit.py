@@ -23,19 +23,21 @@ PoolIpc = Literal["auto", "vmm", "legacy"]
 # Ways of sharing SMs with which an engine can compute on another share from one lease to the next. An MPS percentage
 # is for the life of a process, and so are the threads of an engine on a CPU, whose operating system gives the cores
 # that one engine leaves idle to the others.
-SHARES_PER_LEASE: frozenset[SmSharing] = frozenset()
+SHARES_PER_LEASE: frozenset[SmSharing] = frozenset({"green_contexts"})
+# Sizes of share that engines with shares per lease have, each of them with CUDA graphs of its own.
+SHARE_STEPS = 4
 
 
 class GpuSpec(msgspec.Struct, frozen=True):
     """The GPUs of the unit's mesh and how its engines share them.
 
     `uuids` are in the order of the tensor-parallel ranks. `sm_sharing` is what was resolved from the fleet file and the
-    machine: `mps` gives each engine its percentage of SMs, `green_contexts` its own set of SMs under an MPS server
-    without percentages, `off` lets the engines take turns. `ipc` is how pools are exported. `keepers_in_mps`: weight
-    holders and the memory manager are clients of the server, too, which a GPU in an exclusive compute mode wants.
-    `nvls`: NCCL may use the NVSwitch's multicast where one model of several ranks has the GPUs to itself.
-    `full_graphs`: CUDA graphs of decode batches hold attention, too, because that was found to work; False: it was
-    found not to. `restart_mps`: an engine that was killed takes the server along.
+    machine: `mps` gives each engine its percentage of SMs, `green_contexts` sets of SMs under an MPS server without
+    percentages (one for its life, or under `slack` one per lease), `off` lets the engines take turns. `ipc` is how
+    pools are exported. `keepers_in_mps`: weight holders and the memory manager are clients of the server, too, which a
+    GPU in an exclusive compute mode wants. `nvls`: NCCL may use the NVSwitch's multicast where one model of several
+    ranks has the GPUs to itself. `full_graphs`: CUDA graphs of decode batches hold attention, too, because that was
+    found to work; False: it was found not to. `restart_mps`: an engine that was killed takes the server along.
     """
 
     uuids: list[str]
@@ -45,6 +47,11 @@ class GpuSpec(msgspec.Struct, frozen=True):
     nvls: bool = True
     full_graphs: bool | None = None
     restart_mps: bool = False
+
+
+def share_steps(sharing: SmSharing, policy: PolicyName) -> int:
+    """See `UnitSpec.share_steps`."""
+    return SHARE_STEPS if sharing in SHARES_PER_LEASE and policy == "slack" else 0
 
 
 class PoolSpec(msgspec.Struct, frozen=True):
@@ -210,6 +217,12 @@ class UnitSpec(msgspec.Struct, frozen=True):
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""
         return levels_of_model(self.levels, self.default_level, self.models, model)
+
+    @property
+    def share_steps(self) -> int:
+        """Of how many equal steps the share of the SMs consists that an engine computes on, which it can change from
+        one lease to the next; 0: it has one share for its life."""
+        return 0 if self.gpu is None else share_steps(self.gpu.sm_sharing, self.policy)
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
+
+from msgspec import structs
 
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.net.server import shown
@@ -266,12 +268,21 @@ class EngineTable:
                     self._state.ledger.lease_void(peer.model.name, state.phase, now)
             elif now > lease.deadline + SILENCE_SECONDS:
                 length = 2 * max(lease.deadline - lease.granted_at, SILENCE_SECONDS)
-                self.grant(Grant(peer.model.name, lease.phase, 1, length, lease.share), now)
+                self.grant([Grant(peer.model.name, lease.phase, 1, length, lease.share)], now)
 
     # ------------------------------------------------------------ leases
 
-    def grant(self, grant: Grant, now: float) -> None:
-        """Give an engine a lease."""
+    def grant(self, grants: Sequence[Grant], now: float) -> None:
+        """Give engines leases."""
+        leases = [self._lease(grant, now) for grant in grants]
+        models = self._state.ledger.models
+        decoding = sum(model.decode.lease.share for model in models if model.decode.lease is not None)
+        for model, phase, lease in leases:
+            region = decoding if phase is Phase.DECODE else lease.share
+            self._state.send(f"{model}/{phase}".encode(), structs.replace(lease, region=region))
+
+    def _lease(self, grant: Grant, now: float) -> tuple[str, Phase, Lease]:
+        """Enter a grant into the ledger; returns model and phase of the engine, and what it is to be sent."""
         self._lease_id += 1
         turn = self._turn_of(grant, now) if self._table.quarantine else None
         if turn is not None:
@@ -283,8 +294,7 @@ class EngineTable:
         admits = [self._table.admit(self._state.ledger.requests[request_id]) for request_id in grant.admit]
         phase = cast(EnginePhase, str(grant.phase))
         lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone, grant.share)
-        engine = self._state.ledger.by_name[grant.model].engine(grant.phase)
-        self._state.send(f"{grant.model}/{engine.phase}".encode(), lease)
+        return grant.model, self._state.ledger.by_name[grant.model].engine(grant.phase).phase, lease
 
     def _turn_of(self, grant: Grant, now: float) -> LoneTurn | None:
         """Which suspect an engine computes alone under that lease, of those that it has or takes in."""

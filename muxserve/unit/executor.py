@@ -165,8 +165,7 @@ class UnitExecutor:
         self.degraded.turn(now)
         self.moving.turn(now)
         self._pages.rebalance(now)
-        for grant in self._state.policy.decide(self._state.ledger, now):
-            self.engines.grant(grant, now)
+        self.engines.grant(self._state.policy.decide(self._state.ledger, now), now)
         self.replicas.turn(now)
         return self._state.take_messages()
 

@@ -38,7 +38,7 @@ class UnitScheduler:
         listen, keys = unit_spec.listen, unit_spec.keys
         # The gateways of this machine ask for its GPUs themselves.
         gpus = GpuWatch(unit_spec).states if unit_spec.gpu is not None and listen is not None else None
-        policy, memory = make_policy(unit_spec.policy), MemoryLink(unit_spec)
+        policy, memory = make_policy(unit_spec.policy, unit_spec.share_steps), MemoryLink(unit_spec)
         self._executor = UnitExecutor(unit_spec, policy, memory, epoch, time.monotonic(), gpus)
         self._loop = RouterLoop(
             signals,

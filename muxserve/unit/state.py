@@ -10,7 +10,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.scheduling.types import ModelProfile, PoolProfile
-from muxserve.spec import SHARES_PER_LEASE, ModelSpec, SmSharing, UnitSpec
+from muxserve.spec import ModelSpec, UnitSpec
 from muxserve.unit.memory import Memory
 from muxserve.unit.timeline import UnitTimeline
 from muxserve.wire import Message
@@ -60,8 +60,8 @@ class UnitState:
         return messages
 
 
-def model_profile(model: ModelSpec, stages: int = 1, sharing: SmSharing | None = None) -> ModelProfile:
-    """The profile of a model that is deployed on so many stages, of GPUs that are shared in that way (None: on CPU)."""
+def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> ModelProfile:
+    """The profile of a model that is deployed on so many stages, by engines whose shares can change (`elastic`)."""
     return ModelProfile(
         name=model.name,
         pool=model.pool,
@@ -78,7 +78,7 @@ def model_profile(model: ModelSpec, stages: int = 1, sharing: SmSharing | None =
         both=model.phases != "multiplexed",
         depth=stages,
         waiting_tokens=_waiting_tokens(model, stages),
-        elastic=sharing in SHARES_PER_LEASE,
+        elastic=elastic,
         pooling=model.pooling,
     )
 
@@ -100,5 +100,5 @@ def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
     """
     # The null page of a pool is never handed out.
     pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in unit_spec.pools]
-    sharing = unit_spec.gpu.sm_sharing if unit_spec.gpu is not None else None
-    return UnitLedger([model_profile(model, unit_spec.stages, sharing) for model in unit_spec.models], pools)
+    elastic = unit_spec.share_steps > 0
+    return UnitLedger([model_profile(model, unit_spec.stages, elastic) for model in unit_spec.models], pools)

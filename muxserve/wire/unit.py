@@ -188,7 +188,8 @@ class Lease(Message):
 
     `share` is the part of the unit's compute, in millionths, on which steps under this lease are to run (0: whatever
     the engine has). An engine that takes a lease of a smaller share than the one before reports at once, without a
-    step: the rest is free then.
+    step: the rest is free then. `region` is the part of each GPU's SMs that the steps may use: those of the share, and,
+    since decode engines have theirs in common, those of the decode engines that hold a lease beside this one.
     """
 
     lease_id: Count
@@ -199,6 +200,7 @@ class Lease(Message):
     phase: Literal["prefill", "decode", "both"] = "both"
     alone: str = ""
     share: Count = 0
+    region: Count = 0
 
 
 class Abort(Message):

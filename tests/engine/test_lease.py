@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -163,3 +164,39 @@ def test_a_smaller_share_is_something_to_tell(engine: Engine) -> None:
     assert not engine.lease.take(Lease(2, 8, 10.0, share=700_000))
     assert engine.lease.take(Lease(3, 8, 10.0, share=300_000))
     assert engine.lease.share == 300_000
+
+
+class Loop:
+    """An engine's loop between two steps, with everything around it left out; `did` is what it did, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, share_steps: int) -> None:
+        loop = pytest.importorskip("muxserve.engine.loop")
+        self.did: list[object] = []
+        self.made = loop.EngineLoop.__new__(loop.EngineLoop)
+        self.made.unit_spec = SimpleNamespace(share_steps=share_steps)
+        self.made.binding = SimpleNamespace(phase="decode")
+        self.made.scheduler = SimpleNamespace()
+        self.made._region = 0
+        self.made.core = SimpleNamespace(
+            model_executor=SimpleNamespace(collective_rpc=lambda method, args: self.did.append((method, *args)))
+        )
+        self.made._lease = HeldLease(self.did.append, lambda: (1, 0), every_step=False)
+
+    def take(self, share: int, region: int) -> list[object]:
+        self.did.clear()
+        self.made._handle(Lease(1, 8, 10.0, share=share, region=region))
+        return [each if isinstance(each, tuple) else type(each) for each in self.did]
+
+
+def test_an_engine_computes_on_the_share_of_its_lease_before_it_says_that_the_rest_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop(monkeypatch, share_steps=4)
+    assert loop.take(1_000_000, 1_000_000) == [("compute_on", 1_000_000)]
+    assert loop.take(1_000_000, 1_000_000) == [], "as before"
+    assert loop.take(250_000, 500_000) == [("compute_on", 500_000), StepReport]
+    assert loop.take(250_000, 250_000) == [("compute_on", 250_000)]
+
+
+def test_an_engine_with_one_share_for_life_does_nothing_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Loop(monkeypatch, share_steps=0).take(250_000, 500_000) == []

@@ -7,6 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from muxserve.engine.cuda import triton_kernels as source
+from muxserve.probes.sms import mark_sm_kernel
 
 I32, I64, KV = "*i32", "*i64", "*bf16"
 
@@ -75,6 +76,7 @@ KERNELS = [
         {"staging_ptr": I32, "table_ptr": I32},
         [{"WIDTH": 256, "BLOCK": 512}],
     ),
+    (mark_sm_kernel, {"seen_ptr": I32, "rounds": "i32"}, [{}]),
 ]
 
 

@@ -94,7 +94,7 @@ def test_a_worker_sees_to_it_that_its_sms_are_its_own(tmp_path: Path, monkeypatc
     monkeypatch.setattr(worker.gpu_worker.Worker, "execute_model", lambda self, output: ran.append(output))
     monkeypatch.setattr(worker.gpu_worker.Worker, "compile_or_warm_up_model", lambda self: "times")
     made._run_largest_batch = lambda: None
-    made._green = SimpleNamespace(check=lambda: looked.append(len(ran)))
+    made._contexts = SimpleNamespace(check=lambda: looked.append(len(ran)))
     assert made.compile_or_warm_up_model() == "times"
     for step in range(worker.CHECKED_STEPS + 1):
         made.execute_model(step)

@@ -18,6 +18,11 @@ CLUSTER = {"gpus": 1, "gpu_memory": 0.5}
 WAYS: dict[str, dict[str, Any]] = {
     "mps": {"cluster": {**CLUSTER, "mps": "on"}},
     "green contexts": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"}},
+    "shares per lease": {
+        "cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"},
+        "policy": "slack",
+        "model_changes": {**MODEL, "engine_args": {"enforce_eager": False}},
+    },
     "time slices": {"cluster": {**CLUSTER, "mps": "off"}},
     "chunked prefill": {"cluster": CLUSTER, "model_changes": {**MODEL, "max_num_batched_tokens": 64}},
     "tight pool": {"cluster": CLUSTER, "kv_pool": {"size": "24MiB"}},

@@ -15,6 +15,9 @@ class FakeDriver:
         self.calls: list[str] = []
         self.current = 0
         self.chosen: list[int] = []
+        # Of each context that was made, by its handle: the parts of the GPU; of each stream, its context.
+        self.contexts: dict[int, list[int]] = {}
+        self.streams: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name == self.lacks or not name.startswith("cu"):
@@ -63,11 +66,17 @@ class FakeDriver:
 
     def do_cuGreenCtxCreate(self, context: Any, description: Any, device: Any, flags: Any) -> None:
         assert (description.value, flags.value) == (5, 1)
-        context.value = 6
+        context.value = 6 + len(self.contexts)
+        self.contexts[context.value + 1] = self.chosen
 
     def do_cuCtxFromGreenCtx(self, context: Any, of: Any) -> None:
-        assert of.value == 6
-        context.value = 7
+        assert of.value + 1 in self.contexts
+        context.value = of.value + 1
+
+    def do_cuStreamCreate(self, stream: Any, flags: Any) -> None:
+        assert flags.value == 1
+        stream.value = 100 + len(self.streams)
+        self.streams[stream.value] = self.current
 
     def do_cuCtxSetCurrent(self, context: Any) -> None:
         self.current = context.value

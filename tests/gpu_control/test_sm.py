@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.gpu import green
-from muxserve.gpu.green import Driver, GreenContext, GreenContextError
-from muxserve.gpu.sm import SmRange, enter, parts_of, percentage, sm_range
-from muxserve.spec import GpuSpec, SmSharing, UnitSpec
+from muxserve.gpu.green import ContextSet, Driver, GreenContext, GreenContextError
+from muxserve.gpu.sm import WHOLE, SmRange, enter, parts_of, percentage, sm_range, step_of, step_range
+from muxserve.spec import GpuSpec, PolicyName, SmSharing, UnitSpec
+from muxserve.spec.unit import SHARE_STEPS
 from tests.cluster.conftest import fake_unit_spec
 from tests.gpu_control.fake_driver import FakeDriver
 
@@ -69,11 +70,99 @@ class TestRanges:
                 assert decode.first >= most
 
 
+def entered(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, phase: str = "decode", policy: PolicyName = "adbs"
+) -> ContextSet:
+    monkeypatch.setattr(Driver, "load", classmethod(lambda cls: cls(fake)))
+    of = msgspec.structs.replace(unit_spec("green_contexts", [(0.5, 0.25), (0.5, 0.25)]), policy=policy)
+    contexts = enter(of, "two", phase)
+    assert contexts is not None
+    return contexts
+
+
+class TestSharesPerLease:
+    def test_who_has_them(self) -> None:
+        of = unit_spec("green_contexts")
+        assert of.share_steps == 0
+        assert msgspec.structs.replace(of, policy="slack").share_steps == SHARE_STEPS
+        assert msgspec.structs.replace(unit_spec("mps"), policy="slack").share_steps == 0
+        assert msgspec.structs.replace(fake_unit_spec(Path("/run/x")), policy="slack").share_steps == 0
+
+    def test_an_engine_has_a_context_for_each_size_and_the_largest_is_the_whole_gpu(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fake = FakeDriver()
+        decode = entered(fake, monkeypatch, policy="slack")
+        assert [context.sms for context in decode.contexts] == [32, 64, 96, 132]
+        assert [fake.contexts[context.handle] for context in decode.contexts[:-1]] == [
+            list(range(16 - count, 16)) for count in (4, 8, 12)
+        ]
+        assert fake.current == decode.contexts[-1].handle == 1, "the primary context"
+        prefill = entered(FakeDriver(), monkeypatch, "prefill", "slack")
+        assert len(prefill.contexts) == SHARE_STEPS
+
+    @given(st.integers(2, 40), st.integers(2, 8), st.data())
+    def test_prefill_and_decode_do_not_meet(self, parts: int, steps: int, data: st.DataObject) -> None:
+        own = data.draw(st.integers(1, steps - 1))
+        prefill, decode = (
+            step_range(phase, n, steps, parts) for phase, n in (("prefill", own), ("decode", steps - own))
+        )
+        assert prefill.first == 0
+        assert decode.first + decode.count == parts
+        # Where the GPU's parts cannot be divided like that, both have part of one.
+        assert prefill.count - decode.first <= 1
+        if parts % steps == 0:
+            assert prefill.count == decode.first
+
+    @pytest.mark.parametrize(
+        ("region", "step"), [(0, 0), (10_000, 0), (300_000, 0), (380_000, 1), (500_000, 1), (740_000, 2), (WHOLE, 3)]
+    )
+    def test_a_lease_s_region_is_the_nearest_size(self, region: int, step: int) -> None:
+        assert step_of(region, 4) == step
+
+    def test_a_switch_waits_for_what_was_launched_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = FakeDriver()
+        contexts = entered(fake, monkeypatch, policy="slack")
+        fake.calls.clear()
+        contexts.use(0)
+        assert fake.calls == ["cuCtxGetCurrent", "cuCtxSynchronize", "cuCtxSetCurrent"]
+        assert fake.current == contexts.contexts[0].handle
+        fake.calls.clear()
+        contexts.use(0)
+        assert fake.calls == [], "the same share costs nothing"
+
+    def test_each_context_has_a_stream_of_its_own_for_graphs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = FakeDriver()
+        contexts = entered(fake, monkeypatch, policy="slack")
+        streams = []
+        for index in (0, 1, 0):
+            contexts.use(index)
+            streams.append(contexts.stream())
+        assert streams[0] == streams[2] != streams[1]
+        assert [fake.streams[stream] for stream in streams[:2]] == [each.handle for each in contexts.contexts[:2]]
+
+    def test_no_switch_hides_that_a_library_chose_the_whole_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = FakeDriver()
+        contexts = entered(fake, monkeypatch, policy="slack")
+        contexts.use(1)
+        fake.current = 1
+        with pytest.raises(GreenContextError, match="of 64 SMs is not current any more"):
+            contexts.use(2)
+
+    @pytest.mark.parametrize("name", ["cuCtxSynchronize", "cuCtxSetCurrent", "cuStreamCreate"])
+    def test_every_failure_names_the_call(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = FakeDriver()
+        contexts = entered(fake, monkeypatch, policy="slack")
+        fake.fail = name
+        act = contexts.stream if name == "cuStreamCreate" else lambda: contexts.use(0)
+        with pytest.raises(GreenContextError, match=f"{name} failed"):
+            act()
+
+
 class TestGreenContexts:
     def enter(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, phase: str = "decode") -> GreenContext:
-        monkeypatch.setattr(Driver, "load", classmethod(lambda cls: cls(fake)))
-        context = enter(unit_spec("green_contexts", [(0.5, 0.25), (0.5, 0.25)]), "two", phase)
-        assert context is not None
+        contexts = entered(fake, monkeypatch, phase)
+        (context,) = contexts.contexts
         return context
 
     def test_the_context_has_the_parts_of_its_place_and_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from muxserve.config import Fleet, FleetError, Replicas, parse_fleet
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
+from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.demands import demands_of
 from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, notes_of
 from muxserve.planning.plan_file import save_plan
@@ -20,6 +21,7 @@ from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit, possible_units, units_at_start
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import FleetSpec, GpuSpec
+from muxserve.spec.unit import SHARE_STEPS
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.memory import MemoryRules
@@ -346,14 +348,36 @@ def test_ray_serves_on_cpu() -> None:
 def test_ray_chooses_the_gpus() -> None:
     said = refused(halves("1", "{gpu_ids: [0], launcher: ray}"), None, MACHINE, H200)
     assert "fleet.yaml:1: cluster.gpu_ids: with `launcher: ray` it is Ray that chooses GPUs" in said
-    declared = fleet("1", head="cluster: {gpus: 2, launcher: ray, sm_sharing: green_contexts}")
+    declared = fleet("1", head="cluster: {gpus: 2, launcher: ray}")
     (made,) = plan(declared, None, MACHINE, H200)
     assert made.gpu is not None
-    assert (made.gpu.elsewhere, made.gpu.deployed) == (True, GpuSpec([], "green_contexts"))
+    assert (made.gpu.elsewhere, made.gpu.deployed) == (True, GpuSpec([]))
     assert "2 GPUs (NVIDIA H200, 140.4 GiB) of whichever machine has them free" in made.notes[0]
     assert "if MPS works there" in made.notes[0]
     off = fleet("1", head="cluster: {gpus: 1, launcher: ray, mps: off}")
     assert "engines take turns on the GPU (no MPS)" in plan(off, None, MACHINE, H200)[0].notes[0]
+
+
+def test_green_contexts_are_for_one_rank_and_with_slack_for_each_lease() -> None:
+    def planned(gpus: int, policy: str = "adbs") -> GpuUnit:
+        head = f"policy: {policy}\ncluster: {{gpus: {gpus}, launcher: ray, sm_sharing: green_contexts}}"
+        (made,) = plan(fleet("1", head=head), None, MACHINE, H200)
+        assert made.gpu is not None
+        return made.gpu
+
+    # NCCL calls cudaSetDevice before each collective operation, which would be computed outside the context.
+    several = planned(2, "slack")
+    assert (several.sharing, several.rules.graph_sets) == ("mps", 1)
+    assert any("percentages of MPS: NCCL" in line for line in several.describe())
+    fixed, leased = planned(1), planned(1, "slack")
+    assert (fixed.sharing, fixed.rules.graph_sets) == ("green_contexts", 1)
+    assert (leased.sharing, leased.rules.graph_sets) == ("green_contexts", SHARE_STEPS)
+    assert "others with each lease" in leased.describe()[0]
+    assert "others with each lease" not in fixed.describe()[0]
+    # Graphs are captured for each size of share.
+    need = leased.needs[0]
+    more = (SHARE_STEPS - 1) * leased.rules.engines * need.graph_bytes
+    assert need.engines(leased.rules) - need.engines(fixed.rules) == more
 
 
 def test_later_units_on_ray_are_counted() -> None:

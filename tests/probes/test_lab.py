@@ -28,7 +28,7 @@ GOOD = {
     "graph": '{"most": 0.01, "mean": 0.0005, "cases": 6}',
     "reduce": '{"same": true}',
     "spin": "stay {}",
-    "green": '{"sms": 64, "total": 132}',
+    "green": '{"sms": 64, "total": 132, "switch_us": 9.5}',
 }
 
 
@@ -100,7 +100,7 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
         ("attention in a CUDA graph", "graph", ["die"], "ended with status 139", ("piecewise",)),
         ("communicators side by side", "reduce", ["unless NCCL_NVLS_ENABLE"], "status 139", ("nvls_off",)),
         ("communicators side by side", "reduce", ["die"], "status 139", ("fcfs",)),
-        ("green context", "green", ['{"error": "GreenContextError: not current"}'], "not current", ("mps_shares",)),
+        ("green contexts", "green", ['{"error": "GreenContextError: not current"}'], "not current", ("mps_shares",)),
     ],
 )
 def test_what_does_not_work_has_a_way_out(
@@ -126,7 +126,7 @@ def test_the_way_out_of_one_probe_holds_for_the_next(machine: Machine) -> None:
     machine.say("compute", GOOD["compute"])  # shares are not seen
     found = machine.findings()
     assert found["SM shares under MPS"].fallbacks == ("mps_off",)
-    assert found["a client killed in a kernel"].verdict == found["green context"].verdict == "not tried"
+    assert found["a client killed in a kernel"].verdict == found["green contexts"].verdict == "not tried"
     assert all("CUDA_MPS_PIPE_DIRECTORY" not in each for each in machine.journal("attention"))
 
 

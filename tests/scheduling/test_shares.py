@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.slack import Slack, SlackConfig
 from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRequest
 from tests.scheduling.machine import Job, Machine, profile
@@ -107,6 +108,28 @@ def test_shares_are_within_the_unit_and_none_of_it_is_idle(data: st.DataObject) 
     for job in data.draw(requests([p.name for p in profiles])):
         machine.submit(job)
     machine.watch = shared_out
+    machine.run()
+    assert not machine.unfinished()
+
+
+@settings(max_examples=40, deadline=None, phases=[Phases.explicit, Phases.reuse, Phases.generate])
+@given(data=st.data())
+def test_prefill_ends_where_engines_can_have_it(data: st.DataObject) -> None:
+    steps = data.draw(st.sampled_from([2, 4, 5, 8]))
+    profiles, pages = data.draw(models())
+    machine = Machine(make_policy("slack", steps), profiles, pages)
+    for job in data.draw(requests([p.name for p in profiles])):
+        machine.submit(job)
+
+    def settled(machine: Machine, _: list[Grant]) -> None:
+        engines = [engine for model in machine.ledger.models for engine in model.engines]
+        leases = [engine.lease for engine in engines if engine.lease is not None]
+        prefill = [lease.share for lease in leases if lease.phase is Phase.PREFILL]
+        # While shares change a part of the unit may still be another's.
+        if prefill and len(leases) > 1 and sum(lease.share for lease in leases) == WHOLE:
+            assert prefill[0] % (WHOLE // steps) == 0
+
+    machine.watch = settled
     machine.run()
     assert not machine.unfinished()
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from muxserve.scheduling.policies import POLICIES
+from muxserve.spec import GpuSpec
 from muxserve.unit.reconcile import RECONCILE_SECONDS
 from muxserve.wire import (
     Abort,
@@ -723,3 +724,43 @@ def test_an_engine_that_was_killed_is_not_suspected_any_more() -> None:
     bench.say(b"a/decode", EngineHello("a", "decode", 4712))
     assert not bench.state()["engines"]["a/decode"]["suspect"]
     assert to("a/prefill", Lease, bench.submit("r")) != []
+
+
+# ---------------------------------------------------------------- shares per lease
+
+
+def test_a_lease_says_on_which_sms_an_engine_computes() -> None:
+    """Prefill on those of its share, decode engines on what they have together, as far as engines can change it."""
+    shares = {"prefill_share": 0.5, "decode_share": 0.25}
+    gpu = GpuSpec(["GPU-a"], "green_contexts")
+    bench = Bench(*(model(name, **shares, quota_pages=300) for name in "abc"), policy="slack", gpu=gpu)
+    bench.submit("r-a", "a")
+    alone = bench.lease("a/prefill")
+    assert (alone.share, alone.region) == (1_000_000, 1_000_000)
+    bench.hand_over("r-a", "a")
+    decode = bench.lease("a/decode")
+    assert (decode.share, decode.region) == (1_000_000, 1_000_000)
+    # A prompt of another model: decode gives way, and prefill has the rest as soon as it is free.
+    bench.submit("r-b", "b")
+    smaller = bench.lease("a/decode")
+    assert (smaller.share, smaller.region) == (250_000, 250_000)
+    bench.say(b"a/decode", StepReport(smaller.lease_id, smaller.steps, 0.0, 0, 1, 0, steps=0))
+    prefill = bench.lease("b/prefill")
+    assert (prefill.share, prefill.region) == (750_000, 750_000)
+    # Two that decode have the unit in common.
+    bench.hand_over("r-b", "b")
+    bench.report("a/decode")
+    half = bench.lease("a/decode")
+    bench.say(b"a/decode", StepReport(half.lease_id, half.steps, 0.0, 0, 1, 0, steps=0))
+    second = bench.lease("b/decode")
+    assert (half.share, second.share) == (500_000, 500_000)
+    assert second.region == 1_000_000
+    bench.turn(after=0.25)
+    bench.report("a/decode", left=half.steps // 2)
+    assert (bench.lease("a/decode").share, bench.lease("a/decode").region) == (500_000, 1_000_000)
+
+
+def test_engines_with_one_share_for_life_get_the_planned_one() -> None:
+    bench = Bench(model("a", prefill_share=0.5, decode_share=0.25), policy="slack", gpu=GpuSpec(["GPU-a"], "mps"))
+    bench.submit("r-a", "a")
+    assert bench.lease("a/prefill").share == 500_000

@@ -16,6 +16,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import current
 from muxserve.engine.cuda.attention import PooledFlashMetadataBuilder
+from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.page_table import DevicePageTable, new_blocks
 from muxserve.engine.runner import ResumingRunner
 
@@ -27,6 +28,8 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
     """Binds every layer to the whole pool and keeps the page table on the device."""
 
     page_table: DevicePageTable | None = None
+    # Of each set of SMs that the engine has; None: it has all.
+    graphs: ContextGraphs | None = None
     _offset_per_token: int | None = None
 
     # ------------------------------------------------------------ pool and page table
@@ -49,6 +52,11 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
             # Full graphs have the pool's address in them; piecewise ones leave attention out.
             CUDAGraphWrapper.clear_all_graphs()
             self.capture_model()
+
+    def capture_model(self) -> int:
+        if self.graphs is None:
+            return super().capture_model()
+        return self.graphs.capture(super().capture_model)
 
     def _pool(self) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         """The mapped pool, uint8 [pages, page bytes] on the device, and the page table in shared memory."""

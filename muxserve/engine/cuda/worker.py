@@ -12,12 +12,14 @@ from vllm.platforms import current_platform
 
 from muxserve.engine import binding
 from muxserve.engine.cuda import attention, weights
+from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
+from muxserve.gpu import sm
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from muxserve.gpu.green import GreenContext
+    from muxserve.gpu.green import ContextSet
 
 # How often a worker looks whether it still computes on its own SMs.
 CHECKED_STEPS = 1000
@@ -33,7 +35,7 @@ class PooledGPUWorker(gpu_worker.Worker):
     memory manager, and what an engine needs beyond them was measured and set aside before the pool was made.
     """
 
-    _green: GreenContext | None = None
+    _contexts: ContextSet | None = None
     _steps = 0
 
     def init_device(self) -> None:
@@ -56,10 +58,8 @@ class PooledGPUWorker(gpu_worker.Worker):
         binding.bind_worker(self.vllm_config, self.rank)
 
     def _enter_sm_share(self) -> None:
-        from muxserve.gpu import sm
-
         unit_spec, model, phase = binding.place_of(self.vllm_config)
-        self._green = sm.enter(unit_spec, model, phase, self.local_rank)
+        self._contexts = sm.enter(unit_spec, model, phase, self.local_rank)
 
     def _check_device(self) -> None:
         unit_spec, model, _ = binding.place_of(self.vllm_config)
@@ -75,7 +75,10 @@ class PooledGPUWorker(gpu_worker.Worker):
             )
 
     def _make_model_runner(self) -> PooledGPUModelRunner:
-        return PooledGPUModelRunner(self.vllm_config, self.device)
+        made = PooledGPUModelRunner(self.vllm_config, self.device)
+        if self._contexts is not None:
+            made.graphs = ContextGraphs(self._contexts, self.device)
+        return made
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
@@ -103,8 +106,8 @@ class PooledGPUWorker(gpu_worker.Worker):
         return super().execute_model(scheduler_output)
 
     def _check_sm_share(self) -> None:
-        if self._green is not None:
-            self._green.check()
+        if self._contexts is not None:
+            self._contexts.check()
 
     def _run_largest_batch(self) -> None:
         try:
@@ -114,6 +117,16 @@ class PooledGPUWorker(gpu_worker.Worker):
             _, model, phase = binding.place_of(self.vllm_config)
             raise RuntimeError(out_of_memory(model, f"the {phase} engine", self.device, error)) from error
         gc.collect()
+
+    def compute_on(self, region: int) -> None:
+        """The next steps run on `region` millionths of the GPU's SMs, as near as this engine has a set of them.
+
+        Raises:
+            muxserve.gpu.green.GreenContextError: the driver refuses.
+        """
+        graphs = self.model_runner.graphs
+        if graphs is not None:
+            graphs.use(sm.step_of(region, len(graphs.contexts.contexts)))
 
     def forget_step(self) -> None:
         """See `ResumingRunner.forget_step`."""
