@@ -74,7 +74,7 @@ def register(models: Iterable[ModelSpec]) -> None:
     """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine."""
     from muxserve.gateway import seam
 
-    seam.register_architectures(models)
+    seam.register_architectures(model.path for model in models)
 
 
 class WarmParent:

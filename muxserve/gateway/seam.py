@@ -141,14 +141,14 @@ def go_on(front_end: ModelFrontEnd) -> None:
     watch()
 
 
-def register_architectures(models: Iterable[ModelSpec]) -> None:
-    """Let vLLM look at the models' classes in this process.
+def register_architectures(checkpoints: Iterable[str]) -> None:
+    """Let vLLM look at the classes of these checkpoints in this process.
 
     By itself it starts another Python process per architecture, which imports vLLM anew, the first time on a machine.
     """
-    for model in models:
+    for checkpoint in checkpoints:
         try:
-            architectures = json.loads((Path(model.path) / "config.json").read_text())["architectures"]
+            architectures = json.loads((Path(checkpoint) / "config.json").read_text())["architectures"]
         except (OSError, ValueError, LookupError):
             continue  # not a local checkpoint, or not one; vLLM will say
         for architecture in architectures:

@@ -57,7 +57,7 @@ class OfferedModels:
             OSError: a checkpoint cannot be read.
         """
         models = list(models)
-        seam.register_architectures(models)
+        seam.register_architectures(model.path for model in models)
         for model in models:
             client = UnitEngineClient(model, self._broker, self._grammars)
             try:

@@ -94,6 +94,10 @@ def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path], suf
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
+    from muxserve.gateway import seam
+
+    # Else vLLM imports itself anew for each architecture, the first time on a machine.
+    seam.register_architectures(map(str, models))
     for path in models:
         pid = os.fork()
         if pid == 0:

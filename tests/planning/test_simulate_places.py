@@ -39,21 +39,29 @@ LOAD = "poisson:rate=6,duration=10,seed=1"
 SHORT = ("--max-prompt", "900", "--max-output", "60", "--seconds", "0")
 
 
-@pytest.fixture
-def mixed(tmp_path: Path) -> Path:
-    file = tmp_path / "fleet.yaml"
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("mixed") / "fleet.yaml"
     file.write_text(MIXED)
     return file
+
+
+@pytest.fixture(scope="module")
+def plan_of_mixed(mixed: Path) -> Path:
+    plan = mixed.with_name("plan.yaml")
+    placed = places_of(mixed, None, None, None, None, Roofline(), QUICK).placed("muxserve")
+    save_plan(placed.placement, plan)
+    return plan
 
 
 def simulate(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
-def test_a_fleet_of_three_arrangements(mixed: Path, tmp_path: Path) -> None:
+def test_a_fleet_of_three_arrangements(mixed: Path, plan_of_mixed: Path, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     modes = ("--mode", "muxserve,spatial,no-split")
-    given = ("--workload", LOAD, *SHORT, *modes, "--json", "--html", page, "--timeline", trace)
+    given = ("--workload", LOAD, *SHORT, "--plan", plan_of_mixed, *modes, "--json", "--html", page, "--timeline", trace)
     result = simulate(mixed, *given)
     assert result.exit_code == 0, result.output
     assert "spatial serves ring and pipe like other models" in " ".join(result.stderr.split())
@@ -83,12 +91,9 @@ def test_a_fleet_of_three_arrangements(mixed: Path, tmp_path: Path) -> None:
     assert len({job["pid"] for job in jobs if job["ph"] == "X"}) == mux["extra"]["devices"]
 
 
-def test_words_of_each_arrangement(mixed: Path, tmp_path: Path) -> None:
+def test_words_of_each_arrangement(mixed: Path, plan_of_mixed: Path) -> None:
     """Of a plan, which is simulated as it is, and with the same report every time."""
-    places = places_of(mixed, None, None, None, None, Roofline(), QUICK)
-    plan = tmp_path / "plan.yaml"
-    save_plan(places.placed("muxserve").placement, plan)
-    given = (mixed, "--workload", LOAD, *SHORT, "--plan", plan)
+    given = (mixed, "--workload", LOAD, *SHORT, "--plan", plan_of_mixed)
     words = " ".join(simulate(*given).stdout.split())
     assert "ring is rolling over 2 replicas; after its first token a request waits" in words
     assert "pipe is pipelined, 1 replica of 2 stages with" in words

@@ -33,13 +33,25 @@ def fleet(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of that fleet. Without one the command makes the plan that `muxserve plan` makes, which takes nearly all of
+    its time: `tests/planning/test_simulate_places.py` is about that."""
+    directory = tmp_path_factory.mktemp("planned")
+    file, plan = directory / "fleet.yaml", directory / "plan.yaml"
+    file.write_text(FLEET)
+    made = CliRunner().invoke(app, ["plan", str(file), "--seconds", "0", "--simulate", "0", "-o", str(plan)])
+    assert made.exit_code == 0, made.output
+    return plan
+
+
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
-def test_modes_side_by_side(fleet: Path, tmp_path: Path) -> None:
+def test_modes_side_by_side(fleet: Path, planned: Path, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    given = ("--mode", "muxserve,spatial", "--seconds", "0.5", "--max-prompt", 900, "--max-output", 200)
+    given = ("--mode", "muxserve,spatial", "--plan", planned, "--max-prompt", 900, "--max-output", 200)
     result = run(fleet, "--workload", LOAD, *given, "--json", "--html", page, "--timeline", trace)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -56,15 +68,17 @@ def test_modes_side_by_side(fleet: Path, tmp_path: Path) -> None:
 
 
 def test_the_report_is_the_same_every_time(fleet: Path) -> None:
+    """Also the plan that it makes: of one device and short requests, since plans are tried by simulating them."""
+    short = "\n    workload: { prompt_tokens: 200, output_tokens: 20 }\n    rate"
+    fleet.write_text(FLEET.replace("gpus: 4", "gpus: 1").replace("\n    rate", short))
     given = (fleet, "--workload", LOAD, "--seconds", "0", "--max-output", 100, "--json")
-    assert run(*given).stdout == run(*given).stdout
+    first = run(*given)
+    assert first.exit_code == 0, first.output
+    assert first.stdout == run(*given).stdout
 
 
-def test_a_plan_file_is_followed(fleet: Path, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.yaml"
-    made = CliRunner().invoke(app, ["plan", str(fleet), "--seconds", "0", "--simulate", "0", "-o", str(plan)])
-    assert made.exit_code == 0, made.output
-    result = run(fleet, "--workload", LOAD, "--plan", plan, "--max-output", 50)
+def test_a_plan_file_is_followed(fleet: Path, planned: Path) -> None:
+    result = run(fleet, "--workload", LOAD, "--plan", planned, "--max-output", 50)
     assert result.exit_code == 0, result.output
     assert "weighted requests/s" in result.stdout
 
@@ -87,8 +101,8 @@ def test_mistakes_are_told_in_a_sentence(fleet: Path, arguments: tuple[str, ...]
     assert "Traceback" not in result.output
 
 
-def test_requests_that_cannot_be_served_fail_the_command(fleet: Path) -> None:
-    result = run(fleet, "--workload", "poisson:rate=5,duration=5,seed=1,prompt=8000,output=10", "--seconds", "0")
+def test_requests_that_cannot_be_served_fail_the_command(fleet: Path, planned: Path) -> None:
+    result = run(fleet, "--workload", "poisson:rate=5,duration=5,seed=1,prompt=8000,output=10", "--plan", planned)
     assert result.exit_code == 1, result.output
     assert "longer than the 4096 tokens of" in result.output
 
