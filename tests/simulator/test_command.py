@@ -35,7 +35,7 @@ def fleet(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of that fleet. Without one the command makes the plan that `muxserve plan` makes, which takes nearly all of
+    """A plan of that fleet. Without one the command makes the one that `muxserve plan` makes, which takes nearly all of
     its time: `tests/planning/test_simulate_places.py` is about that."""
     directory = tmp_path_factory.mktemp("planned")
     file, plan = directory / "fleet.yaml", directory / "plan.yaml"
