@@ -399,6 +399,9 @@ def _cluster(source: Source, serving: bool) -> Iterator[Problem]:
     if cluster.get("sm_sharing") == "green_contexts" and cluster.get("mps") in ("off", False):
         message = "green contexts of different processes compute at the same time under MPS only; leave `mps` out"
         yield source.problem(("cluster", "mps"), message)
+    if cluster.get("decode_first") is True and cluster.get("mps") in ("off", False):
+        message = "is a priority among clients of MPS, which is switched off; leave one of the two out"
+        yield source.problem(("cluster", "decode_first"), message)
 
 
 def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:

@@ -337,6 +337,9 @@ class ClusterSection(Section):
         default="mps",
         description="How engines get their share of SMs under MPS: by percentage, or as SMs of their own",
     )
+    decode_first: bool = Field(
+        default=False, description="Under MPS, kernels of prefill engines wait for those of decode engines"
+    )
     gpu_type: str | None = Field(default=None, min_length=1, description="Type of the GPUs, e.g. A100-80GB")
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine; the last may have fewer")
     nodes: list[Nodes] = Field(

@@ -20,6 +20,9 @@ LOG = "CUDA_MPS_LOG_DIRECTORY"
 # torch has read the former since 2.9 and the latter always.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments"
+# A client's kernels wait for those of clients with a lower number; 0 is normal, 1 below that. There are no others.
+PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+_BELOW_NORMAL = "1"
 # The driver opens it when it is initialised, and nobody else does: asking NVML opens others.
 _TOUCHED = "/dev/nvidia-uvm"
 # Each communicator takes slots of the NVSwitch for these, and there are (holder + engines) x models of them on a GPU.
@@ -86,8 +89,8 @@ def _allocator(environ: Mapping[str, str]) -> dict[str, str]:
 def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping[str, str] | None = None) -> None:
     """Set this process's place and share in its environment. Before anything in it touches CUDA.
 
-    `phase` other than prefill and decode (both, a weight holder) gets no limit. Without MPS a percentage that came from
-    outside is removed: it would act under somebody else's MPS server.
+    `phase` other than prefill and decode (both, a weight holder) gets no limit. A percentage or priority that came from
+    outside is removed: without MPS it would act under somebody else's server.
 
     Raises:
         KeyError: no such model.
@@ -96,9 +99,12 @@ def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping
     if unit_spec.gpu is None:
         return
     environ.pop(PERCENTAGE, None)
+    environ.pop(PRIORITY, None)
     environ.update(keeper_environment(unit_spec) if phase == "weights" else client_environment(unit_spec))
     if unit_spec.gpu.sm_sharing == "mps" and phase in SHARING:
         environ[PERCENTAGE] = str(percentage(share_of(unit_spec, model, phase)))
+    if unit_spec.gpu.decode_first and unit_spec.gpu.sm_sharing != "off" and phase == "prefill":
+        environ[PRIORITY] = _BELOW_NORMAL
 
 
 def refuse_cuda(descriptors: Path = Path("/proc/self/fd")) -> None:

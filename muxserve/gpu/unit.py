@@ -51,6 +51,7 @@ class GpuUnit:
     elsewhere: bool = False
     fallbacks: tuple[Fallback, ...] = ()
     full_graphs: bool | None = None
+    decode_first: bool = False
 
     @property
     def ranks(self) -> int:
@@ -69,6 +70,7 @@ class GpuUnit:
             nvls="nvls_off" not in self.fallbacks,
             full_graphs=self.full_graphs,
             restart_mps="restart_mps" in self.fallbacks,
+            decode_first=self.decode_first,
         )
 
     def as_found(self, findings: Findings) -> GpuUnit:
@@ -158,6 +160,8 @@ class GpuUnit:
         }
         condition = ", if MPS works there" if self.elsewhere and self.sharing != "off" else ""
         words = [f"{gpus}: {how[self.sharing]}{condition}"]
+        if self.decode_first and self.sharing != "off":
+            words.append("kernels of prefill engines wait for those of decode engines (CUDA_MPS_CLIENT_PRIORITY)")
         if self.sharing != "off":
             each = ", ".join(f"{name} {s.prefill:.0%}/{s.decode:.0%}" for name, s in self.shares.items())
             words.append(f"SM shares of prefill/decode: {each}")

@@ -94,6 +94,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         phases=how.name,
         stages=stages,
         elsewhere=fleet.cluster.launcher == "ray",
+        decode_first=fleet.cluster.decode_first,
     )
 
 

@@ -38,6 +38,7 @@ class GpuSpec(msgspec.Struct, frozen=True):
     GPU in an exclusive compute mode wants. `nvls`: NCCL may use the NVSwitch's multicast where one model of several
     ranks has the GPUs to itself. `full_graphs`: CUDA graphs of decode batches hold attention, too, because that was
     found to work; False: it was found not to. `restart_mps`: an engine that was killed takes the server along.
+    `decode_first`: under MPS prefill engines are clients of lower priority.
     """
 
     uuids: list[str]
@@ -47,6 +48,7 @@ class GpuSpec(msgspec.Struct, frozen=True):
     nvls: bool = True
     full_graphs: bool | None = None
     restart_mps: bool = False
+    decode_first: bool = False
 
 
 def share_steps(sharing: SmSharing, policy: PolicyName) -> int:

@@ -81,6 +81,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"cluster: {{gpus: 2, ranks: 2}}\n{ONE}", "fleet.yaml:1: cluster.ranks: is for CPU; with GPUs every model of a unit is split over all of the unit's GPUs"),
         (f"cluster: {{gpus: 1, gpu_memory: 1.2}}\n{ONE}", "fleet.yaml:1: cluster.gpu_memory: must be at most 0.99, not 1.2"),
         (f"cluster: {{gpus: 1, mps: yes please}}\n{ONE}", "fleet.yaml:1: cluster.mps: must be one of auto, on, off, not 'yes please'"),
+        (f"cluster:\n  gpus: 1\n  decode_first: true\n  mps: off\n{ONE}", "fleet.yaml:3: cluster.decode_first: is a priority among clients of MPS, which is switched off; leave one of the two out"),
         (f"cluster:\n  gpus: 1\n  sm_sharing: green_contexts\n  mps: off\n{ONE}", "fleet.yaml:4: cluster.mps: green contexts of different processes compute at the same time under MPS only"),
         (f"{ONE}    sm: {{prefill: 0}}\n", "fleet.yaml:4: models[0].sm.prefill: must be more than 0, not 0"),
         (f"{ONE}    sm: {{decode: 60}}\n", "fleet.yaml:4: models[0].sm.decode: must be at most 1, not 60"),

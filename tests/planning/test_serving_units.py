@@ -374,10 +374,18 @@ def test_green_contexts_are_for_one_rank_and_with_slack_for_each_lease() -> None
     assert (leased.sharing, leased.rules.graph_sets) == ("green_contexts", SHARE_STEPS)
     assert "others with each lease" in leased.describe()[0]
     assert "others with each lease" not in fixed.describe()[0]
+    assert not fixed.deployed.decode_first
     # Graphs are captured for each size of share.
     need = leased.needs[0]
     more = (SHARE_STEPS - 1) * leased.rules.engines * need.graph_bytes
     assert need.engines(leased.rules) - need.engines(fixed.rules) == more
+
+
+def test_decode_first_reaches_the_unit() -> None:
+    (made,) = plan(fleet("1", head="cluster: {gpus: 1, launcher: ray, decode_first: true}"), None, MACHINE, H200)
+    assert made.gpu is not None
+    assert made.gpu.deployed.decode_first
+    assert any("CUDA_MPS_CLIENT_PRIORITY" in line for line in made.gpu.describe())
 
 
 def test_later_units_on_ray_are_counted() -> None:
