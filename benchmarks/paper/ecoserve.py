@@ -260,8 +260,8 @@ def independent(cluster: Cluster, model: str, budget: int | None = None) -> Syst
 def split(cluster: Cluster, model: str, dataset: str, within_node: bool) -> System:
     """DistServe or MoonCake. Of the divisions around what `division` says the one is taken that meets the objectives
     best in a trial of a minute, at the rate that `division` expects of it."""
-    if not within_node and cluster.device.startswith("L20"):
-        # One instance per node, so that all KV crosses the network.
+    if not within_node and cluster.device.startswith("L20") and MODELS[model].heads % 8 == 0:
+        # One instance per node, so that all KV crosses the network. Llama-30B's 52 heads cannot be divided by eight.
         cluster = replace(cluster, tp={**cluster.tp, model: 8})
     unit, costs = replace(unit_of(cluster, model), combined=True), costs_of(cluster, model)
     prompt, output = DATASETS[dataset].means()
@@ -592,7 +592,7 @@ def staged(cluster: Cluster, model: str, stages: int, budget: Callable[[], Token
 def part_pipelines(effort: Effort, keep: Callable[[Row], None]) -> Row:
     """Figure 11: instances that are pipelines. Four GPUs each as one stage, as two of two and as four; their prefill
     rolls over them, or steps hold prompts and sequences in instances that know nothing of each other."""
-    cluster, model, dataset = CLUSTERS["L20"], "CodeLlama2-34B", "ShareGPT"
+    cluster, model, dataset = CLUSTERS["L20"], "CodeLlama2-34B", "LongBench"
     found: Row = {}
     expected = DATASETS[dataset].means()[1]
     for stages in (1, 2, 4):
@@ -605,7 +605,7 @@ def part_pipelines(effort: Effort, keep: Callable[[Row], None]) -> Row:
         }
         mixed = ReplicaRules(dispatch=lambda levels: FewestTokens())
         for name, system in (rolled | {VLLM: played(staged(cluster, model, stages, FixedBudget), mixed)}).items():
-            figures = goodput_of(lambda system=system: system, dataset, effort, 10.0)
+            figures = goodput_of(lambda system=system: system, dataset, effort, 3.0)
             found[f"{stages} stages, {name}"] = figures
             print(f"pipelines, {stages} stages, {name}: {figures['with']}", flush=True)
             keep(found)

@@ -275,7 +275,7 @@ class SchedulerCore:
                 self._model_schedulers[name].gone(unit, now)
         seen.models = models
         for name in models:
-            self._model_schedulers[name].report(unit, loads[name], now)
+            self._model_schedulers[name].report(unit, loads[name], message.came, now)
 
     def _rolled(self, unit: str, message: RollingReport, now: float) -> None:
         seen = self._heard(unit, message, now)

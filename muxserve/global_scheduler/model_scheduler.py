@@ -1,13 +1,13 @@
 """One model: its pure `GlobalScheduler`, and what the live fleet adds to it: besides what every model has, what was
-sent to a unit so lately that its report cannot tell of it yet.
+sent to a unit and is still on its way there, so that its report cannot tell of it yet.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
@@ -20,9 +20,8 @@ from muxserve.wire import Place, Unpaired
 
 log = logging.getLogger(__name__)
 
-# From the answer to a gateway until the unit's report has the request: two messages on one machine, and the least time
-# between two reports.
-SETTLE_SECONDS = 0.03
+# What a unit has not named by then was cancelled on its way, or the gateway is gone.
+FORGET_SECONDS = 1.0
 
 
 class ModelScheduler(ModelSchedulerBase):
@@ -31,8 +30,8 @@ class ModelScheduler(ModelSchedulerBase):
     def __init__(self, model: str, rules: Rules, serves: Iterable[str], out: Outbox) -> None:
         super().__init__(model, rules, serves, out)
         self._scheduler = self._make()
-        # Time and demand of what was sent to each unit lately.
-        self._recent: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
+        # Of what was sent to each unit, and that it has not named yet, by request: when, and the demand.
+        self._under_way: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)
 
     def _make(self) -> GlobalScheduler:
         return GlobalScheduler(
@@ -63,16 +62,19 @@ class ModelScheduler(ModelSchedulerBase):
         if self._to_go(unit):
             self._drain(unit, now)
 
-    def _stands(self, unit: str, load: InstanceLoad, now: float) -> None:
-        recent = self._recent[unit]
-        while recent and now - recent[0][0] >= SETTLE_SECONDS:
-            recent.popleft()
-        for _, demand in recent:
-            load.enqueue(demand)
+    def _stands(self, unit: str, load: InstanceLoad, came: Sequence[str], now: float) -> None:
+        under_way = self._under_way[unit]
+        for request_id in came:
+            under_way.pop(request_id, None)
+        for request_id, (since, demand) in list(under_way.items()):
+            if now - since >= FORGET_SECONDS:
+                del under_way[request_id]
+            else:
+                load.enqueue(demand)
         self._scheduler.report(load)
 
     def _went(self, unit: str, now: float) -> None:
-        self._recent.pop(unit, None)
+        self._under_way.pop(unit, None)
         self._scheduler.down(unit)
 
     def _drain(self, unit: str, now: float) -> None:
@@ -148,7 +150,7 @@ class ModelScheduler(ModelSchedulerBase):
                     place = self._send_away(key, unit)
                     if place is not None:
                         # The policy has counted the request; the next report may not know it yet.
-                        self._recent[unit].append((now, place.demand))
+                        self._under_way[unit][place.request_id] = now, place.demand
                 case Refuse(key, reason, late):
                     self._answer(key, reason, late)
                 case Unpair(source):

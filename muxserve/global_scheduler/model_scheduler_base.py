@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -112,8 +112,8 @@ class ModelSchedulerBase(ABC):
         """A replica is up; `load.terminating` is what it says itself, and to become what it should say."""
 
     @abstractmethod
-    def _stands(self, unit: str, load: InstanceLoad, now: float) -> None:
-        """A replica that is known has reported."""
+    def _stands(self, unit: str, load: InstanceLoad, came: Sequence[str], now: float) -> None:
+        """A replica that is known has reported, with these requests among what it tells of."""
 
     @abstractmethod
     def _went(self, unit: str, now: float) -> None:
@@ -169,8 +169,8 @@ class ModelSchedulerBase(ABC):
 
     # ------------------------------------------------------------ replicas
 
-    def report(self, unit: str, load: InstanceLoad, now: float) -> None:
-        """A unit says how its replica stands."""
+    def report(self, unit: str, load: InstanceLoad, came: Sequence[str], now: float) -> None:
+        """A unit says how its replica stands; `came` have come to the unit since its last report."""
         replica = self._up.get(unit)
         if replica is None:
             replica = self._up[unit] = Replica(msgspec.structs.replace(load, name=unit))
@@ -179,7 +179,7 @@ class ModelSchedulerBase(ABC):
             self._came(unit, replica.load, now)
             log.info("%s is up in %s: %d tokens of KV", self.model, unit, load.capacity)
         else:
-            self._stands(unit, replica.load.refresh(load), now)
+            self._stands(unit, replica.load.refresh(load), came, now)
         replica.terminating, wanted = load.terminating, replica.load.terminating
         if load.terminating != wanted and now - replica.told_at >= TELL_AGAIN_SECONDS:
             self._tell(unit, wanted, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -165,7 +165,7 @@ class RollingModelScheduler(ModelSchedulerBase):
         if self._member(unit) is None:
             self._ask(unit, now)
 
-    def _stands(self, unit: str, load: InstanceLoad, now: float) -> None:
+    def _stands(self, unit: str, load: InstanceLoad, came: Sequence[str], now: float) -> None:
         member = self._member(unit)
         if member is None:
             self._ask(unit, now)

@@ -95,6 +95,7 @@ class UnitReplicas:
         """Report if there is something to report."""
         whole = self._rolling.turn(now)
         if self._scheduler is None:
+            self._state.came.clear()
             return
         if whole:
             self._tell(self.loads(), now)
@@ -104,7 +105,7 @@ class UnitReplicas:
             return
         self._due = self._told_at + SILENCE_SECONDS
         loads = self.loads()
-        if now >= self._due or worth_telling(self._told, loads):
+        if now >= self._due or self._state.came or worth_telling(self._told, loads):
             self._tell(loads, now)
 
     def wakeup(self) -> float:
@@ -113,5 +114,6 @@ class UnitReplicas:
 
     def _tell(self, loads: list[InstanceLoad], now: float) -> None:
         assert self._scheduler is not None
-        self._state.send(self._scheduler, Loads(self._state.unit_spec.unit, self._state.epoch, loads))
+        came, self._state.came = self._state.came, []
+        self._state.send(self._scheduler, Loads(self._state.unit_spec.unit, self._state.epoch, loads, came))
         self._told, self._told_at, self._due = loads, now, now + SILENCE_SECONDS

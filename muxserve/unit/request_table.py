@@ -118,6 +118,8 @@ class UnitRequestTable:
             log.info("a request from %s, which has not greeted yet", shown(peer))
             self._state.send(peer, UnitHello(self._state.epoch))
             return
+        # Whatever becomes of it: it is not on its way any more.
+        self._state.came.append(submit.request_id)
         known = self.held.get(submit.request_id)
         if known is not None:
             if known.attempt >= submit.attempt:

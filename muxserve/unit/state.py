@@ -41,6 +41,8 @@ class UnitState:
     terminating: set[str] = field(default_factory=set)
     moving_in: dict[str, int] = field(default_factory=dict)
     moving_out: Counter[str] = field(default_factory=Counter)
+    # Requests that gateways gave since the global scheduler was told of loads.
+    came: list[str] = field(default_factory=list)
     timeline: UnitTimeline = field(default_factory=UnitTimeline)
 
     def __post_init__(self) -> None:

@@ -23,11 +23,13 @@ class SchedulerHello(Message):
 
 class Loads(Message):
     """How the replicas of a unit stand; sent when asked (`SchedulerHello`), when they have changed by more than a
-    little, and at least every second. `epoch` is the unit scheduler's. Models that are not up are not in it."""
+    little, and at least every second. `epoch` is the unit scheduler's. Models that are not up are not in it. `came` are
+    the requests that gateways have given to the unit since the last one: `loads` tells of these."""
 
     unit: str
     epoch: str
     loads: list[InstanceLoad]
+    came: list[str] = []
 
 
 class RollingRequest(msgspec.Struct, omit_defaults=True, gc=False):

@@ -101,8 +101,8 @@ class World:
         self.core.handle(peer, decode(encode(message)), self.now)
         self.turn()
 
-    def report(self, unit: str, *loads: InstanceLoad, epoch: str = "e1") -> None:
-        self.say(ToUnit(unit), Loads(unit, epoch, list(loads)))
+    def report(self, unit: str, *loads: InstanceLoad, epoch: str = "e1", came: Iterable[str] = ()) -> None:
+        self.say(ToUnit(unit), Loads(unit, epoch, list(loads), list(came)))
 
     def controller(self) -> None:
         self.say(CONTROLLER, ControllerHello())

@@ -71,13 +71,48 @@ def test_a_burst_is_spread_although_reports_that_do_not_know_of_it_come_in_betwe
         world.report("u1", load())
     placed = [message.unit for message in world.heard(Placed)]
     assert placed.count("u0") == placed.count("u1") == 10
-    # A report that comes later is believed.
-    world.wait(0.05)
-    world.report("u0", load())
-    world.report("u1", load(used=9_000, running=1))
+    # A report that names all of them is believed.
+    everyone = [str(number) for number in range(20)]
+    world.report("u0", load(), came=everyone)
+    world.report("u1", load(used=9_000, running=1), came=everyone)
     for number in range(3):
         world.say(G0, place(f"x{number}", demand=10))
     assert {message.unit for message in world.heard(Placed)} == {"u0"}
+
+
+def test_what_is_long_on_its_way_to_a_unit_counts_until_the_unit_names_it() -> None:
+    world = two()
+    for number in range(8):
+        world.say(G0, place(str(number), demand=500))
+        world.wait(0.1)
+        world.report("u0", load())
+        world.report("u1", load())
+    placed = [message.unit for message in world.heard(Placed)]
+    assert placed.count("u0") == placed.count("u1") == 4
+
+
+def test_what_a_unit_names_is_not_counted_twice() -> None:
+    world = two()
+    world.say(G0, place("r", demand=4_000))
+    (placed,) = world.heard(Placed)
+    other = {"u0": "u1", "u1": "u0"}[placed.unit]
+    # Its prompt of 4,000 tokens is there at once; counted beside it again it would be the fuller one.
+    world.report(placed.unit, load(used=4_000, running=1), came=["r"])
+    world.report(other, load(used=6_000, running=1))
+    world.say(G0, place("s", demand=10))
+    assert [message.unit for message in world.heard(Placed)] == [placed.unit]
+
+
+def test_what_never_comes_to_a_unit_is_forgotten() -> None:
+    world = two()
+    world.say(G0, place("r", demand=9_000))
+    (placed,) = world.heard(Placed)
+    other = {"u0": "u1", "u1": "u0"}[placed.unit]
+    world.wait(1.1)
+    world.report(placed.unit, load())
+    world.report(other, load(used=5_000, running=1))
+    world.say(G0, place("s", demand=10))
+    assert [message.unit for message in world.heard(Placed)] == [placed.unit]
 
 
 def test_requests_wait_for_the_first_replica_by_priority() -> None:

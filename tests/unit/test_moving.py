@@ -640,6 +640,20 @@ def test_reports_are_few() -> None:
     assert report.running + report.waiting == 4
 
 
+def test_loads_name_what_has_come_to_the_unit_since_the_last_ones() -> None:
+    b = bench()
+    b.submit("before")
+    b.say(SCHEDULER, SchedulerHello("s1"))
+    b.submit("r")
+    b.submit("s")
+    # Refused, but not on its way any more.
+    b.submit("t", prompt=1_000_000)
+    (report,) = to(SCHEDULER, Loads, b.turn(after=0.02))
+    assert report.came == ["r", "s", "t"]
+    (report,) = to(SCHEDULER, Loads, b.turn(after=1.0))
+    assert report.came == []
+
+
 def test_what_waits_is_reported_as_demand() -> None:
     b = bench(models=[model("a", max_num_seqs=1), model("b")])
     b.decoding("r")
