@@ -1,6 +1,6 @@
 """Many models whose weights do not fit into the memory together, under bursty groups: who meets the objective.
 
-    python benchmarks/density.py [--models 24] [--seconds 60] [--limit 4GiB] [--seeds 0 1 2] [--out FILE]
+    python benchmarks/density.py [--models 24] [--seconds 60] [--limit 4GiB] [--seeds 0 1 2] [--add] [--out FILE]
 
 The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
 limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import shutil
 import statistics
 import tempfile
@@ -126,6 +127,12 @@ def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if wakes:
         found["wake_seconds"] = percentiles(wakes)
     return found
+
+
+def document(runs: dict[str, list[dict[str, Any]]], parameters: dict[str, Any]) -> dict[str, Any]:
+    """The report of what has been run so far."""
+    systems = {system: together(each) for system, each in runs.items()}
+    return {"machine": machine(), "parameters": parameters, "systems": systems, "runs": runs}
 
 
 def figures(outcomes: Sequence[Outcome], slo: float, meter: Meter, limit: int) -> dict[str, Any]:
@@ -250,9 +257,11 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=["memory", "timer", "proxy"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/density.json")
+    parser.add_argument("--add", action="store_true", help="to the runs that are in the file")
     args = parser.parse_args()
     end_cleanly()
-    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in args.systems}
+    runs: dict[str, list[dict[str, Any]]] = json.loads(args.out.read_text())["runs"] if args.add else {}
+    parameters = {key: getattr(args, key) for key in ("models", "seconds", "rate", "slo", "idle", "limit")}
     with made(args.models, args.layers) as paths, tempfile.TemporaryDirectory(prefix="density-") as name:
         folder = Path(name)
         weights = (next(iter(paths.values())) / "model.safetensors").stat().st_size
@@ -265,15 +274,15 @@ def main() -> None:
                 limit = args.limit if system == "memory" else None
                 file = fleet_file(folder, system, paths, limit, args.idle, args.slo)
                 outcomes, meter, extra = served(file, calls, args.grace)
-            runs[system].append({"seed": seed, **figures(outcomes, args.slo, meter, args.limit), **extra})
+            runs.setdefault(system, []).append(
+                {"seed": seed, **figures(outcomes, args.slo, meter, args.limit), **extra}
+            )
             shown = {key: value for key, value in runs[system][-1].items() if key != "pss_gib"}
             print(f"{system}: {shown}", flush=True)
+            write_report(args.out, document(runs, {**parameters, "weights_bytes": weights}))
     print(f"{args.models} models of {format_size(weights)}, limit {format_size(args.limit)}")
-    systems = {system: together(each) for system, each in runs.items()}
-    for system, found in systems.items():
-        print(f"{system}: {found}")
-    report = {"machine": machine(), "weights_bytes": weights, "limit_bytes": args.limit, "slo_seconds": args.slo}
-    write_report(args.out, {**report, "systems": systems, "runs": runs})
+    for system, each in runs.items():
+        print(f"{system}: {together(each)}")
 
 
 if __name__ == "__main__":

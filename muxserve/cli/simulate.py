@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from muxserve.simulator import (
 )
 from muxserve.simulator.fleet import PriorityOf
 from muxserve.workload import Workload, WorkloadError, WorkloadOptions, open_workload
+from placement.format import format_size
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -225,6 +226,7 @@ def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, obje
                     }
                     for engine in unit.engines
                 ],
+                **({} if unit.residency is None else {"residency": asdict(unit.residency)}),
                 "pages": {
                     "seconds": [time for time, _ in unit.pages],
                     **{name: [held[i] for _, held in unit.pages] for i, name in enumerate(unit.models)},
@@ -272,7 +274,7 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
             )
             console.print(escape(run.placed.about))
             console.print(models_table(run.summary))
-            for words in (*_arrangement_words(run.result), *_replicas_words(run.result)):
+            for words in (*_arrangement_words(run.result), *_replicas_words(run.result), *_residency_words(run.result)):
                 console.print(f"- {escape(words)}")
             for text, count in run.summary.errors.items():
                 console.print(f"[red]{count} x[/] {escape(text)}")
@@ -323,6 +325,17 @@ def _arrangement_words(result: FleetResult) -> Iterator[str]:
         words = arrangement(mine[0].phases).report_words(model, mine)
         if words:
             yield words
+
+
+def _residency_words(result: FleetResult) -> Iterator[str]:
+    """A sentence for each unit in which memory decides who is awake."""
+    for unit in result.units:
+        if unit.residency is not None:
+            told = unit.residency
+            yield (
+                f"{told.wakes} wakes, {told.sleeps} times a model was put to sleep, {told.waited} requests waited for "
+                f"a wake; at most {format_size(told.peak_bytes)} were set aside"
+            )
 
 
 def _replicas_words(result: FleetResult) -> Iterator[str]:

@@ -20,8 +20,10 @@ from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
+from muxserve.planning.residency import residency_of
 from muxserve.planning.this_machine import as_served, plan_machine
 from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
+from muxserve.spec import ResidencySpec
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
 from placement.format import enumerate_words
@@ -95,7 +97,8 @@ class Places:
             self._check(made.plan.missing, kind)
             for each in made.arrangements.comparisons if made.arrangements else ():
                 self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
-            return self.complete(made.plan.placement, made.plan.demands, self._origin(_MUXSERVE, {}))
+            placed = self.complete(made.plan.placement, made.plan.demands, self._origin(_MUXSERVE, {}))
+            return replace(placed, residency=self._residency(placed.placement))
         planned = resolve_unit(load_fleet(self.file).multiplexed(), this_machine())
         demands = [as_served(demand, [planned]) for demand in self.demands]
         try:
@@ -103,6 +106,19 @@ class Places:
         except ValueError as error:
             raise PlacesError(str(error)) from None
         return self.complete(placement, demands, "placement of all models in one multiplexed unit")
+
+    def _residency(self, placement: Placement) -> ResidencySpec | None:
+        """By what memory decides, as `muxserve deploy` has it.
+
+        Raises:
+            PlacesError: it would decide over several units, which are simulated each by itself.
+        """
+        if self.fleet.memory is None:
+            return None
+        if len(placement.units) > 1:
+            raise PlacesError("with `memory` only fleets of one unit can be simulated")
+        planner = FleetPlanner(load_fleet(self.file), this_machine(), _no_gpus)
+        return residency_of(planner.fleet, planner.at_start(), planner.machine)
 
     @property
     def _units(self) -> int:

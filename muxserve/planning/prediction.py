@@ -30,6 +30,7 @@ from muxserve.planning.arrangements.base import (
     wanted_of,
 )
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
+from muxserve.planning.residency import with_residency
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.planning.unit_plan import with_batching
 from muxserve.replicas.priorities import Levels
@@ -51,7 +52,7 @@ from muxserve.simulator import (
     simulate,
     units_of,
 )
-from muxserve.spec import SHARES_PER_LEASE
+from muxserve.spec import SHARES_PER_LEASE, ResidencySpec
 from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
 from muxserve.workload.lengths import CappedLengths, FixedLength
 from muxserve.workload.published import published
@@ -82,14 +83,15 @@ class Surroundings:
 class Simulated:
     """What is simulated of a fleet: a placement, the models that its multiplexed units serve, the units of models in
     other arrangements (`others`), and by what replicas of a model work together, by its name. `spares` are units that
-    it may get beside those that it has, before a mode has changed them. `origin` says where the placement comes from,
-    for the user."""
+    it may get beside those that it has, before a mode has changed them. `residency`, if memory decides which models of
+    its unit are awake. `origin` says where the placement comes from, for the user."""
 
     placement: Placement
     models: Mapping[str, FleetModel]
     others: tuple[SimUnit, ...] = ()
     rules: Rules = field(default_factory=dict)
     spares: Mapping[str, tuple[SimUnit, ...]] = field(default_factory=dict)
+    residency: ResidencySpec | None = None
     origin: str = ""
 
     @property
@@ -112,7 +114,10 @@ class Simulated:
         Raises:
             SimulationError: as `units_of`.
         """
-        return [*units_of(self.placement, self.models, mode), *self.others]
+        units = units_of(self.placement, self.models, mode)
+        if self.residency is not None and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):
+            units = [with_residency(unit, self.residency) for unit in units]
+        return [*units, *self.others]
 
     def rules_of(self, mode: Mode) -> Rules:
         """By what replicas work together in that mode."""

@@ -1,4 +1,5 @@
-"""The part of a fleet's plan that memory decides at run time: its limit, and what each model is expected to take."""
+"""The part of a fleet's plan that memory decides at run time: its limit, and what each model is expected to take; live
+and simulated."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 from muxserve.config import AUTO, Fleet, FleetError
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.simulator import SimResidency, SimUnit
 from muxserve.spec import ResidencySpec
 from placement import Machine
 from placement.format import format_size
@@ -24,6 +26,14 @@ DECLARED_BYTES = 8 << 20
 MODEL_BYTES = 200 << 20
 # A first token within this time where a model has no objective, and how long a wake takes until one was measured.
 TTFT_SECONDS, WAKE_SECONDS = 5.0, 1.0
+
+
+def with_residency(unit: SimUnit, spec: ResidencySpec) -> SimUnit:
+    """The simulated unit of a fleet in which memory decides which models are awake. What never sleeps is awake, and
+    what it takes is part of the rules already."""
+    models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
+    awake = tuple(name for name, costs in models.items() if costs.pinned)
+    return replace(unit, residency=SimResidency(spec.rules, models, awake))
 
 
 def within_limit(fleet: Fleet, machine: Machine) -> Machine:

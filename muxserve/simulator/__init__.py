@@ -12,7 +12,7 @@ from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
 from muxserve.simulator.result import FleetResult, ReplicasResult, UnitResult
 from muxserve.simulator.ring import RingRules
-from muxserve.simulator.setup import ControlDelays, Link, Options, Pipeline, SimModel, SimUnit
+from muxserve.simulator.setup import ControlDelays, Link, Options, Pipeline, SimModel, SimResidency, SimUnit
 from muxserve.simulator.timeline import write_timeline
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "RingRules",
     "Rules",
     "SimModel",
+    "SimResidency",
     "SimUnit",
     "SimulationError",
     "UnitResult",

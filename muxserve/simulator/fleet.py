@@ -10,6 +10,7 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.simulator.clock import Clock, Compute, SimulationError
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import FleetResult
 from muxserve.simulator.ring import Ring, RingRules
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -121,7 +122,8 @@ class Group:
             compute = self._cpu = self._cpu or Compute(spec.device, self._latency, shared=True)
         if spec.combined:
             return StockUnit(spec, self._latency, self._options, self.clock, compute)
-        unit = ScheduledUnit(spec, self._latency, self._options, self.clock, compute)
+        made = ScheduledUnit if spec.residency is None else ResidentUnit
+        unit = made(spec, self._latency, self._options, self.clock, compute)
         unit.ranks = self._ranks
         return unit
 

@@ -23,6 +23,17 @@ class EngineUse:
 
 
 @dataclass(slots=True)
+class ResidencyResult:
+    """Of a unit whose models are not all awake: wakes, times that a model was put to sleep, requests that waited for a
+    wake, and the most bytes that were taken on a device, those of models being woken included."""
+
+    wakes: int
+    sleeps: int
+    waited: int
+    peak_bytes: int
+
+
+@dataclass(slots=True)
 class UnitResult:
     """What happened in a unit. `seconds` is from the start of the workload to the end of the last request;
     `busy_seconds` those in which any job ran, of a pipeline the mean of its stages. `requests` are those that came to
@@ -54,6 +65,7 @@ class UnitResult:
     stages: tuple[float, ...] = ()
     active: float = 0.0
     micro_batches: MicroBatches | None = None
+    residency: ResidencyResult | None = None
     began: float = 0.0
     ended: float | None = None
 

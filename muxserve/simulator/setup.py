@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
 from muxserve.scheduling.policies import DEFAULT_POLICY
+from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 
@@ -102,6 +103,17 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
+class SimResidency:
+    """By which rules models are awake, what each takes, and which are awake at first. Bytes are those of one device of
+    the unit. A wake takes `WakeCosts.seconds`, and so does a sleep `sleep_seconds`."""
+
+    rules: ResidencyRules
+    models: dict[str, WakeCosts]
+    awake: tuple[str, ...] = ()
+    sleep_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class SimUnit:
     """One unit. `devices` are the numbers, in the cluster, of its devices of type `device`; models are split over all
     of them, and page counts are per device.
@@ -109,7 +121,7 @@ class SimUnit:
     `policy` is a name of `muxserve.scheduling.policies`. Without `adapt_quotas` quotas stay as they are. A `combined`
     unit has no scheduler: each model is one engine that prefills and decodes by itself, as stock vLLM does. With a
     `pipeline` its one model is split over groups of the devices, those of the first stage first; then pages are counted
-    on a device of the stage with the most layers.
+    on a device of the stage with the most layers. With `residency` its models need not all be awake; else they are.
     """
 
     name: str
@@ -121,6 +133,7 @@ class SimUnit:
     adapt_quotas: bool = True
     combined: bool = False
     pipeline: Pipeline | None = None
+    residency: SimResidency | None = None
 
     @property
     def phases(self) -> str:

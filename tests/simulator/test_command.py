@@ -12,6 +12,7 @@ from muxserve.cli.app import app
 from muxserve.planning.plan_file import save_plan
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
+ROOT = Path(__file__).resolve().parents[2]
 FLEET = """
 cluster: { gpus: 4, gpu_type: A100-80GB }
 models:
@@ -65,6 +66,27 @@ def test_modes_side_by_side(fleet: Path, planned: Path, tmp_path: Path) -> None:
     assert "KV pages in use: spatial" in page.read_text()
     for mode in ("muxserve", "spatial"):
         assert json.loads((tmp_path / f"trace-{mode}.json").read_text())["traceEvents"]
+
+
+def test_where_memory_decides_models_are_woken_and_put_to_sleep(tmp_path: Path) -> None:
+    limit = 1600 << 20
+    paths = [ROOT / "configs/models" / name for name in ("arithmetic", "atlas", "frontdesk") * 2]
+    models = [f"  - {{name: m{n}, path: {path}, dtype: float32}}" for n, path in enumerate(paths)]
+    file = tmp_path / "fleet.yaml"
+    file.write_text("\n".join([f"memory: {{limit: {limit}}}", "kv_pool: {size: 32MiB}", "models:", *models]))
+    load = "bursty-groups:rate=2,duration=30,prompt=32,output=8"
+    result = run(file, "--workload", load, "--mode", "muxserve,all-awake", "--json")
+    assert result.exit_code == 0, result.output
+    runs = json.loads(result.stdout)["runs"]
+    for summary in runs.values():
+        assert summary["overall"]["completed"] == summary["overall"]["requests"] > 20
+    (unit,), (awake,) = (each["extra"]["units"] for each in runs.values())
+    assert "residency" not in awake
+    assert unit["residency"]["wakes"] >= unit["residency"]["sleeps"] > 0
+    assert unit["residency"]["waited"] > 0
+    assert unit["residency"]["peak_bytes"] < limit
+    shown = run(file, "--workload", load)
+    assert f"{unit['residency']['wakes']} wakes" in shown.stdout
 
 
 def test_the_report_is_the_same_every_time(fleet: Path) -> None:

@@ -1,0 +1,88 @@
+"""Units whose models are not all awake: the policy of the live fleet on the simulator's clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.simulator import SimResidency, simulate
+from muxserve.simulator.resident import ResidentUnit
+from muxserve.simulator.result import ResidencyResult, UnitResult
+from muxserve.simulator.scheduled import ScheduledUnit
+from tests.simulator.support import Analytic, profile, requests, run, unit
+
+NAMES = ("a", "b", "c")
+WAKE = 0.5
+
+
+def resident(limit: int, awake: tuple[str, ...] = (), **rules: float) -> ResidentUnit:
+    costs = {name: WakeCosts(40, load_bytes=10, seconds=WAKE, ttft=2.0) for name in NAMES}
+    residency = SimResidency(ResidencyRules(limit, **rules), costs, awake)  # type: ignore[arg-type]
+    return ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+
+
+def awakened(result: UnitResult) -> ResidencyResult:
+    assert result.residency is not None
+    return result.residency
+
+
+def first_tokens(result: UnitResult) -> list[float]:
+    found = []
+    for record in result.records:
+        assert not record.error
+        assert record.first_token is not None
+        found.append(record.first_token)
+    return found
+
+
+def test_with_room_for_all_nothing_differs_from_a_unit_whose_models_are_awake() -> None:
+    load = requests(*((0.03 * n, NAMES[n % 3], 40, 10) for n in range(60)))
+    always = run(ScheduledUnit(unit([profile(name) for name in NAMES], 1200), Analytic()), load)
+    found = run(resident(200, awake=NAMES), load)
+    assert found.records == always.records
+    assert awakened(found) == ResidencyResult(0, 0, 0, 3 * 40)
+
+
+def test_a_herd_is_served_by_one_wake_of_each_model() -> None:
+    result = run(resident(200), requests(*((0.001 * n, NAMES[n % 3], 40, 4) for n in range(60))))
+    told = awakened(result)
+    assert (told.wakes, told.sleeps) == (3, 0)
+    assert told.waited > 3
+    # One after the other.
+    by_model = {name: min(r.first_token or 0.0 for r in result.records if r.model == name) for name in NAMES}
+    assert sorted(round(at, 1) for at in by_model.values()) == [WAKE, 2 * WAKE, 3 * WAKE]
+
+
+def test_a_sleeping_model_answers_later_by_its_wake() -> None:
+    load = requests((0.0, "a", 40, 4))
+    (asleep,) = first_tokens(run(resident(200), load))
+    (awake,) = first_tokens(run(resident(200, awake=("a",)), load))
+    assert asleep == pytest.approx(awake + WAKE)
+
+
+@pytest.mark.parametrize("limit", [50, 90, 95])
+def test_models_that_do_not_fit_take_turns_within_the_limit(limit: int) -> None:
+    world = resident(limit, min_residence=0.2, residence_factor=0.5, max_wait=2.0)
+    result = run(world, requests(*((0.1 * n, NAMES[(n // 7) % 3], 40, 10) for n in range(200))))
+    told = awakened(result)
+    assert len(first_tokens(result)) == 200
+    assert told.wakes > 3
+    assert told.sleeps >= told.wakes - 2
+    assert told.peak_bytes <= limit
+
+
+def test_a_fleet_takes_units_of_both_kinds() -> None:
+    residency = SimResidency(ResidencyRules(60), {name: WakeCosts(40, seconds=WAKE) for name in NAMES})
+    units = [
+        unit([profile(name) for name in NAMES], 1200, residency=residency),
+        unit([profile("d")], 400, name="unit1", devices=(1,)),
+    ]
+    result = simulate(units, requests((0.0, "a", 40, 4), (0.0, "d", 40, 4), (0.0, "b", 40, 4)), Analytic())
+    assert [record.error for record in result.records] == [""] * 3
+    assert [each.residency is None for each in result.units] == [False, True]
+
+
+def test_a_unit_must_know_what_its_models_take() -> None:
+    residency = SimResidency(ResidencyRules(60), {"a": WakeCosts(40)})
+    with pytest.raises(ValueError, match="unit0 needs to know what each of its models takes"):
+        ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
