@@ -47,14 +47,14 @@ def preload(device: str) -> None:
         # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
         import muxserve.engine.cpu.worker  # noqa: F401
 
-        _prepare_workers()
+        prepare_workers()
     engine_internals.check(device)
     refuse_cuda()
     # Imports leave nothing to collect, and looking for it before the first fork takes a third of a second.
     gc.freeze()
 
 
-def _prepare_workers() -> None:
+def prepare_workers() -> None:
     """Do once what vLLM would do in every process that loads a model, for a third of a second each time."""
     import vllm.distributed.elastic_ep.elastic_execute
     import vllm.model_executor.layers.quantization.online.base  # noqa: F401

@@ -249,6 +249,24 @@ def test_engines_bind_to_a_new_memory_manager(family: Engines, stock: dict[str, 
     family.until(lambda: not any(owned(family).values()))
 
 
+def test_what_is_forked_looks_for_no_kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+    from vllm.v1.worker.block_table import ComputeSlotMappingKernel
+
+    from muxserve.forks.warm_parent import prepare_workers
+
+    looked, look = [], dispatcher._rebind_kernels
+    monkeypatch.setattr(dispatcher, "_rebind_kernels", lambda kernels: (looked.append(kernels), look(kernels)))
+    before = vars(type(current_platform))["register_triton_kernel_overrides"]
+    monkeypatch.setattr(type(current_platform), "register_triton_kernel_overrides", before)
+    prepare_workers()
+    looked.clear()
+    current_platform.register_triton_kernel_overrides()  # as each worker does
+    assert looked == []
+    assert isinstance(ComputeSlotMappingKernel.kernel, dispatcher.KernelOverride)
+
+
 def test_the_engines_fit_the_pinned_vllm() -> None:
     from muxserve.vllm import engine_internals
 
