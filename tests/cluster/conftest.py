@@ -26,7 +26,6 @@ from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
     GpuSpec,
-    ModelSpec,
     PhasesName,
     PoolSpec,
     UnitEntry,
@@ -37,6 +36,7 @@ from muxserve.spec.run_dir import RunDir
 from placement import ModelPlan, PoolPlan, UnitPlan
 from tests.cluster import fakes
 from tests.support.patience import PATIENCE
+from tests.support.unit_specs import model_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,11 +50,9 @@ def fake_unit_spec(
 ) -> UnitSpec:
     """A unit's, in its directory below the fleet's."""
     models = [
-        ModelSpec(
-            name=name, path="", pool="pool0", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=64,
-            num_blocks=10, quota_pages=20, floor_pages=4, max_len=64, rate=1.0, max_num_seqs=8,
-            max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
-            max_concurrency=8, max_queue=8, phases=phases,
+        model_spec(
+            name, pool="pool0", num_blocks=10, quota_pages=20, floor_pages=4, max_len=64, max_num_seqs=8,
+            max_num_batched_tokens=64, max_concurrency=8, max_queue=8, phases=phases,
         )
         for name in names
     ]  # fmt: skip

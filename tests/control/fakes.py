@@ -18,29 +18,21 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, UnitEntry, UnitSpec, save_fleet
 from muxserve.spec.run_dir import RunDir
 from tests.support.patience import PATIENCE
+from tests.support.unit_specs import model_spec
 
 
 def model(name: str) -> ModelSpec:
-    return ModelSpec(
-        name=name,
+    return model_spec(
+        name,
         path=f"/models/{name}",
         pool="pool0",
-        dtype="float32",
-        layers=2,
-        kv_heads=2,
-        head_dim=64,
         block_tokens=32,
         num_blocks=100,
         quota_pages=100,
         floor_pages=10,
         max_len=256,
-        rate=1.0,
         max_num_seqs=8,
         max_num_batched_tokens=256,
-        prefix_caching=True,
-        threads=1,
-        prefill_share=0.5,
-        decode_share=0.5,
         max_concurrency=8,
         max_queue=8,
     )

@@ -44,6 +44,7 @@ from muxserve.wire import (
 from tests.engine.nursery import end, nursery
 from tests.support.patience import PATIENCE
 from tests.support.tiny_checkpoint import tiny_checkpoint
+from tests.support.unit_specs import model_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 # One with as many KV heads as heads, one with fewer.
@@ -68,30 +69,16 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     values: dict[str, Any] = {
-        "name": name,
         "path": str(path),
-        "pool": "main",
         # vLLM's kernels for quantised weights on CPU have no float32.
         "dtype": "bfloat16" if "quantization_config" in config else "float32",
         "layers": config["num_hidden_layers"],
         "kv_heads": max(1, config["num_key_value_heads"] // ranks),
         "head_dim": head_dim,
         "block_tokens": 64 * 64 // head_dim,
-        "num_blocks": 128,
         "quota_pages": 2000,
-        "floor_pages": 0,
-        "max_len": 1024,
-        "rate": 1.0,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 512,
-        "prefix_caching": True,
-        "threads": 1,
-        "prefill_share": 0.5,
-        "decode_share": 0.5,
-        "max_concurrency": 64,
-        "max_queue": 64,
     }
-    return ModelSpec(**{**values, **changes})
+    return model_spec(name, **{**values, **changes})
 
 
 def reply_to_of(unit_spec: UnitSpec) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from tests.support.unit_specs import model_spec
 
 
 def model(name: str, path: Path | str = "", **changes: Any) -> ModelSpec:
@@ -15,29 +16,14 @@ def model(name: str, path: Path | str = "", **changes: Any) -> ModelSpec:
     if path:
         config = json.loads((Path(path) / "config.json").read_text())
     values: dict[str, Any] = {
-        "name": name,
         "path": str(path),
-        "pool": "main",
-        "dtype": "float32",
         "layers": config.get("num_hidden_layers", 2),
         "kv_heads": config.get("num_key_value_heads", 2),
         "head_dim": config.get("head_dim", 64),
         "block_tokens": 64 * 64 // config.get("head_dim", 64),
         "num_blocks": 256,
-        "quota_pages": 1000,
-        "floor_pages": 0,
-        "max_len": 1024,
-        "rate": 1.0,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 512,
-        "prefix_caching": True,
-        "threads": 1,
-        "prefill_share": 0.5,
-        "decode_share": 0.5,
-        "max_concurrency": 64,
-        "max_queue": 64,
     }
-    return ModelSpec(**{**values, **changes})
+    return model_spec(name, **{**values, **changes})
 
 
 def unit_spec(run_dir: Path | str, models: list[ModelSpec], unit: str = "test", **gateway: Any) -> UnitSpec:

@@ -15,26 +15,17 @@ from muxserve.spec import (
     GatewaySpec,
     Keys,
     Listen,
-    ModelSpec,
     PoolSpec,
     UnitEntry,
     UnitSpec,
 )
 from muxserve.wire import ControllerHello, Loads, Message, Place, decode, encode
+from tests.unit.support import model
 
 M = TypeVar("M", bound=Message)
 
 CAPACITY = 10_000
 G0, G1, CONTROLLER = ToClient(b"gateway/g0"), ToClient(b"gateway/g1"), ToClient(b"controller")
-
-
-def model(name: str) -> ModelSpec:
-    return ModelSpec(
-        name=name, path=f"/models/{name}", pool="main", dtype="float32", layers=2, kv_heads=2, head_dim=64,
-        block_tokens=16, num_blocks=128, quota_pages=400, floor_pages=100, max_len=400, rate=1.0, max_num_seqs=8,
-        max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
-        max_concurrency=64, max_queue=64,
-    )  # fmt: skip
 
 
 def entry(name: str, serves: Iterable[str], run_dir: str = "/nowhere", host: str = "") -> UnitEntry:

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.global_scheduler.rolling_world import MODEL, RollingWorld
+from tests.global_scheduler.rolling_world import MODEL, FakeUnit, RollingWorld
 
 
 @settings(max_examples=25, deadline=None)
@@ -32,22 +32,28 @@ def test_every_request_is_placed_once_and_served_whatever_happens(seed: int, uni
     assert shown["waiting"] == 0
 
 
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**32), units=st.integers(2, 5), events=st.integers(0, 400))
-def test_decodes_of_drained_replicas_move_and_are_forgotten_by_nobody(seed: int, units: int, events: int) -> None:
-    world = RollingWorld(Random(seed), units)
+def loaded_and_drained(world: RollingWorld, rounds: int) -> FakeUnit:
+    """Requests arrive and are worked on for some rounds; then the replica that has most of them is drained."""
     world.calm_down()
     world.beat()
     for _ in range(8):
         world.arrive()
     world.arrive_all()
-    for _ in range(3):
+    for _ in range(rounds):
         for unit in world.units.values():
             world.work(unit)
         world.now += 0.01
     world.arrive_all()
     drained = max(world.units.values(), key=lambda unit: len(unit.held))
     world.drain(drained)
+    return drained
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), units=st.integers(2, 5), events=st.integers(0, 400))
+def test_decodes_of_drained_replicas_move_and_are_forgotten_by_nobody(seed: int, units: int, events: int) -> None:
+    world = RollingWorld(Random(seed), units)
+    drained = loaded_and_drained(world, 3)
     for _ in range(events):
         world.drained_event(drained)
         world.check()
@@ -68,18 +74,7 @@ def test_a_drained_replica_is_empty_before_its_decodes_would_be() -> None:
     moved = 0
     for seed in range(8):
         world = RollingWorld(Random(seed), 3)
-        world.calm_down()
-        world.beat()
-        for _ in range(8):
-            world.arrive()
-        world.arrive_all()
-        for _ in range(4):
-            for unit in world.units.values():
-                world.work(unit)
-            world.now += 0.01
-        world.arrive_all()
-        drained = max(world.units.values(), key=lambda unit: len(unit.held))
-        world.drain(drained)
+        drained = loaded_and_drained(world, 4)
         had = sum(held.prefilled for held in drained.held.values())
         # Its engine does nothing from here on, so that whatever leaves has moved.
         for _ in range(100):

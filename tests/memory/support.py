@@ -9,6 +9,7 @@ import numpy as np
 
 from muxserve.memory.client import MemoryClient
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from tests.support.unit_specs import model_spec
 
 # Model "a": 2 layers x 3 heads = 6 pages a block; model "b": 1 x 2. 100 pages and the null page.
 PAGES = 101
@@ -16,26 +17,17 @@ PAGE_BYTES = 64
 
 
 def model(name: str, layers: int, kv_heads: int, num_blocks: int, quota_pages: int, pool: str = "p") -> ModelSpec:
-    return ModelSpec(
-        name=name,
-        path="",
+    return model_spec(
+        name,
         pool=pool,
-        dtype="float32",
         layers=layers,
         kv_heads=kv_heads,
-        head_dim=64,
         block_tokens=16,
         num_blocks=num_blocks,
         quota_pages=quota_pages,
-        floor_pages=0,
         max_len=64,
-        rate=1.0,
         max_num_seqs=8,
         max_num_batched_tokens=64,
-        prefix_caching=True,
-        threads=1,
-        prefill_share=0.5,
-        decode_share=0.5,
         max_concurrency=8,
         max_queue=8,
     )

@@ -18,7 +18,8 @@ from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.simulator import simulate
 from muxserve.workload.trace import TraceRequest
 from placement import Machine
-from tests.simulator.support import Analytic, Linear, profile
+from tests.scheduling.machine import profile
+from tests.simulator.support import Analytic, Linear
 from tests.simulator.support import unit as sim_unit
 
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"

@@ -11,33 +11,12 @@ import pytest
 from muxserve.profiling.contention import Sample, Waiting, disturbance, step_seconds
 from muxserve.profiling.grid import DECODE_STEPS, Grid, fits, grid_for, pairs_of, parse_counts
 from muxserve.spec import ModelSpec
+from tests.support.unit_specs import model_spec
 
 
 def model(**changes: Any) -> ModelSpec:
-    values: dict[str, Any] = {
-        "name": "m",
-        "path": "m",
-        "pool": "p",
-        "dtype": "float32",
-        "layers": 2,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "block_tokens": 64,
-        "num_blocks": 1000,
-        "quota_pages": 0,
-        "floor_pages": 0,
-        "max_len": 2048,
-        "rate": 1.0,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 2048,
-        "prefix_caching": True,
-        "threads": 1,
-        "prefill_share": 0.5,
-        "decode_share": 0.5,
-        "max_concurrency": 1,
-        "max_queue": 1,
-    }
-    return ModelSpec(**{**values, **changes})
+    values = {"num_blocks": 1000, "quota_pages": 0, "max_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    return model_spec("m", **{**values, **changes})
 
 
 def test_the_default_grid_runs_within_every_limit_of_the_model() -> None:

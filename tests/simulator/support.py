@@ -86,25 +86,6 @@ def architecture(number: int = 0) -> ModelArchitecture:
     )
 
 
-def profile(name: str = "a", **changes: object) -> ModelProfile:
-    """A small model; the pool is called `pool`."""
-    values: dict[str, object] = {
-        "name": name,
-        "pool": "pool",
-        "rate": 1.0,
-        "layers": 2,
-        "kv_heads": 2,
-        "block_tokens": 16,
-        "quota_pages": 400,
-        "floor_pages": 80,
-        "prefill_share": 0.5,
-        "decode_share": 0.5,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-    }
-    return ModelProfile(**{**values, **changes})  # type: ignore[arg-type]
-
-
 def unit(profiles: list[ModelProfile], pages: int, policy: str = "adbs", **changes: object) -> SimUnit:
     values: dict[str, object] = {
         "name": "unit0",

@@ -15,7 +15,8 @@ from muxserve.simulator.setup import ControlDelays, Options, SimUnit
 from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
-from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, profile, run, unit
+from tests.scheduling.machine import profile
+from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, run, unit
 
 SEARCH = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

@@ -12,7 +12,8 @@ from muxserve.simulator.setup import ControlDelays, Options, SimModel
 from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
-from tests.simulator.support import Analytic, Linear, architecture, profile, requests, run, unit
+from tests.scheduling.machine import profile
+from tests.simulator.support import Analytic, Linear, architecture, requests, run, unit
 
 FLAT = Linear(prefill_fixed=0.01, prefill_token=0.0, decode_fixed=0.005, decode_sequence=0.0, decode_token=0.0)
 

@@ -12,6 +12,7 @@ from muxserve.scheduling.policies import make_policy
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import Admit, EngineHello, GatewayHello, HandOver, Lease, Message, StepReport, Submit, decode, encode
+from tests.support.unit_specs import model_spec
 
 M = TypeVar("M", bound=Message)
 Sent = list[tuple[bytes, Message]]
@@ -21,30 +22,16 @@ REPLY_TO = "ipc:///nowhere/gateway.sock"
 
 
 def model(name: str, **changes: Any) -> ModelSpec:
-    values: dict[str, Any] = {
-        "name": name,
-        "path": "/models/" + name,
-        "pool": "main",
-        "dtype": "float32",
-        "layers": 2,
-        "kv_heads": 2,
-        "head_dim": 64,
+    small: dict[str, Any] = {
+        "path": f"/models/{name}",
         "block_tokens": 16,
-        "num_blocks": 128,
         "quota_pages": 400,
         "floor_pages": 100,
         "max_len": 400,
-        "rate": 1.0,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
-        "prefix_caching": True,
-        "threads": 1,
-        "prefill_share": 0.5,
-        "decode_share": 0.5,
-        "max_concurrency": 64,
-        "max_queue": 64,
     }
-    return ModelSpec(**{**values, **changes})
+    return model_spec(name, **{**small, **changes})
 
 
 def unit_spec(

@@ -261,10 +261,11 @@ def test_a_request_moves_out_of_the_engine() -> None:
     assert bench.state()["budget_used"] == 0.0
 
 
-def test_a_request_moves_in_and_is_adopted_by_the_next_decode_lease() -> None:
-    bench = unit()
-    bench.submit("prompt")
-    moving = Moving(
+MOVES_IN = TakeOver(
+    "m",
+    "key",
+    2,
+    Moving(
         "in",
         "a",
         attempt=0,
@@ -278,8 +279,14 @@ def test_a_request_moves_in_and_is_adopted_by_the_next_decode_lease() -> None:
         execution="normal",
         output_tokens=[1, 2],
         computed_tokens=21,
-    )
-    (answer,) = to(b"migrator", TakenOver, bench.say(b"migrator", TakeOver("m", "key", 2, moving)))
+    ),
+)
+
+
+def test_a_request_moves_in_and_is_adopted_by_the_next_decode_lease() -> None:
+    bench = unit()
+    bench.submit("prompt")
+    (answer,) = to(b"migrator", TakenOver, bench.say(b"migrator", MOVES_IN))
     assert answer.reason == ""
     (lease,) = to(ENGINE, Lease, prefill(bench, "prompt"))
     assert lease.phase == "decode"
@@ -393,22 +400,7 @@ def test_a_replica_out_of_service_reports_when_it_is_back() -> None:
 def test_what_comes_with_its_kv_decodes() -> None:
     bench = greeted()
     bench.turn(after=0.1)
-    moving = Moving(
-        "in",
-        "a",
-        attempt=0,
-        gateway_epoch="g1",
-        body=b"in",
-        prompt_tokens=20,
-        max_tokens=50,
-        waited=0.0,
-        priority=0,
-        scheduling="normal",
-        execution="normal",
-        output_tokens=[1, 2],
-        computed_tokens=21,
-    )
-    (report,) = reports(bench.say(b"migrator", TakeOver("m", "key", 2, moving)))
+    (report,) = reports(bench.say(b"migrator", MOVES_IN))
     assert report.requests == [RollingRequest("in", 22, 48, True, 0.0)]
 
 

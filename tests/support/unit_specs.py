@@ -1,0 +1,35 @@
+"""Specs of models for tests, of which only what a test is about need be said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from muxserve.spec import ModelSpec
+
+
+def model_spec(name: str, **changes: Any) -> ModelSpec:
+    """A small model as a fleet would deploy it."""
+    values: dict[str, Any] = {
+        "name": name,
+        "path": "",
+        "pool": "main",
+        "dtype": "float32",
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "block_tokens": 64,
+        "num_blocks": 128,
+        "quota_pages": 1000,
+        "floor_pages": 0,
+        "max_len": 1024,
+        "rate": 1.0,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "prefix_caching": True,
+        "threads": 1,
+        "prefill_share": 0.5,
+        "decode_share": 0.5,
+        "max_concurrency": 64,
+        "max_queue": 64,
+    }
+    return ModelSpec(**{**values, **changes})
