@@ -23,7 +23,8 @@ class Machine:
 @dataclass(frozen=True)
 class ModelDemand:
     """A model to be placed, split over `ranks` devices: its layers over `stages` of a pipeline, and each stage over
-    `ranks / stages` that split its tensors. None stands for auto; `rate` is in requests per second.
+    `ranks / stages` that split its tensors. None stands for auto; `rate` is in requests per second, `tokens`
+    the mean length of a request, prompt and answer.
 
     `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
     equally large in both. One that `sleeps` takes memory for its weights only while it is awake.
@@ -40,6 +41,7 @@ class ModelDemand:
     block_tokens: int | None = None
     stages: int = 1
     sleeps: bool = False
+    tokens: int = 1
 
     @property
     def tensor_parallel(self) -> int:
@@ -74,8 +76,8 @@ class ModelDemand:
 
     @property
     def demand(self) -> float:
-        """Weight in the sharing of memory: KV bytes per second and token of length."""
-        return self.rate * self.bytes_per_token
+        """Weight in the sharing of memory: KV bytes per second."""
+        return self.rate * self.tokens * self.bytes_per_token
 
 
 @dataclass(frozen=True)

@@ -364,10 +364,15 @@ class Sm(Section):
 
 
 class WorkloadSection(Section):
-    """What requests of a model look like, for planning."""
+    """What requests of a model look like, for planning and first quotas."""
 
     prompt_tokens: int = Field(default=512, ge=1, description="Mean prompt length in tokens")
     output_tokens: int = Field(default=256, ge=1, description="Mean answer length in tokens")
+
+    @property
+    def tokens(self) -> int:
+        """Mean length of a request, prompt and answer."""
+        return self.prompt_tokens + self.output_tokens
 
 
 class KVPool(Section):

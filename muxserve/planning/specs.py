@@ -117,6 +117,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         floor_pages=plan.floor_pages,
         max_len=plan.max_len,
         rate=model.rate,
+        request_tokens=model.workload.tokens,
         max_num_seqs=batch.seqs,
         # vLLM computes no prompt in chunks whose tokens see what comes after them.
         max_num_batched_tokens=batch.tokens if demand.architecture.causal else max(batch.tokens, plan.max_len),

@@ -405,6 +405,7 @@ def _demand(
         block_tokens=block_tokens,
         stages=stages,
         sleeps=sleeps,
+        tokens=model.workload.tokens,
     )
 
 

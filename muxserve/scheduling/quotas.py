@@ -5,9 +5,9 @@ blocks from models that use little of theirs to models that use much. Fairness i
 where R is a model's use of token blocks normalised by its request rate.
 
 Here both follow from one rule, weighted max-min fairness. With w_i the demand weight of a model (request rate x layers
-x KV heads, per token), a model gets what it can use, but no more than `level` x w_i, with the one level at which the
-quotas fill the pool. So models that want more than they can have end up with the same quota per weight, which is
-Eq. 2 with R_i = pages_i / w_i, and what the others leave unused goes to them in that proportion.
+x KV heads x tokens of a request), a model gets what it can use, but no more than `level` x w_i, with the one level at
+which the quotas fill the pool. So models that want more than they can have end up with the same quota per weight, which
+is Eq. 2 with R_i = pages_i / w_i, and what the others leave unused goes to them in that proportion.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class Claim:
 
 
 def demand_weight(profile: ModelProfile) -> float:
-    """Pages per second of load: rate x layers x KV heads / tokens per block, up to tokens per request, which is taken
-    to be alike for all."""
-    return profile.rate * profile.pages_per_block / profile.block_tokens
+    """Pages per second of load: rate x tokens of a request x layers x KV heads / tokens per block."""
+    return profile.rate * profile.tokens * profile.pages_per_block / profile.block_tokens
 
 
 def max_min(pages: int, claims: Sequence[Claim]) -> list[int]:

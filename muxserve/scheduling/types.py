@@ -74,7 +74,8 @@ class ModelProfile:
     are under way; `waiting_tokens` of prompts may be in it that are not computed yet (0: as many as two steps take).
     The requests of a `pooling` model are finished by their prefill: it has no decode engine. Without `kv_heads` it
     needs no pages. `elastic` engines can compute on another share from one lease to the next; of others every lease
-    names the planned share.
+    names the planned share. `tokens` is the mean length of its requests, prompt and answer, relative to the other
+    models' (1 for all: they are alike, or unknown).
     """
 
     name: str
@@ -94,6 +95,7 @@ class ModelProfile:
     waiting_tokens: int = 0
     elastic: bool = True
     pooling: bool = False
+    tokens: float = 1.0
 
     @property
     def pages_per_block(self) -> int:

@@ -21,7 +21,7 @@ from placement.unit import share_out
 @dataclass(frozen=True, slots=True)
 class FleetModel:
     """What the simulator must know of a model of the fleet. `max_len` is the longest sequence in tokens (None: the
-    architecture's); `graphs` is as of `EngineShape`, `elastic` as of `ModelProfile`."""
+    architecture's); `graphs` is as of `EngineShape`, `elastic` and `tokens` as of `ModelProfile`."""
 
     name: str
     architecture: ModelArchitecture
@@ -31,6 +31,7 @@ class FleetModel:
     max_len: int | None = None
     graphs: Graphs = "piecewise"
     elastic: bool = True
+    tokens: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def lone_unit(
 
 
 def _kv_weight(model: FleetModel, rate: float) -> float:
-    return rate * model.architecture.kv_bytes_per_token(model.dtype)
+    return rate * model.tokens * model.architecture.kv_bytes_per_token(model.dtype)
 
 
 def _profile(
@@ -248,5 +249,6 @@ def _profile(
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         elastic=model.elastic,
+        tokens=model.tokens,
         pooling=architecture.pooling,
     )

@@ -135,6 +135,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     pooling: bool = False
     adapters: dict[str, str] = {}
     adapter_slots: AdapterSlots | None = None
+    # Mean length of a request, prompt and answer.
+    request_tokens: int = 1
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:

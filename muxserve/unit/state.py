@@ -82,6 +82,7 @@ def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> M
         waiting_tokens=_waiting_tokens(model, stages),
         elastic=elastic,
         pooling=model.pooling,
+        tokens=model.request_tokens,
     )
 
 

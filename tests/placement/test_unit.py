@@ -122,6 +122,13 @@ def test_quotas_follow_rate_times_layers_times_heads() -> None:
         assert model.quota_pages == pytest.approx((plan.pools[0].num_pages - 1) * weight / sum(weights), abs=1.5)
 
 
+def test_quotas_follow_the_lengths_of_requests() -> None:
+    models = [dataclasses.replace(demand(name, 1.0, 64), tokens=tokens) for name, tokens in (("a", 200), ("b", 600))]
+    plan = plan_unit(models, MACHINE, pool_bytes=256 * MIB)
+    quarter = (plan.pools[0].num_pages - 1) / 4
+    assert [model.quota_pages for model in plan.models] == pytest.approx([quarter, 3 * quarter], abs=1.5)
+
+
 def test_pools_share_memory_by_demand_and_it_is_told() -> None:
     models = [demand("a", 3.0, 64), dataclasses.replace(demand("b", 1.0, 64), dtype="bfloat16")]
     plan = plan_unit(models, MACHINE, pool_bytes=700 * MIB)

@@ -20,8 +20,10 @@ from muxserve.planning.plan_file import save_plan
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit, possible_units, units_at_start
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.scheduling.quotas import demand_weight
 from muxserve.spec import FleetSpec, GpuSpec
 from muxserve.spec.unit import SHARE_STEPS
+from muxserve.unit.state import model_profile
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.memory import MemoryRules
@@ -76,6 +78,21 @@ def test_a_unit_for_each_replica_that_is_there_at_the_start() -> None:
     assert {model.rate for model in plans[0].fleet.models} == {4 / 3, 2.0, 4.0}
     assert [each.unit.pool_bytes for each in plans] == [64 << 20] * 3
     assert notes_of(plans)[-1] == "3 units share the 4 cores; each has a pool of its own"
+
+
+def test_lengths_of_requests_reach_the_quotas_of_a_unit() -> None:
+    workload = "workload: {prompt_tokens: %d, output_tokens: 100}"
+    models = "".join(
+        f"  - {{name: {name}, path: models/atlas, rate: 4, {workload % tokens}}}\n"
+        for name, tokens in (("short", 100), ("long", 300))
+    )
+    declared = parse_fleet(f"kv_pool: {{size: 64MiB}}\nmodels:\n{models}", "fleet.yaml", ROOT / "configs", {})
+    (unit,) = deployed(declared, plan(declared)).units
+    short, long = unit.unit_spec.models
+    assert (short.request_tokens, long.request_tokens) == (200, 400)
+    assert long.quota_pages == pytest.approx(2 * short.quota_pages, abs=3)
+    weights = [demand_weight(model_profile(model)) for model in (short, long)]
+    assert weights[1] == pytest.approx(2 * weights[0])
 
 
 def test_replicas_can_exchange_what_they_hold() -> None:

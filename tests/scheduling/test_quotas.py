@@ -76,6 +76,11 @@ def test_initial_quotas_follow_rate_times_layers_times_heads() -> None:
     assert initial_quotas(profiles, 800) == {"small": 100, "often": 300, "wide": 200, "heads": 200}
 
 
+def test_a_model_with_longer_requests_has_a_larger_quota() -> None:
+    profiles = [profile("short", floor_pages=0, tokens=100), profile("long", floor_pages=0, tokens=300)]
+    assert initial_quotas(profiles, 800) == {"short": 200, "long": 600}
+
+
 def unit(*quotas: int, pages: int = 1000, **changes: object) -> tuple[UnitLedger, QuotaAdapter]:
     profiles = [
         profile(f"m{i}", quota_pages=q, **{"floor_pages": 40, "max_num_seqs": 64, **changes})

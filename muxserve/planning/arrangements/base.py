@@ -80,9 +80,16 @@ class Wanted:
 def fleet_model(demand: Demand, max_len: int | None = None, elastic: bool = False) -> FleetModel:
     """A model as the simulator wants it; `max_len` in place of the demand's own, `elastic` as of `ModelProfile`."""
     d = demand
-    longest = max_len or d.max_len
     return FleetModel(
-        d.name, d.architecture, d.dtype, d.max_num_seqs, d.max_num_batched_tokens, longest, d.graphs, elastic
+        d.name,
+        d.architecture,
+        d.dtype,
+        d.max_num_seqs,
+        d.max_num_batched_tokens,
+        max_len or d.max_len,
+        d.graphs,
+        elastic,
+        d.sequence_tokens,
     )
 
 
