@@ -9,7 +9,8 @@ from muxserve.simulator import SimResidency, simulate
 from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
-from tests.simulator.support import Analytic, profile, requests, run, unit
+from tests.scheduling.machine import profile
+from tests.simulator.support import Analytic, requests, run, unit
 
 NAMES = ("a", "b", "c")
 WAKE = 0.5
