@@ -10,14 +10,14 @@ from pathlib import Path
 from muxserve.cli.comparing import working
 from muxserve.cli.output import command_line, errors, escape, print_error, print_problems
 from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
-from muxserve.cli.plan_tables import show_plan, show_policies, show_rivals, show_spare
+from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, show_rivals, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
 from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.planning.arrangements import may_be_dedicated
 from muxserve.planning.demands import ClusterError, cluster_of, format_latency, latency_model
-from muxserve.planning.document import document, parse_sweep
+from muxserve.planning.document import document, parse_sweep, residency_document
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.planner import (
     ATTAINMENT,
@@ -116,10 +116,14 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
     if arguments.as_json:
         data = document(made.plan, str(arguments.fleet), costs, seconds, made.simulated, made.points, made.rivals)
         data["search"]["robust_seconds"] = made.robust_seconds
+        if made.residency is not None:
+            data["residency"] = residency_document(made.residency)
         print(json.dumps({**data, "phases": documents(comparisons)}, indent=2))
     else:
         show_plan(made.plan, made.simulated, made.points, seconds, about)
         show_policies(fleet, made.plan)
+        if made.residency is not None:
+            show_residency(made.residency)
         show_spare(made.spare)
         show_rivals(made.rivals, made.robust_seconds)
         show_comparisons(fleet, comparisons)

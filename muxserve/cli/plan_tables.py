@@ -12,7 +12,7 @@ from muxserve.planning.arrangements import arrangement
 from muxserve.planning.comparison import format_part, format_seconds
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.document import SweepPoint, needed, warnings_of
-from muxserve.planning.prediction import Prediction, shares_per_lease
+from muxserve.planning.prediction import Prediction, ResidencyForecast, shares_per_lease
 from muxserve.planning.rivals import EQUAL, WAYS, Rival
 from placement.format import enumerate_words, format_size
 from placement.planner import ClusterPlan
@@ -163,6 +163,23 @@ def show_plan(
     if made.gap is not None:
         search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"
     console.print(search)
+
+
+def show_residency(forecast: ResidencyForecast) -> None:
+    """Print what it costs that not all models are awake."""
+    told = forecast.resident.residency
+    assert told is not None, "memory decides"
+    table = FigureTable(["bursty groups", "memory", "wakes", "waited", "TTFT p50", "p99", "SLO"], words=1)
+    for name, run, size, wakes, waited in (
+        ("all awake", forecast.awake, forecast.awake_bytes, "-", "-"),
+        ("with residency", forecast.resident, forecast.limit, str(told.wakes), str(told.waited)),
+    ):
+        overall = run.summary.overall
+        ttft = overall.ttft
+        times = ["-", "-"] if ttft is None else [format_seconds(ttft.p50), format_seconds(ttft.p99)]
+        slo = overall.slo.get("all")
+        table.add_row(name, format_size(size), wakes, waited, *times, "-" if slo is None else f"{slo:.1%}")
+    console.print(table)
 
 
 def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:

@@ -20,8 +20,7 @@ from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
-from muxserve.planning.residency import residency_of
-from muxserve.planning.this_machine import as_served, plan_machine
+from muxserve.planning.this_machine import as_served, plan_machine, residency_here
 from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
 from muxserve.spec import ResidencySpec
 from placement.cluster import Cluster, Placement
@@ -113,12 +112,9 @@ class Places:
         Raises:
             PlacesError: it would decide over several units, which are simulated each by itself.
         """
-        if self.fleet.memory is None:
-            return None
-        if len(placement.units) > 1:
+        if self.fleet.memory is not None and len(placement.units) > 1:
             raise PlacesError("with `memory` only fleets of one unit can be simulated")
-        planner = FleetPlanner(load_fleet(self.file), this_machine(), _no_gpus)
-        return residency_of(planner.fleet, planner.at_start(), planner.machine)
+        return residency_here(load_fleet(self.file), placement)
 
     @property
     def _units(self) -> int:

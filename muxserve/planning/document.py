@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.prediction import Prediction, falls_short
+from muxserve.planning.prediction import Prediction, ResidencyForecast, falls_short
 from muxserve.planning.rivals import WAYS, Rival
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
@@ -111,6 +111,26 @@ def _step(span: int) -> int:
     """The smallest power of two with which there are not too many points."""
     least = span / (_POINTS - 1)
     return 1 if least <= 1 else 2 ** math.ceil(math.log2(least))
+
+
+def residency_document(forecast: ResidencyForecast) -> dict[str, Any]:
+    """What it costs that not all models are awake, as plain data."""
+
+    def figures(run: Prediction) -> dict[str, Any]:
+        overall = run.summary.overall
+        ttft = overall.ttft
+        times = None if ttft is None else {"mean": ttft.mean, "p50": ttft.p50, "p99": ttft.p99}
+        return {"requests": overall.requests, "ttft": times, "slo": overall.slo.get("all")}
+
+    told = forecast.resident.residency
+    return {
+        "all_awake": {"bytes": forecast.awake_bytes, **figures(forecast.awake)},
+        "with_residency": {
+            "bytes": forecast.limit,
+            **figures(forecast.resident),
+            **({} if told is None else {"wakes": told.wakes, "sleeps": told.sleeps, "waited": told.waited}),
+        },
+    }
 
 
 def document(

@@ -22,6 +22,7 @@ from muxserve.planning.prediction import (
     PERTURBATIONS,
     Perturbation,
     Prediction,
+    ResidencyForecast,
     Surroundings,
     predict,
     shares_per_lease,
@@ -29,7 +30,7 @@ from muxserve.planning.prediction import (
     verified,
 )
 from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways
-from muxserve.planning.this_machine import plan_this_machine
+from muxserve.planning.this_machine import plan_this_machine, residency_here
 from muxserve.simulator import SimulationError
 from placement.cluster import Cluster
 from placement.demand import Demand
@@ -39,6 +40,8 @@ from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
 from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 
+# For long enough that each model is active.
+_GROUPS, _GROUPS_SECONDS = Perturbation("bursty groups", groups=True), 120.0
 # How much is simulated: several plans are, so that not all of it is spent on one.
 _SIMULATED_REQUESTS, _PER_MODEL, _SIMULATED_SECONDS = 2000, 40, 300.0
 
@@ -106,6 +109,7 @@ class PlannedFleet:
     arrangements: ArrangedFleet | None = None
     rivals: Sequence[Rival] = ()
     robust_seconds: float = 0.0
+    residency: ResidencyForecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +298,22 @@ class Planner:
             raise UsageError(str(error)) from None
         simulated, why_not = self._simulated(made, pool)
         arrangements = found if self.arranges else None
-        return PlannedFleet(made, simulated, why_not, arrangements=arrangements)
+        forecast = None if simulated is None else self._residency(resolved, made, pool)
+        return PlannedFleet(made, simulated, why_not, arrangements=arrangements, residency=forecast)
+
+    def _residency(self, resolved: Fleet, made: ClusterPlan, pool: CpuPool) -> ResidencyForecast | None:
+        """What sleeping costs, where memory decides which models are awake in one unit; None elsewhere."""
+        spec = residency_here(resolved, made.placement)
+        if spec is None:
+            return None
+        self.progress.told("simulating bursty groups")
+        units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
+        resident, awake = (
+            predict(made, self.latency, _GROUPS_SECONDS, self.seed, each, perturbed=_GROUPS)
+            for each in (replace(units, residency=spec), units)
+        )
+        every = spec.rules.fixed + sum(costs.bytes for costs in spec.models.values())
+        return ResidencyForecast(resident, awake, spec.rules.limit, every)
 
     # ------------------------------------------------------------ simulation
 

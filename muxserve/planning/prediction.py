@@ -43,6 +43,7 @@ from muxserve.simulator import (
     Mode,
     Options,
     ReplicaRules,
+    ResidencyResult,
     RingRules,
     Rules,
     SimUnit,
@@ -53,7 +54,8 @@ from muxserve.simulator import (
     units_of,
 )
 from muxserve.spec import SHARES_PER_LEASE, ResidencySpec
-from muxserve.workload import Lengths, LogNormalLengths, ModelLoad, generate
+from muxserve.workload import Arrivals, Groups, Lengths, LogNormalLengths, ModelLoad, generate
+from muxserve.workload.arrivals import POISSON
 from muxserve.workload.lengths import CappedLengths, FixedLength
 from muxserve.workload.published import published
 from placement.cluster import PlacedUnit, Placement
@@ -290,11 +292,24 @@ class Prediction:
     summary: Summary
     seconds: float
     sustained: dict[str, float]
+    # Where memory decides which models are awake.
+    residency: ResidencyResult | None = None
 
     @property
     def throughput(self) -> float:
         """Requests per second that all models completed in the second half."""
         return sum(self.sustained.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyForecast:
+    """A fleet with `memory` under bursty groups: as it is served, and with all models `awake`, for which `awake_bytes`
+    would be needed; its `limit` is what the fleet may take, headroom apart."""
+
+    resident: Prediction
+    awake: Prediction
+    limit: int
+    awake_bytes: int
 
 
 def falls_short(plan: ClusterPlan, simulated: Prediction) -> list[str]:
@@ -310,12 +325,14 @@ def falls_short(plan: ClusterPlan, simulated: Prediction) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class Perturbation:
     """How a workload differs from the one that a plan is for: `rate` times all rates, `burst` times that of the model
-    with the highest, and `lengths` of a published distribution in place of the demands'."""
+    with the highest, `lengths` of a published distribution in place of the demands', and with `groups` a few models are
+    active at a time (`workload.shapes.Groups`)."""
 
     name: str
     rate: float = 1.0
     burst: float = 1.0
     lengths: str = ""
+    groups: bool = False
 
 
 PERTURBATIONS = (
@@ -366,7 +383,9 @@ def predict(
     finished = Counter(
         r.model for r in result.records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds
     )
-    return Prediction(summary, seconds, {d.name: finished[d.name] / (seconds / 2) for d in demands})
+    sustained = {d.name: finished[d.name] / (seconds / 2) for d in demands}
+    residency = next((unit.residency for unit in result.units if unit.residency is not None), None)
+    return Prediction(summary, seconds, sustained, residency)
 
 
 def _load(demand: Demand, longest: int, perturbed: Perturbation | None) -> ModelLoad:
@@ -377,7 +396,8 @@ def _load(demand: Demand, longest: int, perturbed: Perturbation | None) -> Model
         output: Lengths = CappedLengths(published(perturbed.lengths, "output"), longest - half)
     else:
         prompt, output = lengths(demand.prompt_tokens, half), lengths(demand.output_tokens, longest - half)
-    return ModelLoad((perturbed.rate if perturbed is not None else 1.0) * demand.rate, prompt, output)
+    arrivals = Arrivals(shape=Groups()) if perturbed is not None and perturbed.groups else POISSON
+    return ModelLoad((perturbed.rate if perturbed is not None else 1.0) * demand.rate, prompt, output, arrivals)
 
 
 def lengths(mean: int, longest: int) -> Lengths:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement, arrangement_of
@@ -15,7 +16,9 @@ from muxserve.planning.arrangements.base import wanted_of
 from muxserve.planning.dedicated_units import ArrangedFleet, DedicatedModel, Divided
 from muxserve.planning.device_pool import CPU, CpuPool
 from muxserve.planning.fleet_planner import FleetPlanner, notes_of
+from muxserve.planning.residency import residency_of
 from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.spec import ResidencySpec
 from placement import Machine, planner
 from placement.candidates import Candidates
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
@@ -97,6 +100,19 @@ def _placed(
         found.append(replace(each, place=place, devices=devices, share=1.0 / units))
         number += layout.replicas
     return found
+
+
+def residency_here(fleet: Fleet, placement: Placement) -> ResidencySpec | None:
+    """By what memory decides which models of the fleet are awake, as `muxserve deploy` has it on this machine; None
+    where it does not, or would decide over several units.
+
+    Raises:
+        FleetError: its limit has no room.
+    """
+    if fleet.memory is None or len(placement.units) > 1:
+        return None
+    planner = FleetPlanner(fleet, this_machine(), _no_gpus)
+    return residency_of(planner.fleet, planner.at_start(), planner.machine)
 
 
 def _no_gpus() -> NoReturn:

@@ -10,7 +10,7 @@ from muxserve.simulator.fleet import Rules, simulate
 from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
 from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
-from muxserve.simulator.result import FleetResult, ReplicasResult, UnitResult
+from muxserve.simulator.result import FleetResult, ReplicasResult, ResidencyResult, UnitResult
 from muxserve.simulator.ring import RingRules
 from muxserve.simulator.setup import ControlDelays, Link, Options, Pipeline, SimModel, SimResidency, SimUnit
 from muxserve.simulator.timeline import write_timeline
@@ -28,6 +28,7 @@ __all__ = [
     "Pipeline",
     "ReplicaRules",
     "ReplicasResult",
+    "ResidencyResult",
     "RingRules",
     "Rules",
     "SimModel",

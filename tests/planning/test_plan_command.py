@@ -19,6 +19,7 @@ from muxserve.planning.planner import UsageError
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 runner = CliRunner()
+ROOT = Path(__file__).resolve().parents[2]
 
 FLEET = """\
 cluster: { gpus: 4, gpu_type: a100 }
@@ -57,6 +58,24 @@ class TestCommand:
         assert "A100-80GB" in out
         for words in ("small", "large", "headroom", "4.50 of 4.50 requests/s served", "simulated", "objective slo"):
             assert words in out, words
+
+    def test_where_memory_decides_it_says_what_sleeping_costs(self, tmp_path: Path) -> None:
+        models = [f"  - {{name: m{n}, path: {ROOT / 'configs/models/atlas'}, dtype: float32}}" for n in range(6)]
+        file = tmp_path / "fleet.yaml"
+        file.write_text("\n".join(["memory: {limit: 1600MiB}", "kv_pool: {size: 64MiB}", "models:", *models]))
+        code, out, err = run(file, "--simulate", 10)
+        assert code == 0, err
+        assert "all awake" in out
+        assert "with residency" in out
+        told = json.loads(run(file, "--simulate", 10, "--json")[1])["residency"]
+        awake, resident = told["all_awake"], told["with_residency"]
+        assert awake["bytes"] > 1600 << 20 > resident["bytes"]
+        assert awake["requests"] == resident["requests"] > 100
+        assert resident["wakes"] >= resident["sleeps"] > 0
+        assert resident["ttft"]["p99"] > awake["ttft"]["p99"]
+        # Without a limit there is nothing to say.
+        file.write_text("\n".join(["kv_pool: {size: 64MiB}", "models:", *models]))
+        assert "residency" not in json.loads(run(file, "--simulate", 10, "--json")[1])
 
     def test_json_is_complete_and_agrees_with_itself(self, fleet: Path) -> None:
         code, out, _ = run(fleet, "--json", "--exact")
