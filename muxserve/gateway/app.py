@@ -3,7 +3,7 @@
     /v1/...                  by the `model` field of the body
     /classify, /score, ...   likewise (`muxserve.gateway.pooling`)
     /tokenize, /detokenize   likewise
-    /models/NAME/...         the same for one model
+    /models/NAME/...         the same for one model, and its /metrics
     /v1/models               all models
     /admin/usage             what tenants used
     /admin/scale, ...        changes of the fleet, with a key (gateway/changes.py)
@@ -64,6 +64,7 @@ MODELS = "/models/"
 SIGN_SECONDS = 2.0
 
 Page = Callable[[Send], Awaitable[None]]
+ModelPage = Callable[[str, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class GatewayApp:
         measures: where rejections are counted.
         pages: answers of paths about the server itself, for GET.
         open_pages: those of them that need no key.
+        model_pages: answers of paths below `/models/NAME`, for GET and without a key; they are given the name.
         settings: the largest body taken, and whether each request that ended leaves a line in the log.
         apps: what answers at paths of its own, for admins.
         tracing: makes the spans of requests.
@@ -107,6 +109,7 @@ class GatewayApp:
         settings: GatewaySpec,
         apps: Mapping[str, App] | None = None,
         tracing: Tracing | None = None,
+        model_pages: Mapping[str, ModelPage] | None = None,
     ) -> None:
         self.models = models
         self.keys = keys
@@ -118,6 +121,7 @@ class GatewayApp:
         self._apps = dict(apps or {})
         self._tracing = tracing
         self._open_pages = open_pages
+        self._model_pages = dict(model_pages or {})
         self._settings = settings
         self.bodies = BodyMemory(settings.max_body_bytes)
         # Connections end with the answers that they have at present; no request is taken; those that wait get no turn.
@@ -173,18 +177,24 @@ class GatewayApp:
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         path: str = scope["path"]
         caller = self.keys.admit(presented_key(scope["headers"]))
-        if caller is None and path not in self._open_pages:
+        name = None
+        if path.startswith(MODELS):
+            name, _, rest = path.removeprefix(MODELS).partition("/")
+            path = f"/{rest}"
+        model_page = self._model_pages.get(path) if name is not None else None
+        if caller is None and (name is not None or path not in self._open_pages) and model_page is None:
             self._measures.rejected("", "key")
             raise RequestError(
                 HTTPStatus.UNAUTHORIZED,
                 "no valid API key: send one of this server's keys in the header 'Authorization: Bearer KEY'",
                 headers=[(b"www-authenticate", b"Bearer")],
             )
-        name = None
-        if path.startswith(MODELS):
-            name, _, rest = path.removeprefix(MODELS).partition("/")
+        if name is not None:
             name = self._known(name, caller)
-            path = f"/{rest}"
+            if model_page is not None:
+                only_get(scope)
+                await model_page(name, send)
+                return
             if path in ("/", "/v1/models"):
                 only_get(scope)
                 await respond_json(send, {"object": "list", "data": [*self.models[name].cards.values()]})

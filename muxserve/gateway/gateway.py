@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 # OpenTelemetry's own names for where traces go.
 TRACE_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 # Of the global registry only what is about the process; the rest carries a model's name that may be another's.
-GLOBAL_METRICS = ("process_", "python_", "http_")
+GLOBAL_METRICS = ("process_",)
 
 
 class Gateway:
@@ -117,6 +117,7 @@ class Gateway:
             limiter=self.limiter,
             measures=self.measures,
             pages=pages.table() | files,
+            model_pages={"/metrics": pages.model_metrics},
             open_pages=pages.OPEN | files.keys(),
             settings=self.fleet.gateway,
             tracing=self.tracing,

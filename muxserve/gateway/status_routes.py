@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
 
 from fastapi.openapi.docs import get_swagger_ui_html
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from muxserve.gateway.app import POSTS, Page, ServedApp
+from muxserve.gateway.collector import PLACES
 from muxserve.gateway.errors import Send, respond, respond_json
 from muxserve.gateway.peers import FULL, OWN_METRICS, OtherGateways, joined
 from muxserve.gateway.reports import Reports
 from muxserve.gateway.status import MAX_AGE_SECONDS, FleetStatus
-from muxserve.gateway.vllm_metrics import Lean
+from muxserve.gateway.vllm_metrics import JoinedMetrics, Lean, folded
 
 FULL_METRICS = "/metrics" + FULL
 
@@ -43,7 +47,7 @@ class StatusRoutes:
     ) -> None:
         self._status = status
         # Whether all that is there is asked for -> of this gateway.
-        self._own_metrics = {False: Lean(own_metrics), True: own_metrics}
+        self._own_metrics: dict[bool, Collector] = {False: Lean(own_metrics), True: own_metrics}
         self._peers = peers
         self._reports = reports
         self._metrics = metrics
@@ -117,3 +121,45 @@ class StatusRoutes:
         """Prometheus text of this gateway alone, for the others."""
         text = await asyncio.to_thread(generate_latest, self._own_metrics[full])
         await respond(send, 200, text, CONTENT_TYPE_LATEST.encode())
+
+    async def model_metrics(self, model: str, send: Send) -> None:
+        """Prometheus text of one model, over all gateways: what a stock server of that model would say of itself."""
+        others, _ = await asyncio.gather(self._peers.metrics(full=False), self._status.refresh())
+        text = await asyncio.to_thread(self._model_text, model, [*others.values()])
+        await respond(send, 200, text, CONTENT_TYPE_LATEST.encode())
+
+    def _model_text(self, model: str, others: list[str]) -> bytes:
+        parsed = [_Families(text_string_to_metric_families(text)) for text in others]
+        joined_metrics = JoinedMetrics(lambda: [self._metrics, self._own_metrics[False], *parsed])
+        families: dict[str, Metric] = {}
+        for family in joined_metrics.collect():
+            family.samples = [each for each in family.samples if each.labels.get("model_name") == model]
+            if family.samples:
+                families[family.name] = folded(family, ())
+        # Requests wait at the gateways and in the units, before any engine hears of them.
+        counts = {
+            "vllm:num_requests_running": _sum(families, "muxserve_unit_requests", {*PLACES} - {"queued"}),
+            "vllm:num_requests_waiting": _sum(families, "muxserve_unit_requests", {"queued"})
+            + _sum(families, "muxserve_gateway_requests_waiting")
+            + _sum(families, "muxserve_gateway_requests_unplaced"),
+        }
+        for name, count in counts.items():
+            text = families[name].documentation if name in families else "Requests of the model."
+            families[name] = GaugeMetricFamily(name, text, labels=["model_name"])
+            families[name].add_sample(name, {"model_name": model}, count)
+        return generate_latest(_Families(families.values()))
+
+
+class _Families(Collector):
+    """Metrics that are there already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _sum(families: Mapping[str, Metric], name: str, places: Collection[str] = ()) -> float:
+    samples = families[name].samples if name in families else []
+    return sum(each.value for each in samples if not places or each.labels["place"] in places)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter as Counters
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,22 +52,31 @@ def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatL
     return ModelStatLogger
 
 
-# What is constant here: text models only, which nobody puts to sleep and nobody meters; one choice per engine request.
-_CONSTANT = (
+# What is constant here (text models only, which nobody meters; one choice per engine request), and what says again what
+# other series say.
+_LEFT_OUT = (
     "vllm:engine_sleep_state",
     "vllm:mm_cache_",
     "vllm:estimated_",
     "vllm:external_prefix_cache_",
-    "vllm:request_params_n",
+    "vllm:request_params_",
     "vllm:cache_config_info",
+    "vllm:iteration_tokens",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_max_num_generation_tokens",
+    "vllm:request_num_preemptions",
+    "vllm:request_prefill_kv_computed_tokens",
 )
 # Of vLLM's histograms every second bucket: a factor of 2 to 4 between two, as in the fleet's own.
 _EVERY = 2
+# Both engines of a model say the first of the same pages, and all gateways the second of the same units.
+_SHARED = ("vllm:kv_cache_usage_perc", "muxserve_gateway_predicted_wait_seconds")
 
 
 class Lean(Collector):
-    """What an operator needs of `source`: of vLLM's metrics no histogram in which nothing was observed, no label value
-    that never came up, nothing that is constant here, and half of the buckets. Names and labels stay as they are."""
+    """What an operator needs of `source`: of vLLM's metrics one series per model instead of one per engine, no
+    histogram in which nothing was observed, no label value that never came up, nothing that is constant or said
+    elsewhere, and half of the buckets. Names and other labels stay as they are."""
 
     def __init__(self, source: Collector) -> None:
         self._source = source
@@ -76,11 +85,24 @@ class Lean(Collector):
         for family in self._source.collect():
             if not family.name.startswith("vllm:"):
                 yield family
-            elif not family.name.startswith(_CONSTANT):
-                lean = Metric(family.name, family.documentation, family.type)
-                lean.samples = list(_thinned(family.samples) if family.type == "histogram" else _nonzero(family))
+            elif not family.name.startswith(_LEFT_OUT):
+                lean = folded(family, ("engine",))
+                lean.samples = list(_thinned(lean.samples) if lean.type == "histogram" else _nonzero(lean))
                 if lean.samples:
                     yield lean
+
+
+def folded(family: Metric, labels: Collection[str]) -> Metric:
+    """`family` without `labels`: the samples that differ in nothing else are summed up; of what several say of
+    the same thing, the largest is taken."""
+    values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for name, known, value, *_ in family.samples:
+        key = name, tuple((label, of) for label, of in known.items() if label not in labels)
+        before = values.get(key, 0.0)
+        values[key] = max(before, value) if name in _SHARED else before + value
+    found = Metric(family.name, family.documentation, family.type)
+    found.samples = [Sample(name, dict(known), value) for (name, known), value in values.items()]
+    return found
 
 
 def _thinned(samples: Sequence[Sample]) -> Iterator[Sample]:
@@ -102,8 +124,7 @@ def _thinned(samples: Sequence[Sample]) -> Iterator[Sample]:
 
 def _nonzero(family: Metric) -> Iterator[Sample]:
     # Without a label of its own a series is worth its zero: rates and alerts begin with it.
-    plain = {"engine", "model_name"}
-    return (each for each in family.samples if each.value or set(each.labels) <= plain)
+    return (each for each in family.samples if each.value or set(each.labels) <= {"model_name"})
 
 
 class JoinedMetrics(Collector):

@@ -18,6 +18,7 @@ from tests.e2e.fleet import ROOT, Fleet
 from tests.e2e.reference import MODELS
 from tests.models.questions import MAX_TOKENS, QUESTIONS
 from tests.support.patience import PATIENCE
+from tests.support.promql import unanswered
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +185,19 @@ def test_metrics_and_fleet_tell_of_every_model(fleet: Fleet) -> None:
     ask(fleet, "arithmetic", "What is 1 + 1?", max_tokens=20)
     metrics = fleet.get("/metrics").text
     for model in MODELS:
-        assert f'vllm:generation_tokens_total{{engine="1",model_name="{model}"}}' in metrics
+        assert f'vllm:generation_tokens_total{{model_name="{model}"}}' in metrics
     assert "muxserve_" in metrics
     report = fleet.get("/fleet").json()
     assert set(report["unit"]["state"]["models"]) == set(MODELS)
     assert len(report["unit"]["state"]["engines"]) == 2 * len(MODELS)
+
+
+def test_dashboards_and_alerts_ask_for_what_there_is(fleet: Fleet) -> None:
+    for model in MODELS:
+        ask(fleet, model, "What is 1 + 1?", max_tokens=5)
+    refused = httpx.post(f"{fleet.url}/v1/completions", json={"model": "nobody", "prompt": ""}, timeout=PATIENCE)
+    assert refused.status_code == 404
+    assert not unanswered(fleet.get("/metrics").text, residency=False)
 
 
 def test_memory_of_all_processes_together(fleet: Fleet) -> None:

@@ -17,6 +17,7 @@ import yaml
 from muxserve.cluster.memory_use import memory_of
 from tests.e2e.fleet import Fleet, running
 from tests.support.patience import PATIENCE
+from tests.support.promql import unanswered
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 NAMES = [f"m{number}" for number in range(5)]
@@ -101,7 +102,7 @@ def test_tokens_are_the_same_through_sleeps_and_wakes_under_load(fleet: Fleet, s
     assert total(fleet, "evictions") > 0
     assert total(fleet, "refused") == 0
     assert all(model["wakes"] >= 1 for model in told["models"].values())
-    assert "muxserve_model_wakes_total" in fleet.get("/metrics").text
+    assert not unanswered(fleet.get("/metrics").text, residency=True)
 
 
 def parents(fleet: Fleet) -> list[psutil.Process]:

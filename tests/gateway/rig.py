@@ -238,7 +238,7 @@ def unit_state(unit_spec: UnitSpec, up: dict[str, bool]) -> dict[str, Any]:
         "epoch": "unit",
         "models": {
             model.name: {
-                "queued": 0,
+                "queued": 2,
                 "prefilling": 0,
                 "handed": 0,
                 "decoding": 1,

@@ -46,7 +46,9 @@ class Answer:
         return error
 
 
-def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> GatewayApp:
+def endpoint(
+    app: App, page: Callable[[Send], Any] | None = None, model_page: Callable[[str, Send], Any] | None = None
+) -> GatewayApp:
     models = [model("m", max_concurrency=1, max_queue=1)]
     settings = GatewaySpec("127.0.0.1", 0, max_body_bytes=1000)
     fleet = FleetSpec(run_dir="", gateway=settings, models=models, units=[])
@@ -61,6 +63,7 @@ def endpoint(app: App, page: Callable[[Send], Any] | None = None) -> GatewayApp:
         pages={"/health": page} if page is not None else {},
         open_pages=frozenset(),
         settings=settings,
+        model_pages={"/metrics": model_page} if model_page is not None else {},
     )
 
 
@@ -103,6 +106,18 @@ async def test_a_page_that_fails_says_so() -> None:
         raise KeyError("nothing")
 
     assert (await ask(endpoint(failing, page), "/health", b"", "GET")).error["code"] == 500
+
+
+async def test_a_page_of_a_model_needs_no_key_and_all_else_below_it_does() -> None:
+    async def page(model: str, send: Send) -> None:
+        await send({**BEGIN, "status": 200 if model == "m" else 500})
+
+    served = endpoint(failing, model_page=page)
+    served.keys = ApiKeys(["k"])
+    assert (await ask(served, "/models/m/metrics", b"", "GET")).status == 200
+    assert (await ask(served, "/models/other/metrics", b"", "GET")).status == 404
+    for path in ("/models/m/v1/models", "/models/m/", "/models/m/health", "/metrics"):
+        assert (await ask(served, path, b"", "GET")).status == 401
 
 
 async def test_an_answer_that_has_begun_is_broken_off() -> None:
