@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,13 @@ app.add_typer(offline_app)
 app.add_typer(workload_app)
 
 FleetFile = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet file (YAML).", show_default=False)]
+
+
+class LogFormat(Enum):
+    """How logs are written."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 def _version(value: bool) -> None:
@@ -62,6 +70,9 @@ def deploy(
         Path | None,
         typer.Option(help="Keep logs here, in a directory for each run (the last ten).", show_default=False),
     ] = None,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="How all processes log, and what this one prints.")
+    ] = LogFormat.TEXT,
 ) -> None:
     """Serve a fleet until Ctrl-C.
 
@@ -71,6 +82,9 @@ def deploy(
     Exit codes: 0 stopped as asked, 2 the fleet file or the command line is wrong, 3 something could not start, 130
     ended by a second Ctrl-C.
     """
+    from muxserve.net.logs import choose_format
+
+    choose_format(log_format.value)
     from muxserve.cli.deploy import deploy as run
 
     raise typer.Exit(run(fleet, host=host, port=port, demo=demo, plan_file=plan, log_dir=log_dir))
@@ -134,6 +148,30 @@ def top(
     from muxserve.cli.top import top as run
 
     raise typer.Exit(run(url, key=key, once=once))
+
+
+@app.command()
+def logs(
+    part: Annotated[
+        str,
+        typer.Argument(
+            metavar="[PART]", help="Such as gateway-0, u0/unit, u0 or engine; all by default.", show_default=False
+        ),
+    ] = "",
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what is written, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="So many lines of each log.")] = 20,
+    fleet: Annotated[
+        str | None,
+        typer.Option("--fleet", metavar="ID", help="Which fleet, where several run here.", show_default=False),
+    ] = None,
+) -> None:
+    """Print the logs of the fleet that runs on this machine.
+
+    Exit codes: 0 printed, 2 there is no such log, or no fleet runs here.
+    """
+    from muxserve.cli.logs import logs as run
+
+    raise typer.Exit(run(part, lines, follow, fleet))
 
 
 @app.command()

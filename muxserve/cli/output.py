@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import IO, cast
 
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from muxserve.config import FleetError
 from muxserve.gpu.budget import Budget
 from muxserve.gpu.budget import table as budget_rows
 from muxserve.metrics.figure_table import FigureTable
+from muxserve.net.logs import JsonLineStream, in_json
 from muxserve.spec import ModelSpec, UnitSpec
 
 # Where nobody looks at a screen, nothing is cut to the width of one.
@@ -21,6 +23,9 @@ _WIDE = 240
 
 def _console(stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
+    if in_json():
+        lines = JsonLineStream(stream, "muxserve.deploy", "error" if stderr else "info")
+        return Console(file=cast(IO[str], lines), highlight=False, soft_wrap=True, width=_WIDE)
     return Console(stderr=stderr, highlight=False, soft_wrap=True, width=None if stream.isatty() else _WIDE)
 
 

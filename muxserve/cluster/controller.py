@@ -30,6 +30,7 @@ from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.cluster.watch import Watch
 from muxserve.config import Fleet
 from muxserve.control.server import ControlServer
+from muxserve.net.logs import keep_bounded
 from muxserve.net.peer import Address, AsyncPeer
 from muxserve.spec import FleetSpec, save_fleet
 
@@ -163,6 +164,7 @@ class Controller:
         code = EXIT_OK
         try:
             self._spawn(self._watch.keep())
+            self._spawn(keep_bounded(Path(self.fleet.run_dir)))
             self._spawn(self._begin(began))
             ends: set[asyncio.Future[Any]] = {self._failure, stopping}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

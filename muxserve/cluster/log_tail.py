@@ -36,7 +36,9 @@ class LogTail:
             path = self._log_dir / name
             with contextlib.suppress(OSError):
                 with path.open("rb") as log_file:
-                    log_file.seek(self._began.get((part, name), 0))
+                    began = self._began.get((part, name), 0)
+                    # A log that was put aside meanwhile begins anew.
+                    log_file.seek(began if began <= path.stat().st_size else 0)
                     lines = log_file.read().decode(errors="replace").splitlines()
                 if lines:
                     return path, tuple(lines[-TAIL_LINES:])

@@ -48,6 +48,7 @@ from muxserve.cluster.processes import Reaper, adopt_orphans
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu.unit import PoolSizer, from_json
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
+from muxserve.net.logs import log_to_stderr
 from muxserve.spec import UnitSpec, load
 
 log = logging.getLogger(__name__)
@@ -234,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--migrates", action="store_true", help="start a migrator, too")
     parser.add_argument("--commands", action="store_true", help="obey lines of JSON on standard input")
     args = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
     sizer = None
     try:
         unit_spec = load(args.unit_spec)

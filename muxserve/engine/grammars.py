@@ -19,6 +19,8 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
+from muxserve.net.logs import of_request
+
 log = logging.getLogger(__name__)
 
 # Why a request ends although its answer is not complete.
@@ -125,7 +127,7 @@ class EngineGrammars(StructuredOutputManager):
         try:
             accepted = super().accept_tokens(request, new_token_ids)
         except Exception:
-            log.exception("the grammar of %s cannot go on", request.request_id)
+            log.exception("the grammar of %s cannot go on", request.request_id, extra=of_request(request.request_id))
             self.ended[request.request_id] = BROKEN
             return False
         if not accepted:

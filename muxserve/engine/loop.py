@@ -26,6 +26,7 @@ from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.net.inbox import ImpossibleMessageError, Inbox
+from muxserve.net.logs import of_request
 from muxserve.net.peer import Address, Peer
 from muxserve.net.process import IdleTrim, words
 from muxserve.spec import UnitSpec
@@ -238,7 +239,7 @@ class EngineLoop:
         try:
             self._requests.begin(internal, admit, blocks)
         except Exception:
-            log.exception("request %s cannot be run", admit.request_id)
+            log.exception("request %s cannot be run", admit.request_id, extra=of_request(admit.request_id))
             if blocks is not None:
                 self.scheduler.pool.free_blocks(blocks)
                 self.scheduler.pool.end_step()

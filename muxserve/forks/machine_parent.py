@@ -21,6 +21,7 @@ from typing import Any
 from muxserve.forks import warm_parent
 from muxserve.forks.family import Control, ForkingParent
 from muxserve.net.heartbeat import heartbeat_file
+from muxserve.net.logs import log_to_stderr
 from muxserve.net.process import words
 from muxserve.spec import load_fleet
 
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--lifeline-fd", type=int, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
     fleet = load_fleet(args.fleet)
     local = [unit.unit_spec for unit in fleet.units if not unit.remote]
     os.environ.update(warm_parent.environment())

@@ -19,6 +19,7 @@ from typing import Any
 from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name
 from muxserve.gpu.environment import parent_environment, refuse_cuda
 from muxserve.net.heartbeat import heartbeat_file
+from muxserve.net.logs import log_to_stderr
 from muxserve.net.process import words
 from muxserve.spec import ModelSpec, UnitSpec, load
 from muxserve.spec.unit import EnginePhase
@@ -204,7 +205,7 @@ def main() -> None:
     parser.add_argument("--control-fd", type=int, required=True)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches everyone; the controller decides
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
     unit_spec = load(args.unit_spec)
     os.environ.update({**environment(), **parent_environment(unit_spec)})
     control = Control(socket.socket(fileno=args.control_fd))

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -36,6 +38,7 @@ from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.pooling import POOLING, prompts_of
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.tenants import RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
+from muxserve.net.logs import of_request, request_id
 from muxserve.spec import GatewaySpec
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ COMPUTE = frozenset(
 )
 POSTS = GENERATE | POOLING | COMPUTE
 MODELS = "/models/"
+REQUEST_ID = b"x-request-id"
+_PLAIN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # So often the client of a stream hears something while its request waits; proxies take half a minute for a failure.
 SIGN_SECONDS = 2.0
 
@@ -137,8 +142,9 @@ class GatewayApp:
         if scope["type"] != "http":
             await _decline(scope, receive, send)
             return
-        http = HttpRequest(time.monotonic())
+        http = HttpRequest(time.monotonic(), request_id=_request_id(scope["headers"]))
         current_http.set(http)
+        request_id.set(http.request_id)
         if self._tracing is not None and scope["method"] == "POST":
             path = scope["path"]
             if path.startswith(MODELS):
@@ -156,8 +162,10 @@ class GatewayApp:
                 host, port = scope.get("client") or ("-", 0)
                 took = time.monotonic() - http.arrival
                 access.info(
-                    "%s:%s %s %s model=%s status=%s seconds=%.3f",
+                    "%s:%s %s %s model=%s status=%s seconds=%.3f request=%s served_as=%s",
                     *(host, port, scope["method"], scope["path"], http.model or "-", answer.status or "-", took),
+                    *(http.request_id, http.group or "-"),
+                    extra=of_request(http.group),
                 )
 
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer, http: HttpRequest) -> None:
@@ -350,7 +358,11 @@ def with_cors(app: GatewayApp, origins: Sequence[str]) -> App:
     """`app` for web pages of these origins, too: browsers ask before they send, without a key, and are answered."""
     if not origins:
         return app
-    exposed = ["retry-after", *(f"x-ratelimit-{what}-{kind}" for what in RATE_HEADERS for kind in RATE_KINDS)]
+    exposed = [
+        "retry-after",
+        REQUEST_ID.decode(),
+        *(f"x-ratelimit-{what}-{kind}" for what in RATE_HEADERS for kind in RATE_KINDS),
+    ]
     return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
 
 
@@ -374,6 +386,7 @@ class _Answer:
     async def __call__(self, message: Message) -> None:
         if not self.begun and message["type"] == "http.response.start":
             self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (REQUEST_ID, self._http.request_id.encode())]
             after = self._http.retry_after
             if after is not None:
                 message["headers"] = [*message.get("headers", ()), (b"retry-after", str(after).encode())]
@@ -382,6 +395,12 @@ class _Answer:
             if (self._endpoint.draining or self._endpoint.crowded()) and CLOSE not in message.get("headers", ()):
                 message["headers"] = [*message.get("headers", ()), CLOSE]
         await self._send(message)
+
+
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's own name for its request, if it can stand in a log; else a new one."""
+    given = next((value for name, value in headers if name == REQUEST_ID), b"").decode("latin-1")
+    return given if _PLAIN_ID.fullmatch(given) else secrets.token_hex(8)
 
 
 def _listed(paths: frozenset[str]) -> str:

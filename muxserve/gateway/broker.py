@@ -20,6 +20,7 @@ from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.requests import Failure, Output, RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
+from muxserve.net.logs import of_request
 from muxserve.net.peer import AsyncPeer
 from muxserve.spec import FleetSpec
 from muxserve.wire import (
@@ -394,7 +395,11 @@ class Broker:
         self._timer = None
         now = time.monotonic()
         for request in self.table.overdue(now):
-            log.warning("tokens of request %s were lost on the way; serving it again", request.request_id)
+            log.warning(
+                "tokens of request %s were lost on the way; serving it again",
+                request.request_id,
+                extra=of_request(request.request_id),
+            )
             self.router.replace(request, now, "tokens_lost")
         self.router.repeat_quiet(now)
         self.router.placing.retry(now)

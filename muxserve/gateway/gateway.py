@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -104,7 +105,8 @@ class Gateway:
             self.offered.models,
         )
         page = LivePage(
-            LiveView(self.status, self.reports, self.limiter, self.measures, peers, self.broker.unit_timeline)
+            LiveView(self.status, self.reports, self.limiter, self.measures, peers, self.broker.unit_timeline),
+            Path(self.fleet.run_dir),
         )
         changes = ChangeRoutes(self.fleet.run_dir, lambda: self._endpoint is not None and bool(self._endpoint.keys))
         shown = self.fleet.gateway.ui

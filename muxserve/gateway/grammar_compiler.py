@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muxserve.gateway.grammar_messages import Command, Compile, CompileResult, Drop, Frames, command, frame, result
+from muxserve.net.logs import log_to_stderr
 from muxserve.net.process import die_with, set_title
 from muxserve.spec import ModelSpec
 
@@ -292,7 +293,7 @@ def main() -> None:
     parent = os.getppid()
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
     run(socket.socket(fileno=args.socket_fd))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from muxserve.net.logs import log_to_stderr
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, load_fleet
 
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--index", type=int, default=0, help="which of the fleet's gateways, from 0")
     parser.add_argument("--lifeline-fd", type=int, help="end when this file descriptor reaches its end")
     args = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
     try:
         fleet = load_fleet(args.fleet)
     except (OSError, msgspec.MsgspecError) as error:

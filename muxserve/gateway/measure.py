@@ -31,7 +31,8 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 @dataclass(slots=True, eq=False)
 class HttpRequest:
     """The HTTP request that a task works for. `arrival` is in seconds of the monotonic clock; `retry_after`, in
-    seconds, is told to the client if the answer is 503."""
+    seconds, is told to the client if the answer is 503. `request_id` is its name for the client and in logs; units have
+    other names for what it makes them do."""
 
     arrival: float
     disconnected: bool = False
@@ -41,6 +42,7 @@ class HttpRequest:
     model: str = ""
     tenant: TenantTurn | None = None
     trace: HttpTrace | None = None
+    request_id: str = ""
 
     def group_of(self, request_id: str) -> str:
         """What the requests to units that this one makes have in common: the id of the first of them."""

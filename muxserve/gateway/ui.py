@@ -1,4 +1,4 @@
-"""The live page: its files at `/ui`, and the stream of frames that it draws at `/ui/events`.
+"""The live page: its files at `/ui`, the stream of frames that it draws at `/ui/events`, and logs at `/ui/logs`.
 
 The files hold nothing about the fleet, so that a browser may load them without a key; whoever opens the page is asked
 for one there, and the stream wants it.
@@ -10,6 +10,7 @@ import asyncio
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -17,9 +18,12 @@ from muxserve.gateway.app import Page, only_get
 from muxserve.gateway.body import RETRY
 from muxserve.gateway.errors import App, Receive, RequestError, Scope, Send, respond, respond_json
 from muxserve.gateway.live import OWN_LOAD, LiveView
+from muxserve.net.logs import log_files, tail
 
 PAGE = "/ui"
 EVENTS = "/ui/events"
+LOGS = "/ui/logs"
+MOST_LINES = 500
 FRAME_SECONDS = 1.0
 # Each of them costs the gateway a few milliseconds per second.
 MOST_STREAMS = 32
@@ -38,10 +42,11 @@ _HEADERS = [
 
 
 class LivePage:
-    """What the page needs of one gateway."""
+    """What the page needs of one gateway, of a fleet whose sockets and logs are in `run_dir`."""
 
-    def __init__(self, view: LiveView) -> None:
+    def __init__(self, view: LiveView, run_dir: Path) -> None:
         self._view = view
+        self._run_dir = run_dir
         self._streams = 0
 
     def pages(self) -> dict[str, Page]:
@@ -54,7 +59,7 @@ class LivePage:
 
     def apps(self) -> dict[str, App]:
         """By path, what wants a key where there are some."""
-        return {EVENTS: self.events}
+        return {EVENTS: self.events, LOGS: self.logs}
 
     async def _own(self, send: Send) -> None:
         await respond_json(send, self._view.own_load())
@@ -75,6 +80,18 @@ class LivePage:
         finally:
             self._streams -= 1
             gone.cancel()
+
+    async def logs(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The parts that have logs on this machine as JSON, and the last lines of `?part=`."""
+        only_get(scope)
+        asked = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        await respond_json(send, await asyncio.to_thread(self._logs, asked.get("part", [""])[0]))
+
+    def _logs(self, part: str) -> dict[str, object]:
+        files = log_files(self._run_dir)
+        if part and part not in files:
+            raise RequestError(HTTPStatus.NOT_FOUND, f"there is no log of {part!r}; there are {', '.join(files)}")
+        return {"parts": [*files], "part": part, "lines": tail(files[part], MOST_LINES)[0] if part else []}
 
     async def _stream(self, send: Send, gone: asyncio.Future[None]) -> None:
         headers = [

@@ -1,15 +1,13 @@
-"""What long-running processes of the fleet begin with: signals that a poller sees, the parent's death, and a log."""
+"""What long-running processes of the fleet begin with: signals that a poller sees, and the parent's death."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Collection
 
 # Who started a process: by the time it asks for its parent, that may have ended and another be its parent.
@@ -100,13 +98,6 @@ class IdleTrim:
             self._worked = False
             if self._trim is not None:
                 self._trim(0)
-
-
-def log_to_stderr(level: str) -> None:
-    """The format of every process's log."""
-    logging.basicConfig(
-        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
 
 
 def words(error: Exception) -> str:

@@ -20,8 +20,9 @@ import zmq
 
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat
 from muxserve.net.inbox import Inbox
+from muxserve.net.logs import log_to_stderr
 from muxserve.net.peer import received
-from muxserve.net.process import Signals, die_with_parent, log_to_stderr
+from muxserve.net.process import Signals, die_with_parent
 from muxserve.net.sockets import NetworkError, bind_local, bind_tcp, tcp_address
 from muxserve.spec import Keys
 from muxserve.wire import AnyMessage, Message, decode, encode

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
 
+from muxserve.net.logs import of_request
 from muxserve.net.server import shown
 from muxserve.scheduling.quarantine import Quarantine, is_culprit, is_known
 from muxserve.scheduling.state import LiveRequest, ModelState
@@ -187,7 +188,7 @@ class UnitRequestTable:
         return True
 
     def _refuse(self, gateway: bytes, request_id: str, attempt: int, text: str) -> None:
-        log.warning("request %s refused: %s", request_id, text)
+        log.warning("request %s refused: %s", request_id, text, extra=of_request(request_id))
         self._state.send(gateway, Refused(request_id, attempt, text))
 
     def cancel(self, peer: bytes, message: Cancel, now: float) -> None:
@@ -232,7 +233,7 @@ class UnitRequestTable:
     def _end_culprit(self, request_id: str, reason: str) -> None:
         held = self.forget(request_id)
         if held is not None:
-            log.error("request %s makes engines fail: %s", request_id, reason)
+            log.error("request %s makes engines fail: %s", request_id, reason, extra=of_request(request_id))
             text = f"the request makes the engine fail, also when it is computed alone: {reason}"
             self._state.send(held.gateway, RequestFailed(request_id, held.attempt, text))
 

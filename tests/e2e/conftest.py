@@ -50,7 +50,7 @@ def stock_of_mixed(pytestconfig: pytest.Config) -> dict[str, Any]:
 
 @pytest.fixture(scope="package")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A model that generates, with adapters, and models that answer with vectors."""
+    """A model that generates, with adapters, and models that answer with vectors. It logs in JSON."""
     models: list[dict[str, Any]] = [
         {
             "name": GENERATING,
@@ -71,6 +71,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     # A place of its own for run directories: commands find the only fleet there.
     with (
         tempfile.TemporaryDirectory(prefix="mx") as runtime,
-        running(path, environment={"XDG_RUNTIME_DIR": runtime}, start=preloaded.start) as deployed,
+        running(
+            path,
+            environment={"XDG_RUNTIME_DIR": runtime},
+            start=preloaded.start,
+            options=("--log-format", "json"),
+        ) as deployed,
     ):
         yield deployed

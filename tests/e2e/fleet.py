@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Fleet:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.process = process
-        self._environment = {**os.environ, **(environment or {})}
+        self.environment = {**os.environ, **(environment or {})}
         self.directory = directory
         self.url = f"http://127.0.0.1:{port}"
         # Reading certificates, which nobody needs here, would take more time than most questions.
@@ -83,11 +83,16 @@ class Fleet:
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=4 * PATIENCE, http_client=http_client
         )
 
+    @property
+    def runtime(self) -> Path:
+        """Where run directories are, of a fleet that has a place of its own for them."""
+        return Path(self.environment["XDG_RUNTIME_DIR"])
+
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A command as the fleet's user gives it, in the environment that the fleet was started in."""
         line = [sys.executable, "-m", "muxserve.cli.app", *words]
         return subprocess.run(
-            line, capture_output=True, text=True, timeout=4 * PATIENCE, cwd=ROOT, env=self._environment
+            line, capture_output=True, text=True, timeout=4 * PATIENCE, cwd=ROOT, env=self.environment
         )
 
     def get(self, path: str) -> httpx.Response:
@@ -181,15 +186,17 @@ def running(
     seconds: float = START_SECONDS,
     environment: Mapping[str, str] | None = None,
     start: Callable[..., subprocess.Popen[bytes] | preloaded.Forked] = subprocess.Popen,
+    options: Sequence[str] = (),
 ) -> Iterator[Fleet]:
-    """Deploy the fleet file, with `environment` beside that of the tests, wait until it serves (within `seconds`), and
-    stop it as a user would. `preloaded.start` starts it with vLLM imported, for tests that are not about that."""
+    """Deploy the fleet file with `options`, and with `environment` beside that of the tests, wait until it serves
+    (within `seconds`), and stop it as a user would. `preloaded.start` starts it with vLLM imported, for tests that are
+    not about that."""
     port = free_port()
     log = open(path.parent / "deploy.log", "wb")  # noqa: SIM115
     # As a shell may leave some open that started it: what is locked here must not stay locked by the fleet.
     foreign = open(path.parent / FOREIGN, "wb")  # noqa: SIM115
     process = start(
-        [sys.executable, "-m", "muxserve.cli.app", "deploy", str(path), "--port", str(port)],
+        [sys.executable, "-m", "muxserve.cli.app", "deploy", str(path), "--port", str(port), *options],
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,17 @@ def test_the_playground_streams(page: Any, gateway: Running) -> None:
     gateway.tell_unit("go")
     page.locator("pre.answer", has_text="streamed to the page").wait_for()
     page.locator("text=first token after").wait_for()
+    assert fits(page)
+
+
+def test_logs_are_shown(page: Any, gateway: Running) -> None:
+    logs = Path(gateway.unit_spec.run_dir).parent / "logs"
+    logs.mkdir(exist_ok=True)
+    (logs / "scheduler.log").write_text("<b>all</b> is well\n")
+    page.goto(f"{gateway.url}/ui")
+    page.click("summary")
+    page.select_option("select[aria-label=Log]", "scheduler")
+    page.locator("pre.log", has_text="<b>all</b> is well").wait_for()
     assert fits(page)
 
 

@@ -230,8 +230,11 @@ def test_web_pages_of_the_origins_named_may_call(http: httpx.Client) -> None:
 
 
 def test_every_request_that_ended_is_in_the_access_log(client: openai.OpenAI, gateway: Running) -> None:
-    client.completions.create(model="org/beta", prompt=play("logged"))
-    line = r"127.0.0.1:\d+ POST /v1/completions model=beta status=200 seconds=\d+\.\d{3}"
+    asked = client.completions.with_raw_response.create(
+        model="org/beta", prompt=play("logged"), extra_headers={"x-request-id": "mine-1"}
+    )
+    assert asked.headers["x-request-id"] == "mine-1"
+    line = r"127.0.0.1:\d+ POST /v1/completions model=beta status=200 seconds=\d+\.\d{3} request=mine-1 served_as=\w"
     eventually(lambda: re.search(line, gateway.log) is not None, lambda: f"{line} in {gateway.log}")
 
 

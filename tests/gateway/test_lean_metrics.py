@@ -24,7 +24,9 @@ def test_one_series_per_model_none_empty_or_constant_and_half_of_the_buckets() -
     usage = Gauge("vllm:kv_cache_usage_perc", "x", labels, registry=registry)
     usage.labels("m", "0").set(0.5)
     usage.labels("m", "1").set(0.25)
-    Histogram("vllm:iteration_tokens_total", "x", labels, buckets=BUCKETS, registry=registry).labels("m", "0").observe(1)
+    Histogram("vllm:iteration_tokens_total", "x", labels, buckets=BUCKETS, registry=registry).labels("m", "0").observe(
+        1
+    )
     Gauge("vllm:engine_sleep_state", "x", [*labels, "sleep_state"], registry=registry).labels("m", "0", "awake").set(1)
     source = Counter("vllm:prompt_tokens_by_source", "x", [*labels, "source"], registry=registry)
     source.labels("m", "0", "local_compute").inc(7)

@@ -131,7 +131,7 @@ class Client:
 
 
 def page_of(frames: Frames) -> LivePage:
-    return LivePage(cast(LiveView, frames))
+    return LivePage(cast(LiveView, frames), Path())
 
 
 async def test_frames_come_until_the_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,3 +264,27 @@ def test_the_library_is_the_one_that_was_published(tmp_path: Path) -> None:
         member = archive.extractfile(LIBRARY[1])
         assert member is not None
         assert member.read() == vendored
+
+
+async def test_the_page_shows_logs(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "gateway-0.log").write_text("one\ntwo\n")
+    page = LivePage(cast(LiveView, Frames()), tmp_path)
+
+    async def ask(query: bytes) -> Any:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            raise AssertionError("it has no body")
+
+        await page.logs({"type": "http", "method": "GET", "path": ui.LOGS, "query_string": query}, receive, send)
+        return json.loads(sent[1]["body"])
+
+    assert await ask(b"") == {"parts": ["gateway-0"], "part": "", "lines": []}
+    assert (await ask(b"part=gateway-0"))["lines"] == ["one", "two"]
+    for wrong in (b"part=gateway", b"part=../logs/gateway-0", b"part=%2Fetc%2Fpasswd"):
+        with pytest.raises(RequestError, match="there is no log"):
+            await ask(wrong)

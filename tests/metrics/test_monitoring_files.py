@@ -61,6 +61,8 @@ def test_what_a_query_misses_is_found() -> None:
     assert wrong("sum by (unit) (a_total)") == ["no label unit"]
     assert wrong('a_total{phase="decode"}') == ["a_total has no label phase"]
     assert wrong('a_total{outcome="done"}') == ["a_total: no outcome=done, only ['completed']"]
-    assert wrong("histogram_quantile(0.9, sum by (le) (rate(b_bucket[5m])))", "{{le}}") == ["the result has no label le"]
+    assert wrong("histogram_quantile(0.9, sum by (le) (rate(b_bucket[5m])))", "{{le}}") == [
+        "the result has no label le"
+    ]
     with pytest.raises(ValueError, match="parenthesis"):
         wrong("sum by (a_total")

@@ -2,6 +2,7 @@
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { applyTheme, colour, toggleTheme } from "./colours.js";
+import { Logs } from "./logs.js";
 import { Playground } from "./playground.js";
 import { change, follow, key, wake } from "./stream.js";
 import { Timeline } from "./timeline.js";
@@ -85,6 +86,7 @@ function App() {
       <${Models} models=${frame.models} names=${names} act=${act} />
       ${frame.units.map((unit) => html`<${Unit} key=${unit.name} unit=${unit} names=${names} act=${act} />`)}
       <${Playground} models=${names} />
+      <${Logs} />
     </div>
   </main>`;
 }

@@ -1,0 +1,44 @@
+// The last lines of what a process of the fleet has written.
+
+import { html, useEffect, useState } from "./vendor/htm-preact.js";
+import { errorOf, headers } from "./stream.js";
+
+const SECONDS = 2;
+
+async function ask(part) {
+  const response = await fetch(`ui/logs?part=${encodeURIComponent(part)}`, { headers: headers(), cache: "no-store" });
+  if (!response.ok) throw new Error(await errorOf(response));
+  return response.json();
+}
+
+export function Logs() {
+  const [open, setOpen] = useState(false);
+  const [part, setPart] = useState("");
+  const [said, setSaid] = useState({ parts: [], lines: [] });
+  const [trouble, setTrouble] = useState("");
+  useEffect(() => {
+    if (!open) return undefined;
+    let gone = false;
+    const look = () => ask(part).then(
+      (answer) => gone || (setSaid(answer), setTrouble("")),
+      (error) => gone || setTrouble(error.message),
+    );
+    look();
+    const again = setInterval(look, 1000 * SECONDS);
+    return () => {
+      gone = true;
+      clearInterval(again);
+    };
+  }, [open, part]);
+  return html`<section class="card logs">
+    <details ontoggle=${(event) => setOpen(event.target.open)}>
+      <summary><h2>Logs</h2><span class="dim">of processes on the gateway's machine</span></summary>
+      <select aria-label="Log" value=${part} onchange=${(event) => setPart(event.target.value)}>
+        <option value="">choose a process</option>
+        ${said.parts.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
+      </select>
+      ${trouble && html`<span class="bad">${trouble}</span>`}
+      ${part && html`<pre class="log">${said.part === part ? said.lines.join("\n") || "(empty)" : ""}</pre>`}
+    </details>
+  </section>`;
+}
