@@ -19,6 +19,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,23 @@ from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.requests import RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tenants import Tenancy
+from muxserve.gateway.tracing import Tracing
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
-from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec
+from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, TenantSpec
 from muxserve.wire import Place, Placed, encode
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
 SIZES = {"200 B": 200, "4 KiB": 4096, "64 KiB": 65536, "1 MiB": 1 << 20}
 
 
-def endpoint(models: int, keys: list[str]) -> GatewayApp:
+def endpoint(
+    models: int,
+    keys: list[str],
+    tenants: Sequence[TenantSpec] = (),
+    access_log: bool = False,
+    tracing: Tracing | None = None,
+    usage_file: str = "",
+) -> GatewayApp:
     """An endpoint of that many models, all behind `answer`."""
     deployed = [
         ModelSpec(
@@ -54,17 +63,19 @@ def endpoint(models: int, keys: list[str]) -> GatewayApp:
         for n in range(models)
     ]  # fmt: skip
     measures = Measures(deployed, CollectorRegistry())
-    settings = GatewaySpec("127.0.0.1", 0)
+    settings = GatewaySpec("127.0.0.1", 0, access_log=access_log)
+    fleet = FleetSpec("", settings, deployed, [], tenants=tuple(tenants), usage_file=usage_file)
     return GatewayApp(
         models={model.name: ServedApp(answer, {model.name: {}}) for model in deployed},
-        keys=ApiKeys(keys),
+        keys=ApiKeys(keys, None, tenants),
         priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-        tenancy=Tenancy(FleetSpec("", settings, deployed, []), 0, CollectorRegistry()),
+        tenancy=Tenancy(fleet, 0, CollectorRegistry()),
         limiter=ConcurrencyLimiter(deployed, 0, 1, measures),
         measures=measures,
         pages={},
         open_pages=frozenset(),
         settings=settings,
+        tracing=tracing,
     )
 
 
@@ -108,6 +119,7 @@ class Tokens:
     new_logprobs: None = None
     new_prompt_logprobs_tensors: None = None
     new_sampling_mask: None = None
+    prefill_stats: None = None
     pooling_output: None = None
     finish_reason: int | None = None
 
