@@ -33,7 +33,7 @@ from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import POLICIES, make_policy
-from muxserve.scheduling.types import ModelProfile, Phase, PoolProfile, QueuedRequest
+from muxserve.scheduling.types import ModelProfile, Phase, PoolProfile, QueuedRequest, StepsDone
 
 TARGET_P99_US = 100.0
 
@@ -182,7 +182,9 @@ class Run:
             ledger.finished(request_id, phase, lease_id, self.now)
         for request_id, ticket in handed:
             ledger.handed_over(request_id, ticket, 1, self.now)
-        ledger.stepped(name, phase, lease_id, left, self.now - before or 1e-6, tokens, len(engine.inside), self.now)
+        ledger.stepped(
+            name, phase, StepsDone(lease_id, left, self.now - before or 1e-6, tokens, len(engine.inside)), self.now
+        )
         self.events.append(time.perf_counter_ns() - began)
         self.finished += len(ended)
         if engine.lease is not None and left > 0:

@@ -26,6 +26,7 @@ from muxserve.scheduling.types import (
     PoolProfile,
     QueuedRequest,
     RequestPlace,
+    StepsDone,
 )
 
 
@@ -388,24 +389,8 @@ class UnitLedger:
             model.tally.phase_switch_seconds += now - since
         model.fresh.clear()
 
-    def stepped(
-        self,
-        name: str,
-        phase: Phase,
-        lease_id: int,
-        left: int,
-        seconds: float,
-        tokens: int,
-        remaining: int,
-        now: float,
-        steps: int = 1,
-        prefill_tokens: int = 0,
-        prefill_seconds: float = 0.0,
-    ) -> None:
-        """An engine reports `steps` steps of `seconds` and `tokens` in all, `left` steps of lease `lease_id`, and
-        `remaining` requests in it. To be told after what the steps finished, handed over, prefilled and returned. A
-        report without `seconds` says that no step was run. One of both phases says how many `prefill_tokens` of the
-        tokens were, and how many `prefill_seconds` went into steps that did nothing else.
+    def stepped(self, name: str, phase: Phase, done: StepsDone, now: float) -> None:
+        """An engine reports steps. To be told after what they finished, handed over, prefilled and returned.
 
         Whatever is left, a lease is over when the engine is empty or the time is up. A step that computed nothing with
         requests at hand means that they wait for pages (or a grammar): the engine is tried again after a short while,
@@ -413,12 +398,13 @@ class UnitLedger:
         """
         model = self.by_name[name]
         engine = model.engine(phase)
-        if seconds > 0.0:
+        lease_id, prefill_tokens = done.lease_id, done.prefill_tokens
+        if done.seconds > 0.0:
             if engine.prefills is not None:
-                self._worked(model, seconds, tokens, steps, prefill_tokens, prefill_seconds)
+                self._worked(model, done)
             else:
-                engine.stepped(seconds, tokens, steps)
-                prefill_tokens = tokens if phase is PREFILL else 0
+                engine.stepped(done.seconds, done.tokens, done.steps)
+                prefill_tokens = done.tokens if phase is PREFILL else 0
         if phase is not DECODE:
             # Whose prompts are done left before this, so that what others still need is known only now: no more than
             # all their tokens, and less if a prefix was cached.
@@ -429,54 +415,42 @@ class UnitLedger:
         if lease is not None and lease.held > lease.share and lease_id >= lease.share_since:
             self.share_used -= lease.held - lease.share
             lease.held = lease.share
-        if not remaining and not engine.inside and lease_id >= engine.entered_with:
+        if not done.remaining and not engine.inside and lease_id >= engine.entered_with:
             # Whatever lease the report is about, a later one brought nothing in. (If one did, and that was cancelled on
             # its way, the engine may take a step for it yet, and then tells of that one.)
             self._end_lease(engine)
         elif lease is not None and lease.lease_id == lease_id:
-            self._reported(model, engine, lease, left, seconds, tokens, remaining, now)
+            self._reported(model, engine, lease, done, now)
         self._settle(engine, now)
 
     @staticmethod
-    def _worked(
-        model: ModelState, seconds: float, tokens: int, steps: int, prefill_tokens: int, prefill_seconds: float
-    ) -> None:
+    def _worked(model: ModelState, done: StepsDone) -> None:
         """An engine of both phases has run steps. Those of two leases may be told together: then the last one did
         nothing but prefill, since these are told one by one."""
         engine, prefills = model.decode, model.decode.prefills
         assert prefills is not None
-        rest = seconds - prefill_seconds
+        rest, steps = done.seconds - done.prefill_seconds, done.steps
         if rest <= 1e-9:
-            prefills.stepped(seconds, tokens, steps)
+            prefills.stepped(done.seconds, done.tokens, steps)
             return
-        if prefill_seconds > 0.0:
-            prefills.stepped(prefill_seconds, prefill_tokens)
+        if done.prefill_seconds > 0.0:
+            prefills.stepped(done.prefill_seconds, done.prefill_tokens)
             steps = max(1, steps - 1)
         else:
-            prefills.tokens += prefill_tokens
-        decoded = tokens - prefill_tokens
+            prefills.tokens += done.prefill_tokens
+        decoded = done.tokens - done.prefill_tokens
         engine.stepped(rest, decoded, steps)
         if decoded and model.decoding:
             engine.rounds += min(float(steps), decoded / len(model.decoding))
 
-    def _reported(
-        self,
-        model: ModelState,
-        engine: EngineState,
-        lease: LeaseState,
-        left: int,
-        seconds: float,
-        tokens: int,
-        remaining: int,
-        now: float,
-    ) -> None:
-        lease.left = left
+    def _reported(self, model: ModelState, engine: EngineState, lease: LeaseState, done: StepsDone, now: float) -> None:
+        lease.left = done.left
         # Without a step it may have been asked in the middle of taking requests in.
-        emptied = seconds > 0.0 and not remaining
-        in_vain = seconds > 0.0 and not tokens
-        if left <= 0 or emptied or now >= lease.deadline or self._useless(model, lease, in_vain):
+        emptied = done.seconds > 0.0 and not done.remaining
+        in_vain = done.seconds > 0.0 and not done.tokens
+        if done.left <= 0 or emptied or now >= lease.deadline or self._useless(model, lease, in_vain):
             self._end_lease(engine)
-            if tokens:
+            if done.tokens:
                 engine.of(lease.phase).fed()
             elif in_vain:
                 engine.of(lease.phase).starved(now)

@@ -24,6 +24,21 @@ class Phase(StrEnum):
     BOTH = "both"
 
 
+class StepsDone(NamedTuple):
+    """What an engine reports of its steps: `steps` of `seconds` and `tokens` in all, `left` steps of lease `lease_id`,
+    and `remaining` requests in it. Without `seconds` no step was run. An engine of both phases says how many
+    `prefill_tokens` of the tokens were, and how many `prefill_seconds` went into steps that did nothing else."""
+
+    lease_id: int
+    left: int
+    seconds: float
+    tokens: int
+    remaining: int
+    steps: int = 1
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+
+
 class RequestPlace(StrEnum):
     """Where a live request is. Every live request is in exactly one.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from muxserve.scheduling.engines import EngineState, LeaseState
 from muxserve.scheduling.policy import Renewals
 from muxserve.scheduling.quanta import Length
-from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Phase, share_units
+from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Phase, StepsDone, share_units
 from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, StepEngine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
@@ -106,29 +106,20 @@ class LeasedEngine(StepEngine):
 
 
 class SimReport(NamedTuple):
-    """An engine's `StepReport`: `steps` steps of `seconds` and `tokens` in all (of prompts, and in steps of nothing
-    else, as the ledger wants it of engines of both phases), `left` steps of the lease, and `remaining` requests.
-    Requests that are `through` have their first token."""
+    """An engine's `StepReport`. Requests that are `through` have their first token."""
 
     engine: LeasedEngine
-    lease_id: int
-    left: int
-    seconds: float
-    tokens: int
-    steps: int
-    remaining: int
+    done: StepsDone
     finished: list[SimRequest]
     through: list[SimRequest]
     returned: list[SimRequest]
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
 
     @property
     def renews(self) -> bool:
         """All that may follow from it is that a decode lease is renewed."""
-        news = self.finished or self.through or self.returned
+        news, done = self.finished or self.through or self.returned, self.done
         return (
-            not news and self.tokens > 0 and self.left > 0 and self.remaining > 0 and self.engine.lease_phase is DECODE
+            not news and done.tokens > 0 and done.left > 0 and done.remaining > 0 and self.engine.lease_phase is DECODE
         )
 
 
@@ -183,7 +174,8 @@ class PhaseEngine(LeasedEngine):
         self._enter(lease, now)
         if smaller:
             remaining = len(self.prompts) + len(self.batch.running)
-            self.scheduler.report(SimReport(self, lease.lease_id, lease.steps, 0.0, 0, 0, remaining, [], [], []))
+            done = StepsDone(lease.lease_id, lease.steps, 0.0, 0, remaining, 0)
+            self.scheduler.report(SimReport(self, done, [], [], []))
 
     def _enter(self, lease: SimLease, now: float) -> None:
         if self._accept(lease, now):
@@ -292,12 +284,8 @@ class PhaseEngine(LeasedEngine):
         returned, self.returned = self.returned, []
         remaining = len(self.prompts) + len(batch.running)
         tokens, spent = done.tokens, seconds if stalled or not steps else now - self._started
-        self.scheduler.report(
-            SimReport(
-                self, self.lease_id, left, seconds, tokens + decoded, steps + 1, remaining, done.finished, done.through,
-                returned, tokens, spent,
-            )
-        )  # fmt: skip
+        steps_done = StepsDone(self.lease_id, left, seconds, tokens + decoded, remaining, steps + 1, tokens, spent)
+        self.scheduler.report(SimReport(self, steps_done, done.finished, done.through, returned))
         self.unit.at_boundary(self)
 
     def releases(self) -> bool:
@@ -331,9 +319,8 @@ class PhaseEngine(LeasedEngine):
         self.jobs += steps
         self.tokens += tokens
         remaining = len(self.prompts) + len(batch.running)
-        self.scheduler.report(
-            SimReport(self, self.lease_id, left, seconds, tokens, steps, remaining, finished, [], returned)
-        )
+        done = StepsDone(self.lease_id, left, seconds, tokens, remaining, steps)
+        self.scheduler.report(SimReport(self, done, finished, [], returned))
 
     def _stalled(self, now: float) -> None:
         """A step that lost all its sequences is over."""
@@ -344,7 +331,8 @@ class PhaseEngine(LeasedEngine):
         self.state = BOUNDARY
         self.jobs += 1
         seconds = self.unit.overheads.stall
-        self.scheduler.report(SimReport(self, self.lease_id, left, seconds, 0, 1, len(self.prompts), [], [], returned))
+        done = StepsDone(self.lease_id, left, seconds, 0, len(self.prompts))
+        self.scheduler.report(SimReport(self, done, [], [], returned))
         self.unit.at_boundary(self)
 
     def _decode(self, now: float) -> None:

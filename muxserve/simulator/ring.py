@@ -157,9 +157,9 @@ class Ring(ReplicaSet):
         name = report.engine.unit.spec.name
         member = self.scheduler.member(name)
         changed = bool(report.through or report.finished or report.returned)
-        if report.prefill_seconds:
-            member.measured(report.prefill_seconds, [request.request_id for request in report.through])
-            self._busy += report.prefill_seconds
+        if spent := report.done.prefill_seconds:
+            member.measured(spent, [request.request_id for request in report.through])
+            self._busy += spent
         if not changed:
             return
         self._count_steps(now)

@@ -161,7 +161,7 @@ class ScheduledUnit(SimulatedUnit):
 
     def _told(self, report: SimReport, now: float) -> None:
         engine, ledger = report.engine, self.ledger
-        phase, name, lease_id = engine.phase, engine.model.name, report.lease_id
+        phase, name, lease_id = engine.phase, engine.model.name, report.done.lease_id
         both = phase is BOTH
         for request in report.finished:
             ledger.finished(request.request_id, phase, lease_id, now)
@@ -174,20 +174,8 @@ class ScheduledUnit(SimulatedUnit):
             if self._too_long(request, request.prompt + request.made + 1, now):
                 ledger.cancelled(request.request_id, now)
                 del self.live[request.request_id]
-        ledger.stepped(
-            name,
-            phase,
-            lease_id,
-            report.left,
-            report.seconds,
-            report.tokens,
-            report.remaining,
-            now,
-            report.steps,
-            report.prefill_tokens,
-            report.prefill_seconds,
-        )
-        if report.returned or report.through or not report.steps or phase is PREFILL:
+        ledger.stepped(name, phase, report.done, now)
+        if report.returned or report.through or not report.done.steps or phase is PREFILL:
             self._news = True
         self.turn_due = True
         self.touch()

@@ -14,7 +14,7 @@ from muxserve.costs.front_end import engines_only
 from muxserve.costs.latency import Decode, Load
 from muxserve.costs.measured import MeasuredCosts
 from muxserve.scheduling.token_throttling import BudgetInputs as Holding
-from muxserve.scheduling.types import Phase
+from muxserve.scheduling.types import Phase, StepsDone
 from muxserve.simulator.engine import BOUNDARY, IDLE, NO_LOAD, STEPPING
 from muxserve.simulator.leased import LeasedEngine, SimLease, SimReport
 from muxserve.simulator.micro_batches import MicroBatches
@@ -308,11 +308,8 @@ class PipelineEngine(LeasedEngine):
         if steps:
             self._told_at = now
         self._untold_steps = self._untold_tokens = self._untold_prompts = 0
-        self.scheduler.report(
-            SimReport(
-                self, self.lease_id, left, seconds, tokens, steps, remaining, finished, through, returned, prompts
-            )
-        )  # fmt: skip
+        done = StepsDone(self.lease_id, left, seconds, tokens, remaining, steps, prompts)
+        self.scheduler.report(SimReport(self, done, finished, through, returned))
 
     # ------------------------------------------------------------ what goes in
 

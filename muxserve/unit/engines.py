@@ -12,7 +12,7 @@ from msgspec import structs
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.net.server import shown
 from muxserve.scheduling.quarantine import LoneTurn, is_culprit
-from muxserve.scheduling.types import Grant, Phase, RequestPlace
+from muxserve.scheduling.types import Grant, Phase, RequestPlace, StepsDone
 from muxserve.spec import EnginePhase
 from muxserve.unit.pages import PageQuotas
 from muxserve.unit.reconcile import EngineProcess, Reconciliation
@@ -217,19 +217,17 @@ class EngineTable:
                 table.quarantine.decoded(lease.alone, report.steps)
         if report.seconds > 0.0:
             self._computed(engine, report, now)
-        ledger.stepped(
-            name,
-            engine.state.phase,
+        done = StepsDone(
             report.lease_id,
             report.lease_left,
             report.seconds,
             report.tokens,
             report.running + report.waiting,
-            now,
             report.steps,
             report.prefill_tokens,
             report.prefill_seconds,
         )
+        ledger.stepped(name, engine.state.phase, done, now)
         self.reconciliation.reported(engine, report)
 
     def _computed(self, engine: EngineProcess, report: StepReport, now: float) -> None:

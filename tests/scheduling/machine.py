@@ -14,7 +14,16 @@ from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest, RequestPlace
+from muxserve.scheduling.types import (
+    WHOLE,
+    Grant,
+    ModelProfile,
+    Phase,
+    PoolProfile,
+    QueuedRequest,
+    RequestPlace,
+    StepsDone,
+)
 
 
 @dataclass
@@ -214,7 +223,10 @@ class Machine:
         def report() -> None:
             if engine.life == life:
                 self.ledger.stepped(
-                    engine.model, engine.phase, lease_id, left, seconds=0.0, tokens=0, remaining=remaining, now=self.now
+                    engine.model,
+                    engine.phase,
+                    StepsDone(lease_id, left, seconds=0.0, tokens=0, remaining=remaining),
+                    self.now,
                 )
 
         self.at(self.now + self.latency, report)
@@ -418,15 +430,17 @@ class Machine:
             self.ledger.stepped(
                 engine.model,
                 engine.phase,
-                lease_id,
-                left,
-                seconds=step.seconds,
-                tokens=step.tokens,
-                remaining=remaining,
-                now=self.now,
-                steps=1,
-                prefill_tokens=step.prefill_tokens,
-                prefill_seconds=step.prefill_seconds,
+                StepsDone(
+                    lease_id,
+                    left,
+                    seconds=step.seconds,
+                    tokens=step.tokens,
+                    remaining=remaining,
+                    steps=1,
+                    prefill_tokens=step.prefill_tokens,
+                    prefill_seconds=step.prefill_seconds,
+                ),
+                self.now,
             )
 
         self.at(self.now + self.latency, report)
@@ -481,10 +495,12 @@ class Machine:
             if smaller and not engine.stepping:
                 # Of a step that runs the report comes at its end.
                 remaining = len(engine.jobs)
-                told = (grant.model, engine.phase, lease_id, grant.steps, 0.0, 0, remaining)
+                told = StepsDone(lease_id, grant.steps, 0.0, 0, remaining)
                 self.at(
                     self.now + self.latency,
-                    lambda: self.ledger.stepped(*told, self.now) if engine.life == life else None,
+                    lambda: (
+                        self.ledger.stepped(grant.model, engine.phase, told, self.now) if engine.life == life else None
+                    ),
                 )
             engine.doing = grant.phase
             engine.deadline = self.now + grant.seconds

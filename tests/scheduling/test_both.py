@@ -12,7 +12,16 @@ from muxserve.scheduling.admission import head_fits
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES, make_policy
 from muxserve.scheduling.state import Event
-from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest, RequestPlace
+from muxserve.scheduling.types import (
+    WHOLE,
+    Grant,
+    ModelProfile,
+    Phase,
+    PoolProfile,
+    QueuedRequest,
+    RequestPlace,
+    StepsDone,
+)
 from tests.scheduling.machine import Job, Machine, profile
 
 NAMES = sorted(name for name, policy in POLICIES.items() if policy.both)
@@ -42,15 +51,17 @@ def step(book: UnitLedger, lease: int, now: float, left: int = 3, steps: int = 1
     book.stepped(
         "a",
         Phase.BOTH,
-        lease,
-        left,
-        seconds=values["seconds"],
-        tokens=int(values["tokens"]),
-        remaining=remaining,
-        now=now,
-        steps=steps,
-        prefill_tokens=int(values["prefill_tokens"]),
-        prefill_seconds=values["prefill_seconds"],
+        StepsDone(
+            lease,
+            left,
+            seconds=values["seconds"],
+            tokens=int(values["tokens"]),
+            remaining=remaining,
+            steps=steps,
+            prefill_tokens=int(values["prefill_tokens"]),
+            prefill_seconds=values["prefill_seconds"],
+        ),
+        now,
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from muxserve.scheduling.admission import admissible
 from muxserve.scheduling.fairness import INPUT, OUTPUT, TenantCounters
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.types import Grant, Phase, PoolProfile, QueuedRequest
+from muxserve.scheduling.types import Grant, Phase, PoolProfile, QueuedRequest, StepsDone
 from tests.scheduling.machine import profile
 
 SEATS = 3
@@ -53,12 +53,12 @@ class Batching:
                 live = self.ledger.requests[request_id]
                 self._serve(live.tenant, INPUT * live.prompt_tokens)
                 self.ledger.handed_over(request_id, self.lease, 0, self.now)
-            self.ledger.stepped("a", Phase.PREFILL, self.lease, 0, 0.1, admission.tokens, 0, self.now)
+            self.ledger.stepped("a", Phase.PREFILL, StepsDone(self.lease, 0, 0.1, admission.tokens, 0), self.now)
         if self.model.decoding or self.model.handed:
             self.lease += 1
             self.ledger.granted(Grant("a", Phase.DECODE, 1, 1.0, 1, tuple(self.model.handed)), self.lease, self.now)
             inside = list(self.model.decoding.values())
-            self.ledger.stepped("a", Phase.DECODE, self.lease, 0, 0.1, len(inside), len(inside), self.now)
+            self.ledger.stepped("a", Phase.DECODE, StepsDone(self.lease, 0, 0.1, len(inside), len(inside)), self.now)
             for live in inside:
                 self._serve(live.tenant, OUTPUT)
                 self.left[live.request_id] -= 1

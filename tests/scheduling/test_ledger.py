@@ -10,7 +10,16 @@ from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.loads import load_of
-from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRequest, RequestPlace, share_units
+from muxserve.scheduling.types import (
+    WHOLE,
+    Grant,
+    Phase,
+    PoolProfile,
+    QueuedRequest,
+    RequestPlace,
+    StepsDone,
+    share_units,
+)
 from tests.scheduling.machine import profile
 
 
@@ -42,7 +51,10 @@ def hand_over(book: UnitLedger, request_id: str, lease: int = 1, now: float = 0.
     """The prefill engine of a reports that it is done with the request, and what it still has."""
     assert book.handed_over(request_id, lease, 1, now)
     book.stepped(
-        "a", Phase.PREFILL, lease, 1, seconds=0.01, tokens=20, remaining=len(book.by_name["a"].prefilling), now=now
+        "a",
+        Phase.PREFILL,
+        StepsDone(lease, 1, seconds=0.01, tokens=20, remaining=len(book.by_name["a"].prefilling)),
+        now,
     )
 
 
@@ -148,7 +160,7 @@ def test_a_request_goes_through_its_places() -> None:
     assert model.outstanding == 20
     assert model.promised == (2 + 1) * 4
     assert book.handed_over("r", 1, 1, 0.1)
-    book.stepped("a", Phase.PREFILL, 1, 1, seconds=0.1, tokens=20, remaining=0, now=0.1)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 1, seconds=0.1, tokens=20, remaining=0), 0.1)
     assert live.place is RequestPlace.HANDED
     assert live.tokens == 21
     assert book.share_used == 0
@@ -156,10 +168,10 @@ def test_a_request_goes_through_its_places() -> None:
     assert not model.prefilling
     decode(book, "r")
     assert live.place is RequestPlace.DECODING
-    book.stepped("a", Phase.DECODE, 2, 7, seconds=0.01, tokens=1, remaining=1, now=0.2)
+    book.stepped("a", Phase.DECODE, StepsDone(2, 7, seconds=0.01, tokens=1, remaining=1), 0.2)
     assert book.share_used == WHOLE // 2
     assert book.finished("r", Phase.DECODE, 2, 0.3)
-    book.stepped("a", Phase.DECODE, 2, 6, seconds=0.01, tokens=1, remaining=0, now=0.3)
+    book.stepped("a", Phase.DECODE, StepsDone(2, 6, seconds=0.01, tokens=1, remaining=0), 0.3)
     assert not book.requests
     assert book.share_used == 0
     assert model.tally.finished == 1
@@ -182,7 +194,7 @@ def test_words_of_an_earlier_life_are_not_believed() -> None:
     assert not book.finished("r", Phase.DECODE, 6, 0.1), "the other engine"
     assert not book.handed_over("r", 4, 1, 0.1)
     assert not book.returned("r", 4, 1, 0.1)
-    book.stepped("a", Phase.PREFILL, 4, 0, seconds=0.1, tokens=5, remaining=0, now=0.1)
+    book.stepped("a", Phase.PREFILL, StepsDone(4, 0, seconds=0.1, tokens=5, remaining=0), 0.1)
     assert book.by_name["a"].prefill.lease is not None, "the end of an older lease ends no newer one"
     assert book.handed_over("r", 5, 1, 0.1)
     assert not book.handed_over("r", 5, 1, 0.1)
@@ -197,7 +209,7 @@ def test_a_returned_request_goes_before_others_with_its_tokens() -> None:
     decode(book, "r")
     arrive(book, "s", at=0.05)
     assert book.returned("r", 2, 18, 0.2)
-    book.stepped("a", Phase.DECODE, 2, 7, seconds=0.01, tokens=0, remaining=0, now=0.2)
+    book.stepped("a", Phase.DECODE, StepsDone(2, 7, seconds=0.01, tokens=0, remaining=0), 0.2)
     assert queue_ids(book) == ["r", "s"]
     assert book.requests["r"].tokens == 48
     assert book.requests["r"].blocks == 4
@@ -250,21 +262,21 @@ def test_a_lease_ends_when_used_up_timed_out_or_idle() -> None:
     prefill(book, "r")
     hand_over(book, "r", now=0.0)
     decode(book, "r", lease=2, now=0.0)
-    book.stepped("a", Phase.DECODE, 2, 0, seconds=0.01, tokens=1, remaining=1, now=0.1)
+    book.stepped("a", Phase.DECODE, StepsDone(2, 0, seconds=0.01, tokens=1, remaining=1), 0.1)
     assert engine.lease is None
     assert engine.wait_since == 0.1
     decode(book, lease=3, now=0.4)
     assert engine.waits == 1
     assert engine.wait_seconds == pytest.approx(0.3)
-    book.stepped("a", Phase.DECODE, 3, 5, seconds=0.01, tokens=1, remaining=1, now=1.5)
+    book.stepped("a", Phase.DECODE, StepsDone(3, 5, seconds=0.01, tokens=1, remaining=1), 1.5)
     assert engine.lease is None, "its second is over"
     decode(book, lease=4, now=1.5)
     assert engine.waits == 1, "a grant in the same moment is no wait"
     book.cancelled("r", 1.6)
     assert engine.lease is not None, "it may be in the middle of a step"
-    book.stepped("a", Phase.DECODE, 4, 7, seconds=0.01, tokens=1, remaining=1, now=1.7)
+    book.stepped("a", Phase.DECODE, StepsDone(4, 7, seconds=0.01, tokens=1, remaining=1), 1.7)
     assert engine.lease is not None, "it had not heard of it yet when that step ended"
-    book.stepped("a", Phase.DECODE, 4, 7, seconds=0.0, tokens=0, remaining=0, now=1.8)
+    book.stepped("a", Phase.DECODE, StepsDone(4, 7, seconds=0.0, tokens=0, remaining=0), 1.8)
     assert engine.lease is None
     assert engine.wait_since is None
     assert book.share_used == 0
@@ -285,7 +297,7 @@ def test_a_report_without_a_step_counts_nothing() -> None:
     arrive(book, "s")
     prefill(book, "r", "s")
     book.finished("r", Phase.PREFILL, 1, 0.1)
-    book.stepped("a", Phase.PREFILL, 1, 2, seconds=0.0, tokens=0, remaining=0, now=0.1)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 2, seconds=0.0, tokens=0, remaining=0), 0.1)
     engine = book.by_name["a"].prefill
     assert engine.jobs == 0
     assert engine.lease is not None
@@ -297,13 +309,13 @@ def test_an_engine_without_pages_is_tried_again_later_or_when_pages_come_free() 
     arrive(book, "r")
     book.pages("a", 300, 0, 400)
     prefill(book, "r", steps=1)
-    book.stepped("a", Phase.PREFILL, 1, 0, seconds=0.001, tokens=0, remaining=1, now=1.0)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 0, seconds=0.001, tokens=0, remaining=1), 1.0)
     assert not engine.ready(1.0)
     assert 1.0 < book.next_retry() < 1.1
     assert engine.ready(book.next_retry())
     first = book.next_retry() - 1.0
     prefill(book, lease=2, steps=1, now=1.01)
-    book.stepped("a", Phase.PREFILL, 2, 0, seconds=0.001, tokens=0, remaining=1, now=2.0)
+    book.stepped("a", Phase.PREFILL, StepsDone(2, 0, seconds=0.001, tokens=0, remaining=1), 2.0)
     assert book.next_retry() - 2.0 == pytest.approx(2 * first)
     book.pages("a", 200, 0, 400)
     assert engine.ready(2.0)
@@ -313,7 +325,7 @@ def test_an_engine_that_says_it_is_empty_has_no_use_for_its_lease() -> None:
     book = ledger()
     arrive(book, "r")
     prefill(book, "r")
-    book.stepped("a", Phase.PREFILL, 1, 1, seconds=0.001, tokens=0, remaining=0, now=1.0)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 1, seconds=0.001, tokens=0, remaining=0), 1.0)
     assert book.by_name["a"].prefill.lease is None
     assert book.share_used == 0
 
@@ -392,9 +404,9 @@ def test_a_long_prompt_takes_several_steps_alone() -> None:
     assert prefill_steps(model, chosen.tokens) == 4 + 1
     prefill(book, "long")
     assert admissible(book, model, ahead=True) is None
-    book.stepped("a", Phase.PREFILL, 1, 4, seconds=0.01, tokens=64, remaining=1, now=0.1)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 4, seconds=0.01, tokens=64, remaining=1), 0.1)
     assert model.outstanding == 136
-    book.stepped("a", Phase.PREFILL, 1, 3, seconds=0.01, tokens=64, remaining=1, now=0.2)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 3, seconds=0.01, tokens=64, remaining=1), 0.2)
     chosen = admissible(book, model, ahead=True)
     assert chosen is not None
     assert chosen.request_ids == ("next",)
@@ -409,13 +421,13 @@ def test_what_a_step_computed_is_counted_once() -> None:
     prefill(book, "first", "second", "third")
     assert model.outstanding == 130
     book.handed_over("first", 1, 1, 0.1)
-    book.stepped("a", Phase.PREFILL, 1, 4, seconds=0.01, tokens=64, remaining=2, now=0.1)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 4, seconds=0.01, tokens=64, remaining=2), 0.1)
     assert model.outstanding == 66, "36 of the second, and the third"
     # A client goes away: of what is left, nobody knows whose it was, but no more than all of the third's.
     book.cancelled("second", 0.15)
     assert model.outstanding == 30
     book.finished("third", Phase.PREFILL, 1, 0.2)
-    book.stepped("a", Phase.PREFILL, 1, 3, seconds=0.01, tokens=30, remaining=0, now=0.2)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 3, seconds=0.01, tokens=30, remaining=0), 0.2)
     assert (model.outstanding, model.prefill_tokens, model.promised, model.pool.promised) == (0, 0, 0, 0)
 
 
@@ -426,7 +438,7 @@ def test_a_cached_prefix_is_promised_no_longer_than_it_is_unknown() -> None:
     arrive(book, "next", prompt=50)
     prefill(book, "cached", "next")
     book.handed_over("cached", 1, 1, 0.1)
-    book.stepped("a", Phase.PREFILL, 1, 4, seconds=0.01, tokens=4, remaining=1, now=0.1)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 4, seconds=0.01, tokens=4, remaining=1), 0.1)
     assert model.outstanding == 50
 
 
@@ -436,7 +448,7 @@ def test_an_unfinished_prefill_wants_to_go_on() -> None:
     arrive(book, "r", prompt=200)
     prefill(book, "r", steps=1)
     assert not wants_prefill(book, model, 0.0)
-    book.stepped("a", Phase.PREFILL, 1, 0, seconds=0.01, tokens=64, remaining=1, now=0.1)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 0, seconds=0.01, tokens=64, remaining=1), 0.1)
     assert wants_prefill(book, model, 0.1)
 
 
@@ -524,7 +536,7 @@ def test_a_lease_stays_for_a_request_that_is_cancelled_on_its_way_in(reported: i
     # The engine has not yet seen the second one when it says that it has nothing left, and will take a step for it.
     hand_over(book, "first", lease=1)
     assert book.share_used == book.by_name["a"].prefill.share
-    book.stepped("a", Phase.PREFILL, reported, 1, seconds=0.01, tokens=20, remaining=0, now=0.2)
+    book.stepped("a", Phase.PREFILL, StepsDone(reported, 1, seconds=0.01, tokens=20, remaining=0), 0.2)
     assert book.share_used == 0
 
 
@@ -581,9 +593,9 @@ def test_tokens_are_estimated_from_the_steps_reported() -> None:
     decoding(book, "r")
     live, model = book.requests["r"], book.by_name["a"]
     assert model.tokens_of(live) == 21
-    book.stepped("a", Phase.DECODE, 2, 4, seconds=0.04, tokens=4, remaining=1, now=1.0, steps=4)
+    book.stepped("a", Phase.DECODE, StepsDone(2, 4, seconds=0.04, tokens=4, remaining=1, steps=4), 1.0)
     assert model.tokens_of(live) == 25
-    book.stepped("a", Phase.DECODE, 2, 2, seconds=0.9, tokens=90, remaining=1, now=2.0, steps=90)
+    book.stepped("a", Phase.DECODE, StepsDone(2, 2, seconds=0.9, tokens=90, remaining=1, steps=90), 2.0)
     assert model.tokens_of(live) == 30, "it asked for no more than 10"
 
 
@@ -604,7 +616,7 @@ def test_a_prefill_finishes_what_a_pooling_model_is_asked_for(heads: int) -> Non
     assert admission is not None
     prefill(book, *admission.request_ids)
     assert book.finished("r", Phase.PREFILL, 1, 0.1)
-    book.stepped("a", Phase.PREFILL, 1, 1, seconds=0.01, tokens=32, remaining=0, now=0.1)
+    book.stepped("a", Phase.PREFILL, StepsDone(1, 1, seconds=0.01, tokens=32, remaining=0), 0.1)
     assert not book.requests
     assert (model.tally.finished, model.promised, book.share_used) == (1, 0, 0)
 

@@ -11,7 +11,7 @@ from muxserve.scheduling.policies import POLICIES, make_policy
 from muxserve.scheduling.policy import Policy, Renewals
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.round_robin import RoundRobin
-from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest
+from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest, StepsDone
 from tests.scheduling.machine import profile
 
 
@@ -55,7 +55,7 @@ class Table:
         for request_id in handed:
             self.ledger.handed_over(request_id, self.ledger.requests[request_id].lease_id, 1, now)
         inside = len(self.ledger.by_name[model].engine(phase).inside) if remaining is None else remaining
-        self.ledger.stepped(model, phase, lease, left, seconds=seconds, tokens=tokens, remaining=inside, now=now)
+        self.ledger.stepped(model, phase, StepsDone(lease, left, seconds=seconds, tokens=tokens, remaining=inside), now)
         return self.decide(now)
 
     def decoding(self, request_id: str, model: str, now: float = 0.0) -> list[Grant]:
@@ -65,7 +65,9 @@ class Table:
         self.ledger.granted(Grant(model, Phase.PREFILL, 1, 1.0, 0, (request_id,)), self.last, now)
         self.ledger.handed_over(request_id, self.last, 1, now)
         left = len(self.ledger.by_name[model].prefilling)
-        self.ledger.stepped(model, Phase.PREFILL, self.last, 0, seconds=0.002, tokens=20, remaining=left, now=now)
+        self.ledger.stepped(
+            model, Phase.PREFILL, StepsDone(self.last, 0, seconds=0.002, tokens=20, remaining=left), now
+        )
         return self.decide(now)
 
 
@@ -259,7 +261,7 @@ def test_where_all_that_follows_is_renewals_policies_say_so(name: str) -> None:
         lease_id = table.lease_ids["a", Phase.PREFILL]
         assert (policy.renews(ledger, 0.003) is None) == (name == "fcfs"), "beside a prefill decode goes on"
         ledger.handed_over("s", lease_id, 1, 0.004)
-        ledger.stepped("a", Phase.PREFILL, lease_id, 0, seconds=0.001, tokens=20, remaining=0, now=0.004)
+        ledger.stepped("a", Phase.PREFILL, StepsDone(lease_id, 0, seconds=0.001, tokens=20, remaining=0), 0.004)
     assert policy.renews(ledger, 0.004) is None, "a hand-over waits, or a lease was recalled"
 
 
@@ -371,12 +373,8 @@ def test_fcfs_decodes_before_it_tries_a_prefill_again_that_found_too_few_pages()
         table.ledger.stepped(
             "a",
             Phase.PREFILL,
-            table.lease_ids["a", Phase.PREFILL],
-            0,
-            seconds=0.001,
-            tokens=0,
-            remaining=1,
-            now=now + 0.001,
+            StepsDone(table.lease_ids["a", Phase.PREFILL], 0, seconds=0.001, tokens=0, remaining=1),
+            now + 0.001,
         )
         table.ledger.pages("a", 300, 0, 400)
         (grant,) = table.decide(now + 0.001)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.slack import Slack, SlackConfig
-from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRequest
+from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRequest, StepsDone
 from tests.scheduling.machine import Job, Machine, profile
 from tests.scheduling.test_policies import Table
 from tests.scheduling.test_properties import models, requests
@@ -26,9 +26,9 @@ def test_a_smaller_share_frees_the_rest_only_when_the_engine_has_met_it() -> Non
     lease(book, 0.3, 2)
     lease(book, 0.5, 3)
     assert book.share_free == WHOLE // 5
-    book.stepped("a", Phase.DECODE, 1, 4, 0.01, 2, 1, 0.1)
+    book.stepped("a", Phase.DECODE, StepsDone(1, 4, 0.01, 2, 1), 0.1)
     assert book.share_free == WHOLE // 5, "that report is of the lease before"
-    book.stepped("a", Phase.DECODE, 2, 8, 0.0, 0, 1, 0.1, steps=0)
+    book.stepped("a", Phase.DECODE, StepsDone(2, 8, 0.0, 0, 1, steps=0), 0.1)
     assert book.share_free == WHOLE // 2
     book.lease_void("a", Phase.DECODE, 0.2)
     assert book.share_free == WHOLE
