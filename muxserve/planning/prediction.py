@@ -46,6 +46,7 @@ from muxserve.simulator import (
     ResidencyResult,
     RingRules,
     Rules,
+    SimulationError,
     SimUnit,
     adapt,
     mode_of,
@@ -114,11 +115,13 @@ class Simulated:
         """All units. What a mode takes away is taken from multiplexed ones.
 
         Raises:
-            SimulationError: as `units_of`.
+            SimulationError: as `units_of`, or the mode is about memory, which decides nothing here.
         """
         units = units_of(self.placement, self.models, mode)
+        if self.residency is None and mode.exclusive:
+            raise SimulationError(f"mode {mode.name} needs a limit to share: give the fleet `memory:`, without GPUs")
         if self.residency is not None and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):
-            units = [with_residency(unit, self.residency) for unit in units]
+            units = [with_residency(unit, self.residency, mode.exclusive) for unit in units]
         return [*units, *self.others]
 
     def rules_of(self, mode: Mode) -> Rules:

@@ -28,10 +28,15 @@ MODEL_BYTES = 200 << 20
 TTFT_SECONDS, WAKE_SECONDS = 5.0, 1.0
 
 
-def with_residency(unit: SimUnit, spec: ResidencySpec) -> SimUnit:
+def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) -> SimUnit:
     """The simulated unit of a fleet in which memory decides which models are awake. What never sleeps is awake, and
-    what it takes is part of the rules already."""
+    what it takes is part of the rules already. `exclusive`: one model at a time has all the rest."""
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
+    if exclusive:
+        rest = spec.rules.limit - spec.rules.fixed
+        models = {
+            name: each if each.pinned else replace(each, bytes=rest, load_bytes=0) for name, each in models.items()
+        }
     awake = tuple(name for name, costs in models.items() if costs.pinned)
     return replace(unit, residency=SimResidency(spec.rules, models, awake))
 

@@ -39,7 +39,8 @@ class Mode:
     """A way to serve. `placement` names the kind of placement that belongs to it; the rest says how its units run
     (`SimUnit`). An empty `policy` is the unit's own. With `managed` shares jobs get the compute that the placement
     gives them, otherwise all of it, whatever runs beside them. `elastic`: engines can change their share, whatever the
-    fleet's can. `all_awake`: no model sleeps, whatever memory there is."""
+    fleet's can. `all_awake`: no model sleeps, whatever memory there is; `exclusive`: one
+    model at a time has what memory there is for all."""
 
     name: str
     about: str
@@ -50,6 +51,7 @@ class Mode:
     managed: bool = True
     elastic: bool = False
     all_awake: bool = False
+    exclusive: bool = False
 
 
 MODES: dict[str, Mode] = {
@@ -75,6 +77,7 @@ MODES: dict[str, Mode] = {
         Mode("fcfs", "muxserve's placement with the FCFS policy", policy="fcfs"),
         Mode("no-split", "muxserve without the split of phases: one engine per model", combined=True),
         Mode("no-unified-kv", "muxserve with a fixed quota of KV cache for each model", adapt_quotas=False),
+        Mode("serverless", "one model at a time is awake, under the policy that decides in muxserve", exclusive=True),
         Mode("all-awake", "muxserve with all models awake, whatever memory there is", all_awake=True),
         Mode("no-sm", "ADBS without management of compute: every job on all of it", policy="adbs", managed=False),
     )

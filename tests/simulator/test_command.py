@@ -75,16 +75,17 @@ def test_where_memory_decides_models_are_woken_and_put_to_sleep(tmp_path: Path) 
     file = tmp_path / "fleet.yaml"
     file.write_text("\n".join([f"memory: {{limit: {limit}}}", "kv_pool: {size: 32MiB}", "models:", *models]))
     load = "bursty-groups:rate=2,duration=30,prompt=32,output=8"
-    result = run(file, "--workload", load, "--mode", "muxserve,all-awake", "--json")
+    result = run(file, "--workload", load, "--mode", "muxserve,serverless,all-awake", "--json")
     assert result.exit_code == 0, result.output
     runs = json.loads(result.stdout)["runs"]
     for summary in runs.values():
         assert summary["overall"]["completed"] == summary["overall"]["requests"] > 20
-    (unit,), (awake,) = (each["extra"]["units"] for each in runs.values())
+    (unit,), (alone,), (awake,) = (each["extra"]["units"] for each in runs.values())
     assert "residency" not in awake
     assert unit["residency"]["wakes"] >= unit["residency"]["sleeps"] > 0
     assert unit["residency"]["waited"] > 0
     assert unit["residency"]["peak_bytes"] < limit
+    assert alone["residency"]["waited"] > unit["residency"]["waited"]
     shown = run(file, "--workload", load)
     assert f"{unit['residency']['wakes']} wakes" in shown.stdout
 
@@ -110,6 +111,7 @@ def test_a_plan_file_is_followed(fleet: Path, planned: Path) -> None:
     [
         (("--mode", "magic"), "there is no mode 'magic'"),
         (("--mode", ","), "at least one is needed"),
+        (("--mode", "serverless"), "mode serverless needs a limit to share"),
         (("--gpu-type", "Z9", "--gpus", "2"), "Z9"),
         (("--plan", "/nowhere/plan.yaml"), "/nowhere/plan.yaml"),
         (("-o", "/nowhere/report.json"), "no directory /nowhere"),
