@@ -1,6 +1,7 @@
 """Every policy on every scenario, in simulation on A100-80GB: throughput, and how many requests keep their SLO.
 
-    python benchmarks/policies.py [--scenarios NAME ...] [--seeds 3 4 5] [--friction 0 0.15 0.3] [--fixed] [--out FILE]
+    python benchmarks/policies.py [--scenarios NAME ...] [--seeds 3 4 5] [--friction 0 0.15 0.3] [--fixed]
+                                  [--steps 4] [--out FILE]
 
 A scenario is a unit, given, and a load on it, which is offered at several levels; figures are means over the seeds. The
 SLO is 8 times the latency of the request alone, on the fewest GPUs that hold its model (as in MuxServe's evaluation).
@@ -183,8 +184,11 @@ def requests_of(scenario: Scenario, names: Sequence[str], seed: int) -> list[Tra
     ]
 
 
-def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0, fixed: bool = False) -> Row:
-    """Simulate the scenario in that mode. `fixed`: engines cannot change their share from one lease to the next."""
+def run(
+    scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0, fixed: bool = False, steps: int = 0
+) -> Row:
+    """Simulate the scenario in that mode. `fixed`: engines cannot change their share from one lease to the next;
+    `steps`: sizes of share that they have (0: any)."""
     latency = Roofline(interference=Interference(friction=friction))
     names = [f"{model.size}-{rank}" for rank, model in enumerate(scenario.models)]
     models = {name: model_of(name, served.size) for name, served in zip(names, scenario.models, strict=True)}
@@ -197,6 +201,7 @@ def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0, fi
     unit = replace(unit, kv_bytes=int(unit.kv_bytes * scenario.memory))
     lone = tuple(_alone(name, m.size, models[name]) for name, m in zip(names, scenario.models, strict=True))
     reference = AloneSimulation(units_of(Placement(cluster, lone), models, mode_of("spatial")), latency)
+    models = {name: replace(model, share_steps=steps) for name, model in models.items()}
     units = [fixed_shares(each) if fixed else each for each in units_of(Placement(cluster, (unit,)), models, mode)]
     result = simulate(units, requests_of(scenario, names, seed), latency)
     rates = {name: m.rate for name, m in zip(names, scenario.models, strict=True)}
@@ -221,9 +226,9 @@ def run(scenario: Scenario, mode: Mode, friction: float = 0.0, seed: int = 0, fi
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def over_seeds(scenario: Scenario, mode: Mode, friction: float, seeds: Sequence[int], fixed: bool) -> Row:
-    """Means of the figures."""
-    rows = [run(scenario, mode, friction, seed, fixed) for seed in seeds]
+def over_seeds(scenario: Scenario, mode: Mode, friction: float, options: argparse.Namespace) -> Row:
+    """Means of the figures over the seeds."""
+    rows = [run(scenario, mode, friction, seed, options.fixed, options.steps) for seed in options.seeds]
     return {name: round(fmean(row[name] for row in rows), 4) for name in rows[0]}
 
 
@@ -268,6 +273,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5])
     parser.add_argument("--friction", nargs="+", type=float, default=[0.0, 0.15, 0.3])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/policies.json")
+    parser.add_argument("--steps", type=int, default=0, help="sizes of share that engines have, of equal steps; 0: any")
     parser.add_argument("--fixed", action="store_true", help="engines whose share is one for their life")
     options = parser.parse_args()
     report: dict[str, object] = {
@@ -276,13 +282,14 @@ def main() -> int:
         "slo_scale": 8.0,
         "seeds": options.seeds,
         "shares": "fixed" if options.fixed else "per lease",
+        "share_steps": options.steps,
         "held_out": list(_held_out()),
     }
     for friction in options.friction:
         print(f"friction {friction:g}")
         rows = {
             f"{name}, {load}": {
-                policy: over_seeds(made[name].times(LOADS[load]), mode_of(mode), friction, options.seeds, options.fixed)
+                policy: over_seeds(made[name].times(LOADS[load]), mode_of(mode), friction, options)
                 for policy, mode in MODES.items()
             }
             for name in options.scenarios

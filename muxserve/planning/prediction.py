@@ -55,6 +55,7 @@ from muxserve.simulator import (
     units_of,
 )
 from muxserve.spec import SHARES_PER_LEASE, ResidencySpec
+from muxserve.spec.unit import SHARE_STEPS
 from muxserve.workload import Arrivals, Groups, Lengths, LogNormalLengths, ModelLoad, generate
 from muxserve.workload.arrivals import POISSON
 from muxserve.workload.lengths import CappedLengths, FixedLength
@@ -146,8 +147,8 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         for placed in unit.models:
             by_model.setdefault(placed.model, []).append(unit)
     by_name = {demand.name: demand for demand in demands}
-    elastic = shares_per_lease(fleet, placement)
-    models = {demand.name: fleet_model(demand, elastic=elastic) for demand in demands}
+    steps = SHARE_STEPS if shares_per_lease(fleet, placement) else 0
+    models = {demand.name: fleet_model(demand, share_steps=steps) for demand in demands}
     placement = replace(placement, units=tuple(_under(unit, fleet) for unit in placement.units))
     scaling, free = scaling_of(fleet), _Free(placement)
     others: list[SimUnit] = []

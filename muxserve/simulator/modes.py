@@ -21,7 +21,8 @@ from placement.unit import share_out
 @dataclass(frozen=True, slots=True)
 class FleetModel:
     """What the simulator must know of a model of the fleet. `max_len` is the longest sequence in tokens (None: the
-    architecture's); `graphs` is as of `EngineShape`, `elastic` and `tokens` as of `ModelProfile`."""
+    architecture's); `graphs` is as of `EngineShape`, `elastic` and `tokens` as of `ModelProfile`,
+    `share_steps` as of `SimUnit`."""
 
     name: str
     architecture: ModelArchitecture
@@ -32,6 +33,7 @@ class FleetModel:
     graphs: Graphs = "piecewise"
     elastic: bool = True
     tokens: float = 1.0
+    share_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,15 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         )
         for name in placed
     )
-    return SimUnit(unit.name, unit.device, unit.devices, simulated, tuple(pools), unit.policy or DEFAULT_POLICY)
+    return SimUnit(
+        unit.name,
+        unit.device,
+        unit.devices,
+        simulated,
+        tuple(pools),
+        unit.policy or DEFAULT_POLICY,
+        share_steps=max(models[name].share_steps for name in placed),
+    )
 
 
 def lone_unit(

@@ -40,7 +40,7 @@ class ScheduledUnit(SimulatedUnit):
 
     def _begin(self) -> None:
         spec = self.spec
-        self.policy: Policy = make_policy(spec.policy)
+        self.policy: Policy = make_policy(spec.policy, spec.share_steps)
         self.ledger = UnitLedger([model.profile for model in spec.models], spec.pools)
         self.policy.check(self.ledger)
         self.live: dict[str, SimRequest] = {}

@@ -122,6 +122,7 @@ class SimUnit:
     unit has no scheduler: each model is one engine that prefills and decodes by itself, as stock vLLM does. With a
     `pipeline` its one model is split over groups of the devices, those of the first stage first; then pages are counted
     on a device of the stage with the most layers. With `residency` its models need not all be awake; else they are.
+    Shares per lease come in `share_steps` sizes (0: in any).
     """
 
     name: str
@@ -134,6 +135,7 @@ class SimUnit:
     combined: bool = False
     pipeline: Pipeline | None = None
     residency: SimResidency | None = None
+    share_steps: int = 0
 
     @property
     def phases(self) -> str:

@@ -77,8 +77,8 @@ class Wanted:
         return self.demand.slo_ttft is not None and self.demand.slo_tpot is not None
 
 
-def fleet_model(demand: Demand, max_len: int | None = None, elastic: bool = False) -> FleetModel:
-    """A model as the simulator wants it; `max_len` in place of the demand's own, `elastic` as of `ModelProfile`."""
+def fleet_model(demand: Demand, max_len: int | None = None, share_steps: int = 0) -> FleetModel:
+    """A model as the simulator wants it; `max_len` in place of the demand's own, `share_steps` as of `UnitSpec`."""
     d = demand
     return FleetModel(
         d.name,
@@ -88,8 +88,9 @@ def fleet_model(demand: Demand, max_len: int | None = None, elastic: bool = Fals
         d.max_num_batched_tokens,
         max_len or d.max_len,
         d.graphs,
-        elastic,
+        share_steps > 0,
         d.sequence_tokens,
+        share_steps,
     )
 
 
