@@ -20,7 +20,7 @@ SOAK_ARGS ?= --minutes 60
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test quick lint unit cpp docs bench soak gpu-test gpu-bench gpu-native clean
+.PHONY: setup quickstart test quick lint unit cpp docs bench soak gpu-test gpu-bench gpu-native cuda-stub clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -86,6 +86,15 @@ bench: setup
 
 soak: setup
 	@$(BIN)/python -m tests.soak.run $(SOAK_ARGS)
+
+# vLLM's CUDA build on stand-ins of the driver and NVML; installed beside the environment, whose vLLM is the CPU's.
+build/cuda-stub/.installed: requirements/cuda-stub.txt | setup
+	@echo "Installing vLLM's CUDA build into build/cuda-stub (3.2 GB to download, 5.6 GB on disk, a few minutes)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --no-compile --upgrade --target build/cuda-stub -r $<
+	@touch $@
+
+cuda-stub: build/cuda-stub/.installed
+	@$(BIN)/python -m pytest tests/cuda_stub $(PYTEST_ARGS)
 
 gpu-test:
 	@$(GPU_PYTHON) -m tests.gpu.run $(PYTEST_ARGS)

@@ -1,0 +1,75 @@
+// Stands in for libcuda.so.1: says when it is initialised (a line in $CUDA_STUB_LOG), and has no GPU.
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { kNoDevice = 100, kNotFound = 500 };
+
+int cuInit(unsigned flags) {
+  (void)flags;
+  const char* path = getenv("CUDA_STUB_LOG");
+  FILE* log = path ? fopen(path, "a") : NULL;
+  if (log) {
+    fprintf(log, "cuInit %d\n", (int)getpid());
+    fclose(log);
+  }
+  return kNoDevice;
+}
+
+int cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return 0;
+}
+
+static int missing(void) { return kNoDevice; }
+
+// What libraries of the wheels are linked with.
+#define MISSING(name) \
+  int name(void) { return missing(); }
+MISSING(cuCtxGetCurrent)
+MISSING(cuCtxSetCurrent)
+MISSING(cuDeviceGetAttribute)
+MISSING(cuDevicePrimaryCtxRetain)
+MISSING(cuMemAddressFree)
+MISSING(cuMemAddressReserve)
+MISSING(cuMemCreate)
+MISSING(cuMemGetAllocationGranularity)
+MISSING(cuMemMap)
+MISSING(cuMemRelease)
+MISSING(cuMemSetAccess)
+MISSING(cuMemUnmap)
+MISSING(cuPointerGetAttribute)
+MISSING(cuTensorMapEncodeTiled)
+
+// The runtime takes its functions from here; those that are not above fail.
+int cuGetProcAddress_v2(const char* symbol, void** function, int version, unsigned long long flags, int* status) {
+  (void)version;
+  (void)flags;
+  void* found = dlsym(RTLD_DEFAULT, symbol);
+  *function = found ? found : (void*)missing;
+  if (status) *status = 0;
+  return 0;
+}
+
+int cuGetProcAddress(const char* symbol, void** function, int version, unsigned long long flags) {
+  return cuGetProcAddress_v2(symbol, function, version, flags, NULL);
+}
+
+int cuGetExportTable(const void** table, const void* id) {
+  (void)id;
+  *table = NULL;
+  return kNotFound;
+}
+
+int cuGetErrorName(int error, const char** name) {
+  (void)error;
+  *name = "CUDA_ERROR_NO_DEVICE";
+  return 0;
+}
+
+int cuGetErrorString(int error, const char** text) {
+  (void)error;
+  *text = "no CUDA-capable device is detected (a stand-in)";
+  return 0;
+}

@@ -1,0 +1,72 @@
+"""vLLM's CUDA build on stand-ins of the driver and of NVML: nothing initialises CUDA before processes are forked.
+
+    make cuda-stub
+
+installs that build and runs this; elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.patience import PATIENCE
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+WHEELS = ROOT / "build/cuda-stub"
+LIBRARIES = {"libcuda.so.1": "libcuda.c", "libnvidia-ml.so.1": "libnvml.c"}
+
+pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What `tests.cuda_stub.configure` has said, by step."""
+    directory = tmp_path_factory.mktemp("cuda-stub")
+    compiler = shutil.which("cc")
+    assert compiler is not None
+    for library, source in LIBRARIES.items():
+        command = [compiler, "-shared", "-fPIC", "-o", str(directory / library), str(HERE / source), "-ldl"]
+        subprocess.run(command, check=True)
+    environ = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(directory),
+        "PYTHONPATH": f"{WHEELS}:{ROOT}",
+        "CUDA_STUB_LOG": str(directory / "initialised"),
+        # Else vLLM leaves FlashInfer alone, which initialises CUDA when it is imported.
+        "VLLM_HAS_FLASHINFER_CUBIN": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    command = [sys.executable, "-m", "tests.cuda_stub.configure", str(directory)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=True, timeout=20 * PATIENCE
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {each["step"]: each for each in said}
+
+
+def test_imports_of_the_warm_parent_initialise_nothing(steps: dict[str, dict[str, Any]]) -> None:
+    assert steps["imported"]["initialised"] == 0
+
+
+@pytest.mark.parametrize("model", ["dense", "experts", "FP8"])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)])
+def test_configurations_of_engines_and_holders_initialise_nothing(
+    steps: dict[str, dict[str, Any]], model: str, ranks: int, stages: int
+) -> None:
+    step = steps[f"{model}, {ranks} ranks, {stages} stages"]
+    assert "error" not in step, step["error"]
+    assert (step["initialised"], step["device"], step["world"]) == (0, "cuda", ranks)
+
+
+def test_what_would_initialise_cuda_is_seen(steps: dict[str, dict[str, Any]]) -> None:
+    """The same for two ranks as vLLM would do it by itself, which looks whether it can fuse all-reduce."""
+    assert steps["left open"]["initialised"] > 0
