@@ -156,15 +156,17 @@ def server(
 
 
 @contextlib.contextmanager
-def muxserve_fleet(fleet: Path, port: int | None = None, timeout: float = 300.0) -> Iterator[Server]:
-    """`muxserve deploy FLEET` for the length of the block; stopped as Ctrl-C would.
+def muxserve_fleet(
+    fleet: Path, port: int | None = None, timeout: float = 300.0, options: Sequence[str] = ()
+) -> Iterator[Server]:
+    """`muxserve deploy FLEET` with `options` for the length of the block; stopped as Ctrl-C would.
 
     Raises:
         ServerError: the fleet did not become ready.
     """
     port = port or free_port()
     muxserve = Path(sys.executable).parent / "muxserve"
-    command = [str(muxserve), "deploy", str(fleet), "--port", str(port)]
+    command = [str(muxserve), "deploy", str(fleet), "--port", str(port), *options]
     with server(command, port, stop_signal=signal.SIGINT, timeout=timeout) as running:
         yield running
 

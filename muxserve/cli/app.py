@@ -73,6 +73,16 @@ def deploy(
     log_format: Annotated[
         LogFormat, typer.Option(help="How all processes log, and what this one prints.")
     ] = LogFormat.TEXT,
+    simulated: Annotated[
+        bool,
+        typer.Option("--simulated", help="Engines compute nothing, and take the time that they would."),
+    ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --simulated: costs as `muxserve profile` measured them, not the roofline.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Serve a fleet until Ctrl-C.
 
@@ -85,9 +95,13 @@ def deploy(
     from muxserve.net.logs import choose_format
 
     choose_format(log_format.value)
+    if profile is not None and not simulated:
+        raise typer.BadParameter("is for --simulated only", param_hint="--profile")
     from muxserve.cli.deploy import deploy as run
+    from muxserve.cli.deploy import simulated_cpu
 
-    raise typer.Exit(run(fleet, host=host, port=port, demo=demo, plan_file=plan, log_dir=log_dir))
+    made_up = simulated_cpu(profile) if simulated else None
+    raise typer.Exit(run(fleet, host=host, port=port, demo=demo, plan_file=plan, log_dir=log_dir, simulated=made_up))
 
 
 @app.command()

@@ -30,15 +30,17 @@ from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.client import running_fleets
 from muxserve.control.server import ControlServer
+from muxserve.costs.latency import CostError
+from muxserve.costs.profile import load_profile
 from muxserve.gpu import nvml
 from muxserve.gpu.sharing import SharingError
 from muxserve.net.sockets import new_keys
-from muxserve.planning.checkpoints import fetch
+from muxserve.planning.device_pool import CPU
 from muxserve.planning.fleet_planner import FleetPlanner, ScaleOut, notes_of
 from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit
-from muxserve.spec import FleetSpec, ResidencySpec
+from muxserve.spec import FleetSpec, ResidencySpec, SimulatedSpec
 from muxserve.spec.run_dir import RunDir, RunDirError, why_not_runtime
 
 _CAUSES = {
@@ -63,19 +65,25 @@ def deploy(
     demo: bool,
     plan_file: Path | None = None,
     log_dir: Path | None = None,
+    simulated: SimulatedSpec | None = None,
 ) -> int:
-    """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended."""
+    """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended. Engines of
+    one that is `simulated` compute nothing."""
     try:
         fleet = load_fleet(file)
+        if simulated is not None:
+            _check_simulated(fleet, simulated)
         with comparing() as tell:
-            planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet, start=True), tell=tell)
+            planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet, start=True), tell=tell, simulated=simulated)
             plans = planner.at_start(plan_file)
         residency = residency_of(planner.fleet, plans, planner.machine)
         gateway = fleet.gateway
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
         _check_installation(plans[0].gpu is not None and not plans[0].gpu.elsewhere)
-        planner.fleet = fetch(planner.fleet, lambda text: console.print(escape(text)))
+        planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)))
+        if simulated is not None:
+            _check_engines(plans)
     except FleetError as error:
         print_problems(error, "nothing was started")
         return EXIT_BAD_INPUT
@@ -89,6 +97,9 @@ def deploy(
         return EXIT_START
     if reason := why_not_runtime():
         console.print(f"- XDG_RUNTIME_DIR {reason}; sockets and logs are below {escape(str(run_dir.base))} instead")
+    if simulated is not None:
+        costs = f"measured in {simulated.profile}" if simulated.profile else "the roofline"
+        console.print(f"- simulated: engines compute nothing, and take the time of {escape(costs)}")
     if log_dir is not None:
         console.print(f"- logs are kept in {escape(str(run_dir.logs.resolve()))}")
     try:
@@ -98,6 +109,11 @@ def deploy(
         print_error(str(error))
         return error.code
     return _run(planner, plans, run_dir, host, port, demo, FleetFile(file, fleet), residency)
+
+
+def simulated_cpu(profile: Path | None) -> SimulatedSpec:
+    """This machine's CPU, with costs as measured, or without a profile by the roofline."""
+    return SimulatedSpec(CPU, "" if profile is None else str(profile.resolve()))
 
 
 class FleetFile(NamedTuple):
@@ -120,7 +136,7 @@ def _run(
     from muxserve.memory import server
 
     path = str(run_dir.path)
-    units = [planned_unit(plan, path, host, port) for plan in plans]
+    units = [planned_unit(plan, path, host, port, simulated=planner.simulated) for plan in plans]
     fleet = fleet_spec_of(planner.fleet, units, path, host, port, residency=residency)
     for note in [*planner.reasons, *notes_of(plans)]:
         console.print(f"- {escape(note)}")
@@ -258,6 +274,44 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
         label, _, text = note.partition(":")
         errors.print(f"[yellow]{label}:[/]{escape(text)}")
     return plan.with_gpu(unit)
+
+
+def _check_simulated(fleet: Fleet, simulated: SimulatedSpec) -> None:
+    """
+    Raises:
+        DeployRefused: its engines cannot be simulated.
+    """
+    if fleet.cluster.gpus or fleet.cluster.gpu_ids or fleet.cluster.launcher == "ray":
+        raise DeployRefused(
+            "--simulated is for fleets of this machine's CPU; take `cluster.gpus`, `gpu_ids` and `launcher` out of the "
+            "file, or use `muxserve simulate`, which knows GPUs and several machines",
+            EXIT_BAD_INPUT,
+        )
+    if simulated.profile:
+        try:
+            load_profile(Path(simulated.profile))
+        except CostError as error:
+            raise DeployRefused(f"--profile: {error}", EXIT_BAD_INPUT) from None
+
+
+def _check_engines(plans: Sequence[ResolvedUnit]) -> None:
+    """
+    Raises:
+        DeployRefused: some engines cannot be simulated.
+    """
+    for plan in plans:
+        for demand in plan.demands:
+            if demand.architecture.pooling:
+                raise DeployRefused(
+                    f"{demand.name} answers with vectors, which --simulated cannot make up; take it out of the file",
+                    EXIT_BAD_INPUT,
+                )
+            if demand.ranks > 1:
+                raise DeployRefused(
+                    f"{demand.name} has {demand.ranks} ranks, and --simulated knows one; take `tensor_parallel` and "
+                    "`stages` out of the file",
+                    EXIT_BAD_INPUT,
+                )
 
 
 def _check_installation(on_gpus: bool) -> None:

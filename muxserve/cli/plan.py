@@ -14,9 +14,10 @@ from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, s
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
+from muxserve.costs.measured import latency_model
 from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.planning.arrangements import may_be_dedicated
-from muxserve.planning.demands import ClusterError, cluster_of, format_latency, latency_model
+from muxserve.planning.demands import ClusterError, cluster_of, format_latency
 from muxserve.planning.document import document, parse_sweep, residency_document
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.planner import (

@@ -16,6 +16,7 @@ from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
 from muxserve.costs.front_end import with_front_end
 from muxserve.costs.latency import CostError
+from muxserve.costs.measured import latency_model
 from muxserve.costs.profile import Overheads as MeasuredOverheads
 from muxserve.metrics import Objectives
 from muxserve.metrics.plotly_library import DEFAULT
@@ -23,7 +24,7 @@ from muxserve.metrics.report import comparison_table, models_table, to_json, wri
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.demands import ClusterError, format_latency, latency_model, measured_overheads
+from muxserve.planning.demands import ClusterError, format_latency, measured_overheads
 from muxserve.planning.prediction import Simulated
 from muxserve.planning.specs import levels_of
 from muxserve.replicas.priorities import Levels, PriorityError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from muxserve.costs import interference
 from muxserve.costs.architecture import ModelArchitecture
@@ -11,8 +12,9 @@ from muxserve.costs.calibration import Calibration, calibration_of
 from muxserve.costs.devices import Device, device
 from muxserve.costs.interference import Interference
 from muxserve.costs.latency import CostError, Decode, EngineCosts, EngineShape, LatencyModel, Load
+from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.outliers import Outlier, Place, find_outliers
-from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
+from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel, load_profile
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.tables import DecodeTable, PrefillTable
 from muxserve.costs.work import LayerWork, layer_work
@@ -237,3 +239,22 @@ def _with_seconds(cell: PrefillCell, seconds: float) -> PrefillCell:
 
 def _with_decode_seconds(cell: DecodeCell, seconds: float) -> DecodeCell:
     return DecodeCell(cell.batch, cell.context, seconds)
+
+
+def latency_model(profile: Path | None) -> LatencyModel:
+    """The roofline; with a profile file, its measurements, and the roofline for what was not measured. The file may
+    also be in the format of the step times that MuxServe's authors published.
+
+    Raises:
+        CostError: the file cannot be read.
+    """
+    if profile is None:
+        return Roofline()
+    try:
+        loaded = load_profile(profile)
+    except CostError as own:
+        try:
+            loaded = read_llama_tables(profile)
+        except CostError:
+            raise own from None
+    return ProfileModel(loaded, beyond=Roofline())

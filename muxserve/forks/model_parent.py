@@ -94,7 +94,8 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     config = config_of(engine_args(unit_spec, model, engines[0]))
     with temporary_files_in(unit_spec.run_dir):
         executor = Executor.get_class(config)(config)
-    _end_groups()
+    if unit_spec.simulated is None:
+        _end_groups()
     refuse_unsupported(executor, unit_spec.model(model))
     return config, executor, set_threads
 

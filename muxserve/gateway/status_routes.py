@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Final
 
 from fastapi.openapi.docs import get_swagger_ui_html
 from prometheus_client.core import GaugeMetricFamily
@@ -15,15 +15,23 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from muxserve.gateway.app import POSTS, Page, ServedApp
+from muxserve.gateway.app import Page, ServedApp
 from muxserve.gateway.collector import PLACES
 from muxserve.gateway.errors import Send, respond, respond_json
 from muxserve.gateway.peers import FULL, OWN_METRICS, OtherGateways, joined
 from muxserve.gateway.reports import Reports
 from muxserve.gateway.status import MAX_AGE_SECONDS, FleetStatus
+from muxserve.gateway.tenants import USAGE_PATH
 from muxserve.gateway.vllm_metrics import JoinedMetrics, Lean, folded
 
 FULL_METRICS = "/metrics" + FULL
+# What the gateway answers besides, for GET.
+_BESIDE = {
+    "/models/{model}/metrics": "Prometheus text of one model, over all gateways",
+    "/models/{model}/v1/models": "The model, as /v1/models shows it",
+    "/v1/models/{model}": "One entry of /v1/models",
+    USAGE_PATH: "What tenants used",
+}
 
 
 class StatusRoutes:
@@ -91,14 +99,29 @@ class StatusRoutes:
         await respond_json(send, {"server_load": self._reports.requests})
 
     async def openapi(self, send: Send) -> None:
-        """What vLLM says of the routes that are passed on to it."""
-        served = next(iter(self._models.values()), None)
+        """What can be asked here: vLLM's routes of all models, as vLLM describes them, and the gateway's own."""
+        served = {each.posts: each for each in self._models.values()}
         # Takes tens of milliseconds the first time.
-        document: dict[str, Any] = await asyncio.to_thread(served.openapi) if served else {"paths": {}}
-        offered: dict[str, object] = document["paths"]
-        paths = {path: of for path, of in offered.items() if path in POSTS or path == "/v1/models"}
+        documents = [await asyncio.to_thread(each.openapi) for each in served.values()]
+        paths: dict[str, object] = {}
+        schemas: dict[str, object] = {}
+        for posts, document in zip(served, documents, strict=True):
+            schemas |= document.get("components", {}).get("schemas", {})
+            paths |= {path: of for path, of in document["paths"].items() if path in posts or path == "/v1/models"}
+        for path, words in {**self._own_paths(), **_BESIDE}.items():
+            paths.setdefault(path, {"get": {"summary": words, "responses": {"200": {"description": "OK"}}}})
         about = {"title": "MuxServe", "version": version("muxserve")}
-        await respond_json(send, {**document, "info": about, "paths": paths})
+        await respond_json(
+            send, {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
+        )
+
+    def _own_paths(self) -> dict[str, str]:
+        """The pages, with what each says of itself."""
+        found = {}
+        for path, page in self.table().items():
+            words = (page.func if isinstance(page, partial) else page).__doc__ or ""
+            found[path] = " ".join(words.split()).partition(". ")[0].rstrip(".")
+        return {path: words for path, words in found.items() if not path.startswith(OWN_METRICS)}
 
     async def docs(self, send: Send) -> None:
         """`/openapi.json` as a page that a browser shows; it loads Swagger UI from the network."""

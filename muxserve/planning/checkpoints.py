@@ -32,7 +32,10 @@ class Hub(Protocol):
 
 
 class HuggingFaceHub:
-    """The Hugging Face hub, through its own library and cache."""
+    """The Hugging Face hub, through its own library and cache; without `weights`, all else of checkpoints."""
+
+    def __init__(self, weights: bool = True) -> None:
+        self.weights = weights
 
     def config(self, repo: str, revision: str | None) -> Path:
         """See `Hub.config`."""
@@ -50,8 +53,9 @@ class HuggingFaceHub:
         """See `Hub.snapshot`."""
         from huggingface_hub import snapshot_download
 
+        left_out = ["*.pth", "original/*", "*.gguf", *([] if self.weights else ["*.safetensors", "*.bin", "*.pt"])]
         try:
-            return Path(snapshot_download(repo, revision=revision, ignore_patterns=["*.pth", "original/*", "*.gguf"]))
+            return Path(snapshot_download(repo, revision=revision, ignore_patterns=left_out))
         except Exception as error:
             raise CheckpointError(_hub_error(repo, error)) from None
 
@@ -181,20 +185,22 @@ def _hub_error(repo: str, error: Exception) -> str:
     return f"cannot get {repo} from the hub: {_HUB_ERRORS.get(type(error).__name__, words)}"
 
 
-def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None) -> Fleet:
-    """`fleet` with a local directory for every model; what is on the hub is downloaded into its cache.
+def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None, weights: bool = True) -> Fleet:
+    """`fleet` with a local directory for every model; what is on the hub is downloaded into its cache, if wanted
+    without `weights`.
 
     Raises:
         FleetError: a download failed.
     """
-    hub = hub or HuggingFaceHub()
+    hub = hub or HuggingFaceHub(weights)
     models, problems = [], []
     for model in fleet.models:
         if model.hub is not None:
             progress(f"fetching {model.hub}")
             try:
                 directory = hub.snapshot(model.hub, model.revision)
-                if model.engine_args.get("load_format") is None and (lacking := lacks_weights(directory)):
+                loads = weights and model.engine_args.get("load_format") is None
+                if loads and (lacking := lacks_weights(directory)):
                     raise CheckpointError(f"{model.hub} {lacking}")
                 model = model.model_copy(update={"path": str(directory)})
             except CheckpointError as error:

@@ -14,10 +14,8 @@ from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import Graphs
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
-from muxserve.costs.profile import Overheads, load_profile
-from muxserve.costs.roofline import Roofline
+from muxserve.costs.profile import Overheads
 from muxserve.planning.checkpoints import (
     CheckpointError,
     Hub,
@@ -245,25 +243,6 @@ def _parsed(text: str, kind: str | None) -> Cluster:
 
 
 # ---------------------------------------------------------------- costs
-
-
-def latency_model(profile: Path | None) -> LatencyModel:
-    """The roofline; with a profile file, its measurements, and the roofline for what was not measured. The file may
-    also be in the format of the step times that MuxServe's authors published.
-
-    Raises:
-        CostError: the file cannot be read.
-    """
-    if profile is None:
-        return Roofline()
-    try:
-        loaded = load_profile(profile)
-    except CostError as own:
-        try:
-            loaded = read_llama_tables(profile)
-        except CostError:
-            raise own from None
-    return ProfileModel(loaded, beyond=Roofline())
 
 
 def format_latency(profile: Path | None) -> str:

@@ -8,6 +8,7 @@ can move between them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,7 +52,7 @@ from muxserve.planning.unit_plan import (
     who_replicates,
     wrong,
 )
-from muxserve.spec import FleetSpec, UnitEntry, UnitSpec
+from muxserve.spec import FleetSpec, SimulatedSpec, UnitEntry, UnitSpec
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words
@@ -70,6 +71,7 @@ class FleetPlanner:
         machine: cores and memory before anything is started. Later `machine` has as much memory as the fleet may take.
         gpus: asked for the machine's GPUs if the fleet or its plan wants some.
         tell: told how far the comparison of arrangements is (a part in 0..1, and what is simulated); it takes seconds.
+        simulated: what engines only pretend to compute on; their weights take no memory then.
 
     Raises:
         FleetError: the fleet may take more memory than there is.
@@ -82,17 +84,29 @@ class FleetPlanner:
         gpus: Callable[[], GpuMachine],
         hub: Hub | None = None,
         tell: Callable[[float, str], None] = lambda part, text: None,
+        simulated: SimulatedSpec | None = None,
     ) -> None:
         self.fleet = fleet
+        self.simulated = simulated
         # Why models are arranged as they are, of those that left that open.
         self.reasons: list[str] = []
+        self._hub = hub or HuggingFaceHub()
+        if simulated is not None:
+            machine = _without_weights(machine, fleet, self._hub)
         self.machine = machine if fleet.memory is None else within_limit(fleet, machine)
         self._gpus = gpus
-        self._hub = hub or HuggingFaceHub()
         self._tell = tell
         # The GPUs of the fleet, also those that no unit uses yet, and how many a unit gets.
         self._chosen: tuple[Gpu, ...] = ()
         self._per_unit = 0
+
+    def fetched(self, fleet: Fleet, tell: Callable[[str], None]) -> Fleet:
+        """`fleet`, of which models were declared anew, with a local directory for every model.
+
+        Raises:
+            FleetError: a download failed.
+        """
+        return fetch(fleet, tell, weights=self.simulated is None)
 
     @property
     def _on_ray(self) -> bool:
@@ -350,6 +364,15 @@ def remaining_capacity(machine: Machine, fleet: Fleet, units: Sequence[UnitSpec]
     )
 
 
+def _without_weights(machine: Machine, fleet: Fleet, hub: Hub) -> Machine:
+    """A machine with as much more memory as the fleet's weights are planned to take."""
+    weights = 0
+    for model in fleet.models:
+        with contextlib.suppress(CheckpointError):  # planning says so
+            weights += architecture_of(model, hub).weight_bytes("float32")
+    return replace(machine, memory_bytes=machine.memory_bytes + weights)
+
+
 def _weights(fleet: Fleet, unit: UnitSpec, hub: Hub) -> int:
     total = 0
     for model in unit.models:
@@ -374,13 +397,14 @@ class ScaleOut:
             plan = self._planner.unit(name, [model], fleet)
         except NoRoomError as error:
             raise ChangeError(str(error)) from None
-        return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys)
+        simulated = self._planner.simulated
+        return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys, simulated)
 
     def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetSpec, tell: Tell) -> Addition:
         """See `Planner.addition`."""
         told = len(self._planner.reasons)
         try:
-            declared = self._planner.arranged(fetch(declared, tell))
+            declared = self._planner.arranged(self._planner.fetched(declared, tell))
         except FleetError as error:
             raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
         for reason in self._planner.reasons[told:]:

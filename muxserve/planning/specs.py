@@ -33,6 +33,7 @@ from muxserve.spec import (
     ModelSpec,
     PoolSpec,
     ResidencySpec,
+    SimulatedSpec,
     TenantSpec,
     UnitEntry,
     UnitSpec,
@@ -138,7 +139,12 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
 
 
 def planned_unit(
-    plan: ResolvedUnit, run_dir: str, host: str | None = None, port: int | None = None, keys: Keys | None = None
+    plan: ResolvedUnit,
+    run_dir: str,
+    host: str | None = None,
+    port: int | None = None,
+    keys: Keys | None = None,
+    simulated: SimulatedSpec | None = None,
 ) -> PlannedUnit:
     """What starts a planned unit whose models are all local.
 
@@ -146,9 +152,10 @@ def planned_unit(
         run_dir: of the fleet; the unit's is below it.
         host, port: of the endpoint, instead of the fleet file's.
         keys: the fleet's, if it is reached from other machines.
+        simulated: what its engines only pretend to compute on.
     """
     unit_spec = unit_spec_of(plan, os.path.join(run_dir, plan.name), host, port)
-    unit_spec = msgspec.structs.replace(unit_spec, keys=keys)
+    unit_spec = msgspec.structs.replace(unit_spec, keys=keys, simulated=simulated)
     return PlannedUnit(unit_spec, plan.served, plan.gpu_plan(), rolling_of(plan))
 
 

@@ -191,6 +191,14 @@ class WatchdogRules(msgspec.Struct, frozen=True):
     hung: float = 10.0
 
 
+class SimulatedSpec(msgspec.Struct, frozen=True):
+    """Engines compute nothing, and take the time that steps take on `device` (a name of `costs.devices`) by the
+    measurements in `profile`, a path; empty: by the roofline."""
+
+    device: str
+    profile: str = ""
+
+
 class UnitSpec(msgspec.Struct, frozen=True):
     """Everything that a process of the unit needs to know."""
 
@@ -217,6 +225,7 @@ class UnitSpec(msgspec.Struct, frozen=True):
     default_level: str = NORMAL
     # None: nobody looks whether a process hangs.
     watchdog: WatchdogRules | None = WatchdogRules()
+    simulated: SimulatedSpec | None = None
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # for the first time anyway.
 PRIMITIVE_CACHE = 256
 LOAD_FORMAT = "muxserve_held"
+SIMULATED_WORKER = "muxserve.engine.simulated.SimulatedWorker"
 WORKERS = {
     "cpu": "muxserve.engine.cpu.worker.PooledCPUWorker",
     "cuda": "muxserve.engine.cuda.worker.PooledGPUWorker",
@@ -126,7 +127,7 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
         "tensor_parallel_size": unit_spec.ranks // unit_spec.stages,
         "pipeline_parallel_size": unit_spec.stages,
         "distributed_executor_backend": "uni" if unit_spec.ranks == 1 else "mp",
-        "worker_cls": WORKERS[unit_spec.device],
+        "worker_cls": WORKERS[unit_spec.device] if unit_spec.simulated is None else SIMULATED_WORKER,
         "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",
         # When no page is left, requests of the lowest execution level give theirs back, of equals the latest. What
         # waits to be prefilled is in the unit scheduler's order already; the scheduler of an engine of both phases

@@ -187,6 +187,20 @@ def test_a_wrong_fleet_starts_nothing(fleet_file: Path, runtime: Path) -> None:
     assert deploy.run_dirs() == []
 
 
+def test_what_cannot_be_simulated_starts_nothing(fleet_file: Path, runtime: Path) -> None:
+    code, text = Deploy(runtime, str(fleet_file), "--profile", "costs.json").end()
+    assert code == 2
+    assert "is for --simulated only" in text
+    code, text = Deploy(runtime, str(fleet_file), "--simulated", "--profile", str(fleet_file)).end()
+    assert code == 2
+    assert "--profile: " in text
+    fleet_file.write_text(f"cluster: {{gpus: 1}}\n{fleet_file.read_text()}")
+    code, text = Deploy(runtime, str(fleet_file), "--simulated").end()
+    assert code == 2
+    assert "--simulated is for fleets of this machine's CPU" in text
+    assert deploy_started_nothing(text)
+
+
 def test_keys_are_asked_for_and_not_shown(fleet_file: Path, runtime: Path) -> None:
     fleet_file.write_text(fleet_file.read_text().replace("drain_seconds: 5", "api_keys: [env:FLEET_KEY]"))
     deploy = Deploy(runtime, str(fleet_file), "--port", "0", "--demo", env={"FLEET_KEY": "sesame"})

@@ -466,8 +466,10 @@ def test_pages_that_stock_servers_have(http: httpx.Client) -> None:
     assert http.get("/ping").json() == http.get("/health").json()
     assert "openapi.json" in http.get("/docs").text
     document = http.get("/openapi.json").json()
-    assert {"/v1/chat/completions", "/v1/models"} <= {*document["paths"]}
-    assert "/ping" not in document["paths"], "that is ours"
+    assert {"/v1/chat/completions", "/v1/models", "/health", "/models/{model}/metrics"} <= {*document["paths"]}
+    assert document["paths"]["/version"]["get"]["summary"].startswith("What serves here")
+    assert "/metrics/own" not in document["paths"], "that is among gateways"
+    assert "/start_profile" not in document["paths"], "vLLM's administration is not passed on"
     assert document["components"]["schemas"]["ChatCompletionRequest"]
 
 

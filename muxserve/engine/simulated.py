@@ -1,0 +1,258 @@
+"""Engines that compute nothing: their steps take as long as the cost model says, and their tokens are made up.
+
+All else of an engine is real: vLLM's scheduler, blocks of the pool, hand-overs, leases. Only vLLM's worker is another
+one, which needs no weights. Jobs of a unit that run at the same time slow each other down as the cost model says; for
+that each engine writes into a file of the unit what its job asks of the device.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from muxserve.costs import EngineCosts, LatencyModel, Load, read_architecture
+from muxserve.costs.latency import EngineShape
+from muxserve.costs.measured import latency_model
+from muxserve.engine.binding import current, place_of
+from muxserve.engine.runner import RESUMED_OUTPUT
+from muxserve.spec import UnitSpec
+
+# An answer of a request that may be as long as it likes.
+ANSWER_TOKENS = 128
+# How often a job looks who runs beside it.
+_LOOK_SECONDS = 0.002
+# What is left of a job and too short to sleep for.
+_SHORTEST_SECONDS = 1e-6
+# No engine needs so long for its own work.
+_MOST_BETWEEN = 0.005
+_PLACES = 2048
+_FIELDS = 4
+# So many tokens take turns in an answer.
+_DIFFERENT = 7
+# In the fleet's run directory.
+DEVICE_FILE = "device"
+# The memory that vLLM hears of; the pool is the memory manager's.
+_CACHE_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A request in this engine: its tokens that are known, the output tokens among them, and whether it goes on behind
+    the end of an answer."""
+
+    tokens: int
+    output: int
+    endless: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes, as cost models want it: prompt `tokens` with `pairs` of attention of `prompts` prompts, and
+    `batch` sequences that decode with `context` tokens of KV."""
+
+    tokens: int = 0
+    pairs: int = 0
+    prompts: int = 0
+    batch: int = 0
+    context: int = 0
+
+    def seconds(self, costs: EngineCosts) -> float:
+        """How long it takes alone."""
+        seconds = costs.prefill(self.tokens, self.pairs, self.prompts) if self.prompts else 0.0
+        return seconds + (costs.decode(self.batch, self.context).seconds(self.context) if self.batch else 0.0)
+
+    def load(self, costs: EngineCosts) -> Load:
+        """What it asks of the device."""
+        if self.prompts:
+            return costs.prefill_load(self.tokens, self.pairs, self.prompts)
+        return costs.decode_load(self.batch, self.context)
+
+
+class SharedDevice:
+    """The jobs that run now on the device that all units of a machine share, in a file that all engines map: a row for
+    each process, with its pid, until when its job counts, and what that asks of the device."""
+
+    def __init__(self, path: Path, device: str, latency: LatencyModel) -> None:
+        self._device = device
+        self._latency = latency
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.ftruncate(file.fileno(), _PLACES * _FIELDS * 8)
+            self._rows = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.float64).reshape(_PLACES, _FIELDS)
+            pids = self._rows[:, 0]
+            self._mine = next(
+                row for row, pid in enumerate(pids.tolist()) if not pid or not Path(f"/proc/{pid:.0f}").exists()
+            )
+            self._rows[self._mine] = (os.getpid(), 0.0, 0.0, 0.0)
+            # What is mapped keeps the file open, and would keep it locked.
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+    def run(self, seconds: float, load: Load) -> None:
+        """Run a job that takes so long alone."""
+        left, now = seconds, time.monotonic()
+        while left > _SHORTEST_SECONDS:
+            self._rows[self._mine, 1:] = (now + 4 * _LOOK_SECONDS, *load)
+            beside = self._rows[:, 1] > now
+            beside[self._mine] = False
+            others = tuple(Load(*row) for row in self._rows[beside, 2:].tolist())
+            slow = self._latency.slowdown(self._device, load, others)
+            time.sleep(min(left * slow, _LOOK_SECONDS))
+            before, now = now, time.monotonic()
+            left -= (now - before) / slow
+        self._rows[self._mine, 1] = 0.0
+
+
+class SimulatedWorker(WorkerBase):
+    """`worker_cls` of simulated engines."""
+
+    def init_device(self) -> None:
+        unit_spec, model, _ = place_of(self.vllm_config)
+        assert unit_spec.simulated is not None
+        self.model = unit_spec.model(model)
+        self._unit_spec: UnitSpec = unit_spec
+        ends = self.model_config.hf_config.eos_token_id
+        self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        self._plain = _plain_token(self.model_config.get_vocab_size(), self._ends)
+        self._sequences: dict[str, _Sequence] = {}
+        self._device: SharedDevice | None = None
+        self._step: tuple[list[str], list[bool]] = ([], [])
+        # The engine's own work between two steps in a row, which is part of what cost models call a step: the shortest
+        # pause so far, since in longer ones it waited for a lease.
+        self._ended = 0.0
+        self._between = _MOST_BETWEEN
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """There is nothing to load."""
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """It generates."""
+        return ("generate",)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """As the model's attention layers would say."""
+        model = self.model
+        shape = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "dtype": self.model_config.dtype}
+        spec = FullAttentionSpec(block_size=model.block_tokens, **shape)
+        return {f"model.layers.{layer}.self_attn.attn": spec for layer in range(model.layers)}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Nobody reads the pool."""
+        return [layout.name for layout in KVCacheLayout]
+
+    def determine_available_memory(self) -> int:
+        """In bytes."""
+        return _CACHE_BYTES
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """The pool stays untouched."""
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """There is nothing to compile."""
+        return CompilationTimes(0.0, 0.0)
+
+    def rebind_pool(self) -> None:
+        """There is a new memory manager, and a new pool."""
+
+    def forget_step(self) -> None:
+        """A step raised an exception half-way."""
+        self._step = ([], [])
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Take the time of the step; its tokens are asked for by `sample_tokens`."""
+        self._between = min(self._between, time.monotonic() - self._ended)
+        for finished in scheduler_output.finished_req_ids:
+            self._sequences.pop(finished, None)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        device = self._on_device()
+        work = self._schedule(scheduler_output)
+        own = self._between if self._between < _MOST_BETWEEN else 0.0
+        device.run(work.seconds(self._costs) - own, work.load(self._costs))
+        return None
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """A token for each sequence whose known tokens are all computed."""
+        (ids, through), self._step = self._step, ([], [])
+        allowed = _allowed(grammar_output)
+        tokens: list[list[int]] = []
+        for request, has in zip(ids, through, strict=True):
+            tokens.append([self._token(request, allowed.get(request))] if has else [])
+        self._ended = time.monotonic()
+        return ModelRunnerOutput(ids, {request: at for at, request in enumerate(ids)}, tokens)
+
+    def _on_device(self) -> SharedDevice:
+        """Made in the engine's own process: the one that it is forked from has others as well."""
+        if self._device is None:
+            simulated = self._unit_spec.simulated
+            assert simulated is not None
+            latency = latency_model(Path(simulated.profile) if simulated.profile else None)
+            model, phase = self.model, current().phase
+            share = model.prefill_share if phase == "prefill" else model.decode_share
+            shape = EngineShape(simulated.device, 1, share, model.dtype)
+            self._costs = latency.engine(read_architecture(self.model_config.hf_config.to_dict()), shape)
+            path = Path(self._unit_spec.run_dir).parent / DEVICE_FILE
+            self._device = SharedDevice(path, simulated.device, latency)
+        return self._device
+
+    def _schedule(self, scheduled: SchedulerOutput) -> StepWork:
+        """Note what the step is about."""
+        computed: dict[str, int] = {}
+        for new in scheduled.scheduled_new_reqs:
+            output = len(getattr(new, RESUMED_OUTPUT, None) or ())
+            params = new.sampling_params
+            assert params is not None, "models that answer with vectors are refused"
+            assert new.prompt_token_ids is not None
+            computed[new.req_id] = new.num_computed_tokens
+            self._sequences[new.req_id] = _Sequence(len(new.prompt_token_ids) + output, output, params.ignore_eos)
+        cached = scheduled.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        tokens = pairs = prompts = batch = context = 0
+        ids, through = [], []
+        for request, count in scheduled.num_scheduled_tokens.items():
+            known, before = self._sequences[request].tokens, computed[request]
+            ids.append(request)
+            through.append(before + count >= known)
+            if count == 1 and self._sequences[request].output and before + 1 >= known:
+                batch += 1
+                context += known
+            else:
+                prompts += 1
+                tokens += count
+                pairs += count * before + count * (count + 1) // 2
+        self._step = ids, through
+        return StepWork(tokens, pairs, prompts, batch, context)
+
+    def _token(self, request: str, allowed: Sequence[int] | None) -> int:
+        """The next token of the sequence."""
+        sequence = self._sequences[request]
+        sequence.tokens += 1
+        sequence.output += 1
+        ends = bool(self._ends) and not sequence.endless and sequence.output > ANSWER_TOKENS
+        token = self._ends[0] if ends else self._plain + sequence.output % _DIFFERENT
+        return token if allowed is None or token in allowed else allowed[0]
+
+
+def _plain_token(vocabulary: int, ends: Sequence[int]) -> int:
+    """The first of some tokens in a row that are likely to be plain text: special ones are at either end."""
+    return next(first for first in range(vocabulary // 2, 0, -1) if not {*range(first, first + _DIFFERENT)} & {*ends})
+
+
+def _allowed(grammar_output: GrammarOutput | None) -> dict[str, list[int]]:
+    """The tokens that grammars allow, by request."""
+    if grammar_output is None:
+        return {}
+    bits = np.unpackbits(np.ascontiguousarray(grammar_output.grammar_bitmask).view(np.uint8), axis=1, bitorder="little")
+    ids = grammar_output.structured_output_request_ids
+    return {request: np.flatnonzero(row).tolist() for request, row in zip(ids, bits, strict=True)}

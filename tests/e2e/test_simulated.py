@@ -1,0 +1,68 @@
+"""`muxserve deploy --simulated`: everything but the models is real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from muxserve.engine.simulated import ANSWER_TOKENS
+from tests.e2e.fleet import QUICKSTART, Fleet, fleet_file, running
+from tests.support import preloaded
+from tests.support.patience import PATIENCE
+
+MODELS = ("atlas", "arithmetic")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    directory = tmp_path_factory.mktemp("simulated")
+    changes: dict[str, dict[str, Any]] = {}
+    for name in MODELS:
+        source = QUICKSTART.parent / "models" / name
+        shutil.copytree(source, directory / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        changes[name] = {"path": str(directory / name), "engine_args": {"load_format": "dummy"}}
+    path = fleet_file(directory, changes_of=changes, without=["frontdesk"])
+    with running(path, start=preloaded.start, options=("--simulated",)) as deployed:
+        yield deployed
+
+
+def test_answers_have_the_length_that_was_asked_for_and_end_otherwise(fleet: Fleet) -> None:
+    for model in MODELS:
+        ask: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "How are you?"}]}
+        short = fleet.client.chat.completions.create(**ask, max_tokens=7)
+        assert (short.choices[0].finish_reason, short.usage and short.usage.completion_tokens) == ("length", 7)
+        whole = fleet.client.chat.completions.create(**ask)
+        assert whole.choices[0].finish_reason == "stop"
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == ANSWER_TOKENS + 1
+        assert whole.choices[0].message.content
+    fleet.wait_pages_free()
+
+
+def test_structured_output_is_kept_to(fleet: Fleet) -> None:
+    schema = {"enum": ["yes", "no"]}
+    answer = fleet.client.chat.completions.create(
+        model="atlas",
+        messages=[{"role": "user", "content": "Is it?"}],
+        max_tokens=20,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+    )
+    assert json.loads(answer.choices[0].message.content or "") in ("yes", "no")
+
+
+def test_a_death_costs_no_token(fleet: Fleet) -> None:
+    stream = fleet.client.completions.create(
+        model="atlas", prompt="a", max_tokens=400, stream=True, stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = iter(stream)
+    next(chunks)
+    fleet.kill("engine atlas/decode")
+    last = [*chunks][-1]
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 400
+    fleet.wait_healthy(PATIENCE)
