@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 
@@ -105,6 +107,9 @@ class RequestFields(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(RequestFields)
+# Types of a message's parts that are no text, as chats, responses and Anthropic's messages have them.
+_MEDIA = re.compile(r"(?:input_)?(image|audio|video)(?:_\w+)?")
+_MAY_HAVE_MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video)(?:_\w+)?"')
 
 
 async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit: int, claim: BodyClaim) -> bytes:
@@ -169,12 +174,16 @@ def asked_by(body: bytes) -> RequestFields:
     """What a JSON body asks for, as far as that is looked at here.
 
     Raises:
-        RequestError: the body is no JSON object, or one of these fields of a wrong type (400).
+        RequestError: the body is no JSON object, one of these fields is of a wrong type, or a message has an image,
+            audio or video (400).
     """
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not look into strings that it skips
-        return _decoder.decode(body)
+        asked = _decoder.decode(body)
+        if _MAY_HAVE_MEDIA.search(body):
+            _refuse_media(msgspec.json.decode(body))
+        return asked
     except msgspec.ValidationError as error:
         if "$.model" in str(error):
             raise RequestError(HTTPStatus.BAD_REQUEST, "'model' must be a string", param="model") from None
@@ -190,6 +199,26 @@ def asked_by(body: bytes) -> RequestFields:
         raise RequestError(HTTPStatus.BAD_REQUEST, f"the request body is not valid JSON: {reason}") from None
     except RecursionError:
         raise RequestError(HTTPStatus.BAD_REQUEST, "the request body is nested too deeply") from None
+
+
+def _refuse_media(asked: dict[str, Any]) -> None:
+    for field in ("messages", "input"):
+        messages = asked.get(field)
+        for index, message in enumerate(messages if isinstance(messages, list) else ()):
+            content = message.get("content") if isinstance(message, dict) else None
+            for place, part in enumerate(content if isinstance(content, list) else ()):
+                # Its `type` may be left out where another key says what it is.
+                given = [part.get("type"), *part] if isinstance(part, dict) else []
+                kind = next(
+                    (found for each in given if isinstance(each, str) and (found := _MEDIA.fullmatch(each))), None
+                )
+                if kind is not None:
+                    raise RequestError(
+                        HTTPStatus.BAD_REQUEST,
+                        f"{field}[{index}].content[{place}] is {kind[0]}: models are served for text only here, also "
+                        f"those that could take {kind[1]}; remove it",
+                        param=field,
+                    )
 
 
 class BodyReplay:

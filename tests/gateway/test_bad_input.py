@@ -303,6 +303,35 @@ def test_chats(http: httpx.Client, change: dict[str, Any]) -> None:
     refused(http.post("/v1/chat/completions", content=json.dumps({**HI, **change}), headers=JSON))
 
 
+MEDIA: list[tuple[str, dict[str, Any]]] = [
+    ("image", {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}),
+    ("image", {"image_url": "http://127.0.0.1:9/x"}),
+    ("image", {"type": "input_image", "image_url": "data:image/png;base64,"}),
+    ("image", {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}),
+    ("audio", {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}),
+    ("video", {"type": "video_url", "video_url": {"url": "http://127.0.0.1:9/x"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input"), ("/v1/messages", "messages")]
+)
+def test_media_are_refused_with_the_reason(http: httpx.Client, path: str, field: str) -> None:
+    for kind, part in MEDIA:
+        message = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}
+        error = refused(http.post(path, json={"model": "alpha", "max_tokens": 9, field: [message]}), 400)
+        assert f"{field}[0].content[1] is " in error["message"]
+        assert f"text only here, also those that could take {kind}" in error["message"]
+        assert (error["type"], error["param"]) == ("BadRequestError", field)
+
+
+def test_text_that_speaks_of_media_is_served(http: httpx.Client) -> None:
+    said = {"say": '"image_url" and "input_audio"'}
+    part = {"type": "text", "text": f"PLAY {json.dumps(said)}"}
+    body = {**HI, "messages": [{"role": "user", "content": [part]}], "metadata": {"image": "video_url"}}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
 @pytest.mark.parametrize("change", TOKENIZE, ids=short)
 def test_tokenize(http: httpx.Client, change: dict[str, Any]) -> None:
     refused(http.post("/tokenize", json={"model": "alpha", **change}))
