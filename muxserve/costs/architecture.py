@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from muxserve.costs.language_models import LANGUAGE_MODELS
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What the KV cache may be kept in: the type that is computed in, or one of 8 bits.
 KV_ITEM_BYTES = {**ITEM_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -93,6 +95,7 @@ class ModelArchitecture:
     the linear layers by config.json, scales included (0: not quantised). `stored` is what the checkpoint's files hold,
     where they could be read, `kv_cache` the type of the KV cache where it is another than the one computed in.
     Engines keep room for `adapter_slots` LoRA adapters of up to `adapter_rank`.
+    `text_only`: it is the language model of a multi-modal checkpoint, of which nothing else is served.
     In `windowed_layers` of the layers a token sees the last `window` tokens only. `cpu_only` names what engines on GPUs
     cannot compute yet.
     """
@@ -120,6 +123,7 @@ class ModelArchitecture:
     window: int = 0
     windowed_layers: int = 0
     cpu_only: str = ""
+    text_only: bool = False
     adapter_slots: int = 0
     adapter_rank: int = 0
     kv_cache: str = ""
@@ -263,7 +267,10 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     if config.get("is_encoder_decoder") or config.get("add_cross_attention") or config.get("cross_attention_layers"):
         return "it has cross attention (an encoder-decoder model); only decoder-only models are supported"
     if isinstance(config.get("text_config"), Mapping) or isinstance(config.get("vision_config"), Mapping):
-        return "it is multi-modal (config.json has a text_config or vision_config); only text models are supported"
+        return (
+            "it is multi-modal (config.json has a text_config or vision_config); only text models are supported, and "
+            f"the text of {', '.join(sorted(LANGUAGE_MODELS))}"
+        )
     if _quantisation(config)[0] == "gguf":
         return "its weights are in GGUF, which this vLLM cannot load; give the safetensors checkpoint it was made from"
     if config.get("kv_lora_rank"):
@@ -360,7 +367,9 @@ def _max_len(config: Mapping[str, object]) -> tuple[int, int]:
         return limit, limit
     kind = rope.get("rope_type", rope.get("type", "default"))
     factor = rope.get("factor")
-    if kind not in _SCALED_ROPES and isinstance(factor, (int, float)) and not isinstance(factor, bool):
+    # Gemma 3 states the scaled limit, whatever its rope type.
+    scaled = kind in _SCALED_ROPES or "gemma3" in str(config.get("model_type"))
+    if not scaled and isinstance(factor, (int, float)) and not isinstance(factor, bool):
         limit = max(1, int(limit * factor))
     original = _count(config, ("original_max_position_embeddings",))
     return limit, min(limit, original) if kind == "longrope" and original else limit

@@ -35,6 +35,7 @@ from muxserve.gateway.app import POSTS, ServedApp
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.vllm_metrics import stat_logger
 from muxserve.spec import ModelSpec
+from muxserve.vllm import language_models
 from muxserve.vllm.args import frontend_args
 from muxserve.vllm.tasks import tasks_of
 
@@ -148,7 +149,10 @@ def register_architectures(checkpoints: Iterable[str]) -> None:
     """
     for checkpoint in checkpoints:
         try:
-            architectures = json.loads((Path(checkpoint) / "config.json").read_text())["architectures"]
+            config = json.loads((Path(checkpoint) / "config.json").read_text())
+            architectures = config["architectures"]
+            if language_models.register(config.get("model_type")):
+                continue
         except (OSError, ValueError, LookupError):
             continue  # not a local checkpoint, or not one; vLLM will say
         for architecture in architectures:

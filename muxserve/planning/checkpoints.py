@@ -15,6 +15,7 @@ from muxserve.config import Fleet, FleetError, Model
 from muxserve.config.checks import KV_CACHE_TYPES, lacks_weights
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
+from muxserve.costs.language_models import is_of_language_model, language_model
 
 
 class CheckpointError(Exception):
@@ -80,6 +81,8 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
     if "quantization_config" not in config and separate.is_file():
         with contextlib.suppress(OSError, ValueError):
             config["quantization_config"] = {"quant_method": "modelopt", **json.loads(separate.read_bytes())}
+    text = language_model(config)
+    config = config if text is None else text
     overrides = model.engine_args.get("hf_overrides")
     if isinstance(overrides, dict):
         config |= overrides
@@ -87,7 +90,9 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         architecture = read_architecture(config, _pools(model, file))
     except UnsupportedModelError as error:
         raise CheckpointError(f"cannot be served: {error}") from None
-    return replace(architecture, stored=stored_weights(file.parent), kv_cache=kv_cache_of(model))
+    text_only = text is not None
+    stored = stored_weights(file.parent, text_only)
+    return replace(architecture, stored=stored, kv_cache=kv_cache_of(model), text_only=text_only)
 
 
 def kv_cache_of(model: Model) -> str:
@@ -99,8 +104,9 @@ def kv_cache_of(model: Model) -> str:
 _CONVERTED = {"F64", "F32", "F16", "BF16"}
 
 
-def stored_weights(directory: Path) -> StoredWeights | None:
-    """What the safetensors files of a checkpoint hold, from their headers; None if some are missing or unreadable.
+def stored_weights(directory: Path, text_only: bool = False) -> StoredWeights | None:
+    """What the safetensors files of a checkpoint hold, from their headers; None if some are missing or unreadable. If
+    `text_only`, of a multi-modal one the language model.
 
     The files are those that vLLM loads: all that the index names, without one all but Mistral's own format.
     """
@@ -113,7 +119,9 @@ def stored_weights(directory: Path) -> StoredWeights | None:
             names = {file.name for file in directory.glob("*.safetensors")}
             names = {name for name in names if not name.startswith("consolidated")} or names
         for name in names:
-            for tensor in _header(directory / name).values():
+            for called, tensor in _header(directory / name).items():
+                if text_only and not is_of_language_model(called):
+                    continue
                 begin, end = tensor["data_offsets"]
                 if tensor["dtype"] in _CONVERTED:
                     elements += math.prod(tensor["shape"])
@@ -277,6 +285,6 @@ def planned_architecture(value: str, base: Path) -> ModelArchitecture:
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not a JSON object")
     try:
-        return read_architecture(config)
+        return read_architecture(language_model(config) or config)
     except UnsupportedModelError as error:
         raise ValueError(f"cannot be served: {error}") from None

@@ -133,6 +133,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         aliases=tuple(model.aliases),
         target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
         pooling=demand.architecture.pooling,
+        text_only=demand.architecture.text_only,
         adapters=dict(model.adapters or {}),
         adapter_slots=slots_of(model),
     )

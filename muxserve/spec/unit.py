@@ -96,6 +96,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     The answers of a `pooling` model are vectors (embeddings, scores, classes): a request is finished by its prefill, so
     that there is no decode engine. One with bidirectional attention keeps no KV at all: it has 0 `kv_heads`.
 
+    A `text_only` model is the language model of a multi-modal checkpoint, of which nothing else is loaded.
+
     `adapters` are directories of LoRA adapters by the names under which requests ask for them. They come and go while
     the model serves, if it has `adapter_slots`: an engine loads one with the first request that brings it.
     """
@@ -133,6 +135,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     # What automatic target loads of priority levels come to, in tokens of KV.
     target_load: int = TARGET_LOAD
     pooling: bool = False
+    text_only: bool = False
     adapters: dict[str, str] = {}
     adapter_slots: AdapterSlots | None = None
     # Mean length of a request, prompt and answer.

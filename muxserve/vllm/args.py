@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from muxserve.spec import ModelSpec, UnitSpec
 from muxserve.spec.unit import EnginePhase
+from muxserve.vllm.language_models import TextOnly
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,6 +91,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "seed": 0,
         **({"runner": "pooling"} if model.pooling else {}),
         **model.engine_args,
+        **(_text_only_args(model) if model.text_only else {}),
         "model": model.path,
         "served_model_name": [model.name, *model.aliases],
         **_adapter_args(model),
@@ -105,6 +107,17 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         # A step runs only under a lease, so the scheduler cannot run one step ahead.
         "async_scheduling": False,
+    }
+
+
+def _text_only_args(model: ModelSpec) -> dict[str, Any]:
+    own = model.engine_args
+    overrides = own.get("hf_overrides")
+    return {
+        # Mistral's own format, where a checkpoint has both, has other names for everything.
+        "config_format": own.get("config_format", "hf"),
+        "load_format": own.get("load_format", "hf"),
+        "hf_overrides": TextOnly(overrides if isinstance(overrides, Mapping) else {}),
     }
 
 

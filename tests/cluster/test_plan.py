@@ -202,6 +202,18 @@ def test_an_fp8_cache_is_refused_on_a_cpu_that_cannot_compute_it() -> None:
 
 
 class TestStoredWeights:
+    def test_of_a_multi_modal_checkpoint_the_language_model_counts(self, tmp_path: Path) -> None:
+        whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": CONFIG}
+        (tmp_path / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 32}}))
+        tensors = {"language_model.lm_head.weight": ("BF16", [8, 2], 32), "vision_tower.x": ("BF16", [64, 64], 8192)}
+        self.write(tmp_path, "model.safetensors", tensors)
+        found = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
+        assert (found.text_only, found.stored) == (True, StoredWeights(16, 0))
+        (served,) = unit_spec_of(
+            resolve_unit(fleet(f"models: [{{name: a, path: {tmp_path}}}]\n"), MACHINE), "/x"
+        ).models
+        assert served.text_only
+
     def write(self, directory: Path, name: str, tensors: dict[str, tuple[str, list[int], int]]) -> None:
         header, end = {}, 0
         for tensor, (dtype, shape, size) in tensors.items():

@@ -53,6 +53,27 @@ def nothing_owned(family: Engines) -> None:
     family.until(lambda: not any(owned(family).values()))
 
 
+def same_as_stock(family: Engines, model: str, stock: dict[str, Any], cases: Mapping[str, Any]) -> None:
+    """With room for all, with cached prefixes, and with so few pages that requests are preempted and come back."""
+    for tag in ("roomy", "cached"):
+        family.serve(model, bodies(family, stock, f"{model}-{tag}", cases, of=cases))
+        check(family, stock, f"{model}-{tag}", cases)
+    with family.memory() as client:
+        assert next(m["hits"] for m in client.stats()["models"] if m["name"] == model) > 0
+    long = {f"{model}-long{i}": next(iter(cases)) for i in range(6)}
+    returned = len(family.returned())
+    with family.quota(model, 12):
+        requests = bodies(family, stock, f"{model}-tight", cases, of=cases)
+        for name, case in long.items():
+            requests[name] = family.body(name, stock[case]["prompt"], max_tokens=250, ignore_eos=True)
+        family.serve(model, requests)
+    assert len(family.returned()) > returned
+    check(family, stock, f"{model}-tight", cases)
+    for name, case in long.items():
+        assert family.tokens[name][: len(stock[case]["tokens"])] == stock[case]["tokens"]
+    nothing_owned(family)
+
+
 def reports(family: Engines, since: int = 0, lease: int | None = None) -> list[StepReport]:
     """What engines have reported of their steps, of one lease if it is given."""
     found = [m for _, m in family.reports[since:] if isinstance(m, StepReport)]

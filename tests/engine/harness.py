@@ -21,6 +21,7 @@ import zmq
 
 from muxserve import spec
 from muxserve.costs.architecture import ITEM_BYTES
+from muxserve.costs.language_models import language_model
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.net import sockets
@@ -43,7 +44,7 @@ from muxserve.wire import (
 )
 from tests.engine.nursery import end, nursery
 from tests.support.patience import PATIENCE
-from tests.support.tiny_checkpoint import tiny_checkpoint
+from tests.support.tiny_checkpoint import LANGUAGE_MODEL_OF, tiny_checkpoint
 from tests.support.unit_specs import model_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,17 @@ TINY: dict[str, Callable[[], Path]] = {
     "gemma3": partial(tiny_checkpoint, "gemma3", layers=6),
     "gpt_oss": partial(tiny_checkpoint, "gpt_oss"),
 }
+# Others, each served once: of more of today's families, and with those, multi-modal ones' texts.
+FAMILIES: dict[str, Callable[[], Path]] = {
+    kind: partial(tiny_checkpoint, kind, layers=layers)
+    for kind, layers in {
+        "qwen2": 2, "qwen3": 2, "qwen3_moe": 2, "granite": 2, "phi3": 2, "nemotron": 2,
+        "olmo3": 3, "gpt_oss-mxfp4": 2,
+    }.items()
+}  # fmt: skip
+MULTI_MODAL: dict[str, Callable[[], Path]] = {
+    kind: partial(tiny_checkpoint, kind, layers=6 if kind == "gemma3-mm" else 2) for kind in LANGUAGE_MODEL_OF
+}
 # The same weights with 8 and with 4 bits.
 QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", "atlas-int4")}
 START_SECONDS = 3 * PATIENCE
@@ -66,6 +78,8 @@ MISSING = -1
 def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> ModelSpec:
     """A model as a fleet would deploy it, straight from its config.json; everything can be changed."""
     config = json.loads((path / "config.json").read_text())
+    text = language_model(config)
+    config = config if text is None else text
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     values: dict[str, Any] = {
@@ -77,6 +91,7 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         "head_dim": head_dim,
         "block_tokens": 64 * 64 // head_dim,
         "quota_pages": 2000,
+        "text_only": text is not None,
     }
     return model_spec(name, **{**values, **changes})
 

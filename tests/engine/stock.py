@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,8 @@ def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path], suf
             try:
                 (out / f"{path.name}{suffix}.json").write_text(json.dumps(answer(path)))
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
@@ -123,9 +126,9 @@ if __name__ == "__main__":
     given = parser.parse_args()
     write_each(answers, given.out, given.models)
     if given.tiny:
-        from tests.engine.harness import TINY
+        from tests.engine.harness import FAMILIES, TINY
 
-        paths = {TINY[kind](): kind for kind in given.tiny}
+        paths = {(TINY | FAMILIES)[kind](): kind for kind in given.tiny}
         found = Path(tempfile.mkdtemp(dir=given.out))
         write_each(partial(answers, cases=NOISE), found, list(paths))
         for path, kind in paths.items():

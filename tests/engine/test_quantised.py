@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.cases import questions
-from tests.engine.checks import bodies, check, nothing_owned
+from tests.engine.checks import same_as_stock
 from tests.engine.conftest import SPLIT, read
 from tests.engine.harness import MODELS, QUANTISED, Engines, deployed_model, engines
 
@@ -39,7 +39,7 @@ def weights() -> Iterator[Engines]:
 @pytest.mark.serves("Llama", "quantised")
 @pytest.mark.parametrize("model", SERVED)
 def test_quantised_weights(weights: Engines, quantised: Path, model: str) -> None:
-    same_as_stock(weights, model, read(quantised, checkpoint(model)))
+    same_as_stock(weights, model, read(quantised, checkpoint(model)), questions(model.partition("-")[0]))
 
 
 @pytest.mark.serves("Llama", "FP8 KV cache")
@@ -49,26 +49,4 @@ def test_a_cache_in_fp8(quantised: Path) -> None:
     with engines([deployed_model(SPLIT, MODELS[SPLIT], **changes)]) as running:
         page = running.unit_spec.pools[0].page_bytes
         assert page == 2 * 64 * 64  # a quarter of float32
-        same_as_stock(running, SPLIT, read(quantised, f"{SPLIT}-fp8"))
-
-
-def same_as_stock(family: Engines, model: str, stock: dict[str, Any]) -> None:
-    """With room for all, with cached prefixes, and with so few pages that requests are preempted and come back."""
-    cases = questions(model.partition("-")[0])
-    for tag in ("roomy", "cached"):
-        family.serve(model, bodies(family, stock, f"{model}-{tag}", cases, of=cases))
-        check(family, stock, f"{model}-{tag}", cases)
-    with family.memory() as client:
-        assert next(m["hits"] for m in client.stats()["models"] if m["name"] == model) > 0
-    long = {f"{model}-long{i}": next(iter(cases)) for i in range(6)}
-    returned = len(family.returned())
-    with family.quota(model, 12):
-        requests = bodies(family, stock, f"{model}-tight", cases, of=cases)
-        for name, case in long.items():
-            requests[name] = family.body(name, stock[case]["prompt"], max_tokens=250, ignore_eos=True)
-        family.serve(model, requests)
-    assert len(family.returned()) > returned
-    check(family, stock, f"{model}-tight", cases)
-    for name, case in long.items():
-        assert family.tokens[name][: len(stock[case]["tokens"])] == stock[case]["tokens"]
-    nothing_owned(family)
+        same_as_stock(running, SPLIT, read(quantised, f"{SPLIT}-fp8"), questions(SPLIT))

@@ -10,11 +10,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-# Two with full attention in every layer, and four with sliding windows; a causal classifier with three labels, an
-# encoder, and one with one label, as rerankers are.
-Kind = Literal["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3-classifier", "bert", "bert-reranker"]
+# With full attention in every layer; with sliding windows; of the latter with experts in MXFP4; multi-modal ones; a
+# causal classifier with three labels, an encoder, and one with one label, as rerankers are.
+Kind = Literal[
+    "llama", "qwen2", "qwen3", "qwen3_moe", "granite", "phi3", "nemotron",
+    "mistral", "gemma2", "gemma3", "olmo3", "gpt_oss",
+    "gpt_oss-mxfp4",
+    "gemma3-mm", "mistral3", "qwen2_5_vl", "qwen3_vl",
+    "qwen3-classifier", "bert", "bert-reranker",
+]  # fmt: skip
 # Of those with sliding windows, in tokens: more than a block, and no multiple of one.
 WINDOW = 100
+
+# Of a multi-modal kind, the kind of its language model, and what computes its images.
+LANGUAGE_MODEL_OF: dict[str, Kind] = {
+    "gemma3-mm": "gemma3",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "tiny-checkpoints"
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -25,7 +39,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-VERSION = 5
+VERSION = 6
 
 
 def tiny_checkpoint(
@@ -50,7 +64,11 @@ def tiny_checkpoint(
     scratch = Path(tempfile.mkdtemp(dir=CACHE, prefix=f".{name}-"))
     try:
         _write_tokenizer(scratch, kind, max_len)
-        _write_model(scratch, kind, layers, heads, kv_heads, head_dim, seed, max_len)
+        if kind in LANGUAGE_MODEL_OF:
+            of = tiny_checkpoint(LANGUAGE_MODEL_OF[kind], layers, heads, kv_heads, head_dim, seed, max_len)
+            _write_multi_modal(scratch, kind, of)
+        else:
+            _write_model(scratch, kind, layers, heads, kv_heads, head_dim, seed, max_len)
         os.rename(scratch, path)
     except OSError:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -125,6 +143,13 @@ def _write_model(
         "gemma2": ("Gemma2", "ForCausalLM"),
         "gemma3": ("Gemma3", "ForCausalLM"),
         "gpt_oss": ("GptOss", "ForCausalLM"),
+        "gpt_oss-mxfp4": ("GptOss", "ForCausalLM"),
+        "qwen2": ("Qwen2", "ForCausalLM"),
+        "qwen3_moe": ("Qwen3Moe", "ForCausalLM"),
+        "granite": ("Granite", "ForCausalLM"),
+        "phi3": ("Phi3", "ForCausalLM"),
+        "nemotron": ("Nemotron", "ForCausalLM"),
+        "olmo3": ("Olmo3", "ForCausalLM"),
         "qwen3-classifier": ("Qwen3", "ForSequenceClassification"),
         "bert": ("Bert", "Model"),
         "bert-reranker": ("Bert", "ForSequenceClassification"),
@@ -134,7 +159,9 @@ def _write_model(
     labels = {"qwen3-classifier": 3, "bert-reranker": 1}.get(kind)
     more: dict[str, Any] = {} if labels is None else {"num_labels": labels}
     if not kind.startswith("bert"):
-        more |= {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+        more |= {"num_key_value_heads": kv_heads}
+    if not kind.startswith("bert") and kind not in ("granite", "olmo3", "phi3", "qwen2"):
+        more |= {"head_dim": head_dim}
     more |= _attention_fields(kind, layers, head_dim, max_len)
     hidden = heads * head_dim
     eos = SPECIAL_TOKENS.index("<|im_end|>")
@@ -145,7 +172,7 @@ def _write_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=max_len,
-        tie_word_embeddings=kind != "gpt_oss",
+        tie_word_embeddings=not kind.startswith("gpt_oss"),
         bos_token_id=SPECIAL_TOKENS.index("<s>"),
         eos_token_id=eos,
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
@@ -163,9 +190,93 @@ def _write_model(
         # Gemma makes its embeddings larger by the root of their size: it would only repeat the last token.
         model.get_input_embeddings().weight.data.mul_(0.05)
     model.save_pretrained(path)
+    if kind == "gpt_oss-mxfp4":
+        _quantise_experts(path)
     if architecture != "ForCausalLM":
         return
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos], "bos_token_id": 1}) + "\n")
+
+
+def _write_multi_modal(path: Path, kind: Kind, language_model: Path) -> None:
+    """A checkpoint that sees images, whose language model is the one in the directory `language_model`."""
+    import torch
+    import transformers
+
+    text = transformers.AutoModelForCausalLM.from_pretrained(language_model)
+    fields = text.config.to_dict()
+    width = text.config.hidden_size
+    for name in ("architectures", "transformers_version", "_name_or_path", "model_type"):
+        fields.pop(name, None)
+    small = {"hidden_size": 32, "intermediate_size": 64}
+    of_kind: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "gemma3-mm": (
+            "Gemma3",
+            {**small, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+            {"mm_tokens_per_image": 4, "image_token_index": 3, "boi_token_index": 1, "eoi_token_index": 2},
+        ),
+        "mistral3": (
+            "Mistral3",
+            {**small, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+            {"image_token_index": 3},
+        ),
+        "qwen2_5_vl": (
+            "Qwen2_5_VL",
+            {**small, "depth": 1, "num_heads": 2, "out_hidden_size": width, "fullatt_block_indexes": [0]},
+            {"image_token_id": 3, "video_token_id": 2},
+        ),
+        "qwen3_vl": (
+            "Qwen3VL",
+            {**small, "depth": 1, "num_heads": 2, "out_hidden_size": width, "num_position_embeddings": 16}
+            | {"deepstack_visual_indexes": [0]},
+            {"image_token_id": 3, "video_token_id": 2},
+        ),
+    }
+    name, vision, more = of_kind[kind]
+    if kind.startswith("qwen"):
+        head_dim = width // text.config.num_attention_heads
+        sections = [head_dim // 2 - 2 * (head_dim // 6), head_dim // 6, head_dim // 6]
+        fields["rope_parameters"] = {**fields["rope_parameters"], "mrope_section": sections}
+        if kind == "qwen3_vl":
+            fields["rope_parameters"]["mrope_interleaved"] = True
+    config_class = getattr(transformers, f"{name}Config")
+    fields["model_type"] = config_class().text_config.model_type
+    if kind == "gemma3-mm":
+        vision["model_type"] = "siglip_vision_model"
+    if kind == "mistral3":
+        vision["model_type"] = "pixtral"
+    tied = text.config.tie_word_embeddings
+    config = config_class(text_config=fields, vision_config=vision, tie_word_embeddings=tied, **more)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).to(torch.float32).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(path)
+    shutil.copy(language_model / "generation_config.json", path)
+
+
+def _quantise_experts(path: Path) -> None:
+    """Round the experts' weights of a gpt-oss checkpoint to MXFP4, as its public ones have them: numbers of 4 bits, two
+    in a byte, and an exponent for each 32 of a column."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        columns = tensors.pop(name).transpose(1, 2).float()  # [experts, out, in]
+        groups = columns.unflatten(-1, (-1, 32))
+        exponents = (groups.abs().amax(-1).clamp(min=1e-9).log2().floor() - 2).clamp(-127, 127)
+        scaled = groups / torch.exp2(exponents)[..., None]
+        digits = (scaled.abs()[..., None] - values).abs().argmin(-1) + 8 * (scaled < 0)
+        low, high = digits[..., 0::2], digits[..., 1::2]
+        tensors[f"{name}_blocks"] = (low | (high << 4)).to(torch.uint8).contiguous()
+        tensors[f"{name}_scales"] = (exponents + 127).to(torch.uint8).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _attention_fields(kind: Kind, layers: int, head_dim: int, max_len: int) -> dict[str, Any]:
@@ -174,10 +285,35 @@ def _attention_fields(kind: Kind, layers: int, head_dim: int, max_len: int) -> d
         return {"sliding_window": WINDOW}
     if kind == "gemma2":
         return {"sliding_window": WINDOW, "query_pre_attn_scalar": head_dim, "attn_logit_softcapping": 5.0}
-    if kind == "gemma3":
+    if kind in ("gemma3", "olmo3"):
         types = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(layers)]
-        return {"sliding_window": WINDOW, "query_pre_attn_scalar": head_dim, "layer_types": types}
-    if kind == "gpt_oss":
+        scalar = {"query_pre_attn_scalar": head_dim} if kind == "gemma3" else {}
+        return {"sliding_window": WINDOW, "layer_types": types, **scalar}
+    if kind == "granite":
+        return {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 1 / head_dim,
+            "logits_scaling": 0.5,
+        }
+    if kind == "phi3":  # Phi-4-mini: a rope for short and one for long sequences, and a window that no sequence leaves
+        rotary = head_dim * 3 // 4
+        factors = {
+            "short_factor": [1 + i / rotary for i in range(rotary // 2)],
+            "long_factor": [1 + i for i in range(rotary // 2)],
+        }
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **factors}
+        rope["original_max_position_embeddings"] = max_len // 2
+        return {
+            "rope_parameters": rope,
+            "original_max_position_embeddings": max_len // 2,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": max_len,
+        }
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        return {**experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if kind.startswith("gpt_oss"):
         rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
         rope |= {"original_max_position_embeddings": max_len // 4, "beta_fast": 32.0, "beta_slow": 1.0}
         return {

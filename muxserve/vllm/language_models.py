@@ -1,0 +1,67 @@
+"""Lets vLLM serve the language model of a multi-modal checkpoint as the text model that it is by itself.
+
+vLLM's own classes of such checkpoints import the image processors, which need torchvision, also where no image may
+come; and they would load and count what computes images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from muxserve.costs.language_models import LANGUAGE_MODELS, TENSORS, language_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_PREFIX = "TextOnly"
+
+
+class TextOnly:
+    """`hf_overrides` of vLLM for a multi-modal checkpoint: its configuration becomes that of its language model, whose
+    class is one that loads nothing else.
+
+    Args:
+        overrides: the model's own `hf_overrides`, which are for the language model.
+    """
+
+    def __init__(self, overrides: Mapping[str, object]) -> None:
+        self._overrides = dict(overrides)
+
+    def __call__(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The language model's configuration; `config` itself where it is not a multi-modal checkpoint's, as the empty
+        one that vLLM asks with first."""
+        found = language_model(config.to_dict())
+        if found is None:
+            return config
+        from transformers import AutoConfig
+
+        register(config.model_type)
+        known = LANGUAGE_MODELS[config.model_type]
+        values = {**found, **self._overrides, "architectures": [_PREFIX + known.architecture]}
+        return AutoConfig.for_model(**values)
+
+
+def register(model_type: object) -> bool:
+    """Whether checkpoints of `model_type` are multi-modal ones whose text is served; then vLLM knows the class of their
+    language model, and has looked at it here."""
+    if model_type not in LANGUAGE_MODELS:
+        return False
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    architecture = LANGUAGE_MODELS[str(model_type)].architecture
+    name = _PREFIX + architecture
+    if name in ModelRegistry.models:
+        return True
+    by_itself: Any = ModelRegistry.models[architecture].load_model_cls()
+    mapper = WeightsMapper(orig_to_new_prefix=TENSORS)
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        return by_itself.load_weights(self, mapper.apply(weights))
+
+    # The mapper also renames what adapters and configurations of quantised weights call the parts.
+    of_itself = getattr(by_itself, "hf_to_vllm_mapper", WeightsMapper())
+    own = {"load_weights": load_weights, "hf_to_vllm_mapper": mapper | of_itself}
+    ModelRegistry.register_model(name, type(name, (by_itself,), own))
+    return True
