@@ -81,7 +81,7 @@ def test_the_playground_streams(page: Any, gateway: Running) -> None:
 
 
 def test_logs_are_shown(page: Any, gateway: Running) -> None:
-    logs = Path(gateway.unit_spec.run_dir).parent / "logs"
+    logs = Path(gateway.unit_spec.run_dir) / "logs"
     logs.mkdir(exist_ok=True)
     (logs / "scheduler.log").write_text("<b>all</b> is well\n")
     page.goto(f"{gateway.url}/ui")
