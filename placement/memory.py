@@ -49,7 +49,7 @@ def activation_bytes(demand: Demand, tp: int) -> int:
     """
     a = demand.architecture
     item = ITEM_BYTES[demand.dtype]
-    attention = (2 * a.heads + 2 * max(a.kv_heads, tp)) * a.head_dim / tp
+    attention = a.attention_numbers(tp)
     mlp = 3 * a.intermediate / tp
     tokens = demand.max_num_batched_tokens * (3 * a.hidden + max(attention, mlp)) * item
     logits = demand.max_num_seqs * a.vocab * 4

@@ -11,6 +11,9 @@ from muxserve.costs.architecture import KV_ITEM_BYTES
 # The CPU attention kernel works on multiples of 32 tokens; larger blocks waste the end of every sequence.
 BLOCK_STEP = 32
 MAX_BLOCK_TOKENS = 256
+# Half of a latent of 512 + 64 numbers, which counts as K and V of a head of that size. Pages of 64 tokens of it are as
+# large as those of 288 tokens of a head of 64, for which blocks may be that large.
+_LATENT = 288
 # Beyond this many distinct head sizes the exact search would be slow, and no real fleet has them.
 _EXACT_HEAD_DIMS = 5
 
@@ -76,8 +79,9 @@ def _page_elements(shapes: Sequence[KVShape]) -> dict[str, int]:
 def _cover(head_dims: set[int]) -> dict[int, set[int]]:
     """Page size in elements (tokens x head_dim) -> the head sizes that use it."""
     reach: dict[int, set[int]] = {}
+    most = max(MAX_BLOCK_TOKENS, _LATENT) if _LATENT in head_dims else MAX_BLOCK_TOKENS
     for head_dim in head_dims:
-        for tokens in range(BLOCK_STEP, MAX_BLOCK_TOKENS + 1, BLOCK_STEP):
+        for tokens in range(BLOCK_STEP, most + 1, BLOCK_STEP):
             reach.setdefault(tokens * head_dim, set()).add(head_dim)
     if len(head_dims) > _EXACT_HEAD_DIMS:
         return _greedy(head_dims, reach)

@@ -18,6 +18,7 @@ from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
 from placement.unit_types import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
 
 HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
+LATENT = (512, 64)  # latent and rotated part of the CPU kernel for latent attention
 FLASH_STEP, FLASH_MOST = 8, 256  # head sizes of FlashAttention: multiples of 8 up to 256
 FORCED_MEMORY = 0.50  # of the machine's memory: what a pool of size auto may take if one sequence per model needs it
 _TABLE_ENTRY = 4  # bytes of a page table per page
@@ -43,7 +44,9 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
         if architecture.adapter_slots and (device == "cuda" or model.ranks > 1):
             message = "LoRA adapters are served on CPU, by engines of one rank; here they cannot be"
             problems.append(PlanProblem(message, "adapters", model.name))
-        known = _unknown_head_dim(architecture.head_dim, device)
+        if architecture.latent is not None:
+            problems += _latent_problems(model)
+        known = "" if architecture.latent is not None else _unknown_head_dim(architecture.head_dim, device)
         if known:
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
             problems.append(PlanProblem(message, "path", model.name))
@@ -64,6 +67,24 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
             problems.append(PlanProblem(message, "threads", model.name))
     if problems:
         raise PlanError(problems)
+
+
+def _latent_problems(model: ModelDemand) -> list[PlanProblem]:
+    """What keeps a model with latent attention from being served."""
+    latent, problems = model.architecture.latent, []
+    if latent is not None and (latent.rank, latent.rope) != LATENT:
+        message = (
+            f"its latent of {latent.rank} + {latent.rope} numbers is not the one that the kernel for latent attention "
+            f"has ({LATENT[0]} + {LATENT[1]})"
+        )
+        problems.append(PlanProblem(message, "path", model.name))
+    if model.ranks > 1:
+        message = "latent attention is served by engines of one rank; here there would be several"
+        problems.append(PlanProblem(message, "path", model.name))
+    if model.architecture.adapter_slots:
+        message = "LoRA adapters are not served with latent attention; leave them out"
+        problems.append(PlanProblem(message, "adapters", model.name))
+    return problems
 
 
 def _unknown_head_dim(head_dim: int, device: str) -> str:

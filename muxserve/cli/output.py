@@ -68,10 +68,11 @@ def models_table(unit_spec: UnitSpec) -> FigureTable:
     columns = ("model", "dtype", "layers x KV heads", "pool", "block", "quota", "max_len", "threads")
     table = FigureTable(columns, words=len(columns))
     for model in unit_spec.models:
+        kept = f"latent {model.latent}" if model.latent else f"head {model.head_dim}"
         table.add_row(
             escape(model.name),
             model.dtype,
-            f"{model.layers} x {model.kv_heads} (head {model.head_dim})",
+            f"{model.layers} x {model.kv_heads} ({kept})",
             model.pool if model.pages_per_block else "-",
             f"{model.block_tokens} tokens" if model.pages_per_block else "-",
             quota_words(model),

@@ -63,6 +63,9 @@ _NEITHER = (
 # Bits of a weight by what a checkpoint's `quant_algo` or `quant_method` contains. Formats of 4-bit floats have a scale
 # of 8 bits for 16 or 32 weights.
 _KNOWN_BITS = (("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25), ("fp8", 8.0), ("int8", 8.0))
+# With multi-head latent attention in vLLM.
+_LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+_LATENT_ROPES = {"yarn", "deepseek_yarn"}
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"}
 _OTHER_ENCODERS = {"albert", "distilbert", "electra", "deberta", "deberta-v2"}
 
@@ -78,6 +81,27 @@ class StoredWeights:
 
     elements: int
     packed_bytes: int
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA, arXiv:2405.04434, section 2.1): of each token a layer keeps one vector, from
+    which the keys and values of all heads follow: a latent of `rank` numbers and the rotated part of the key, `rope`.
+
+    Per head a query and a key have `nope + rope` numbers and a value `value`; queries come from a latent of their own
+    of `query_rank` (0: from the hidden state).
+    """
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    query_rank: int
+
+    @property
+    def width(self) -> int:
+        """Numbers that a layer keeps of a token."""
+        return self.rank + self.rope
 
 
 @dataclass(frozen=True)
@@ -97,7 +121,8 @@ class ModelArchitecture:
     Engines keep room for `adapter_slots` LoRA adapters of up to `adapter_rank`.
     `text_only`: it is the language model of a multi-modal checkpoint, of which nothing else is served.
     In `windowed_layers` of the layers a token sees the last `window` tokens only. `cpu_only` names what engines on GPUs
-    cannot compute yet.
+    cannot compute yet. With `latent` attention what a layer keeps of a token counts as K and V of one KV head, of half
+    its size each.
     """
 
     name: str
@@ -127,6 +152,7 @@ class ModelArchitecture:
     adapter_slots: int = 0
     adapter_rank: int = 0
     kv_cache: str = ""
+    latent: LatentAttention | None = None
 
     @property
     def pages_per_block(self) -> int:
@@ -140,9 +166,32 @@ class ModelArchitecture:
 
     @property
     def _linear(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        attention = int(self.attention_weights())
         mlp = 3 * self.hidden * (self.intermediate * self.experts + self.shared_intermediate)
         return self.layers * (attention + mlp)
+
+    def attention_weights(self, tp: int = 1) -> float:
+        """Weights of one layer's attention on each of `tp` devices. KV heads beyond those that there are, and what
+        makes a latent, are on all of them."""
+        if self.latent is None:
+            return self.hidden * self.head_dim * (2 * self.heads / tp + 2 * max(1.0, self.kv_heads / tp))
+        a = self.latent
+        query = (a.query_rank or self.hidden) * (a.nope + a.rope)
+        split = query + a.rank * (a.nope + a.value) + a.value * self.hidden
+        return self.hidden * (a.query_rank + a.width) + self.heads / tp * split
+
+    def attention_numbers(self, tp: int = 1) -> float:
+        """Numbers of a token's queries, keys, values and results in one layer, on each of `tp` devices. K and V of a
+        head that several devices have are counted on each."""
+        if self.latent is None:
+            return (2 * self.heads + 2 * max(self.kv_heads, tp)) * self.head_dim / tp
+        return 2 * self.heads * (self.latent.nope + self.latent.rope + self.latent.value) / tp
+
+    @property
+    def pair_numbers(self) -> int:
+        """Numbers of a key and a value that a query head is multiplied with for each token that it sees. Latent ones
+        are taken as they are."""
+        return 2 * self.head_dim if self.latent is None else self.latent.width + self.latent.rank
 
     @property
     def _embeddings(self) -> int:
@@ -200,10 +249,13 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
     missing = [keys[0] for keys, value in ((_LAYERS, layers), (_HEADS, heads), (_HIDDEN, hidden)) if value is None]
     if layers is None or heads is None or hidden is None:
         raise UnsupportedModelError(f"{name}: config.json lacks {', '.join(missing)}")
-    kv_heads = _kv_heads(config, heads)
+    latent = _latent(config)
+    kv_heads = 1 if latent else _kv_heads(config, heads)
     if heads % kv_heads:
         raise UnsupportedModelError(f"{name}: {heads} query heads cannot share {kv_heads} KV heads evenly")
     head_dim = _count(config, ("head_dim", "kv_channels", "attention_head_dim"))
+    if latent is not None:
+        head_dim = latent.width // 2
     if head_dim is None:
         if hidden % heads:
             raise UnsupportedModelError(
@@ -241,8 +293,18 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         causal=not (pooling and (encoder or config.get("is_causal") is False)),
         window=window,
         windowed_layers=windowed_layers,
-        cpu_only="attention sinks" if config.get("model_type") == "gpt_oss" else "",
+        cpu_only="attention sinks" if config.get("model_type") == "gpt_oss" else "latent attention" if latent else "",
+        latent=latent,
     )
+
+
+def _latent(config: Mapping[str, object]) -> LatentAttention | None:
+    rank, rope, nope, value = (
+        _count(config, (key,)) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    if rank is None or rope is None or nope is None or value is None:
+        return None
+    return LatentAttention(rank, rope, nope, value, _count(config, ("q_lora_rank",)) or 0)
 
 
 def _shared_intermediate(config: Mapping[str, object], intermediate: int) -> int:
@@ -273,12 +335,17 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
         )
     if _quantisation(config)[0] == "gguf":
         return "its weights are in GGUF, which this vLLM cannot load; give the safetensors checkpoint it was made from"
-    if config.get("kv_lora_rank"):
-        return "it uses multi-head latent attention (MLA), whose cache has no heads to page"
+    if config.get("index_topk"):
+        return "it has sparse attention (index_topk), whose index is a cache of another kind"
+    if config.get("kv_lora_rank") and (kind not in _LATENT or _latent(config) is None):
+        known = ", ".join(sorted(_LATENT))
+        return f"it uses multi-head latent attention (MLA), which is served of these model types only: {known}"
     if kind in _HYBRID_TYPES or any(config.get(key) is not None for key in _HYBRID_KEYS):
         return (
             "it has state-space, recurrent or linear-attention layers; only full attention in every layer is supported"
         )
+    if config.get("kv_lora_rank") and _rope_type(config) not in _LATENT_ROPES:
+        return "vLLM's CPU kernel for plain rotary embeddings is wrong with latent attention; only YaRN's is served"
     if config.get("attention_chunk_size"):
         return "it uses chunked attention; only full and sliding-window attention are supported"
     odd = sorted(set(_layer_types(config)) - {"full_attention", "attention", "sliding_attention"})
@@ -289,7 +356,7 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     if config.get("num_kv_shared_layers"):
         return "some of its layers share the KV cache of others"
     value_dim, head_dim = config.get("v_head_dim"), config.get("head_dim")
-    if value_dim is not None and head_dim is not None and value_dim != head_dim:
+    if value_dim is not None and head_dim is not None and value_dim != head_dim and not config.get("kv_lora_rank"):
         return f"its values have another head size ({value_dim}) than its keys ({head_dim})"
     return _quantised_cache(config)
 
@@ -365,7 +432,7 @@ def _max_len(config: Mapping[str, object]) -> tuple[int, int]:
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, Mapping):
         return limit, limit
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _rope_type(config)
     factor = rope.get("factor")
     # Gemma 3 states the scaled limit, whatever its rope type.
     scaled = kind in _SCALED_ROPES or "gemma3" in str(config.get("model_type"))
@@ -373,6 +440,11 @@ def _max_len(config: Mapping[str, object]) -> tuple[int, int]:
         limit = max(1, int(limit * factor))
     original = _count(config, ("original_max_position_embeddings",))
     return limit, min(limit, original) if kind == "longrope" and original else limit
+
+
+def _rope_type(config: Mapping[str, object]) -> str:
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    return str(rope.get("rope_type", rope.get("type", "default"))) if isinstance(rope, Mapping) else "default"
 
 
 def _dtype(config: Mapping[str, object]) -> str:

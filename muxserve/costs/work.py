@@ -69,7 +69,7 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         raise CostError(f"{a.name}: {a.heads} attention heads cannot be split over {tp} devices")
     item, weight = ITEM_BYTES[dtype], architecture.linear_bytes(dtype)
     local_kv = max(1.0, a.kv_heads / tp)
-    attention = a.hidden * a.head_dim * (2 * a.heads / tp + 2 * local_kv)
+    attention = a.attention_weights(tp)
     expert = 3 * a.hidden * a.intermediate / tp
     routed = expert * (a.experts if a.experts > 1 else 0)
     dense = attention + (0.0 if a.experts > 1 else expert) + 3 * a.hidden * a.shared_intermediate / tp
@@ -77,7 +77,7 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
     head = a.vocab * a.hidden / tp
     return LayerWork(
         flops_per_token=2.0 * a.layers * used,
-        flops_per_pair=4.0 * a.layers * a.heads / tp * a.head_dim,
+        flops_per_pair=2.0 * a.layers * a.heads / tp * a.pair_numbers,
         dense_bytes=a.layers * dense * weight,
         expert_bytes=a.layers * routed * weight,
         kv_bytes_per_token=2.0 * a.layers * local_kv * a.head_dim * KV_ITEM_BYTES[a.kv_dtype(dtype)],
@@ -87,11 +87,7 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         # the linear layers, written once and read once.
         activation_bytes=a.layers
         * item
-        * (
-            8.0 * a.hidden
-            + 2.0 * (2 * a.heads + 2 * a.kv_heads) * a.head_dim / tp
-            + 6.0 * a.intermediate * a.active_experts / tp
-        ),
+        * (8.0 * a.hidden + 2.0 * a.attention_numbers() / tp + 6.0 * a.intermediate * a.active_experts / tp),
         experts=a.experts,
         active_experts=a.active_experts,
         window=a.window,

@@ -18,8 +18,9 @@ def unsupported(specs: dict[str, KVCacheSpec], model: ModelSpec, stages: int = 1
         return "it has no attention layers with a KV cache"
     shapes = set()
     for layer, spec in specs.items():
-        if isinstance(spec, MLAAttentionSpec):
-            return f"{layer} uses multi-head latent attention (MLA), whose cache has no heads to page"
+        if isinstance(spec, MLAAttentionSpec) and model.latent:
+            shapes.add((1, spec.head_size / 2, spec.dtype))
+            continue
         if type(spec) is not FullAttentionSpec:
             return f"{layer} needs a {type(spec).__name__}; only full and sliding-window attention are supported"
         if spec.sliding_window is not None or spec.attention_chunk_size is not None:

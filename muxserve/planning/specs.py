@@ -103,7 +103,10 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
 def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
     model, plan, demand = unit.fleet.models[index], unit.unit.models[index], unit.demands[index]
     assert model.path is not None, "fetch() gives every model a path"
-    batch = batch_of(model, CPU_BATCH)
+    batch, latent = batch_of(model, CPU_BATCH), demand.architecture.latent
+    # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention; of
+    # the latter it caches no prefixes either.
+    in_one_piece = not demand.architecture.causal or latent is not None
     return ModelSpec(
         name=model.name,
         path=model.path,
@@ -120,9 +123,8 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         rate=model.rate,
         request_tokens=model.workload.tokens,
         max_num_seqs=batch.seqs,
-        # vLLM computes no prompt in chunks whose tokens see what comes after them.
-        max_num_batched_tokens=batch.tokens if demand.architecture.causal else max(batch.tokens, plan.max_len),
-        prefix_caching=model.prefix_caching,
+        max_num_batched_tokens=max(batch.tokens, plan.max_len) if in_one_piece else batch.tokens,
+        prefix_caching=model.prefix_caching and latent is None,
         threads=plan.threads,
         prefill_share=plan.share,
         decode_share=plan.share,
@@ -136,6 +138,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         text_only=demand.architecture.text_only,
         adapters=dict(model.adapters or {}),
         adapter_slots=slots_of(model),
+        latent=0 if latent is None else latent.width,
     )
 
 

@@ -326,6 +326,8 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", message))
         if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
+        if architecture.latent is not None:
+            problems += _latent_problems(fleet, model)
         if architecture.kv_cache and (words := _kv_cache_problem(architecture, gpu is not None, machine)):
             problems.append(fleet.model_problem(model.name, "engine_args", words))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
@@ -338,8 +340,22 @@ def model_demands(
     return tuple(demands)
 
 
+def _latent_problems(fleet: Fleet, model: Model) -> list[Problem]:
+    """What a model with latent attention is asked for that it cannot have."""
+    found = []
+    if "prefix_caching" in model.model_fields_set and model.prefix_caching:
+        message = "vLLM caches no prefixes of models with latent attention on CPU; leave it out"
+        found.append(fleet.model_problem(model.name, "prefix_caching", message))
+    if arrangement_of(model).name != "multiplexed":
+        message = "models with latent attention are served by a prefill and a decode engine; set phases: multiplexed"
+        found.append(fleet.model_problem(model.name, "phases", message))
+    return found
+
+
 def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool, machine: Machine) -> str:
     """Why the KV cache cannot be of the type that `engine_args` ask for; empty if it can."""
+    if architecture.latent is not None:
+        return "kv_cache_dtype: vLLM's latent attention on CPU keeps its cache in the model's dtype; leave it out"
     if gpu:
         return "kv_cache_dtype: the attention of engines on GPUs has 16-bit pages only; leave it out"
     if architecture.head_dim % 32:

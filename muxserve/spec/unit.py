@@ -98,6 +98,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     A `text_only` model is the language model of a multi-modal checkpoint, of which nothing else is loaded.
 
+    With `latent` attention a layer keeps one vector of so many numbers of each token (else 0). In pages it stands for K
+    and V of one KV head of half that size, which `kv_heads` and `head_dim` say.
+
     `adapters` are directories of LoRA adapters by the names under which requests ask for them. They come and go while
     the model serves, if it has `adapter_slots`: an engine loads one with the first request that brings it.
     """
@@ -140,6 +143,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     adapter_slots: AdapterSlots | None = None
     # Mean length of a request, prompt and answer.
     request_tokens: int = 1
+    latent: int = 0
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:

@@ -107,6 +107,8 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         # A step runs only under a lease, so the scheduler cannot run one step ahead.
         "async_scheduling": False,
+        # Without being told vLLM takes other kernels where the CPU has AMX, and they do not know the pool.
+        **({"attention_backend": "CPU_MLA"} if model.latent else {}),
     }
 
 
@@ -201,6 +203,10 @@ def config_of(options: dict[str, Any]) -> VllmConfig:
     names = {field.name for field in dataclasses.fields(EngineArgs)}
     known = {name: value for name, value in options.items() if name in names}
     config = EngineArgs(**known).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if config.model_config.use_mla:
+        # vLLM's platform for CPUs sets them for caches and schedulers of its own.
+        config.cache_config.block_size = options["block_size"]
+        config.scheduler_config.max_num_batched_tokens = options["max_num_batched_tokens"]
     config.additional_config = EnginePlace(options["additional_config"])
     return config
 

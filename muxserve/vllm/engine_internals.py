@@ -91,12 +91,20 @@ INTERNALS: list[Internal] = [
     ("vllm.utils.system_utils", "get_mp_context", ()),
 ]
 
+_MLA = "vllm.model_executor.layers.attention.mla_attention"
 # What only engines on CPU rely on. Not looked for elsewhere: vLLM's CPU worker changes torch when it is imported.
 CPU_INTERNALS: list[Internal] = [
     ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
     ("vllm.v1.worker.cpu_worker", "CPUModelRunner", ()),
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend.forward_includes_kv_cache_update", ()),
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build", ("common_attn_metadata",)),
+    ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLABackend.get_supported_kernel_block_sizes", ()),
+    ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLAImpl.do_kv_cache_update", ("kv_c_normed", "k_pe", "kv_cache")),
+    ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLAImpl.forward_mqa", ("q", "kv_c_and_k_pe_cache")),
+    (_MLA, "MLACommonMetadataBuilder.__init__", ("kv_cache_spec", "layer_names", "metadata_cls")),
+    (_MLA, "MLACommonMetadataBuilder.build", ("common_attn_metadata",)),
+    (_MLA, "MLACommonMetadata", ("num_decodes", "num_actual_tokens", "decode")),
+    (_MLA, "MLAAttention.bind_kv_cache", ("kv_cache",)),
     ("vllm.platforms.cpu", "CpuPlatform.get_punica_wrapper", ()),
     ("vllm.platforms.cpu", "CpuPlatform.register_triton_kernel_overrides", ()),
     ("vllm.logger", "configure_logging_if_needed", ("config",)),

@@ -16,7 +16,7 @@ from muxserve.planning.demands import demands_of
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import resolve_unit
 from muxserve.spec import load, save
-from placement import Machine
+from placement import Machine, UnitPlan
 from placement.memory import sequence_bytes
 
 MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
@@ -199,6 +199,51 @@ def test_an_fp8_cache_is_refused_on_a_cpu_that_cannot_compute_it() -> None:
     words = r"models\[0\].engine_args: kv_cache_dtype: FP8 needs a CPU with AVX-512 or AMX.*; leave it out, or serve"
     with pytest.raises(FleetError, match=words):
         resolve_unit(fleet(text), replace(MACHINE, fp8_kv=False))
+
+
+LATENT = {
+    **CONFIG,
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+class TestLatentAttention:
+    def resolve(
+        self, directory: Path, options: str = "", config: dict[str, object] = LATENT, beside: str = ""
+    ) -> UnitPlan:
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "model.safetensors").touch()
+        text = f"models: [{{name: a, path: {directory}{options}}}{beside}]\n"
+        return resolve_unit(fleet(text), MACHINE, FakeHub(directory)).unit
+
+    def test_a_page_holds_the_latents_of_a_block_and_is_shared(self, tmp_path: Path) -> None:
+        plan = self.resolve(tmp_path, beside=", {name: b, hub: org/b}")
+        (pool,) = plan.pools
+        latent, by_head = plan.models
+        assert pool.page_bytes == latent.block_tokens * 576 * 2
+        assert by_head.block_tokens > latent.block_tokens
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (", prefix_caching: true", "caches no prefixes of models with latent attention"),
+            (", engine_args: {kv_cache_dtype: fp8}", "keeps its cache in the model's dtype"),
+            (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
+        ],
+    )
+    def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
+        with pytest.raises(FleetError, match=words):
+            self.resolve(tmp_path, options)
+
+    def test_a_latent_that_the_kernel_lacks_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(FleetError, match=r"its latent of 256 \+ 64 numbers is not the one .* \(512 \+ 64\)"):
+            self.resolve(tmp_path, config={**LATENT, "kv_lora_rank": 256})
 
 
 class TestStoredWeights:

@@ -25,6 +25,30 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
+# DeepSeek-V3 as it was published.
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -107,7 +131,9 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({**LLAMA, "kv_lora_rank": 512, "architectures": ["DeepseekV3ForCausalLM"]}, "latent attention"),
+        ({**LLAMA, "kv_lora_rank": 512}, "which is served of these model types only: deepseek_v2"),
+        ({**DEEPSEEK, "rope_scaling": None}, "plain rotary embeddings is wrong with latent attention"),
+        ({**DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 2048}, "sparse attention"),
         ({**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 14}, "linear_attention"),
         ({**LLAMA, "model_type": "jamba", "attn_layer_period": 8}, "state-space"),
         ({**LLAMA, "model_type": "mamba"}, "state-space"),
@@ -276,3 +302,27 @@ def test_models_that_answer_with_vectors(config: dict[str, Any], asked: bool, po
     assert found.pooling is pooling
     assert found.pages_per_block == pages
     assert (found.kv_bytes_per_token("bfloat16") > 0) is (pages > 0)
+
+
+class TestLatentAttention:
+    def test_a_token_takes_one_vector_of_each_layer(self) -> None:
+        a = read_architecture(DEEPSEEK)
+        assert (a.kv_heads, a.pages_per_block, a.cpu_only) == (1, 61, "latent attention")
+        assert a.kv_bytes_per_token("bfloat16") == 61 * (512 + 64) * 2
+
+    def test_weights_are_those_of_its_projections(self) -> None:
+        a = read_architecture(DEEPSEEK)
+        shared = 7168 * (1536 + 576)
+        heads = 128 * (1536 * 192 + 512 * 256 + 128 * 7168)
+        assert a.attention_weights() == shared + heads
+        assert a.attention_weights(tp=8) == shared + heads / 8
+        plain = read_architecture({**DEEPSEEK, "q_lora_rank": None})
+        assert plain.attention_weights() == 7168 * 576 + 128 * (7168 * 192 + 512 * 256 + 128 * 7168)
+
+    def test_decoding_reads_the_latent_alone(self) -> None:
+        a = read_architecture(DEEPSEEK)
+        work = layer_work(a, 1, "bfloat16")
+        assert work.kv_bytes_per_token == a.kv_bytes_per_token("bfloat16")
+        assert layer_work(a, 8, "bfloat16").kv_bytes_per_token == work.kv_bytes_per_token
+        # A query head is multiplied with latent and rotated part, and then with the latent again.
+        assert work.flops_per_pair == 2 * 61 * 128 * (576 + 512)

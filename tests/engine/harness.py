@@ -56,6 +56,8 @@ TINY: dict[str, Callable[[], Path]] = {
     "gemma2": partial(tiny_checkpoint, "gemma2", layers=4),
     "gemma3": partial(tiny_checkpoint, "gemma3", layers=6),
     "gpt_oss": partial(tiny_checkpoint, "gpt_oss"),
+    "deepseek_v2": partial(tiny_checkpoint, "deepseek_v2"),
+    "deepseek_v3": partial(tiny_checkpoint, "deepseek_v3"),
 }
 # Others, each served once: of more of today's families, and with those, multi-modal ones' texts.
 FAMILIES: dict[str, Callable[[], Path]] = {
@@ -68,6 +70,8 @@ FAMILIES: dict[str, Callable[[], Path]] = {
 MULTI_MODAL: dict[str, Callable[[], Path]] = {
     kind: partial(tiny_checkpoint, kind, layers=6 if kind == "gemma3-mm" else 2) for kind in LANGUAGE_MODEL_OF
 }
+# Those that keep one vector of each token instead of K and V by head.
+LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
 # The same weights with 8 and with 4 bits.
 QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", "atlas-int4")}
 START_SECONDS = 3 * PATIENCE
@@ -82,16 +86,21 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
     config = config if text is None else text
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    latent = config["kv_lora_rank"] + config["qk_rope_head_dim"] if "kv_lora_rank" in config else 0
+    if latent:
+        head_dim = latent // 2
     values: dict[str, Any] = {
         "path": str(path),
         # vLLM's kernels for quantised weights on CPU have no float32.
         "dtype": "bfloat16" if "quantization_config" in config else "float32",
         "layers": config["num_hidden_layers"],
-        "kv_heads": max(1, config["num_key_value_heads"] // ranks),
+        "kv_heads": 1 if latent else max(1, config["num_key_value_heads"] // ranks),
         "head_dim": head_dim,
-        "block_tokens": 64 * 64 // head_dim,
+        "block_tokens": 64 if latent else 64 * 64 // head_dim,
         "quota_pages": 2000,
         "text_only": text is not None,
+        # Prompts of those with latent attention are computed in one piece, and no prefix is cached.
+        **({"max_num_batched_tokens": 1024, "prefix_caching": False, "latent": latent} if latent else {}),
     }
     return model_spec(name, **{**values, **changes})
 

@@ -1,4 +1,4 @@
-"""Models whose layers differ in what they see, on one pool: real engines; the test plays unit scheduler and gateway."""
+"""Models whose layers differ in what they see, or keep latents: real engines; the test plays scheduler and gateway."""
 
 from __future__ import annotations
 
@@ -10,30 +10,81 @@ import pytest
 from muxserve.wire import Admit, Detach, Detached, HandOver, StepReport
 from tests.engine.cases import GROWN, NOISE
 from tests.engine.checks import bodies, check, nothing_owned, reports
-from tests.engine.harness import TINY, Engines, deployed_model, engines
+from tests.engine.harness import LATENT, MODELS, TINY, Engines, deployed_model, engines
 
-UNCACHED = "gemma3"
+# Another model of full attention, on pages that are as large as those of latents.
+BY_HEAD = "arithmetic"
+SHARED_PAGES = 150
+UNCACHED = {"gemma3"} | LATENT
 
 
 @pytest.fixture(scope="module")
-def family() -> Iterator[Engines]:
-    # Chunks of 128 tokens, so that the long prompts take several steps. One without prefix caching.
-    models = [
-        deployed_model(kind, make(), max_num_batched_tokens=128, prefix_caching=kind != UNCACHED)
-        for kind, make in TINY.items()
-    ]
-    with engines(models) as running:
+def family(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    if request.param == "latent":
+        quota = SHARED_PAGES // 3
+        models = [deployed_model(kind, TINY[kind](), quota_pages=quota, num_blocks=64) for kind in sorted(LATENT)]
+        by_head = {"block_tokens": 288, "num_blocks": 20, "max_len": 3 * 288}
+        models.append(deployed_model(BY_HEAD, MODELS[BY_HEAD], quota_pages=quota, **by_head))
+    else:
+        # Chunks of 128 tokens, so that the long prompts take several steps. One without prefix caching.
+        models = [
+            deployed_model(kind, make(), max_num_batched_tokens=128, prefix_caching=kind not in UNCACHED)
+            for kind, make in TINY.items()
+            if kind not in LATENT
+        ]
+    with engines(models, pages=SHARED_PAGES if request.param == "latent" else 8000) as running:
         yield running
 
 
-@pytest.mark.parametrize("kind", TINY)
+def each_kind(*marked: Any) -> pytest.MarkDecorator:
+    """Every kind of model, those of one pool together; `marked` are kinds with marks of their own."""
+    marks = {param.values[0]: param.marks for param in marked}
+    return pytest.mark.parametrize(
+        ("family", "kind"),
+        [
+            pytest.param("latent" if kind in LATENT else "by head", kind, id=kind, marks=marks.get(kind, ()))
+            for kind in TINY
+        ],
+        indirect=["family"],
+    )
+
+
+@each_kind(
+    pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served")),
+    pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served")),
+)
 def test_tokens_are_those_of_stock_vllm(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     family.serve(kind, bodies(family, stock_tiny[kind], kind, NOISE))
     check(family, stock_tiny[kind], kind, NOISE)
     nothing_owned(family)
 
 
-@pytest.mark.parametrize("kind", TINY)
+@each_kind()
+def test_preempted_requests_keep_their_tokens(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
+    """Two grow to four blocks each where there are six."""
+    since = len(family.returned())
+    with family.quota(kind, blocks=6):
+        family.serve(kind, bodies(family, stock_tiny[kind], f"tight-{kind}", GROWN))
+    assert len(family.returned()) > since
+    check(family, stock_tiny[kind], f"tight-{kind}", GROWN)
+    nothing_owned(family)
+
+
+@pytest.mark.parametrize("family", ["latent"], indirect=True)
+def test_latents_and_heads_share_a_pool(family: Engines, stock: dict[str, Any], stock_tiny: dict[str, Any]) -> None:
+    """Pages go from the one model to the other and back, with the tokens of each."""
+    with family.memory() as client:
+        assert len(client.stats()["pools"]) == 1
+    kind = min(LATENT)
+    for turn in range(2):
+        for model, known in ((BY_HEAD, stock[BY_HEAD]), (kind, stock_tiny[kind])):
+            family.forget_prefixes(BY_HEAD)
+            family.serve(model, bodies(family, known, f"share{turn}-{model}", ["chunked"]))
+            check(family, known, f"share{turn}-{model}", ["chunked"])
+            nothing_owned(family)
+
+
+@each_kind()
 def test_a_cached_prefix_is_not_computed_again(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     def computed(tag: str) -> int:
         since = len(family.reports)
@@ -46,7 +97,7 @@ def test_a_cached_prefix_is_not_computed_again(family: Engines, stock_tiny: dict
     cold, warm = computed(f"cold-{kind}"), computed(f"warm-{kind}")
     block = family.unit_spec.model(kind).block_tokens
     assert cold == len(stock_tiny[kind]["chunked"]["prompt"])
-    assert warm == (cold if kind == UNCACHED else cold - (cold - 1) // block * block)
+    assert warm == (cold if kind in UNCACHED else cold - (cold - 1) // block * block)
 
 
 def handed(
@@ -77,7 +128,7 @@ def decoded(family: Engines, kind: str, admits: list[Admit], steps: int) -> None
     family.until(lambda: all(len(family.tokens[admit.request_id]) > steps for admit in admits))
 
 
-@pytest.mark.parametrize("kind", TINY)
+@each_kind()
 def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     """As a gateway does: with the tokens that it has, to whatever engine there is."""
     requests = bodies(family, stock_tiny[kind], f"dead-{kind}", list(GROWN))
@@ -91,7 +142,7 @@ def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_t
     nothing_owned(family)
 
 
-@pytest.mark.parametrize("kind", TINY)
+@each_kind()
 def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
     family: Engines, stock_tiny: dict[str, Any], kind: str
 ) -> None:

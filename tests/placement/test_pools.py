@@ -58,6 +58,12 @@ def test_head_64_and_96_share_through_larger_blocks() -> None:
     assert blocks((64, "float32"), (96, "float32")) == [(("a", "b"), (96, 64))]
 
 
+def test_latents_share_with_heads_through_larger_blocks() -> None:
+    assert blocks((288, "bfloat16")) == [(("a",), (32,))]
+    assert blocks((288, "bfloat16"), (64, "bfloat16")) == [(("a", "b"), (64, 288))]
+    assert blocks((128, "bfloat16"), (288, "bfloat16")) == [(("a", "b"), (288, 128))]
+
+
 def test_another_dtype_has_a_pool_of_its_own() -> None:
     assert blocks((64, "float32"), (64, "bfloat16")) == [(("b",), (32,)), (("a",), (32,))]
 

@@ -10,12 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-# With full attention in every layer; with sliding windows; of the latter with experts in MXFP4; multi-modal ones; a
-# causal classifier with three labels, an encoder, and one with one label, as rerankers are.
+# With full attention in every layer; with sliding windows; of the latter with experts in MXFP4; with latent attention;
+# multi-modal ones; a causal classifier with three labels, an encoder, and one with one label, as rerankers are.
 Kind = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "granite", "phi3", "nemotron",
     "mistral", "gemma2", "gemma3", "olmo3", "gpt_oss",
     "gpt_oss-mxfp4",
+    "deepseek_v2", "deepseek_v3",
     "gemma3-mm", "mistral3", "qwen2_5_vl", "qwen3_vl",
     "qwen3-classifier", "bert", "bert-reranker",
 ]  # fmt: skip
@@ -32,6 +33,8 @@ LANGUAGE_MODEL_OF: dict[str, Kind] = {
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "tiny-checkpoints"
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+# How DeepSeek V3 chooses its experts.
+NO_AUXILIARY_LOSS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 CHAT_TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{%- for message in messages %}"
@@ -150,6 +153,8 @@ def _write_model(
         "phi3": ("Phi3", "ForCausalLM"),
         "nemotron": ("Nemotron", "ForCausalLM"),
         "olmo3": ("Olmo3", "ForCausalLM"),
+        "deepseek_v2": ("DeepseekV2", "ForCausalLM"),
+        "deepseek_v3": ("DeepseekV3", "ForCausalLM"),
         "qwen3-classifier": ("Qwen3", "ForSequenceClassification"),
         "bert": ("Bert", "Model"),
         "bert-reranker": ("Bert", "ForSequenceClassification"),
@@ -159,8 +164,8 @@ def _write_model(
     labels = {"qwen3-classifier": 3, "bert-reranker": 1}.get(kind)
     more: dict[str, Any] = {} if labels is None else {"num_labels": labels}
     if not kind.startswith("bert"):
-        more |= {"num_key_value_heads": kv_heads}
-    if not kind.startswith("bert") and kind not in ("granite", "olmo3", "phi3", "qwen2"):
+        more |= {"num_key_value_heads": heads if kind.startswith("deepseek") else kv_heads}
+    if not kind.startswith(("bert", "deepseek")) and kind not in ("granite", "olmo3", "phi3", "qwen2"):
         more |= {"head_dim": head_dim}
     more |= _attention_fields(kind, layers, head_dim, max_len)
     hidden = heads * head_dim
@@ -172,7 +177,7 @@ def _write_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=max_len,
-        tie_word_embeddings=not kind.startswith("gpt_oss"),
+        tie_word_embeddings=not kind.startswith(("gpt_oss", "deepseek")),
         bos_token_id=SPECIAL_TOKENS.index("<s>"),
         eos_token_id=eos,
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
@@ -186,6 +191,10 @@ def _write_model(
         # Each head's own, and as large as scores are: heads mixed up would give other tokens.
         if parameter_name.endswith("sinks"):
             torch.nn.init.normal_(parameter, 1.0, 2.0)
+    for buffer_name, buffer in model.named_buffers():
+        # Experts that are chosen without it are others.
+        if buffer_name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.5)
     if kind in ("gemma2", "gemma3"):
         # Gemma makes its embeddings larger by the root of their size: it would only repeat the last token.
         model.get_input_embeddings().weight.data.mul_(0.05)
@@ -321,5 +330,25 @@ def _attention_fields(kind: Kind, layers: int, head_dim: int, max_len: int) -> d
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "rope_parameters": rope,
+        }
+    if kind.startswith("deepseek"):
+        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+        rope |= {"original_max_position_embeddings": max_len // 4, "beta_fast": 32.0, "beta_slow": 1.0}
+        # The kernel on CPUs has the latent of all published ones only. The first layer is dense, as in all of them.
+        return {
+            "q_lora_rank": None if kind == "deepseek_v2" else 2 * head_dim,
+            "kv_lora_rank": 512,
+            "rope_parameters": rope,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": head_dim,
+            "v_head_dim": head_dim,
+            "moe_intermediate_size": head_dim,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            **({"topk_method": "group_limited_greedy"} if kind == "deepseek_v2" else NO_AUXILIARY_LOSS),
         }
     return {}

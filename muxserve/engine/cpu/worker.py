@@ -19,11 +19,12 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import bind_worker, current
-from muxserve.engine.cpu import adapters, attention
+from muxserve.engine.cpu import adapters, attention, latent
 from muxserve.engine.runner import ResumingRunner
 
 adapters.register()
 attention.register()
+latent.register()
 
 
 class PooledCPUModelRunner(ResumingRunner, CPUModelRunner):
@@ -57,7 +58,11 @@ class PooledCPUModelRunner(ResumingRunner, CPUModelRunner):
         group = kv_cache_config.kv_cache_groups[0]
         spec = group.kv_cache_spec
         view = current().view
-        pool = torch.from_numpy(view.pool).view(spec.dtype).view(-1, 1, spec.block_size, 2 * spec.head_size)
+        pool = torch.from_numpy(view.pool).view(spec.dtype)
+        if current().model.latent:
+            pool = pool.view(-1, 1, latent.KERNEL_BLOCK, spec.head_size)
+        else:
+            pool = pool.view(-1, 1, spec.block_size, 2 * spec.head_size)
         kv_caches = dict.fromkeys(group.layer_names, pool)
         bind_kv_cache(
             kv_caches,
