@@ -15,7 +15,7 @@ namespace muxserve::memory {
 namespace {
 
 // How long a reply is looked for before the thread sleeps, where that pays: the time of a manager that has to be woken.
-constexpr std::int64_t kSpinTime = 100'000;
+constexpr std::int64_t kAnswerSpinTime = 100'000;
 
 }  // namespace
 
@@ -151,7 +151,7 @@ void Client::read_reply() {
 void Client::look_for_reply() {
   if (!spin_.worth_it(header_.core)) return;
   begin_ = end_ = 0;
-  const std::int64_t end = clock_now() + kSpinTime;
+  const std::int64_t end = clock_now() + kAnswerSpinTime;
   do {
     const ssize_t got = recv(fd_, in_.data(), in_.size(), MSG_DONTWAIT);
     if (got > 0) {

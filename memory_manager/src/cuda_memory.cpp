@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <utility>
 
+#include "text.hpp"
+
 namespace muxserve::memory {
 namespace {
 
@@ -30,8 +32,6 @@ std::string fresh_id() {
     throw DriverError(-1, "no random numbers");
   return hexadecimal(bytes, sizeof bytes);
 }
-
-std::string mebibytes(std::size_t bytes) { return std::to_string((bytes + (1u << 20) - 1) >> 20) + " MiB"; }
 
 AllocationProperties properties(cuda::Device device) {
   AllocationProperties wanted;

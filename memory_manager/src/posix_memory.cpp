@@ -16,14 +16,14 @@
 #include <thread>
 #include <vector>
 
+#include "text.hpp"
+
 namespace muxserve::memory {
 namespace {
 
 constexpr char kDirectory[] = "/dev/shm";
 
 [[noreturn]] void fail(const std::string& what) { throw MemoryError(what + ": " + std::strerror(errno)); }
-
-std::string mebibytes(std::uint64_t bytes) { return std::to_string((bytes + (1u << 20) - 1) >> 20) + " MiB"; }
 
 std::uint64_t shared_memory_left() {
   struct statvfs fs{};

@@ -78,4 +78,6 @@ std::string printable(const std::string& text, std::size_t max_bytes) {
   return out;
 }
 
+std::string mebibytes(std::uint64_t bytes) { return std::to_string((bytes + (1u << 20) - 1) >> 20) + " MiB"; }
+
 }  // namespace muxserve::memory

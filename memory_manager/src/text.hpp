@@ -1,7 +1,8 @@
-// Texts that clients choose: what may become a name, and what may be said back.
+// Texts: which of those that clients choose may become a name, what may be said back, and how sizes are written.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace muxserve::memory {
@@ -16,5 +17,8 @@ std::string name_problem(const std::string& text, std::size_t max_bytes);
 // The text as something that can be printed: at most `max_bytes` bytes of UTF-8, without control characters. What is
 // neither becomes '?', and a text that is cut ends with "...".
 std::string printable(const std::string& text, std::size_t max_bytes);
+
+// "12 MiB": a part of one counts as one.
+std::string mebibytes(std::uint64_t bytes);
 
 }  // namespace muxserve::memory
