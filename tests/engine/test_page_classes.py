@@ -19,39 +19,41 @@ UNCACHED = {"gemma3"} | LATENT
 
 
 @pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest) -> Iterator[Engines]:
-    if request.param == "latent":
-        quota = SHARED_PAGES // 3
-        models = [deployed_model(kind, TINY[kind](), quota_pages=quota, num_blocks=64) for kind in sorted(LATENT)]
-        by_head = {"block_tokens": 288, "num_blocks": 20, "max_len": 3 * 288}
-        models.append(deployed_model(BY_HEAD, MODELS[BY_HEAD], quota_pages=quota, **by_head))
-    else:
-        # Chunks of 128 tokens, so that the long prompts take several steps. One without prefix caching.
-        models = [
-            deployed_model(kind, make(), max_num_batched_tokens=128, prefix_caching=kind not in UNCACHED)
-            for kind, make in TINY.items()
-            if kind not in LATENT
-        ]
-    with engines(models, pages=SHARED_PAGES if request.param == "latent" else 8000) as running:
+def by_head() -> Iterator[Engines]:
+    # Chunks of 128 tokens, so that the long prompts take several steps. One without prefix caching.
+    models = [
+        deployed_model(kind, make(), max_num_batched_tokens=128, prefix_caching=kind not in UNCACHED)
+        for kind, make in TINY.items()
+        if kind not in LATENT
+    ]
+    with engines(models) as running:
         yield running
 
 
-def each_kind(*marked: Any) -> pytest.MarkDecorator:
-    """Every kind of model, those of one pool together; `marked` are kinds with marks of their own."""
-    marks = {param.values[0]: param.marks for param in marked}
-    return pytest.mark.parametrize(
-        ("family", "kind"),
-        [
-            pytest.param("latent" if kind in LATENT else "by head", kind, id=kind, marks=marks.get(kind, ()))
-            for kind in TINY
-        ],
-        indirect=["family"],
-    )
+@pytest.fixture(scope="module")
+def latents() -> Iterator[Engines]:
+    quota = SHARED_PAGES // 3
+    models = [deployed_model(kind, TINY[kind](), quota_pages=quota, num_blocks=64) for kind in sorted(LATENT)]
+    changes = {"block_tokens": 288, "num_blocks": 20, "max_len": 3 * 288}
+    models.append(deployed_model(BY_HEAD, MODELS[BY_HEAD], quota_pages=quota, **changes))
+    with engines(models, pages=SHARED_PAGES) as running:
+        yield running
 
 
-@each_kind(
-    pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served")),
-    pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served")),
+@pytest.fixture
+def family(request: pytest.FixtureRequest, kind: str) -> Engines:
+    """The engines that serve models of that kind."""
+    running: Engines = request.getfixturevalue("latents" if kind in LATENT else "by_head")
+    return running
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(kind for kind in TINY if kind not in LATENT),
+        pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served")),
+        pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served")),
+    ],
 )
 def test_tokens_are_those_of_stock_vllm(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     family.serve(kind, bodies(family, stock_tiny[kind], kind, NOISE))
@@ -59,7 +61,7 @@ def test_tokens_are_those_of_stock_vllm(family: Engines, stock_tiny: dict[str, A
     nothing_owned(family)
 
 
-@each_kind()
+@pytest.mark.parametrize("kind", TINY)
 def test_preempted_requests_keep_their_tokens(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     """Two grow to four blocks each where there are six."""
     since = len(family.returned())
@@ -70,21 +72,20 @@ def test_preempted_requests_keep_their_tokens(family: Engines, stock_tiny: dict[
     nothing_owned(family)
 
 
-@pytest.mark.parametrize("family", ["latent"], indirect=True)
-def test_latents_and_heads_share_a_pool(family: Engines, stock: dict[str, Any], stock_tiny: dict[str, Any]) -> None:
+def test_latents_and_heads_share_a_pool(latents: Engines, stock: dict[str, Any], stock_tiny: dict[str, Any]) -> None:
     """Pages go from the one model to the other and back, with the tokens of each."""
-    with family.memory() as client:
+    with latents.memory() as client:
         assert len(client.stats()["pools"]) == 1
     kind = min(LATENT)
     for turn in range(2):
         for model, known in ((BY_HEAD, stock[BY_HEAD]), (kind, stock_tiny[kind])):
-            family.forget_prefixes(BY_HEAD)
-            family.serve(model, bodies(family, known, f"share{turn}-{model}", ["chunked"]))
-            check(family, known, f"share{turn}-{model}", ["chunked"])
-            nothing_owned(family)
+            latents.forget_prefixes(BY_HEAD)
+            latents.serve(model, bodies(latents, known, f"share{turn}-{model}", ["chunked"]))
+            check(latents, known, f"share{turn}-{model}", ["chunked"])
+            nothing_owned(latents)
 
 
-@each_kind()
+@pytest.mark.parametrize("kind", TINY)
 def test_a_cached_prefix_is_not_computed_again(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     def computed(tag: str) -> int:
         since = len(family.reports)
@@ -128,7 +129,7 @@ def decoded(family: Engines, kind: str, admits: list[Admit], steps: int) -> None
     family.until(lambda: all(len(family.tokens[admit.request_id]) > steps for admit in admits))
 
 
-@each_kind()
+@pytest.mark.parametrize("kind", TINY)
 def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     """As a gateway does: with the tokens that it has, to whatever engine there is."""
     requests = bodies(family, stock_tiny[kind], f"dead-{kind}", list(GROWN))
@@ -142,7 +143,7 @@ def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_t
     nothing_owned(family)
 
 
-@each_kind()
+@pytest.mark.parametrize("kind", TINY)
 def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
     family: Engines, stock_tiny: dict[str, Any], kind: str
 ) -> None:
