@@ -50,7 +50,10 @@ def family(request: pytest.FixtureRequest, kind: str) -> Engines:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(kind for kind in TINY if kind not in LATENT),
+        pytest.param("mistral", marks=pytest.mark.serves("Mistral (with a window)", "served", "prefix cache")),
+        pytest.param("gemma2", marks=pytest.mark.serves("Gemma2", "served", "prefix cache")),
+        pytest.param("gemma3", marks=pytest.mark.serves("Gemma3 (text)", "served")),
+        pytest.param("gpt_oss", marks=pytest.mark.serves("GptOss", "served", "prefix cache")),
         pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served")),
         pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served")),
     ],
