@@ -34,15 +34,15 @@ def test_the_command_shows_parts_and_follows_them(mixed: Fleet) -> None:
     assert {"gateway-0", "u0/unit"} <= parts
     wrong = mixed.command("logs", "nobody")
     assert (wrong.returncode, "there is no log of 'nobody'; there are gateway-0" in wrong.stderr) == (2, True)
-    line = [sys.executable, "-m", "muxserve.cli.app", "logs", "vllm", "-f"]
+    line = [sys.executable, "-m", "muxserve.cli.app", "logs", "gateway-0", "-f"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=mixed.environment) as following:
-        (log,) = mixed.runtime.glob("muxserve/*/logs/vllm.log")
+        (log,) = mixed.runtime.glob("muxserve/*/logs/gateway-0.log")
         assert following.stdout is not None
         try:
             marks = iter(following.stdout.readline, "")
             with log.open("a") as appended:
                 appended.write("a mark of the test\n")
-            assert any(mark == "vllm | a mark of the test\n" for mark in marks)
+            assert any(mark == "gateway-0 | a mark of the test\n" for mark in marks)
         finally:
             following.send_signal(signal.SIGINT)
         assert following.wait(PATIENCE) == 0
