@@ -31,24 +31,22 @@ def logs(part: str, lines: int, follow: bool, fleet: str | None) -> int:
     def show(of: str, line: str) -> None:
         sys.stdout.write(f"{of:{width}} | {line}\n" if named else f"{line}\n")
 
-    ends = {}
-    for name, path in chosen.items():
-        try:
-            last, ends[name] = tail(path, lines)
-        except OSError:  # its part has left
-            continue
-        for line in last:
-            show(name, line)
-    sys.stdout.flush()
-    if not follow:
-        return 0
-    following = Follower(running.path, part, ends)
     try:
-        while running.alive:
+        ends = {}
+        for name, path in chosen.items():
+            try:
+                last, ends[name] = tail(path, lines)
+            except OSError:  # its part has left
+                continue
+            for line in last:
+                show(name, line)
+        sys.stdout.flush()
+        following = Follower(running.path, part, ends)
+        while follow and running.alive:
             for name, line in following.new():
                 show(name, line)
             sys.stdout.flush()
             time.sleep(_LOOK_SECONDS)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # what a person has seen enough of ends well
         pass
     return 0
