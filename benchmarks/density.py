@@ -42,7 +42,7 @@ from placement.format import format_size
 from tests.support import tiny_checkpoint as checkpoints
 
 PROMPT, OUTPUT = 16, 16
-KV_BYTES = "128MiB"
+KV_BYTES = 128 << 20
 SAMPLE_SECONDS = 1.0
 # What one stock server takes besides its weights, as measured (benchmarks/startup.py).
 STOCK_BYTES = 2_000 << 20
