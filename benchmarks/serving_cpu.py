@@ -1,7 +1,8 @@
 """One skewed Poisson load on three models, served in several ways on the same machine:
 
 (a) `stock`: one stock vLLM server per model, the KV memory split between them and one thread each, eager as our
-    engines are; `stock-compiled`: the same with compiled models, the faster setting of stock;
+    engines are; `stock-compiled`: the same with compiled models, the faster setting of stock; `stock-sleeping`,
+    `stock-sleeping-compiled`: the same without stock's busy waiting (`stock_vllm.py`);
 (b) `fcfs`: a MuxServe fleet with temporal multiplexing;
 (c) `adbs`, `slack`: a MuxServe fleet with spatial and temporal multiplexing; `adbs-compiled`, `slack-compiled`: the
     same with compiled models.
@@ -35,7 +36,17 @@ from stock_vllm import StockSettings, stock_server
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 
 SCALES = (2, 4, 8, 16, 32)
-SYSTEMS = ("stock", "stock-compiled", "fcfs", "adbs", "adbs-compiled", "slack", "slack-compiled")
+SYSTEMS = (
+    "stock",
+    "stock-compiled",
+    "stock-sleeping",
+    "stock-sleeping-compiled",
+    "fcfs",
+    "adbs",
+    "adbs-compiled",
+    "slack",
+    "slack-compiled",
+)
 
 
 @dataclass(frozen=True)
@@ -195,7 +206,7 @@ def main() -> int:
             rows = report["results"][system] = {}
             with contextlib.ExitStack() as stack:
                 if system.startswith("stock"):
-                    variant = replace(settings, eager=system == "stock")
+                    variant = replace(settings, eager=not system.endswith("-compiled"), polls="sleeping" not in system)
                     servers = stack.enter_context(stock_servers(paths, variant))
                     urls = {name: server.url for name, server in servers.items()}
                     running = list(servers.values())
