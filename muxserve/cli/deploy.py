@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from muxserve.cli import ready
-from muxserve.cli.comparing import comparing
-from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cli.output import comparing, console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for

@@ -1,14 +1,16 @@
-"""What commands print: problems on stderr, results on stdout."""
+"""What commands print: problems on stderr, results on stdout, and what is going on while they compute."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import IO, cast
 
 from rich.console import Console
+from rich.status import Status
 
 from muxserve.config import FleetError
 from muxserve.gpu.budget import Budget
@@ -95,3 +97,39 @@ def budget_table(budgets: Sequence[Budget]) -> FigureTable:
     for row in budget_rows(budgets):
         table.add_row(*map(escape, row))
     return table
+
+
+@contextmanager
+def comparing() -> Iterator[Callable[[float, str], None]]:
+    """What is to be told how far the comparison of arrangements is (`phases: auto`): a line on the terminal from the
+    first time on."""
+    with ExitStack() as stack:
+        shown: list[Status] = []
+
+        def tell(part: float, text: str) -> None:
+            if not errors.is_terminal:
+                return
+            if not shown:
+                shown.append(stack.enter_context(errors.status("comparing arrangements")))
+            shown[0].update(f"comparing arrangements, {part:.0%}: {escape(text)}")
+
+        yield tell
+
+
+@contextmanager
+def working(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[], AbstractContextManager[None]]]]:
+    """What is to be told what goes on, and what takes that off the screen for a while; `first` is shown at once."""
+    if not errors.is_terminal:
+        yield lambda _: None, nullcontext
+        return
+    with errors.status(first) as status:
+
+        @contextmanager
+        def alone() -> Iterator[None]:
+            status.stop()
+            try:
+                yield
+            finally:
+                status.start()
+
+        yield lambda text: status.update(escape(text)), alone

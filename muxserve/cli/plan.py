@@ -7,8 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from muxserve.cli.comparing import working
-from muxserve.cli.output import command_line, errors, escape, print_error, print_problems
+from muxserve.cli.output import command_line, errors, escape, print_error, print_problems, working
 from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
 from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, show_rivals, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet

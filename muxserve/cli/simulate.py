@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from muxserve.cli.comparing import working
-from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems
+from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems, working
 from muxserve.cli.simulate_places import PlacementSearch, Places, PlacesError, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.cli.comparing import comparing
-from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
+from muxserve.cli.output import budget_table, comparing, console, escape, models_table, print_problems
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
