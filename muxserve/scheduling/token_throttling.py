@@ -103,7 +103,8 @@ class TokenBudget(ABC):
 
     @abstractmethod
     def next(self, state: BudgetInputs) -> StepBudget:
-        """The budget of the micro-batch that is made now."""
+        """The budget of the micro-batch that is made now. While no prompt waits and one micro-batch may be in flight,
+        it depends on the number of sequences alone, and nothing is remembered of it."""
 
 
 class TokenThrottling(TokenBudget):

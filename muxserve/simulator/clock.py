@@ -82,6 +82,8 @@ class Clock:
         self.units: list[SimulatedUnit] = []
         self.places = 0
         self.heap: list[tuple[float, int, int, Engine | Callable[[float], None]]] = []
+        # When the next request comes.
+        self._due = _NEVER
         self._serial = _AFTER_ENGINES
         self._touched: list[SimulatedUnit] = []
         # The only unit, as long as there is one.
@@ -105,6 +107,19 @@ class Clock:
             # It was asked at every moment so far.
             self._touched = [first]
             first.touched = True
+
+    def quiet_until(self, unit: SimulatedUnit) -> float:
+        """Before that time nothing happens but what the engines of `unit` do that have not asked to be looked at; now,
+        where there are other units."""
+        if self._alone is not unit:
+            return self.now
+        heap = self.heap
+        while heap:
+            time, _, version, what = heap[0]
+            if not isinstance(what, Engine) or what.version == version:
+                return min(time, self._due)
+            heappop(heap)
+        return self._due
 
     def touch(self, unit: SimulatedUnit) -> None:
         """Something is to be done for that unit at this moment."""
@@ -146,6 +161,7 @@ class Clock:
                 arrive(following, now)
                 following = next(arrivals, None)
                 due = following.arrival + delay if following is not None else _NEVER
+            self._due = due
             alone = self._alone
             if alone is not None:
                 # It is asked whether it was touched or not.

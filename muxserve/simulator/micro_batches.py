@@ -72,6 +72,19 @@ class MicroBatches:
         self._begins[stage].append(begins)
         self._works[stage].append(seconds)
 
+    def follow(self, made: list[float], begins: list[float], seconds: list[float], decode: int) -> None:
+        """Micro-batches of so many sequences follow the one in flight on a single stage: each is made when the one
+        before ends."""
+        none = [0] * len(made)
+        self._to.extend(made)
+        self._from.extend(made)
+        self._made.extend(made)
+        self._prompts.extend(none)
+        self._prefill.extend(none)
+        self._decode.extend([decode] * len(made))
+        self._begins[0].extend(begins)
+        self._works[0].extend(seconds)
+
     def begins(self, now: float) -> None:
         """Something is in flight from now on."""
         self._from.append(now)

@@ -37,6 +37,7 @@ class ScheduledUnit(SimulatedUnit):
     """
 
     phase_engine: ClassVar[type[PhaseEngine]] = PhaseEngine
+    pipeline_engine: ClassVar[type[PipelineEngine]] = PipelineEngine
 
     def _begin(self) -> None:
         spec = self.spec
@@ -77,7 +78,7 @@ class ScheduledUnit(SimulatedUnit):
 
     def _make(self, model: SimModel, pages: ModelPages) -> LeasedEngine:
         if self.spec.pipeline is not None:
-            return PipelineEngine(self, model, self.spec.pipeline, pages)
+            return self.pipeline_engine(self, model, self.spec.pipeline, pages)
         return self.phase_engine(self, model, BOTH if model.profile.both else DECODE, pages)
 
     def _enter(self, engine: LeasedEngine) -> None:
@@ -294,14 +295,26 @@ class ScheduledUnit(SimulatedUnit):
             return
         if self.calm:
             self._stir(now)
+        for grant in self._decisions(now):
+            self._grant(grant, now)
+        self._plan_to_wake(now)
+
+    def _decisions(self, now: float) -> list[Grant]:
         self.turns += 1
         self._tell_pages(now)
         self._freed = False
         if self.spec.adapt_quotas:
             self._rebalance(now)
-        for grant in self.policy.decide(self.ledger, now):
-            self._grant(grant, now)
+        return self.policy.decide(self.ledger, now)
+
+    def answer(self, report: SimReport, now: float) -> SimLease | None:
+        """The lease that the only engine gets for a report that comes in at `now`, before anything else happens, and is
+        not on its way yet; None: there is none for that."""
+        self._told(report, now)
+        self.turn_due = False
+        leases = [self._lease(grant, now) for grant in self._decisions(now)]
         self._plan_to_wake(now)
+        return leases[0] if leases else None
 
     def _rebalance(self, now: float) -> None:
         changes = self.policy.rebalance(self.ledger, now)
@@ -432,16 +445,21 @@ class ScheduledUnit(SimulatedUnit):
                 pool.told = held
                 ledger.pool_pages(name, pool.profile.pages - held, 0)
 
-    def _grant(self, grant: Grant, now: float) -> None:
+    def _lease(self, grant: Grant, now: float) -> SimLease:
+        """Carry out a decision, but for telling the engine."""
         self._lease_id += 1
-        lease_id, delay = self._lease_id, self.overheads.lease
-        renews = bool(delay) and self._renewed_ahead(grant, now)
+        lease_id = self._lease_id
         self.ledger.granted(grant, lease_id, now)
         admit = [self.live[request_id] for request_id in grant.admit]
         for request in admit:
             request.lease_id = lease_id
+        return SimLease(lease_id, grant.phase, grant.steps, grant.share, grant.seconds, admit)
+
+    def _grant(self, grant: Grant, now: float) -> None:
+        delay = self.overheads.lease
+        renews = bool(delay) and self._renewed_ahead(grant, now)
+        lease = self._lease(grant, now)
         engine = self._engine[grant.model, grant.phase]
-        lease = SimLease(lease_id, grant.phase, grant.steps, grant.share, grant.seconds, admit)
         if not delay or (renews and not self._flying[engine][0]):
             # A lease that is renewed ahead takes effect when the one before is not over yet, however long it takes.
             engine.receive(lease, now)

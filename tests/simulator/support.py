@@ -12,6 +12,7 @@ from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimModel, SimUnit
+from muxserve.simulator.stages import PipelineEngine
 from muxserve.simulator.stock import StockEngine, StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
@@ -166,8 +167,14 @@ class SteppingStock(Stepping, StockEngine):  # type: ignore[misc]
     pass
 
 
+class SteppingPipeline(PipelineEngine):
+    def _may_run_ahead(self) -> bool:
+        return False
+
+
 class SteppingUnit(ScheduledUnit):
     phase_engine = SteppingEngine
+    pipeline_engine = SteppingPipeline
 
     def rested(self, now: float) -> None:
         pass

@@ -135,7 +135,7 @@ def test_a_decode_step_is_counted_once_every_sequence_has_its_token(
             engines[:] = [self]
             super().receive(lease, now)
 
-    monkeypatch.setattr(scheduled, "PipelineEngine", Seen)
+    monkeypatch.setattr(scheduled.ScheduledUnit, "pipeline_engine", Seen)
     play([(1.0, 10, 13)] * sequences, budget=OnePhase())
     # The first token of each comes with its prompt.
     assert engines[0].steps_by(100.0) == 12
@@ -389,7 +389,7 @@ def test_every_request_is_answered_and_the_books_are_right(
             assert not any(r.flying for r in self.ready)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduled, "PipelineEngine", Watched)
+        patch.setattr(scheduled.ScheduledUnit, "pipeline_engine", Watched)
         result = Played(of, PerLayerModel(), make_token_budget(name), workload)
     for request in result.requests:
         if request.error:
