@@ -16,7 +16,8 @@ class Demand:
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
     It is placed with `least` replicas at least and `most` at most (None: as many as are worth it), or not at all.
-    `graphs` is as of `EngineShape`, `max_len` its longest sequence in tokens (None: as the architecture says).
+    `graphs` is as of `EngineShape`, `max_len` its longest sequence in tokens (None: as the architecture says). It keeps
+    full blocks for prompts that begin with the same tokens with `prefix_caching`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Demand:
     least: int = 1
     most: int | None = None
     graphs: Graphs = "piecewise"
+    prefix_caching: bool = True
     max_len: int | None = None
 
     def __post_init__(self) -> None:

@@ -56,7 +56,8 @@ class PrefillEngine(StockEngine):
 
     def _begin_prefill(self, tokens: int, pairs: int, now: float) -> None:
         super()._begin_prefill(tokens, pairs, now)
-        self.owner.prefilling(self, [request for request, _ in self.chunks], now, self.planned_time)
+        whole = [request for request, chunk in self.chunks if request.computed + chunk == request.tokens]
+        self.owner.prefilling(self, whole, now, self.planned_time)
 
     def _end_prefill(self, now: float) -> PrefillStep:
         done = super()._end_prefill(now)
@@ -160,11 +161,10 @@ class Split:
             first.wake(now)
 
     def prefilling(self, engine: PrefillEngine, requests: Sequence[SimRequest], now: float, end: float) -> None:
-        """A step over these prompts begins: layers are sent as they are computed."""
+        """A step begins with which these prompts are computed to their ends: layers are sent as they are computed."""
         if self.split.streamed:
             for request in requests:
-                whole = request.tokens - request.computed <= self._model.profile.max_num_batched_tokens
-                if whole and request.output > request.made + 1 and not self._stalled and request not in self._going:
+                if request.output > request.made + 1 and not self._stalled and request not in self._going:
                     self._send(engine, request, request.tokens, now, end)
 
     def prefilled(self, engine: PrefillEngine, requests: Sequence[SimRequest]) -> None:

@@ -9,7 +9,8 @@ from muxserve.metrics.definitions import time_per_token
 
 class RequestRecord(msgspec.Struct, gc=False):
     """Times are seconds of one clock, from the start of the workload. `first_token` and `finish` are None until then;
-    a request that failed keeps `error`. `preemptions` counts how often it was prefilled again."""
+    a request that failed keeps `error`. `preemptions` counts how often it was prefilled again; `cached_tokens` of its
+    prompt were in the prefix cache, where that is known."""
 
     model: str
     arrival: float
@@ -19,6 +20,7 @@ class RequestRecord(msgspec.Struct, gc=False):
     finish: float | None = None
     error: str = ""
     preemptions: int = 0
+    cached_tokens: int = 0
 
     @property
     def ok(self) -> bool:

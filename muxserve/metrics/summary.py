@@ -41,6 +41,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     models' objectives (ttft, tpot, all). `attainment` holds for each criterion (latency, ttft_tpot) the share of all
     requests within each of the summary's SLO scales times their reference, and `scale_for_99` the smallest scale that
     99 % of them keep, None where more than 1 % did not complete. A request that did not complete misses everything.
+    `cached_tokens` of the prompts were in the prefix cache.
     """
 
     requests: int
@@ -50,6 +51,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int = 0
     seconds: float
     requests_per_second: float
     output_tokens_per_second: float
@@ -128,6 +130,7 @@ class _Tally:
     unfinished: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     arrivals: array[float] = field(default_factory=_floats)  # of those that did not fail
     finishes: array[float] = field(default_factory=_floats)
     tokens: array[float] = field(default_factory=_floats)  # beside finishes
@@ -186,6 +189,7 @@ class Summariser:
             else:
                 tokens = record.output_tokens
                 tally.prompt_tokens += record.prompt_tokens
+                tally.cached_tokens += record.cached_tokens
                 tally.finishes.append(finish)
                 tally.tokens.append(tokens)
                 tally.latency.append(finish - arrival)
@@ -289,6 +293,7 @@ class Summariser:
             preemptions=sum(t.preemptions for t in tallies),
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
+            cached_tokens=sum(t.cached_tokens for t in tallies),
             seconds=seconds,
             requests_per_second=_per_second(completed, seconds),
             output_tokens_per_second=_per_second(output_tokens, seconds),

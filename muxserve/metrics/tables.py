@@ -48,6 +48,7 @@ def figure_rows(summary: Summary) -> list[tuple[str, str]]:
         ("requests", str(figures.requests)),
         ("completed", str(figures.completed)),
         *((label, str(count)) for label, count in wrong.items() if count),
+        *([("prompt tokens cached", _cached(figures))] if figures.cached_tokens else []),
         ("seconds", f"{figures.seconds:.4g}"),
         ("requests/s", f"{figures.requests_per_second:.4g}"),
         ("output tokens/s", f"{figures.output_tokens_per_second:.5g}"),
@@ -71,6 +72,7 @@ def model_columns(summary: Summary) -> list[str]:
         "requests/s",
         "tokens/s",
         *(f"{what} {at}" for what in ("TTFT", "TPOT", "latency") for at in ("p50", "p99")),
+        *(["cached"] if summary.overall.cached_tokens else []),
         *(["SLO"] if "all" in summary.overall.slo else []),
     ]
 
@@ -82,10 +84,16 @@ def model_rows(summary: Summary) -> list[list[str]]:
         row = [name, str(of.requests), *([str(of.failed + of.unfinished)] if _any_lost(summary) else [])]
         row += [f"{of.requests_per_second:.3g}", f"{of.output_tokens_per_second:.4g}"]
         row += [_of(values, at) for values in (of.ttft, of.tpot, of.latency) for at in ("p50", "p99")]
+        if summary.overall.cached_tokens:
+            row.append(_cached(of))
         if "all" in summary.overall.slo:
             row.append(f"{of.slo['all']:.1%}" if "all" in of.slo else "-")
         rows.append(row)
     return rows
+
+
+def _cached(figures: Figures) -> str:
+    return f"{figures.cached_tokens / figures.prompt_tokens:.1%}" if figures.prompt_tokens else "-"
 
 
 def _any_lost(summary: Summary) -> bool:

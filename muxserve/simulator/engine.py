@@ -148,12 +148,14 @@ class StepEngine(Engine):
         for request, chunk in self.chunks:
             tokens += chunk
             request.computed += chunk
+            if request.content:
+                self.pages.publish(request, request.computed)
             if request.computed < request.prompt + request.made:
                 continue
             request.got_token(now + unit.overheads.token)
             if request.made >= request.output:
                 finished.append(request)
-                self.pages.release(request.blocks)
+                self.pages.give_up(request, request.blocks)
                 unit.finished(request, now)
             else:
                 through.append(request)
@@ -170,6 +172,33 @@ class StepEngine(Engine):
         return PrefillStep(finished, through, tokens)
 
     # ------------------------------------------------------------ decode steps
+
+    def _remove(self, request: SimRequest) -> int:
+        """A sequence leaves before the next step; returns the blocks that it holds."""
+        if request.content:
+            self.pages.publish(request, request.base + self.batch.counter)
+        return self.batch.remove(request)
+
+    def publish(self, now: float) -> None:
+        """Let others find the blocks that its sequences have filled by `now` (`Grower.publish`)."""
+        done = -1
+        for request in self.batch.running:
+            if request.content:
+                if done < 0:
+                    done = self.steps_by(now)
+                self.pages.publish(request, request.base + done)
+
+    def _find(self, request: SimRequest, now: float) -> None:
+        """Nothing of the prompt is computed: begin behind what is cached of it."""
+        found = self.pages.find(request, now, self.order)
+        request.blocks, request.computed = found, found * self.model.profile.block_tokens
+        if request.first_token is None and not request.preemptions:
+            request.cached = request.computed
+
+    def _lose(self, request: SimRequest) -> None:
+        """There is no room for the first chunk of the prompt, so what was found of it is not held either."""
+        self.pages.give_up(request, request.blocks)
+        request.blocks = request.computed = 0
 
     def _arrive(self, counter: int, now: float) -> None:
         """Stand at the boundary after step `counter`."""
@@ -193,7 +222,7 @@ class StepEngine(Engine):
         if finished:
             unit.releasing(pages, now)
             for request in finished:
-                pages.release(batch.remove(request))
+                pages.give_up(request, self._remove(request))
                 unit.finished(request, now)
             self._dirty = True
             unit.freed(pages, now)
@@ -244,7 +273,7 @@ class StepEngine(Engine):
                     victim = unit.victim(waiting)
                     place = waiting.index(victim) if victim is not waiting[-1] else len(waiting) - 1
                     del waiting[place]
-                    pages.release(batch.remove(victim) + (victim in served))
+                    pages.give_up(victim, self._remove(victim) + (victim in served))
                     victim.preempted(now)
                     gone.append(victim)
                     if place < position:

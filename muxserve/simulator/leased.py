@@ -234,14 +234,23 @@ class PhaseEngine(LeasedEngine):
         chunks, size = self.chunks, self.model.profile.block_tokens
         budget = self.model.profile.max_num_batched_tokens
         tokens = pairs = 0
+        # A live engine looks up the prompts that would fit into the step if nothing of them were cached.
+        sight = budget
         for request in self.prompts:
-            chunk = min(request.prompt + request.made - request.computed, budget - tokens)
-            if chunk <= 0:
+            if tokens >= budget:
                 break
+            length = request.prompt + request.made
+            begins = bool(request.content) and not request.computed and sight > 0
+            sight -= length - request.computed
+            if begins:
+                self._find(request, now)
+            chunk = min(length - request.computed, budget - tokens)
             end = request.computed + chunk
             blocks = -(-end // size) - request.blocks
             if blocks and not self.pages.take(blocks, now, self.order):
-                if request.computed and not tokens:
+                if begins:
+                    self._lose(request)
+                elif request.computed and not tokens:
                     self._give_up(request, now)
                 break
             request.blocks += blocks
@@ -253,7 +262,7 @@ class PhaseEngine(LeasedEngine):
     def _give_up(self, request: SimRequest, now: float) -> None:
         """A prompt gives up what it has, so that others can go on. It starts again here, or, where sequences decode in
         this engine, when the scheduler says so."""
-        self.pages.release(request.blocks)
+        self.pages.give_up(request, request.blocks)
         request.blocks = request.computed = 0
         request.preempted(now)
         if self.phase is BOTH:
@@ -363,7 +372,7 @@ class PhaseEngine(LeasedEngine):
 
     def leave(self, request: SimRequest) -> int:
         self._dirty = True
-        return self.batch.remove(request)
+        return self._remove(request)
 
     def _next_news(self) -> int:
         """The step after which there will be something to do or to tell."""

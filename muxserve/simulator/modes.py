@@ -22,7 +22,7 @@ from placement.unit import share_out
 class FleetModel:
     """What the simulator must know of a model of the fleet. `max_len` is the longest sequence in tokens (None: the
     architecture's); `graphs` is as of `EngineShape`, `elastic` and `tokens` as of `ModelProfile`,
-    `share_steps` as of `SimUnit`."""
+    `share_steps` as of `SimUnit`, `prefix_caching` as of `SimModel`."""
 
     name: str
     architecture: ModelArchitecture
@@ -34,6 +34,7 @@ class FleetModel:
     elastic: bool = True
     tokens: float = 1.0
     share_steps: int = 0
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
             models[name].dtype,
             max_len=models[name].max_len or models[name].architecture.default_max_len,
             graphs=models[name].graphs,
+            prefix_caching=models[name].prefix_caching,
         )
         for name in placed
     )
@@ -229,7 +231,9 @@ def lone_unit(
         depth=pipeline.in_flight if pipeline is not None else 1,
         waiting_tokens=waiting_tokens,
     )
-    simulated = SimModel(profile, model.architecture, model.dtype, share, model.max_len, model.graphs)
+    simulated = SimModel(
+        profile, model.architecture, model.dtype, share, model.max_len, model.graphs, model.prefix_caching
+    )
     policy = "rolling" if pipeline is None else "pipelined"
     return SimUnit(name, device, devices, (simulated,), (PoolProfile("pool0", pages),), policy, pipeline=pipeline)
 

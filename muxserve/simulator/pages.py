@@ -4,6 +4,8 @@ A decode engine that leaps over many steps takes blocks in the middle of its lea
 leap beforehand; as long as all commitments fit, no step of any leap can run short, and nobody has to look. Counts are
 exact at any time all the same: an engine is *synchronised* before they are read, which turns what it has taken by then
 from committed to held.
+
+Pages of cached prefixes are held by nobody. Commitments leave them alone, so that none has to go within a leap.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from muxserve.scheduling.types import PoolProfile
+from muxserve.simulator.prefixes import PrefixIndex
+from muxserve.simulator.requests import SimRequest
 
 
 class Grower(Protocol):
@@ -21,17 +25,36 @@ class Grower(Protocol):
         engines in an earlier place than `viewer`."""
         ...
 
+    def publish(self, now: float) -> None:
+        """Let others find the blocks that its sequences have filled by `now`."""
+        ...
+
     def shrink(self, now: float) -> None:
         """Look again at how far to leap; commitments do not fit any more."""
         ...
 
 
 class ModelPages:
-    """Pages of one model. `held` counts those in use, `committed` those that its running leap will take."""
+    """Pages of one model. `held` counts those in use, `committed` those that its running leap will take. `prefixes` is
+    None without prefix caching; only requests that say what they consist of have any."""
 
-    __slots__ = ("committed", "grower", "held", "index", "model", "peak", "per_block", "pool", "quota", "told")
+    __slots__ = (
+        "committed",
+        "grower",
+        "held",
+        "index",
+        "model",
+        "peak",
+        "per_block",
+        "pool",
+        "prefixes",
+        "quota",
+        "told",
+    )
 
-    def __init__(self, index: int, model: str, pool: SimPool, per_block: int, quota: int) -> None:
+    def __init__(
+        self, index: int, model: str, pool: SimPool, per_block: int, quota: int, block_tokens: int = 0
+    ) -> None:
         self.index = index
         self.model = model
         self.pool = pool
@@ -42,6 +65,7 @@ class ModelPages:
         self.peak = 0
         self.told = 0
         self.grower: Grower | None = None
+        self.prefixes = PrefixIndex(self, block_tokens) if block_tokens and per_block else None
         pool.models.append(self)
 
     def take(self, blocks: int, now: float, viewer: int, spare: int = 0) -> bool:
@@ -61,7 +85,42 @@ class ModelPages:
             self.held, pool.held = held, whole
         if held > self.peak:
             self.peak = held
+        if pool.cached:
+            pool.make_room(self, now, viewer)
         return True
+
+    def find(self, request: SimRequest, now: float, viewer: int) -> int:
+        """Hold the blocks of its prompt that are cached, all but the one of its last token, whose logits are needed;
+        returns how many."""
+        prefixes = self.prefixes
+        if prefixes is None or not request.content:
+            return 0
+        if self.grower is not None:
+            self.grower.publish(now)
+        if self.committed:
+            self.pool.sync(now, viewer)
+        found = prefixes.look_up(request, (request.tokens - 1) // prefixes.block_tokens)
+        if found:
+            self.pool.check(now)
+        return found
+
+    def publish(self, request: SimRequest, tokens: int) -> None:
+        """The KV of its first `tokens` tokens is written: others may find it."""
+        if self.prefixes is not None and request.content:
+            self.prefixes.publish(request, tokens)
+
+    def give_up(self, request: SimRequest, blocks: int) -> None:
+        """A request gives back the blocks that it holds. Those that others may find stay as long as there is room."""
+        if request.shared and self.prefixes is not None:
+            blocks -= self.prefixes.let_go(request)
+        self.release(blocks)
+
+    def hold(self, pages: int) -> None:
+        """Hold pages that were cached."""
+        self.held += pages
+        self.pool.held += pages
+        if self.held > self.peak:
+            self.peak = self.held
 
     def release(self, blocks: int) -> None:
         """Give blocks back."""
@@ -88,21 +147,51 @@ class ModelPages:
         """Blocks that may be committed now."""
         pool = self.pool
         mine = self.quota - self.held - self.committed
+        all_ = pool.profile.pages - pool.held - pool.committed - pool.cached
+        return max(0, mine if mine < all_ else all_) // self.per_block
+
+    def available_blocks(self) -> int:
+        """Blocks that may be taken now, from what is cached as well."""
+        pool = self.pool
+        mine = self.quota - self.held - self.committed
         all_ = pool.profile.pages - pool.held - pool.committed
         return max(0, mine if mine < all_ else all_) // self.per_block
 
 
 class SimPool:
-    """One pool."""
+    """One pool; `cached` are the pages of prefixes that nobody holds."""
 
-    __slots__ = ("committed", "held", "models", "profile", "told")
+    __slots__ = ("cached", "committed", "held", "models", "profile", "stamp", "told")
 
     def __init__(self, profile: PoolProfile) -> None:
         self.profile = profile
         self.models: list[ModelPages] = []
         self.held = 0
         self.committed = 0
+        self.cached = 0
+        self.stamp = 0
         self.told = 0
+
+    def next_stamp(self) -> int:
+        """Orders the cached blocks of all models by age."""
+        self.stamp += 1
+        return self.stamp
+
+    def make_room(self, model: ModelPages, now: float, viewer: int) -> None:
+        """`model` has taken pages: what is cached goes as far as they were not free, its own first."""
+        pages = self.profile.pages
+        if self.held + self.committed + self.cached <= pages:
+            return
+        self.sync(now, viewer)
+        while self.held + self.cached > pages:
+            prefixes = model.prefixes
+            if prefixes is None or not prefixes.oldest:
+                found = [
+                    other.prefixes for other in self.models if other.prefixes is not None and other.prefixes.oldest
+                ]
+                prefixes = min(found, key=_oldest)
+            prefixes.evict()
+        self.check(now)
 
     def sync(self, now: float, viewer: int) -> None:
         """Bring all counts up to date."""
@@ -115,5 +204,10 @@ class SimPool:
         for model in self.models:
             if not model.committed or model.grower is None:
                 continue
-            if model.held + model.committed > model.quota or self.held + self.committed > self.profile.pages:
+            whole = self.held + self.committed + self.cached
+            if model.held + model.committed > model.quota or whole > self.profile.pages:
                 model.grower.shrink(now)
+
+
+def _oldest(prefixes: PrefixIndex) -> int:
+    return prefixes.oldest

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muxserve.metrics.records import RequestRecord
-from muxserve.workload.trace import TraceRequest
+from muxserve.workload.trace import Content, TraceRequest
 
 if TYPE_CHECKING:
+    from muxserve.simulator.prefixes import Key
     from muxserve.simulator.unit import SimulatedUnit
 
 
@@ -25,13 +26,19 @@ class SimRequest:
     token is the wait for the phase switch. `lost` sums the seconds from each preemption to the end of the prefill that
     made it good (Llumnix's preemption loss), `down` those in which it was in no batch because it moved, `moves` how
     often it did; while it does, `left` is when it left its batch, and to what the time without one is added.
+
+    `content` is what its prompt consists of, `keys` are those of its full blocks so far, of which the first `published`
+    were offered to others; `shared` are those that others may find and it holds. `cached` tokens of its prompt were
+    there when it was first prefilled.
     """
 
     __slots__ = (
         "arrival",
         "base",
         "blocks",
+        "cached",
         "computed",
+        "content",
         "decoding_since",
         "down",
         "ends_at",
@@ -40,6 +47,7 @@ class SimRequest:
         "finish",
         "first_token",
         "flying",
+        "keys",
         "lease_id",
         "left",
         "lost",
@@ -51,14 +59,18 @@ class SimRequest:
         "preemptions",
         "priority",
         "prompt",
+        "published",
         "request_id",
         "scheduling",
         "serial",
+        "shared",
         "tenant",
         "unit",
     )
 
-    def __init__(self, request_id: str, model: str, arrival: float, prompt: int, output: int) -> None:
+    def __init__(
+        self, request_id: str, model: str, arrival: float, prompt: int, output: int, content: Content = ()
+    ) -> None:
         self.request_id = request_id
         self.model = model
         self.arrival = arrival
@@ -85,11 +97,16 @@ class SimRequest:
         self.down = 0.0
         self.moves = 0
         self.error = ""
+        self.content = content
+        self.keys: list[Key] = []
+        self.shared: list[Key] = []
+        self.published = 0
+        self.cached = 0
 
     @classmethod
     def of(cls, each: TraceRequest, number: int) -> SimRequest:
         """The `number`-th of a workload."""
-        return cls(str(number), each.model, each.arrival, each.prompt_tokens, each.output_tokens)
+        return cls(str(number), each.model, each.arrival, each.prompt_tokens, each.output_tokens, each.content)
 
     @property
     def tokens(self) -> int:
@@ -138,4 +155,5 @@ class SimRequest:
             finish=self.finish,
             error=self.error,
             preemptions=self.preemptions,
+            cached_tokens=self.cached,
         )

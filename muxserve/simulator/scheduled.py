@@ -218,7 +218,7 @@ class ScheduledUnit(SimulatedUnit):
         self.ledger.moved(request.request_id, now)
         del self.live[request.request_id]
         pages = self.page_of[request.model]
-        pages.release(blocks)
+        pages.give_up(request, blocks)
         self._changed(now)
         self.freed(pages, now)
 

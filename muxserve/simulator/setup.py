@@ -19,7 +19,8 @@ class SimModel:
 
     `profile.prefill_share` and `decode_share` are what a lease takes of the unit. `cost_share`, if given, is the share
     of each device on which jobs really run, whatever lease they run under. Requests whose prompt and output together
-    are longer than `max_len` tokens (None: no limit of its own) are refused. `graphs` is as of `EngineShape`.
+    are longer than `max_len` tokens (None: no limit of its own) are refused. `graphs` is as of `EngineShape`. With
+    `prefix_caching` full blocks are kept for requests whose prompts begin with the same tokens.
     """
 
     profile: ModelProfile
@@ -28,6 +29,7 @@ class SimModel:
     cost_share: float | None = None
     max_len: int | None = None
     graphs: Graphs = "piecewise"
+    prefix_caching: bool = True
 
     @property
     def name(self) -> str:

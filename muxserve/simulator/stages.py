@@ -187,6 +187,8 @@ class PipelineEngine(LeasedEngine):
         self.ready.remove(request)
         self._decoding -= 1
         del self.running[request]
+        if request.content:
+            self.pages.publish(request, request.computed)
         return request.blocks
 
     def in_flight(self, request: SimRequest) -> bool:
@@ -263,6 +265,8 @@ class PipelineEngine(LeasedEngine):
             self._rests(now)
         for request in batch.chunks:
             request.flying -= 1
+            if request.content and not request.flying:
+                self.pages.publish(request, request.computed)
         for request in batch.decodes:
             request.flying -= 1
         if batch.decodes:
@@ -480,21 +484,32 @@ class PipelineEngine(LeasedEngine):
     def _chunk(self, request: SimRequest, budget: int, now: float) -> int:
         """How much of the prompt goes in now; its blocks are taken."""
         tokens = self.model.profile.block_tokens
-        room = (request.blocks + self.pages.spare_blocks()) * tokens - request.computed
+        begins = bool(request.content) and not request.computed and budget > 0
+        if begins:
+            self._find(request, now)
+        room = (request.blocks + self.pages.available_blocks()) * tokens - request.computed
         chunk = min(budget, request.tokens - request.computed, room)
-        if chunk <= 0:
-            return 0
         blocks = -(-(request.computed + chunk) // tokens) - request.blocks
-        if blocks and not self.pages.take(blocks, now, self.order):
+        if chunk <= 0 or (blocks and not self.pages.take(blocks, now, self.order)):
+            if begins:
+                self._lose(request)
             return 0
         request.blocks += blocks
-        self._waiting_tokens -= chunk
+        # What was found does not wait any more.
+        self._waiting_tokens -= chunk + (request.computed if begins else 0)
         return chunk
+
+    def publish(self, now: float) -> None:
+        for request in self.running:
+            if request.content and request.made:
+                self.pages.publish(request, request.computed - request.flying)
 
     # ------------------------------------------------------------ blocks
 
     def _release(self, request: SimRequest) -> None:
-        self.pages.release(request.blocks)
+        if request.content:
+            self.pages.publish(request, request.computed)
+        self.pages.give_up(request, request.blocks)
         request.blocks = 0
         del self.running[request]
         self.unit.freed(self.pages, self.unit.clock.now)

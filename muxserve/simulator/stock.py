@@ -87,15 +87,19 @@ class StockEngine(StepEngine):
         tokens = pairs = 0
         for request in self.waiting:
             length = request.prompt + request.made
-            chunk = min(length - request.computed, profile.max_num_batched_tokens - tokens)
-            if chunk <= 0 or seats <= 0:
+            if tokens >= profile.max_num_batched_tokens or seats <= 0:
                 break
             if not request.computed:
+                if request.content:
+                    self._find(request, now)
                 # Room for the whole prompt at once, or it waits: nobody overtakes it.
                 blocks = -(-length // profile.block_tokens)
-                if not pages.take(blocks, now, self.order):
+                if not pages.take(blocks - request.blocks, now, self.order):
+                    if request.blocks:
+                        self._lose(request)
                     break
                 request.blocks = blocks
+            chunk = min(length - request.computed, profile.max_num_batched_tokens - tokens)
             seats -= 1
             self.chunks.append((request, chunk))
             tokens += chunk

@@ -60,8 +60,9 @@ class SimulatedUnit:
         self.page_of: dict[str, ModelPages] = {}
         for index, model in enumerate(spec.models):
             profile = model.profile
+            block_tokens = profile.block_tokens if model.prefix_caching else 0
             pages = ModelPages(
-                index, model.name, self.pools[profile.pool], profile.pages_per_block, profile.quota_pages
+                index, model.name, self.pools[profile.pool], profile.pages_per_block, profile.quota_pages, block_tokens
             )
             self.pages.append(pages)
             self.page_of[model.name] = pages

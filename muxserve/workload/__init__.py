@@ -2,6 +2,7 @@
 socket, no torch, no vLLM."""
 
 from muxserve.workload.arrivals import Arrivals, gamma_arrivals, poisson_arrivals, power_law_rates
+from muxserve.workload.conversations import Conversations
 from muxserve.workload.describe import Description, describe
 from muxserve.workload.errors import TraceError, WorkloadError
 from muxserve.workload.generate import ModelLoad, generate
@@ -30,6 +31,7 @@ __all__ = [
     "Arrivals",
     "Bursts",
     "CappedLengths",
+    "Conversations",
     "Description",
     "Diurnal",
     "FixedLength",

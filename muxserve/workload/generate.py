@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from muxserve.workload.arrivals import POISSON, Arrivals
+from muxserve.workload.conversations import Conversations
 from muxserve.workload.lengths import Lengths
 from muxserve.workload.trace import TraceRequest
 
@@ -15,15 +16,19 @@ from muxserve.workload.trace import TraceRequest
 @dataclass(frozen=True)
 class ModelLoad:
     """What one model gets: `rate` requests per second, the lengths of its prompts and answers in tokens, and how its
-    arrivals are spread over time."""
+    arrivals are spread over time. With `conversations` requests are turns, and lengths are of what each adds."""
 
     rate: float
     prompt: Lengths
     output: Lengths
     arrivals: Arrivals = POISSON
+    conversations: Conversations | None = None
 
 
 def _of_model(name: str, load: ModelLoad, duration: float, seed: int, position: float) -> Iterator[TraceRequest]:
+    if load.conversations is not None:
+        yield from load.conversations.requests(name, load.rate, load.prompt, load.output, duration, seed)
+        return
     # Each model draws from its own streams: changing one model leaves the requests of the others alone.
     arrivals = random.Random(f"{seed}/{name}/arrivals")
     lengths = random.Random(f"{seed}/{name}/lengths")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from msgspec import structs
+
 from muxserve.workload.arrivals import power_law_rates
 from muxserve.workload.errors import WorkloadError
 from muxserve.workload.generate import generate
@@ -19,7 +21,7 @@ from muxserve.workload.readers import FORMATS, NATIVE, RawRequest, ReadOptions, 
 from muxserve.workload.spec import GeneratorSpec, is_spec, parse_spec
 from muxserve.workload.stream import LeftOut, TraceFile, cut
 from muxserve.workload.text import estimated_tokens, tokenizer_counter
-from muxserve.workload.trace import TraceHeader, TraceRequest, open_trace
+from muxserve.workload.trace import TraceHeader, TraceRequest, cut_content, open_trace
 
 Mapper = Callable[[str | None], str]
 UNNAMED = "model"
@@ -172,13 +174,15 @@ class Workload:
         scale, mapper = self._scale, self._mapper()
         self.left_out = LeftOut()
         longest_prompt, longest_output = options.max_prompt or math.inf, options.max_output or math.inf
-        for arrival, model, prompt, output in self._cut(self.left_out):
+        for arrival, model, prompt, output, content in self._cut(self.left_out):
             assert arrival is not None
+            kept = int(min(prompt, longest_prompt))
             yield TraceRequest(
                 round(arrival * scale, 6),
                 mapper(model),
-                int(min(prompt, longest_prompt)),
+                kept,
                 int(min(output, longest_output)),
+                content if kept == prompt else cut_content(content, kept),
             )
 
     @property
@@ -245,7 +249,7 @@ class _Generated(Workload):
 
     def _raw(self, left: LeftOut) -> Iterator[RawRequest]:
         for request in generate(self._loads, self._spec.duration, self._spec.seed):
-            yield RawRequest(request.arrival, request.model, request.prompt_tokens, request.output_tokens)
+            yield RawRequest(*structs.astuple(request))
 
     def _mapper(self) -> Mapper:
         return lambda name: name or UNNAMED

@@ -1,8 +1,8 @@
 """Generated workloads as they are written on a command line: `poisson:rate=8,alpha=0.9,duration=60,lengths=sharegpt`.
 
-The part before the colon is the arrival process: `poisson`, `gamma` (needs `cv`), `even`, or `bursty-groups` (Poisson
-of a few models at a time). docs/workload.md has every key. Nothing is drawn here; `GeneratorSpec.loads` says what to
-generate.
+The part before the colon is the arrival process: `poisson`, `gamma` (needs `cv`), `even`, `bursty-groups` (Poisson of
+a few models at a time), or `conversations` (turns whose prompts hold all that was said before). docs/workload.md has
+every key. Nothing is drawn here; `GeneratorSpec.loads` says what to generate.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from muxserve.workload.arrivals import Arrivals, power_law_rates
+from muxserve.workload.conversations import Conversations
 from muxserve.workload.errors import WorkloadError
 from muxserve.workload.generate import ModelLoad
 from muxserve.workload.lengths import CappedLengths, Lengths
@@ -22,7 +23,8 @@ from muxserve.workload.published import parse_lengths
 from muxserve.workload.shapes import FLAT, Bursts, Diurnal, Groups, ShapeFactory
 
 _GROUPS = "bursty-groups"
-_CV = {"poisson": 1.0, "even": 0.0, "gamma": None, _GROUPS: 1.0}
+_TALK = "conversations"
+_CV = {"poisson": 1.0, "even": 0.0, "gamma": None, _GROUPS: 1.0, _TALK: 1.0}
 _SPEC = re.compile(rf"({'|'.join(_CV)})(:.*)?", re.DOTALL)
 DEFAULT_ALPHA = 0.9
 EXAMPLE = "poisson:rate=8,alpha=0.9,duration=60,lengths=sharegpt,seed=1"
@@ -53,6 +55,10 @@ class GeneratorSpec:
     phase: float | None = None
     active_least: float | None = None
     active_most: float | None = None
+    turns: float | None = None
+    think: float | None = None
+    system: int | None = None
+    systems: int | None = None
 
     def loads(self, models: Sequence[str], rates: Mapping[str, float] | None) -> dict[str, ModelLoad]:
         """What each model gets. `rates` are the fleet's own requests per second; a `rate` scales them and an `alpha`
@@ -64,11 +70,12 @@ class GeneratorSpec:
         try:
             shared = self._rates(models, rates)
             arrivals = Arrivals(self._cv(), self._shape())
+            talk = self._conversations()
         except ValueError as error:
             raise WorkloadError(f"workload {self.text()!r}: {error}") from None
         prompt = _capped(parse_lengths(self.prompt or self.lengths, "prompt"), self.max_prompt)
         output = _capped(parse_lengths(self.output or self.lengths, "output"), self.max_output)
-        return {model: ModelLoad(rate, prompt, output, arrivals) for model, rate in shared.items()}
+        return {model: ModelLoad(rate, prompt, output, arrivals, talk) for model, rate in shared.items()}
 
     def _rates(self, models: Sequence[str], rates: Mapping[str, float] | None) -> dict[str, float]:
         total = self.rate
@@ -93,12 +100,21 @@ class GeneratorSpec:
             raise ValueError(f"cv is for gamma arrivals, {self.process} has a cv of {cv:g}")
         return cv
 
+    def _conversations(self) -> Conversations | None:
+        given = {"turns": self.turns, "think": self.think, "system": self.system, "systems": self.systems}
+        told = {key: value for key, value in given.items() if value is not None}
+        if self.process == _TALK:
+            return Conversations(**told, longest=self.max_prompt)  # type: ignore[arg-type]
+        if told:
+            raise ValueError(f"{', '.join(told)} belong to {_TALK}")
+        return None
+
     def _shape(self) -> ShapeFactory:
         bursts = (self.burst, self.burst_every, self.burst_length)
         groups = (self.phase, self.active_least, self.active_most)
+        if self.process in (_GROUPS, _TALK) and (self.diurnal, self.period, self.spread, *bursts) != (None,) * 6:
+            raise ValueError(f"{self.process} excludes diurnal and burst")
         if self.process == _GROUPS:
-            if (self.diurnal, self.period, self.spread, *bursts) != (None,) * 6:
-                raise ValueError(f"{_GROUPS} excludes diurnal and burst")
             usual = Groups()
             every, least, most = (
                 own if given is None else given

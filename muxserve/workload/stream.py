@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
+from msgspec import structs
+
 from muxserve.workload.arrivals import poisson_arrivals
 from muxserve.workload.errors import TraceError, WorkloadError
 from muxserve.workload.readers import FORMATS, NATIVE, RawRequest, ReadOptions
@@ -64,7 +66,7 @@ class TraceFile:
         if self.format == NATIVE:
             with open_trace(self.path, tell) as (_, requests):
                 for request in requests:
-                    yield RawRequest(request.arrival, request.model, request.prompt_tokens, request.output_tokens)
+                    yield RawRequest(*structs.astuple(request))
             return
         rows = self._good(left, tell)
         first = next(rows, None)

@@ -4,7 +4,8 @@
     [0.125,"atlas",31,120]
     [0.3,"frontdesk",40,64]
 
-An array is arrival in seconds from the start, model, prompt tokens, output tokens. Arrivals never fall. A path that
+An array is arrival in seconds from the start, model, prompt tokens, output tokens, and, where prompts share beginnings,
+what the prompt is made of (`Content`). Arrivals never fall. A path that
 ends in `.gz` is compressed. Reading and writing stream: a trace of any length takes constant memory.
 """
 
@@ -28,13 +29,32 @@ from muxserve.workload.errors import TraceError
 VERSION = 1
 
 
+# What a prompt is made of: the name of each piece and how many of its first tokens it has, all of the prompt together.
+# Two prompts that begin with the same pieces begin with the same tokens. The answer goes on with the last piece, so
+# that the next turn of a conversation holds it.
+Content = tuple[tuple[str, int], ...]
+
+
 class TraceRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One request. `arrival` is in seconds from the start of the trace; lengths are in tokens, at least 1."""
+    """One request. `arrival` is in seconds from the start of the trace; lengths are in tokens, at least 1. Without
+    `content` no other request has a beginning in common with it."""
 
     arrival: float
     model: str
     prompt_tokens: int
     output_tokens: int
+    content: Content = ()
+
+
+def cut_content(content: Content, tokens: int) -> Content:
+    """Of the first `tokens` tokens."""
+    kept: list[tuple[str, int]] = []
+    for name, length in content:
+        if tokens <= 0:
+            break
+        kept.append((name, min(length, tokens)))
+        tokens -= length
+    return tuple(kept)
 
 
 class TraceHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -81,6 +101,11 @@ def _request_problem(request: TraceRequest, models: frozenset[str], before: floa
         return f"model {request.model!r} is not among the header's models ({', '.join(sorted(models))})"
     if request.prompt_tokens < 1 or request.output_tokens < 1:
         return f"prompt and output need at least 1 token, not {request.prompt_tokens} and {request.output_tokens}"
+    if request.content and (
+        min(tokens for _, tokens in request.content) < 1
+        or sum(tokens for _, tokens in request.content) != request.prompt_tokens
+    ):
+        return f"the pieces of the prompt need at least 1 token each, and {request.prompt_tokens} together"
     return None
 
 
@@ -149,7 +174,7 @@ def _requests(
         try:
             request = _request_decoder.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            wanted = "[arrival, model, prompt tokens, output tokens]"
+            wanted = "[arrival, model, prompt tokens, output tokens], or with pieces of the prompt behind"
             skipped(TraceError(path, number, f"not a request {wanted}: {error}"))
             continue
         problem = _request_problem(request, models, before)
@@ -212,7 +237,8 @@ class TraceWriter:
         problem = _request_problem(request, self._models, self._before)
         if problem:
             raise TraceError(self._path, self._line + 1, problem)
-        self._file.write(_encoder.encode(request) + b"\n")
+        fields = (request.arrival, request.model, request.prompt_tokens, request.output_tokens)
+        self._file.write(_encoder.encode((*fields, request.content) if request.content else fields) + b"\n")
         self._before = request.arrival
         self._line += 1
 

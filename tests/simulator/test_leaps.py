@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget
 from muxserve.scheduling.types import ModelProfile
@@ -15,7 +16,7 @@ from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import ControlDelays, Options, Pipeline, SimUnit
 from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
-from muxserve.workload.trace import TraceRequest
+from muxserve.workload.trace import Content, TraceRequest
 from tests.scheduling.machine import profile
 from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, run, unit
 
@@ -69,7 +70,15 @@ def workload(draw: st.DrawFn, count: int) -> list[TraceRequest]:
     for _ in range(draw(st.integers(1, 40))):
         now += chance.expovariate(rate)
         load.append(TraceRequest(now, f"m{chance.randrange(count)}", chance.randint(1, 90), chance.randint(1, 120)))
-    return load
+    return [structs.replace(each, content=content(each, chance)) for each in load] if draw(st.booleans()) else load
+
+
+def content(request: TraceRequest, chance: random.Random) -> Content:
+    """A few conversations behind two system prompts, some of whose turns are served at the same time."""
+    talk = f"conversation {chance.randrange(4)}"
+    if request.prompt_tokens <= 24 or chance.random() < 0.2:
+        return ((talk, request.prompt_tokens),)
+    return ((f"system {chance.randrange(2)}", 24), (talk, request.prompt_tokens - 24))
 
 
 @st.composite

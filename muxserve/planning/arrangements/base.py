@@ -91,6 +91,7 @@ def fleet_model(demand: Demand, max_len: int | None = None, share_steps: int = 0
         share_steps > 0,
         d.sequence_tokens,
         share_steps,
+        d.prefix_caching,
     )
 
 

@@ -9,16 +9,18 @@ from typing import NamedTuple
 
 from muxserve.workload.errors import TraceError
 from muxserve.workload.text import TokenCounter, estimated_tokens
+from muxserve.workload.trace import Content
 
 
 class RawRequest(NamedTuple):
     """A request as a file tells of it. `arrival` is in seconds of the file's own clock, None where it has none; `model`
-    is the file's name for it, None where it names none. Lengths are in tokens."""
+    is the file's name for it, None where it names none. Lengths are in tokens; `content` is as of `TraceRequest`."""
 
     arrival: float | None
     model: str | None
     prompt_tokens: int
     output_tokens: int
+    content: Content = ()
 
 
 class Row(NamedTuple):

@@ -1,6 +1,6 @@
 """Mooncake: JSON Lines of `{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}`.
 
-The hashes tell which prefixes requests share; they are not used. Models are not named.
+A hash stands for 512 tokens of the prompt and all before them: requests share prefixes. Models are not named.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections.abc import Iterator
 import msgspec
 
 from muxserve.workload.readers.format import Format, RawRequest, ReadOptions, Row
-from muxserve.workload.trace import numbered_lines, open_maybe_gzip
+from muxserve.workload.trace import Content, cut_content, numbered_lines, open_maybe_gzip
+
+_BLOCK_TOKENS = 512
 
 
 class _Line(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
+    hash_ids: list[int] = []
 
 
 _decoder = msgspec.json.Decoder(_Line)
@@ -34,7 +37,15 @@ def _read(path: str | os.PathLike[str], options: ReadOptions) -> Iterator[Row]:
             if line.input_length < 0 or line.output_length < 0:
                 yield Row(number, None, "lengths must not be negative")
                 continue
-            yield Row(number, RawRequest(line.timestamp / 1000, None, line.input_length, line.output_length))
+            prompt, content = line.input_length, _content(line)
+            yield Row(number, RawRequest(line.timestamp / 1000, None, prompt, line.output_length, content))
+
+
+def _content(line: _Line) -> Content:
+    """Where the hashes cover the prompt."""
+    if len(line.hash_ids) * _BLOCK_TOKENS < line.input_length:
+        return ()
+    return cut_content(tuple((str(each), _BLOCK_TOKENS) for each in line.hash_ids), line.input_length)
 
 
 def _matches(head: bytes) -> bool:
