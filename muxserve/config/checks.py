@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean
-from muxserve.config.schema import ApiKey, BatchingSection, Fleet, GatewaySection, Model, RollingSection
+from muxserve.config.schema import (
+    ApiKey,
+    BatchingSection,
+    Fleet,
+    GatewaySection,
+    Model,
+    ResponsesSection,
+    RollingSection,
+)
 from muxserve.config.source import Source
 from muxserve.config.values import parse_duration
 from muxserve.replicas.migration import MigrationRules
@@ -329,8 +337,13 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
     models = [model.model_copy(update=_absolute(model, base)) for model in fleet.models]
     # The first mention of a key counts; that two of them differ in priority has been refused.
     keys = list({key.key: key for key in _resolved_keys(fleet.gateway.api_keys, base, environ)}.values())
+    kept = fleet.gateway.responses
     gateway = fleet.gateway.model_copy(
-        update={"api_keys": keys, "usage_file": str(_directory(base, fleet.gateway.usage_file))}
+        update={
+            "api_keys": keys,
+            "usage_file": str(_directory(base, fleet.gateway.usage_file)),
+            "responses": kept and kept.model_copy(update={"file": str(_directory(base, kept.file))}),
+        }
     )
     tenants = {
         name: tenant.model_copy(update={"keys": [v for key in tenant.keys for v in _values(key, base, environ)]})
@@ -585,11 +598,24 @@ def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator
                 yield source.problem(path, f"line {line} has this key, too; it can belong to one tenant only")
             elif level != priority:
                 yield source.problem(path, f"this key has another priority on line {line}; keep one of the two")
+    given = source.data.get("gateway")
+    gateway = given if isinstance(given, dict) else {}
     if source.data.get("tenants"):
-        gateway = source.data.get("gateway")
-        given = gateway.get("usage_file") if isinstance(gateway, dict) else None
+        given = gateway.get("usage_file")
         file = _directory(base, given if isinstance(given, str) else GatewaySection.model_fields["usage_file"].default)
-        if not os.access(file if file.exists() else file.parent, os.W_OK) or file.is_dir():
+        if not _writable(file):
             where: KeyPath = ("gateway", "usage_file") if isinstance(given, str) else ("tenants",)
             message = f"what tenants used cannot be kept in {file}; set `gateway.usage_file` to a place to write to"
             yield source.problem(where, message)
+    kept = gateway.get("responses")
+    if kept is True or kept == "on" or isinstance(kept, dict):
+        given = kept.get("file") if isinstance(kept, dict) else None
+        file = _directory(base, given if isinstance(given, str) else ResponsesSection.model_fields["file"].default)
+        if not _writable(file):
+            where = ("gateway", "responses", "file") if isinstance(given, str) else ("gateway", "responses")
+            message = f"responses cannot be kept in {file}; set `gateway.responses.file` to a place to write to"
+            yield source.problem(where, message)
+
+
+def _writable(file: Path) -> bool:
+    return os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()

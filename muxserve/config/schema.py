@@ -216,6 +216,15 @@ def _watchdog(value: object) -> object:
     return value
 
 
+def _responses(value: object) -> object:
+    switched = switch(value)
+    if switched in ("on", "off"):
+        return {} if switched == "on" else None
+    if value is not None and not isinstance(value, (dict, ResponsesSection)):
+        raise ValueError(f'must be on, off, or a mapping such as "{{max_size: 1GiB}}", not {value!r}')
+    return value
+
+
 ReplicasOrNumber = Annotated[Replicas, BeforeValidator(_replicas)]
 ApiKeys = Annotated[list[Annotated[ApiKey, BeforeValidator(_key)]], BeforeValidator(_keys)]
 Tenants = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Tenant]
@@ -483,6 +492,21 @@ class StructuredOutput(Section):
     workers: int = Field(default=1, ge=1, le=64, description="Slow grammars that one gateway compiles at once")
 
 
+class ResponsesSection(Section):
+    """What `/v1/responses` has made is kept, for `previous_response_id` and `/v1/responses/ID`."""
+
+    file: str = Field(
+        default="responses.sqlite", min_length=1, description="Where they are kept, relative to the fleet file"
+    )
+    max_size: Size = Field(default=256 << 20, description='Most that is kept, e.g. "256MiB"; the oldest go first')
+    keep: Annotated[Seconds, Field(gt=0)] = Field(
+        default=30 * 86400.0, description="For how long each is kept, e.g. 720h; at most"
+    )
+
+
+ResponsesOrSwitch = Annotated[ResponsesSection | None, BeforeValidator(_responses)]
+
+
 class GatewaySection(Section):
     """The OpenAI endpoint."""
 
@@ -506,6 +530,9 @@ class GatewaySection(Section):
     )
     access_log: bool = Field(default=False, description="A line in the gateway's log for every request that ended")
     ui: bool = Field(default=True, description="A live page at /ui")
+    responses: ResponsesOrSwitch = Field(
+        default=None, description="Keeping what `/v1/responses` makes; off: nothing is"
+    )
     structured_output: StructuredOutput = Field(
         default=StructuredOutput(), description="Limits of JSON schemas, regexes and other grammars in requests"
     )

@@ -4,6 +4,7 @@
     /classify, /score, ...   likewise (`muxserve.gateway.pooling`)
     /tokenize, /detokenize   likewise
     /models/NAME/...         the same for one model, and its /metrics
+    /v1/responses/ID         a response that is kept (gateway/responses.py)
     /v1/models               all models
     /admin/usage             what tenants used
     /admin/scale, ...        changes of the fleet, with a key (gateway/changes.py)
@@ -37,7 +38,9 @@ from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, 
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.pooling import POOLING, prompts_of
 from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.tenants import RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
+from muxserve.gateway.responses import PATH as RESPONSES
+from muxserve.gateway.responses import ResponseRoutes
+from muxserve.gateway.tenants import NOBODY, RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
 from muxserve.net.logs import of_request, request_id
 from muxserve.spec import GatewaySpec
 
@@ -99,6 +102,7 @@ class GatewayApp:
         settings: the largest body taken, and whether each request that ended leaves a line in the log.
         apps: what answers at paths of its own, for admins.
         tracing: makes the spans of requests.
+        responses: answers what is about one response.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class GatewayApp:
         apps: Mapping[str, App] | None = None,
         tracing: Tracing | None = None,
         model_pages: Mapping[str, ModelPage] | None = None,
+        responses: ResponseRoutes | None = None,
     ) -> None:
         self.models = models
         self.keys = keys
@@ -127,6 +132,7 @@ class GatewayApp:
         self._tracing = tracing
         self._open_pages = open_pages
         self._model_pages = dict(model_pages or {})
+        self._responses = responses
         self._settings = settings
         self.bodies = BodyMemory(settings.max_body_bytes)
         # Connections end with the answers that they have at present; no request is taken; those that wait get no turn.
@@ -232,6 +238,11 @@ class GatewayApp:
             only_get(scope)
             await self._tenancy.report(scope.get("query_string", b""), caller.tenant if caller else None, send)
             return
+        assert caller is not None, "no path that serves is open"
+        http.owner = caller.tenant.name if caller.tenant is not None else NOBODY
+        if path.startswith(RESPONSES) and self._responses is not None:
+            await self._responses.answer(http.owner, name, path, scope, receive, send)
+            return
         if path not in POSTS:
             raise RequestError(
                 HTTPStatus.NOT_FOUND, f"no such path: {scope['path']}; see docs/gateway.md for those served"
@@ -240,7 +251,6 @@ class GatewayApp:
             raise RequestError(
                 HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['path']} takes POST only", headers=[(b"allow", b"POST")]
             )
-        assert caller is not None, "no path that serves is open"
         http.priority = self.priorities.of(scope["headers"], caller.level)
         await self._serve(name, path, caller, scope, receive, send, http)
 
@@ -286,6 +296,8 @@ class GatewayApp:
                             claim.release()  # how many are in service is bounded
                             async with self._signs_of_life(send, name):
                                 await served.app(inner, replay, send)
+                            if http.background is not None:  # the client has its answer, and the model still works
+                                await asyncio.wait([http.background])
                 else:
                     await served.app(inner, replay, send)
             finally:
@@ -363,7 +375,9 @@ def with_cors(app: GatewayApp, origins: Sequence[str]) -> App:
         REQUEST_ID.decode(),
         *(f"x-ratelimit-{what}-{kind}" for what in RATE_HEADERS for kind in RATE_KINDS),
     ]
-    return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=exposed)
+    return CORSMiddleware(
+        app, origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"], expose_headers=exposed
+    )
 
 
 class _Answer:

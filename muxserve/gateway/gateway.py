@@ -29,6 +29,7 @@ from muxserve.gateway.peers import OtherGateways
 from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.reports import Reports
+from muxserve.gateway.responses import ResponseRoutes, ResponseStore
 from muxserve.gateway.served_models import OfferedModels
 from muxserve.gateway.status import FleetStatus
 from muxserve.gateway.status_routes import StatusRoutes
@@ -57,6 +58,9 @@ class Gateway:
         fleet: as it stands when the process starts.
         index: which of its gateways this is.
         compilers: processes that compile grammars, the spare ones included, if they were forked already.
+
+    Raises:
+        OSError: responses are to be kept in a file that cannot be written.
     """
 
     def __init__(self, fleet: FleetSpec, index: int, compilers: Iterable[CompilerProcess] = ()) -> None:
@@ -72,7 +76,9 @@ class Gateway:
         self.status = FleetStatus(fleet, self.broker)
         self.reports = Reports(self.status, index, self.limiter)
         self.grammars = GrammarCompilers(fleet.gateway.grammars, compilers)
-        self.offered = OfferedModels(self.broker, self.limiter, self.grammars, self._has_left)
+        kept = fleet.gateway.responses
+        self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
+        self.offered = OfferedModels(self.broker, self.limiter, self.grammars, self._has_left, index, self.responses)
         self._endpoint: GatewayApp | None = None
         self._changed = asyncio.Event()
         self._to_offer = asyncio.Event()
@@ -119,6 +125,7 @@ class Gateway:
             limiter=self.limiter,
             measures=self.measures,
             pages=pages.table() | files,
+            responses=ResponseRoutes(self.responses, self.index, self.offered.models, peers),
             model_pages={"/metrics": pages.model_metrics},
             open_pages=pages.OPEN | files.keys(),
             settings=self.fleet.gateway,
@@ -126,7 +133,9 @@ class Gateway:
             apps=(page.apps() if shown else {}) | changes.apps(),
         )
         self._endpoint.models_sleep = self.fleet.residency is not None
-        tasks = (self._follow(), self._keep_offering(), self.tenancy.keep())
+        tasks = [self._follow(), self._keep_offering(), self.tenancy.keep()]
+        if self.responses is not None:
+            tasks.append(self.responses.keep())
         self._tasks = [asyncio.ensure_future(task) for task in tasks]
         return self._endpoint
 
@@ -141,6 +150,8 @@ class Gateway:
         self.grammars.close()
         self.broker.close()
         self.tenancy.close()
+        if self.responses is not None:
+            self.responses.close()
         if self.tracing is not None:
             self.tracing.close()
 

@@ -5,18 +5,19 @@ Admission queue, tokenization and the unit's queues are all inside these times, 
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Tracked
-from muxserve.gateway.tenants import TenantTurn, Used
+from muxserve.gateway.tenants import NOBODY, TenantTurn, Used
 from muxserve.metrics import Objectives, time_per_token
 from muxserve.metrics.live import LATENCY_WINDOW_SECONDS, ModelLoad
 from muxserve.spec import ModelSpec
@@ -43,6 +44,11 @@ class HttpRequest:
     tenant: TenantTurn | None = None
     trace: HttpTrace | None = None
     request_id: str = ""
+    # Whose responses it may see and leaves; the messages before the one that it asks for, where that is kept; and what
+    # makes it after the client has been answered.
+    owner: str = NOBODY
+    conversation: list[Any] | None = None
+    background: asyncio.Task[Any] | None = None
 
     def group_of(self, request_id: str) -> str:
         """What the requests to units that this one makes have in common: the id of the first of them."""

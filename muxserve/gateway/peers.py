@@ -9,9 +9,11 @@ import socket
 from collections.abc import Iterable
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import quote
 
 import aiohttp
 
+from muxserve.gateway.errors import RequestError, Scope, Send
 from muxserve.spec import FleetSpec
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ OWN_METRICS = "/metrics/own"
 # Behind the path of metrics: every series, not only what is of use.
 FULL = "/full"
 TIMEOUT_SECONDS = 1.0
+# What another gateway is told of a request that it answers for this one.
+_RELAYED = frozenset({b"authorization", b"x-api-key", b"x-request-id"})
 
 _SAMPLE = re.compile(r"^([^{ ]+)({)?", re.MULTILINE)
 
@@ -52,6 +56,38 @@ class OtherGateways:
         """What each other gateway that answers has at `path`."""
         texts = await asyncio.gather(*(self._ask(each, f"http://gateway{path}") for each in self._others.values()))
         return {index: text for index, text in zip(self._others, texts, strict=True) if text is not None}
+
+    async def relay(self, index: int, scope: Scope, send: Send) -> None:
+        """Let gateway `index` answer a request that has no body.
+
+        Raises:
+            RequestError: it does not (503).
+        """
+        url = f"http://gateway{quote(scope['path'])}?{scope.get('query_string', b'').decode('latin-1')}"
+        headers = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in scope["headers"] if n in _RELAYED]
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_SECONDS)
+        begun = False
+        try:
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(self._others[index]), timeout=timeout) as session,
+                session.request(scope["method"], url, headers=headers) as answer,
+            ):
+                kind = answer.headers.get("content-type", "application/json").encode("latin-1")
+                start = {"type": "http.response.start", "status": answer.status, "headers": [(b"content-type", kind)]}
+                await send(start)
+                begun = True
+                async for chunk in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except (KeyError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.info("another gateway did not answer %s: %r", url, error)
+            if begun:
+                raise
+            raise RequestError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the gateway that makes this response does not answer; try again in a moment",
+                headers=[(b"retry-after", b"1")],
+            ) from None
 
     async def _ask(self, socket_path: str, url: str) -> str | None:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)

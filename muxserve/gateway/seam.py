@@ -33,6 +33,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from muxserve.gateway.adapters import adapter_requests
 from muxserve.gateway.app import POSTS, ServedApp
 from muxserve.gateway.engine_client import UnitEngineClient
+from muxserve.gateway.responses import ResponseStore
+from muxserve.gateway.stored_responses import attach
 from muxserve.gateway.vllm_metrics import stat_logger
 from muxserve.spec import ModelSpec
 from muxserve.vllm import language_models
@@ -82,14 +84,17 @@ def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
     return ModelFrontEnd(model, client, llm, args, registry)
 
 
-async def serve(front_end: ModelFrontEnd) -> ServedApp:
-    """vLLM's own OpenAI application over `front_end.llm`, which begins to deliver outputs."""
+async def serve(front_end: ModelFrontEnd, gateway: int, store: ResponseStore | None) -> ServedApp:
+    """vLLM's own OpenAI application over `front_end.llm`, which begins to deliver outputs. `store` keeps the responses
+    of this gateway."""
     front_end.llm._run_output_handler()
     tasks = front_end.client.get_supported_tasks()
     app: FastAPI = build_app(front_end.args, tasks, front_end.llm.model_config)
     await init_app_state(front_end.llm, app.state, front_end.args, tasks)
     # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
     app.state.server = SimpleNamespace(should_exit=False)
+    if app.state.openai_serving_responses is not None:
+        attach(app.state.openai_serving_responses, front_end.model.name, gateway, store)
     posts = POSTS.intersection(getattr(route, "path", "") for route in app.routes)
     front_end.models = app.state.openai_serving_models
     return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts))

@@ -14,6 +14,7 @@ from muxserve.gateway.broker import Broker
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.gateway.responses import ResponseStore
 from muxserve.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ class OfferedModels:
         limiter: says when a model's last request has ended.
         grammars: checks what structured outputs ask for.
         left: called when one that was withdrawn is gone.
+        gateway: which gateway this is.
+        responses: keeps what they make.
     """
 
     def __init__(
@@ -35,12 +38,16 @@ class OfferedModels:
         limiter: ConcurrencyLimiter,
         grammars: GrammarCompilers,
         left: Callable[[], None],
+        gateway: int,
+        responses: ResponseStore | None,
     ) -> None:
         self.models: dict[str, ServedApp] = {}
         self._broker = broker
         self._limiter = limiter
         self._grammars = grammars
         self._left = left
+        self._gateway = gateway
+        self._responses = responses
         self._front_ends: dict[str, seam.ModelFrontEnd] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
@@ -63,7 +70,7 @@ class OfferedModels:
             try:
                 # Reads files and compiles templates: others' streams must not wait for it.
                 front_end = await asyncio.to_thread(seam.make_llm, model, client)
-                served = await seam.serve(front_end)
+                served = await seam.serve(front_end, self._gateway, self._responses)
             except BaseException:
                 self._broker.detach(model.name)
                 raise

@@ -33,6 +33,7 @@ from muxserve.spec import (
     ModelSpec,
     PoolSpec,
     ResidencySpec,
+    ResponsesSpec,
     SimulatedSpec,
     TenantSpec,
     UnitEntry,
@@ -89,6 +90,7 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
         cors_origins=tuple(gateway.cors_origins),
         access_log=gateway.access_log,
         ui=gateway.ui,
+        responses=ResponsesSpec(kept.file, kept.max_size, kept.keep) if (kept := gateway.responses) else None,
         grammars=GrammarLimits(
             max_bytes=gateway.structured_output.max_bytes,
             max_expansion=gateway.structured_output.max_expansion,

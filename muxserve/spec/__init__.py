@@ -18,6 +18,7 @@ from muxserve.spec.fleet import (
 from muxserve.spec.network import Keys, Listen
 from muxserve.spec.unit import (
     SHARES_PER_LEASE,
+    UNIT_FILE,
     AdapterSlots,
     Batching,
     EnginePhase,
@@ -29,6 +30,7 @@ from muxserve.spec.unit import (
     PolicyName,
     PoolIpc,
     PoolSpec,
+    ResponsesSpec,
     SimulatedSpec,
     SmSharing,
     UnitSpec,
@@ -39,6 +41,7 @@ from muxserve.spec.unit import (
 
 __all__ = [
     "SHARES_PER_LEASE",
+    "UNIT_FILE",
     "AdapterSlots",
     "Batching",
     "EnginePhase",
@@ -54,6 +57,7 @@ __all__ = [
     "PoolIpc",
     "PoolSpec",
     "ResidencySpec",
+    "ResponsesSpec",
     "SimulatedSpec",
     "SmSharing",
     "Suspect",

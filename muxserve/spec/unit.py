@@ -13,6 +13,9 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, TARGET_LOAD, Level, Levels
 from muxserve.spec.network import Keys, Listen
 
+# Where a unit's spec is, in its directory.
+UNIT_FILE = "unit.json"
+
 PolicyName = Literal["adbs", "slack", "fcfs", "round_robin", "rolling", "pipelined"]
 PhasesName = Literal["multiplexed", "rolling", "pipelined"]
 EnginePhase = Literal["prefill", "decode", "both"]
@@ -172,6 +175,14 @@ class GrammarLimits(msgspec.Struct, frozen=True):
     workers: int = 1
 
 
+class ResponsesSpec(msgspec.Struct, frozen=True):
+    """Where the gateways keep responses, how many bytes of them at most, and for how long."""
+
+    file: str
+    max_bytes: int = 256 << 20
+    keep_seconds: float = 30 * 86400.0
+
+
 class GatewaySpec(msgspec.Struct, frozen=True):
     """Where the OpenAI endpoint listens and whom it lets in. No keys: anyone who can connect."""
 
@@ -188,6 +199,8 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     access_log: bool = False
     # Whether there is a live page at /ui.
     ui: bool = True
+    # None: responses are not kept.
+    responses: ResponsesSpec | None = None
 
 
 class WatchdogRules(msgspec.Struct, frozen=True):

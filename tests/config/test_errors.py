@@ -107,6 +107,8 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"tenants:\n  a: {{keys: [env:SET], models: [oen]}}\n{ONE}", "fleet.yaml:2: tenants.a.models[0]: there is no model 'oen'; did you mean \"one\"?"),
         (f"tenants:\n  a: {{keys: [env:SET], priority: hihg}}\n{ONE}", "fleet.yaml:2: tenants.a.priority: there is no priority level 'hihg'; did you mean \"high\"?"),
         (f"tenants:\n  a: {{keys: [env:SET]}}\n  b: {{keys: [env:SET]}}\n{ONE}", "fleet.yaml:3: tenants.b.keys[0]: line 2 has this key, too; it can belong to one tenant only"),
+        (f"gateway: {{responses: {{file: /not/there}}}}\n{ONE}", "fleet.yaml:1: gateway.responses.file: responses cannot be kept in /not/there"),
+        (f"gateway: {{responses: 3}}\n{ONE}", "fleet.yaml:1: gateway.responses: must be on, off, or a mapping"),
         (f"gateway: {{usage_file: /not/there}}\ntenants:\n  a: {{keys: [env:SET]}}\n{ONE}", "fleet.yaml:1: gateway.usage_file: what tenants used cannot be kept in /not/there"),
         (f"tenants: {{a b: {{keys: [env:SET]}}}}\n{ONE}", "fleet.yaml:1: tenants.a b: must be letters, digits"),
         (f"gateway: {{count: 0}}\n{ONE}", "fleet.yaml:1: gateway.count: must be at least 1, not 0"),

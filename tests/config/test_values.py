@@ -17,10 +17,21 @@ from hypothesis import strategies as st
 from muxserve.config import FleetError, load_fleet, parse_fleet
 from muxserve.config.loader import fleet_schema, fleet_schema_text
 from muxserve.config.values import parse_duration, parse_size, parse_speed
-from muxserve.planning.specs import tenants_of
+from muxserve.planning.specs import gateway_of, tenants_of
+from muxserve.spec import ResponsesSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = "models:\n  - name: one\n    hub: org/one\n"
+
+
+def test_kept_responses(tmp_path: Path) -> None:
+    def kept(text: str) -> ResponsesSpec | None:
+        return gateway_of(parse_fleet(f"gateway: {{responses: {text}}}\n{ONE}", "f", tmp_path, {})).responses
+
+    file = str(tmp_path / "responses.sqlite")
+    assert (kept("off"), kept("on")) == (None, ResponsesSpec(file, 256 << 20, 30 * 86400.0))
+    other = kept("{file: /tmp/x.sqlite, max_size: 1MiB, keep: 2h}")
+    assert other == ResponsesSpec("/tmp/x.sqlite", 1 << 20, 7200.0)
 
 
 def test_tenants(tmp_path: Path) -> None:
