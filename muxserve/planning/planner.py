@@ -30,6 +30,7 @@ from muxserve.planning.prediction import (
     verified,
 )
 from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways
+from muxserve.planning.simulations import Simulations
 from muxserve.planning.this_machine import plan_this_machine, residency_here
 from muxserve.simulator import SimulationError
 from placement.cluster import Cluster
@@ -131,6 +132,10 @@ class Planner:
     progress: PlanningProgress = field(default_factory=PlanningProgress)
     goodputs: bool = True
     robust: bool = True
+    _simulations: Simulations = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_simulations", Simulations(self.latency))
 
     @property
     def seed(self) -> int:
@@ -340,6 +345,7 @@ class Planner:
 
         try:
             units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
-            return predict(made, self.latency, part * seconds, self.seed, units, count, perturbed), ""
+            known = self._simulations
+            return predict(made, self.latency, part * seconds, self.seed, units, count, perturbed, known), ""
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)

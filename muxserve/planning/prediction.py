@@ -31,6 +31,7 @@ from muxserve.planning.arrangements.base import (
 )
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
 from muxserve.planning.residency import with_residency
+from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.planning.unit_plan import with_batching
 from muxserve.replicas.priorities import Levels
@@ -355,10 +356,12 @@ def predict(
     simulated: Simulated | None = None,
     progress: Callable[[int, int], None] | None = None,
     perturbed: Perturbation | None = None,
+    simulations: Simulations | None = None,
 ) -> Prediction:
     """Simulate `seconds` of Poisson arrivals at the demands' rates on the plan's placement, with log-normal lengths of
     the demands' means, and sum up. `simulated` is what `simulated_of` makes of it, where it has other units than
     multiplexed ones, or replicas work together by rules of the fleet's. `perturbed` says how the workload is another.
+    Plans that are compared share their `simulations`.
 
     Raises:
         SimulationError: a unit cannot run.
@@ -376,19 +379,22 @@ def predict(
     simulated = replace(simulated, models=models)
     # Memory-greedy placements are served as MuxServe's own are.
     how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
-    workload = generate(loads, seconds, seed)
-    options = Options(ControlDelays.live())
-    result = simulate(simulated.units(how), workload, latency, options, simulated.rules_of(how), progress=progress)
+    workload = list(generate(loads, seconds, seed))
+    units, rules = simulated.units(how), simulated.rules_of(how)
+    residency: ResidencyResult | None = None
+    if simulated.residency is None:
+        records = (simulations or Simulations(latency)).records(units, workload, rules, progress)
+    else:
+        result = simulate(units, workload, latency, Options(ControlDelays.live()), rules, progress=progress)
+        records = result.records
+        residency = next((unit.residency for unit in result.units if unit.residency is not None), None)
     summary = summarise(
-        result.records,
+        records,
         rates={d.name: d.rate for d in demands},
         objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
     )
-    finished = Counter(
-        r.model for r in result.records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds
-    )
+    finished = Counter(r.model for r in records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds)
     sustained = {d.name: finished[d.name] / (seconds / 2) for d in demands}
-    residency = next((unit.residency for unit in result.units if unit.residency is not None), None)
     return Prediction(summary, seconds, sustained, residency)
 
 

@@ -6,7 +6,7 @@ result = simulate(units, workload, latency_model)              # result.records:
 
 from muxserve.simulator.alone import AloneSimulation
 from muxserve.simulator.clock import SimulationError
-from muxserve.simulator.fleet import Rules, simulate
+from muxserve.simulator.fleet import Rules, coupled, simulate
 from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
 from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
@@ -37,6 +37,7 @@ __all__ = [
     "SimulationError",
     "UnitResult",
     "adapt",
+    "coupled",
     "lone_unit",
     "mode_of",
     "sim_unit",

@@ -57,7 +57,7 @@ def simulate(
     # Many small objects and hardly a cycle: collecting costs a third of the time.
     gc.disable()
     try:
-        groups = [Group(members, latency, options, rules or {}, levels) for members in _coupled(units)]
+        groups = [Group(members, latency, options, rules or {}, levels) for members in coupled(units)]
         parts: list[list[SimRequest]] = [[] for _ in groups]
         part_of = {name: part for group, part in zip(groups, parts, strict=True) for name in group.models}
         requests = list(_requests(workload, priorities, levels, tenants))
@@ -156,7 +156,7 @@ def _requests(
         yield request
 
 
-def _coupled(units: Sequence[SimUnit]) -> list[list[SimUnit]]:
+def coupled(units: Sequence[SimUnit]) -> list[list[SimUnit]]:
     """The units, divided into groups that know nothing of each other."""
     groups: list[tuple[set[object], list[SimUnit]]] = []
     for unit in units:

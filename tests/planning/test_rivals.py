@@ -14,7 +14,7 @@ from muxserve.cli.app import app
 from muxserve.config import load_fleet
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning import prediction
+from muxserve.planning import prediction, simulations
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.demands import cluster_of
 from muxserve.planning.plan_file import load_plan, save_plan
@@ -158,7 +158,7 @@ class TestOtherWorkloads:
             simulated.update((unit.policy, unit.models[0].profile.elastic) for unit in units if not unit.combined)
             return simulate(units, *arguments, **more)
 
-        monkeypatch.setattr(prediction, "simulate", watched)
+        monkeypatch.setattr(simulations, "simulate", watched)
         for policy, ways in (("slack", {"mps"}), ("round_robin", {"mps"}), ("slack", set())):
             monkeypatch.setattr(prediction, "SHARES_PER_LEASE", frozenset(ways))
             simulated.clear()

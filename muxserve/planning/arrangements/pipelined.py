@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from muxserve.config import AUTO, Fleet, Model, Problem
 from muxserve.costs.architecture import split_layers
@@ -21,7 +22,7 @@ from muxserve.planning.arrangements.base import (
     one_engine,
     token_bytes,
 )
-from muxserve.scheduling.token_throttling import FixedBudget, TokenBudget, TokenThrottling
+from muxserve.scheduling.token_throttling import FixedBudget, Throttle, TokenBudget, TokenThrottling
 from muxserve.simulator import Pipeline, UnitResult
 from muxserve.simulator.stages import kv_blocks
 from muxserve.spec import Batching
@@ -115,12 +116,8 @@ class PipelinedArrangement(Arrangement):
 
     def pipeline(self, wanted: Wanted, place: SimulatedLayout) -> Pipeline:
         """See `Arrangement`."""
-
-        def budget() -> TokenBudget:
-            throttle = wanted.throttle
-            return FixedBudget(wanted.demand.max_num_batched_tokens) if throttle is None else TokenThrottling(throttle)
-
-        return Pipeline(split_layers(wanted.demand.architecture.layers, len(place.blocks)), place.links, budget)
+        budgets = _Budgets(wanted.demand.max_num_batched_tokens, wanted.throttle)
+        return Pipeline(split_layers(wanted.demand.architecture.layers, len(place.blocks)), place.links, budgets)
 
     def unit_words(self, unit: PlacedUnit) -> str:
         """See `Arrangement`."""
@@ -146,6 +143,18 @@ class PipelinedArrangement(Arrangement):
         parts = [f"{statistics.fmean(each):.0%}" for each in zip(*map(_bubbles, units), strict=True)]
         replicas = f"{len(units)} replica{'s' if len(units) > 1 else ''}"
         return f"{model} is pipelined, {replicas} of {len(parts)} stages with {enumerate_words(parts)} bubbles"
+
+
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    """Makes the budget of an engine: throttled, or of so many tokens. Those that make the same are equal, and so are
+    the pipelines that have them."""
+
+    tokens: int
+    throttle: Throttle | None
+
+    def __call__(self) -> TokenBudget:
+        return FixedBudget(self.tokens) if self.throttle is None else TokenThrottling(self.throttle)
 
 
 def _too_many(wanted: Wanted, stages: int) -> str:

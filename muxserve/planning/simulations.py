@@ -1,0 +1,192 @@
+"""Many simulations of one fleet: units that plans have in common are simulated once, and those that know nothing of
+each other on as many cores as there are. Neither changes a result."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from muxserve.costs.latency import LatencyModel
+from muxserve.metrics.records import RequestRecord
+from muxserve.simulator import ControlDelays, Options, Rules, SimUnit, coupled, simulate
+from muxserve.workload.trace import TraceRequest
+
+Progress = Callable[[int, int], None]
+
+# A process of its own takes some hundredths of a second; so many requests take ten times that.
+_WORTH_A_PROCESS = 200
+_MOST_PROCESSES = 8
+_decoder = msgspec.msgpack.Decoder(list[list[RequestRecord]])
+
+
+class _Group(NamedTuple):
+    """Units that depend on each other, the requests for their models, and where these stand in the workload. `key` says
+    all that its result depends on; None where that cannot be told."""
+
+    units: list[SimUnit]
+    requests: list[TraceRequest]
+    places: list[int]
+    key: object
+
+
+class Simulations:
+    """Simulates units under live control delays, on at most so many processes (None: as there are cores)."""
+
+    def __init__(self, latency: LatencyModel, processes: int | None = None) -> None:
+        self._latency = latency
+        self._processes = processes or min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+        # Nobody asks how many pages were in use.
+        self._options = Options(ControlDelays.live(), sample_seconds=0.0)
+        self._known: dict[object, list[RequestRecord]] = {}
+
+    def records(
+        self, units: Sequence[SimUnit], workload: Iterable[TraceRequest], rules: Rules, progress: Progress | None = None
+    ) -> list[RequestRecord]:
+        """What becomes of each request, in the order of the workload. `progress` is as of `simulate`.
+
+        Raises:
+            SimulationError, CostError: as `simulate`.
+        """
+        requests = list(workload)
+        groups = _groups(units, requests, rules)
+        missing = [group for group in groups if group.key is None or group.key not in self._known]
+        found = dict(zip(map(id, missing), self._simulate(missing, rules, progress), strict=True))
+        records = [RequestRecord(each.model, each.arrival, each.prompt_tokens, 0) for each in requests]
+        for record in records:
+            record.error = f"no unit serves {record.model}"
+        for group in groups:
+            made = found.get(id(group))
+            if made is None:
+                made = self._known[group.key]
+            elif group.key is not None:
+                self._known[group.key] = made
+            for place, record in zip(group.places, made, strict=True):
+                records[place] = record
+        return records
+
+    def _simulate(self, groups: Sequence[_Group], rules: Rules, progress: Progress | None) -> list[list[RequestRecord]]:
+        count = sum(len(group.requests) for group in groups)
+        shares = _divide(groups, max(1, min(self._processes, count // _WORTH_A_PROCESS)))
+        done = 0
+
+        def here(numbers: Sequence[int], progress: Progress | None) -> list[list[RequestRecord]]:
+            nonlocal done
+            made = []
+            for number in numbers:
+                units, requests = groups[number].units, groups[number].requests
+                told = None if progress is None else partial(_tell, progress, done, count)
+                made.append(simulate(units, requests, self._latency, self._options, rules, progress=told).records)
+                done += len(requests)
+            return made
+
+        others = [_Child(partial(here, numbers, None)) for numbers in shares[1:]]
+        try:
+            parts = [here(shares[0], progress)]
+            for numbers, child in zip(shares[1:], others, strict=True):
+                part = child.result()
+                # What went wrong there goes wrong here, and is raised.
+                parts.append(here(numbers, progress) if part is None else part)
+        finally:
+            for child in others:
+                child.end()
+        found: list[list[RequestRecord]] = [[] for _ in groups]
+        for numbers, part in zip(shares, parts, strict=True):
+            for number, made in zip(numbers, part, strict=True):
+                found[number] = made
+        return found
+
+
+def _tell(progress: Progress, before: int, count: int, done: int, _: int) -> None:
+    progress(before + done, count)
+
+
+def _groups(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules) -> list[_Group]:
+    members = coupled(units)
+    places: list[list[int]] = [[] for _ in members]
+    of = {model.name: mine for group, mine in zip(members, places, strict=True) for u in group for model in u.models}
+    for number, request in enumerate(requests):
+        if request.model in of:
+            of[request.model].append(number)
+    found = []
+    for group, mine in zip(members, places, strict=True):
+        asked = [requests[number] for number in mine]
+        found.append(_Group(group, asked, mine, _key(group, asked, rules)))
+    return found
+
+
+def _key(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules) -> object:
+    """A unit alone, whatever its name and wherever its devices are, and what comes for it."""
+    if len(units) != 1 or any(model.name in rules for model in units[0].models):
+        return None
+    unit = replace(units[0], name="", devices=tuple(range(len(units[0].devices))))
+    key = (unit, tuple(requests))
+    try:
+        hash(key)
+    except TypeError:
+        # Models that sleep are in dictionaries.
+        return None
+    return key
+
+
+def _divide(groups: Sequence[_Group], processes: int) -> list[list[int]]:
+    """The numbers of the groups of each process: the largest first, each to the one that has the least to do."""
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    load = [0] * processes
+    for number in sorted(range(len(groups)), key=lambda number: -len(groups[number].requests)):
+        least = load.index(min(load))
+        shares[least].append(number)
+        load[least] += len(groups[number].requests)
+    return [shares[0], *(share for share in shares[1:] if share)]
+
+
+class _Child:
+    """A forked process that simulates, and writes the records into a pipe."""
+
+    def __init__(self, work: Callable[[], list[list[RequestRecord]]]) -> None:
+        self._pid: int | None = None
+        self._ended = False
+        self._read, write = os.pipe()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(write)
+            return
+        if self._pid == 0:
+            try:
+                os.close(self._read)
+                data = memoryview(msgspec.msgpack.encode(work()))
+                while data:
+                    data = data[os.write(write, data) :]
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(write)
+
+    def result(self) -> list[list[RequestRecord]] | None:
+        """What it found; None: it did not get there."""
+        data = bytearray()
+        while part := os.read(self._read, 1 << 20):
+            data += part
+        self._ended = True
+        try:
+            return _decoder.decode(data)
+        except msgspec.DecodeError:
+            return None
+
+    def end(self) -> None:
+        """It is not needed any more."""
+        os.close(self._read)
+        if self._pid is None:
+            return
+        # Somebody else may have waited for one that has ended, and its number may be another's by now.
+        with suppress(ProcessLookupError, ChildProcessError):
+            if not self._ended:
+                os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)

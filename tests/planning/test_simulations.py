@@ -1,0 +1,97 @@
+"""Units that plans share are simulated once, and several at a time; nothing comes out otherwise for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from muxserve.planning import simulations
+from muxserve.planning.simulations import Simulations
+from muxserve.simulator import ControlDelays, Options, SimulationError, SimUnit, simulate
+from muxserve.simulator.result import FleetResult
+from muxserve.workload.trace import TraceRequest
+from tests.scheduling.machine import profile
+from tests.simulator.support import Analytic, unit
+
+NAMES = ("m0", "m1", "m2", "m3")
+
+
+def units(policy: str = "adbs") -> list[SimUnit]:
+    return [
+        replace(unit([profile(name)], 800, policy), name=f"unit{number}", devices=(number,))
+        for number, name in enumerate(NAMES)
+    ]
+
+
+def workload(count: int = 600) -> list[TraceRequest]:
+    return [TraceRequest(0.01 * n, (*NAMES, "nowhere")[n % 5], 20 + n % 50, 5 + n % 30) for n in range(count)]
+
+
+def expected(of: list[SimUnit], load: list[TraceRequest]) -> FleetResult:
+    return simulate(of, load, Analytic(), Options(ControlDelays.live()))
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_several_processes_find_what_one_simulation_of_all_finds(processes: int) -> None:
+    made = Simulations(Analytic(), processes).records(units(), workload(), {})
+    assert made == expected(units(), workload()).records
+
+
+def test_a_unit_that_another_plan_has_as_well_is_not_simulated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: list[str] = []
+
+    def counted(of: list[SimUnit], *args: object, **options: object) -> FleetResult:
+        simulated.extend(each.name for each in of)
+        return simulate(of, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulations, "simulate", counted)
+    known = Simulations(Analytic(), processes=1)
+    known.records(units(), workload(), {})
+    assert sorted(simulated) == ["unit0", "unit1", "unit2", "unit3"]
+    simulated.clear()
+    # Other names and devices, and one unit that is another.
+    other = [replace(each, name=f"again{number}", devices=(number + 7,)) for number, each in enumerate(units())]
+    other[2] = replace(other[2], policy="fcfs")
+    assert known.records(other, workload(), {}) == expected(other, workload()).records
+    assert simulated == ["again2"]
+    simulated.clear()
+    # Other requests for one model.
+    load = [*workload(), TraceRequest(100.0, "m1", 40, 40)]
+    assert known.records(units(), load, {}) == expected(units(), load).records
+    assert simulated == ["unit1"]
+
+
+def test_replicas_of_a_model_are_simulated_together_and_every_time() -> None:
+    of = [replace(each, models=units()[0].models) for each in units()[:2]]
+    load = [TraceRequest(0.01 * n, "m0", 30, 30) for n in range(400)]
+    known = Simulations(Analytic(), processes=2)
+    for _ in range(2):
+        assert known.records(of, load, {}) == expected(of, load).records
+
+
+def test_a_child_that_dies_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getpid()
+
+    def dying(*args: object, **options: object) -> FleetResult:
+        if os.getpid() != own:
+            os._exit(7)
+        return simulate(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulations, "simulate", dying)
+    made = Simulations(Analytic(), processes=3).records(units(), workload(), {})
+    assert made == expected(units(), workload()).records
+
+
+def test_what_cannot_be_simulated_is_an_error_here_wherever_it_was_tried() -> None:
+    load = sorted(workload(), key=lambda each: (each.model != "m3", -each.arrival))
+    with pytest.raises(SimulationError, match="fall"):
+        Simulations(Analytic(), processes=3).records(units(), load, {})
+
+
+def test_progress_counts_all_requests() -> None:
+    told: list[tuple[int, int]] = []
+    Simulations(Analytic(), processes=1).records(units(), workload(), {}, lambda *each: told.append(each))
+    assert told == sorted(told)
+    assert told[-1] == (480, 480)
