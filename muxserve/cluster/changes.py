@@ -1,8 +1,9 @@
 """Changes of a running fleet: replicas started and ended, units drained, models added and removed.
 
 Asked for by users (`muxserve.control`) and by the global scheduler. One at a time, except that others go on while one
-waits for requests to end; each either happens or leaves everything as it was. A replica is started by giving a unit
-that declares the model its engines back, else as a unit of its own; a unit that serves nothing any more is ended.
+waits for requests to end, and that models that memory decides on are woken and put to sleep beside each other. Each
+either happens or leaves everything as it was. A replica is started by giving a unit that declares the model its engines
+back, else as a unit of its own; a unit that serves nothing any more is ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
@@ -56,7 +58,7 @@ class Changes:
         self._declared = declared
         # Which life of the global scheduler an order is from: those of one that has died are void.
         self._life = 0
-        # The model that is being started because the global scheduler wants it.
+        # The models that are being started because the global scheduler wants it.
         self.starting: list[str] = []
 
     @property
@@ -75,7 +77,7 @@ class Changes:
 
     async def adopt(self, wanted: Fleet, tell: Tell) -> None:
         """See `FleetControl.adopt`."""
-        async with self._steps.lock:
+        async with self._steps.lock.alone():
             planner, declared = self._steps.planner, self.declared
             fleet = planner.settings(wanted, self.fleet)
             self._units.change(
@@ -93,7 +95,7 @@ class Changes:
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         """See `FleetControl.scale`."""
         with contextlib.ExitStack() as leaving:
-            async with self._steps.lock:
+            async with self._steps.lock.alone():
                 self._check(model)
                 have = self._steps.replicas(model)
                 if replicas >= len(have):
@@ -107,7 +109,7 @@ class Changes:
     async def drain(self, unit: str, tell: Tell) -> None:
         """See `FleetControl.drain`."""
         with contextlib.ExitStack() as leaving:
-            async with self._steps.lock:
+            async with self._steps.lock.alone():
                 drained = self._units.units.get(unit)
                 if drained is None:
                     raise ChangeError(f"there is no unit {unit} any more")
@@ -121,7 +123,7 @@ class Changes:
         """See `FleetControl.add`."""
         (model,) = declared.models
         await self._steps.until_left(model.name, tell)
-        async with self._steps.lock:
+        async with self._steps.lock.alone():
             planner = self._steps.planner
             addition = await asyncio.to_thread(planner.addition, declared, self._units.next_name, self.fleet, tell)
             name, started = addition.model.name, []
@@ -150,7 +152,7 @@ class Changes:
     async def remove(self, model: str, tell: Tell) -> None:
         """See `FleetControl.remove`."""
         with contextlib.ExitStack() as leaving:
-            async with self._steps.lock:
+            async with self._steps.lock.alone():
                 self._check(model)
                 fleet = self.fleet
                 self._units.change(
@@ -169,7 +171,7 @@ class Changes:
                     leaving.enter_context(self._steps.leaving([model], unit))
             if not await self._steps.until_empty(model, replicas, seconds):
                 tell(f"{model} may still have requests after {seconds:g} s; they end with it")
-            async with self._steps.lock:
+            async with self._steps.lock.alone():
                 try:
                     for unit in replicas:
                         await self._steps.end_replicas([model], unit, tell)
@@ -179,7 +181,7 @@ class Changes:
 
     async def set_adapter(self, model: str, name: str, path: str) -> None:
         """See `FleetControl.set_adapter`."""
-        async with self._steps.lock:
+        async with self._steps.lock.alone():
             self._check(model)
             self._units.change(
                 models=[with_adapter(each, name, path) if each.name == model else each for each in self.fleet.models]
@@ -209,7 +211,7 @@ class Changes:
     async def _start_wanted(self, model: str, count: int) -> None:
         life = self._life
         for _ in range(count):
-            async with self._steps.lock:
+            async with self._lock_of(model):
                 if life != self._life:
                     return
                 try:
@@ -226,15 +228,23 @@ class Changes:
                     self._say(f"no replica of {model} more: {error}")
                     await self._send(wire.StartFailed(model, str(error) or type(error).__name__))
                 finally:
-                    self.starting.clear()
+                    if model in self.starting:
+                        self.starting.remove(model)
 
     async def _stop_wanted(self, model: str, name: str) -> None:
-        async with self._steps.lock:
+        async with self._lock_of(model):
             unit = self._units.units.get(name)
             if unit is not None and model in unit.serves and not self._steps.is_leaving(model, name):
                 await self._steps.end_replicas([model], unit, self._say)
 
     # ------------------------------------------------------------ details
+
+    def _lock_of(self, model: str) -> AbstractAsyncContextManager[None]:
+        """For what the global scheduler wants: a model that memory decides on is woken in a unit that is there, beside
+        others."""
+        residency = self.fleet.residency
+        resident = residency is not None and model in residency.models
+        return self._steps.lock.shared(model) if resident else self._steps.lock.alone()
 
     def _check_served_without(self, model: str, unit: RunningUnit) -> None:
         """Whether `unit` can be done without by a model that may not sleep.

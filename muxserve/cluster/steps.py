@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,6 +77,39 @@ class UnitPlanner(Protocol):
         both have limits, objectives and bounds of replicas."""
 
 
+class ChangeLock:
+    """Held by one change of the fleet at a time; or shared by models that memory wakes and puts to sleep in units that
+    are there, each by one step at a time. Who wants it alone goes before those that would share it next."""
+
+    def __init__(self) -> None:
+        self._entry = asyncio.Lock()
+        self._models: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._sharing = 0
+        self._nobody_shares = asyncio.Event()
+        self._nobody_shares.set()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Nothing else is changed meanwhile."""
+        async with self._entry:
+            await self._nobody_shares.wait()
+            yield
+
+    @contextlib.asynccontextmanager
+    async def shared(self, model: str) -> AsyncIterator[None]:
+        """Other models may be started and ended meanwhile."""
+        async with self._models[model]:
+            async with self._entry:
+                self._sharing += 1
+                self._nobody_shares.clear()
+            try:
+                yield
+            finally:
+                self._sharing -= 1
+                if not self._sharing:
+                    self._nobody_shares.set()
+
+
 class FleetSteps:
     """One step after the other. Whoever calls holds `lock`, so that only one change is made of them at a time; what is
     only waited for is waited for without it, while `leaving` keeps other changes away.
@@ -91,7 +125,7 @@ class FleetSteps:
         self._units = units
         self._planner = planner
         self._send = send
-        self.lock = asyncio.Lock()
+        self.lock = ChangeLock()
         # Replicas that are about to end, (model, unit), and units that end as a whole.
         self._leaving: set[tuple[str, str]] = set()
         self._ending: set[str] = set()
@@ -278,7 +312,7 @@ class FleetSteps:
             finally:
                 for key in waiting:
                     self._draining.pop(key, None)
-        async with self.lock:
+        async with self.lock.alone():
             await self.end_replicas(models, unit, tell)
 
     async def end_replicas(self, models: Sequence[str], unit: RunningUnit, tell: Tell) -> None:

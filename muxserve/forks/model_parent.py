@@ -17,7 +17,7 @@ from typing import Any
 
 from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
 from muxserve.net.heartbeat import heartbeat_file
-from muxserve.net.process import words
+from muxserve.net.process import trim, words
 from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     if unit_spec.simulated is None:
         _end_groups()
     refuse_unsupported(executor, unit_spec.model(model))
+    trim()  # what its engines are forked with is theirs, too
     return config, executor, set_threads
 
 

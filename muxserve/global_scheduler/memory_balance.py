@@ -36,9 +36,9 @@ class MemoryBalance:
         return self._models
 
     @property
-    def _fixed(self) -> int:
-        """Bytes of everything that is no model: the most that was measured lately."""
-        return max((fixed for _, fixed in self._measured), default=0)
+    def _fixed(self) -> int | None:
+        """Bytes of everything that is no model: the most that was measured lately, if anything was."""
+        return max((fixed for _, fixed in self._measured), default=None)
 
     def change(self, spec: ResidencySpec) -> None:
         """Other rules or models."""
@@ -120,7 +120,7 @@ class MemoryBalance:
         return {
             "limit_bytes": self.policy.rules.limit,
             "used_bytes": self._total,
-            "fixed_bytes": self._fixed,
+            "fixed_bytes": self._fixed or 0,
             "reserved_bytes": self._reserved,
             "models": models,
         }

@@ -71,6 +71,13 @@ def close_inherited(given: Collection[str] = ()) -> None:
                 os.close(number)
 
 
+def trim() -> None:
+    """Give the system back what the C library keeps of freed memory."""
+    found = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc only
+    if found is not None:
+        found(0)
+
+
 class IdleTrim:
     """Gives the system back what the C library keeps of freed memory, once after each time in which there was work.
 
@@ -78,8 +85,6 @@ class IdleTrim:
     """
 
     def __init__(self) -> None:
-        # Of glibc only.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._worked = False
         self._idle_since: float | None = None
 
@@ -96,8 +101,7 @@ class IdleTrim:
             self._idle_since = now
         elif now - self._idle_since >= TRIM_SECONDS:
             self._worked = False
-            if self._trim is not None:
-                self._trim(0)
+            trim()
 
 
 def words(error: Exception) -> str:

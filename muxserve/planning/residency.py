@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from muxserve.config import AUTO, Fleet, FleetError
+from muxserve.config import AUTO, Fleet, FleetError, Model
+from muxserve.costs import ModelArchitecture
+from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.simulator import SimResidency, SimUnit
@@ -16,7 +19,7 @@ from placement.format import format_size
 
 # `auto`: other programs of the machine have the rest.
 AUTO_PART = 0.9
-# What processes may come to take between two measurements stays free.
+# What a step takes for a moment, and whatever nobody foresaw, stays free.
 HEADROOM = 0.05
 # Expected until it is measured, of processes of the pinned vLLM on CPU (docs/residency.md has the measured ones): a
 # fleet in which every model sleeps, without its pools, and in that for each model; and a model's processes besides its
@@ -24,8 +27,22 @@ HEADROOM = 0.05
 FLEET_BYTES = 1 << 30
 DECLARED_BYTES = 8 << 20
 MODEL_BYTES = 200 << 20
-# A first token within this time where a model has no objective, and how long a wake takes until one was measured.
-TTFT_SECONDS, WAKE_SECONDS = 5.0, 1.0
+# What is no model, and an awake model, may come to take more before it is measured again: 2 to 5 s. Measured: 20 MiB of
+# each awake model's are counted as of what is no model, and 8 MiB are what it takes more under load than when it was
+# woken.
+FIXED_MARGIN, MODEL_MARGIN = 64 << 20, 32 << 20
+# While a model is loaded, so much of its files is mapped besides (`engine.cpu.weight_files`: a window of 32 MiB, a
+# tensor that reaches beyond it, and what safetensors reads ahead).
+MAPPED_BYTES = 48 << 20
+# Loaders that a user asks for by these have all of a file in memory at once.
+_OTHER_LOADERS = ("load_format", "safetensors_load_strategy", "model_loader_extra_config")
+# A first token within this time where a model has no objective.
+TTFT_SECONDS = 5.0
+# How long a wake takes until one was measured: 0.40 s with next to no weights (benchmarks/results/startup.json), and
+# 0.65 s with 273 MiB (the table in docs/residency.md), on two cores that have little else to do.
+WAKE_SECONDS, WAKE_BANDWIDTH = 0.4, (273 << 20) / (0.65 - 0.4)
+# More at a time would take memory that others wait for, and come up no sooner.
+MOST_WAKES = 4
 
 
 def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) -> SimUnit:
@@ -58,6 +75,22 @@ def within_limit(fleet: Fleet, machine: Machine) -> Machine:
     return replace(machine, memory_bytes=limit)
 
 
+def wake_seconds(weights: int) -> float:
+    """How long waking a model with so many bytes of weights takes on this machine's CPU, as far as was measured: its
+    processes come up, and its weights are copied out of the page cache."""
+    return WAKE_SECONDS + weights / WAKE_BANDWIDTH
+
+
+def load_bytes(model: Model, architecture: ModelArchitecture, dtype: str) -> int:
+    """Bytes that loading the model takes besides its weights: what is mapped of its files meanwhile."""
+    weights = architecture.weight_bytes(dtype)
+    in_windows = any(Path(model.path or "").glob("*.safetensors")) and not set(_OTHER_LOADERS) & set(model.engine_args)
+    if not in_windows:
+        return weights
+    # No tensor is larger than that of the embeddings.
+    return min(weights, MAPPED_BYTES + ITEM_BYTES[dtype] * architecture.vocab * architecture.hidden)
+
+
 def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) -> ResidencySpec | None:
     """By what memory decides which models of the planned units are awake; None if it does not.
 
@@ -76,11 +109,11 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
             weights = demand.architecture.weight_bytes(demand.resolved_dtype)
             costs[model.name] = WakeCosts(
                 bytes=weights + MODEL_BYTES,
-                # Files are mapped while they are copied.
-                load_bytes=weights,
-                seconds=WAKE_SECONDS,
+                load_bytes=load_bytes(model, demand.architecture, demand.resolved_dtype),
+                seconds=wake_seconds(weights),
                 ttft=TTFT_SECONDS if model.slo.ttft_ms is None else model.slo.ttft_ms / 1000,
                 pinned=model.keep == "always",
+                margin=MODEL_MARGIN,
             )
     fixed = FLEET_BYTES + len(costs) * DECLARED_BYTES + sum(plan.unit.pool_bytes for plan in plans)
     fixed += sum(each.bytes for each in costs.values() if each.pinned)
@@ -96,5 +129,13 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         if largest is not None:
             message += f", and waking {largest} {format_size(needed - fixed)} more"
         raise FleetError([fleet.problem(("memory", "limit"), f"{message}; give more, or a smaller kv_pool.size")])
-    rules = ResidencyRules(most, min_residence=fleet.memory.min_residence, max_wait=fleet.memory.max_wait, fixed=fixed)
+    rules = ResidencyRules(
+        most,
+        min_residence=fleet.memory.min_residence,
+        max_wait=fleet.memory.max_wait,
+        # Loading is work of one core.
+        wakes=max(1, min(machine.cores, MOST_WAKES)),
+        fixed=fixed,
+        fixed_margin=FIXED_MARGIN,
+    )
     return ResidencySpec(rules, sleeping)

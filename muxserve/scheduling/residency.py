@@ -9,6 +9,7 @@ waited for `max_wait` before all others.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,17 +20,20 @@ from muxserve.scheduling.deadlines import TimedJob, moore_hodgson
 _SMOOTHING = 0.3
 # Models that count as never asked for are put to sleep in the order of their bytes all the same.
 _LEAST_RATE = 1e-6
+# What was measured of a model is believed from so many measurements on, and counts for so many residences after it.
+_BELIEVED, _REMEMBERED = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyRules:
-    """Everything together takes at most `limit` bytes, and what is no model counts as `fixed` bytes until it is more.
+    """Everything together takes at most `limit` bytes. What is no model counts as `fixed` bytes until it was measured,
+    and then as what was measured and `fixed_margin`.
 
     A model stays awake for `min_residence` seconds and for `residence_factor` times what waking it takes, so that
     waking takes a bounded part of the time. A request that has waited for `max_wait` seconds goes before all that have
     not, and nobody takes memory that it needs. A model with running requests is put to sleep only when another has
     waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
-    counts. At most `wakes` models are woken at a time.
+    counts. At most `wakes` models are woken at a time, each as fast as if it were alone.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -43,6 +47,7 @@ class ResidencyRules:
     windows: tuple[float, ...] = (5.0, 60.0, 600.0)
     wakes: int = 1
     fixed: int = 0
+    fixed_margin: int = 0
 
     def __post_init__(self) -> None:
         if self.limit <= 0 or self.wakes < 1 or not self.windows or min(self.windows) <= 0:
@@ -54,14 +59,15 @@ class ResidencyRules:
 @dataclass(frozen=True, slots=True)
 class WakeCosts:
     """What a model takes, as expected before it was awake for the first time: bytes while it is awake, `load_bytes`
-    more while it is being woken, seconds to wake it; and its objective for the first token, seconds. `pinned`: it never
-    sleeps."""
+    more while it is being woken, seconds to wake it; and its objective for the first token, seconds. From one
+    measurement to the next it takes at most `margin` bytes more. `pinned`: it never sleeps."""
 
     bytes: int
     load_bytes: int = 0
     seconds: float = 1.0
     ttft: float = 5.0
     pinned: bool = False
+    margin: int = 0
 
 
 class Residence(Enum):
@@ -139,12 +145,23 @@ class ArrivalRates:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a model: as declared, then as measured."""
+    """What is known of a model: as declared, then as measured. `peak` is the most of this residence, of which there are
+    so many `measurements`, `peaks` those of the residences before it."""
 
     costs: WakeCosts
     rates: ArrivalRates
-    bytes: int
     seconds: float
+    peak: int = 0
+    measurements: int = 0
+    peaks: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    @property
+    def learned(self) -> int | None:
+        """The most that was measured lately, with the margin; None if that is not believed yet."""
+        if self.measurements < _BELIEVED and not self.peaks:
+            return None
+        most = max(self.peak, *self.peaks, 0)
+        return max(most, min(self.costs.bytes, most + self.costs.margin))
 
 
 @dataclass(slots=True)
@@ -180,9 +197,10 @@ class Residency:
         self._known = {
             name: known
             if (known := self._known.get(name)) is not None and known.costs == costs
-            else _Known(costs, ArrivalRates(rules.windows), costs.bytes, costs.seconds)
+            else _Known(costs, ArrivalRates(rules.windows), costs.seconds)
             for name, costs in models.items()
         }
+        self._expect()
 
     # ------------------------------------------------------------ what is learned
 
@@ -194,17 +212,27 @@ class Residency:
         """Waking it has taken so long."""
         known = self._known[model]
         known.seconds += _SMOOTHING * (seconds - known.seconds)
+        if known.measurements >= _BELIEVED:
+            known.peaks.append(known.peak)
+            known.peak = known.measurements = 0
 
     def measured(self, model: str, held: int) -> None:
-        """It takes so many bytes when it is awake. The most counts of what was declared and what was measured: it takes
-        less before it has served."""
+        """It takes so many bytes while it is awake."""
         known = self._known[model]
-        known.bytes = max(known.bytes, held)
+        known.measurements += 1
+        known.peak = max(known.peak, held)
+        self._expect()
+
+    def expected(self, model: str) -> int:
+        """Bytes that the model may come to take while it is awake, before it is measured again: the most that was
+        measured in its last residences, with its margin. Before that is known, what was declared, less what was
+        declared too much of all models that are at least as large and known: processes of a smaller one take no more
+        besides its weights."""
+        return self._expected[model]
 
     def needs(self, model: str) -> int:
         """Bytes that have to be free to wake the model."""
-        known = self._known[model]
-        return known.bytes + known.costs.load_bytes
+        return self._expected[model] + self._known[model].costs.load_bytes
 
     def wake_seconds(self, model: str) -> float:
         """Expected time to wake it."""
@@ -221,20 +249,21 @@ class Residency:
         rate = max(_LEAST_RATE, known.rates.most(now))
         return rate * known.seconds * (known.seconds / known.costs.ttft)
 
-    def hopeless(self, model: str, fixed: int) -> int:
-        """How many bytes are missing to wake the model if all that may sleep did; 0 if there are enough. `fixed`: bytes
-        that are not of models."""
-        fixed = max(fixed, self.rules.fixed)
-        pinned = sum(known.bytes for name, known in self._known.items() if known.costs.pinned and name != model)
-        return max(0, fixed + pinned + self.needs(model) - self.rules.limit)
+    def hopeless(self, model: str, fixed: int | None) -> int:
+        """How many bytes are missing to wake the model if all that may sleep did; 0 if there are enough. `fixed` as of
+        `decide`."""
+        pinned = sum(
+            self._expected[name] for name, known in self._known.items() if known.costs.pinned and name != model
+        )
+        return max(0, self._fixed(fixed) + pinned + self.needs(model) - self.rules.limit)
 
     # ------------------------------------------------------------ decisions
 
-    def decide(self, now: float, fixed: int, standings: Iterable[Standing]) -> list[Change]:
+    def decide(self, now: float, fixed: int | None, standings: Iterable[Standing]) -> list[Change]:
         """What changes at `now`.
 
         Args:
-            fixed: bytes that are not of models.
+            fixed: bytes that are not of models, as measured; None: as declared.
             standings: of all models.
 
         First, models are put to sleep if more is taken than there is. Then the groups of waiting requests, in the
@@ -244,7 +273,7 @@ class Residency:
         them stay if their memory is promised to nobody.
         """
         by_name = {each.model: each for each in standings}
-        balance = self._balance(max(fixed, self.rules.fixed), by_name.values())
+        balance = self._balance(self._fixed(fixed), by_name.values())
         changes: list[Change] = []
         if balance.free + balance.promised < 0:
             changes += self._shrink(now, balance, by_name)
@@ -291,7 +320,8 @@ class Residency:
             if now - oldest >= self.rules.max_wait:
                 starved.append((oldest, each.model))
             elif possible:
-                jobs.append(TimedJob(each.model, known.seconds, min(possible), len(possible)))
+                # As on one machine that is so many times as fast.
+                jobs.append(TimedJob(each.model, known.seconds / self.rules.wakes, min(possible), len(possible)))
             else:
                 hopeless.append((oldest, each.model))
         in_time, late = moore_hodgson(jobs, now)
@@ -299,6 +329,22 @@ class Residency:
         return [model for _, model in sorted(starved)] + [job.name for job in in_time] + last
 
     # ------------------------------------------------------------ inside
+
+    def _expect(self) -> None:
+        known = [(each.costs, each.learned) for each in self._known.values()]
+        spared = [(costs.bytes, costs.bytes - learned) for costs, learned in known if learned is not None]
+
+        def first(costs: WakeCosts) -> int:
+            least = min((spare for size, spare in spared if size >= costs.bytes), default=0)
+            return costs.bytes - max(0, least)
+
+        self._expected = {
+            name: max(first(each.costs), each.peak) if (learned := each.learned) is None else learned
+            for name, each in self._known.items()
+        }
+
+    def _fixed(self, measured: int | None) -> int:
+        return self.rules.fixed if measured is None else measured + self.rules.fixed_margin
 
     def _balance(self, fixed: int, standings: Iterable[Standing]) -> _Balance:
         free, promised = self.rules.limit - fixed, 0
@@ -317,7 +363,7 @@ class Residency:
             return 0
         if standing.residence is Residence.WAKING:
             return max(standing.held, self.needs(standing.model))
-        return max(standing.held, self._known[standing.model].bytes)
+        return max(standing.held, self._expected[standing.model])
 
     def _victims(self, now: float, missing: int, standings: Iterable[Standing], busy: bool) -> list[Standing] | None:
         """Who is to sleep so that `missing` bytes come free; None: they cannot. `busy`: whether those with running

@@ -115,7 +115,7 @@ class ResidentUnit(ScheduledUnit):
             Standing(each.name, each.residence, each.since, each.running, [r.arrival for r in each.waiting])
             for each in self.residents.values()
         ]
-        for change in self.awake.decide(now, 0, standings):
+        for change in self.awake.decide(now, None, standings):
             model = self.residents[change.model]
             if isinstance(change, Wake):
                 model.wakes += 1

@@ -96,6 +96,8 @@ _MLA = "vllm.model_executor.layers.attention.mla_attention"
 CPU_INTERNALS: list[Internal] = [
     ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
     ("vllm.v1.worker.cpu_worker", "CPUModelRunner", ()),
+    ("vllm.model_executor.model_loader.weight_utils", "safe_open", ()),
+    ("vllm.model_executor.model_loader.weight_utils", "safetensors_weights_iterator", ("hf_weights_files",)),
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend.forward_includes_kv_cache_update", ()),
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build", ("common_attn_metadata",)),
     ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLABackend.get_supported_kernel_block_sizes", ()),

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,12 @@ from muxserve.cluster import machine
 from muxserve.cluster.events import Event, PartId
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import RestartPolicy
+from muxserve.cluster.steps import ChangeLock
 from muxserve.cluster.supervision import GaveUp, Part, PartFailed, Supervisor
 from muxserve.cluster.watch import Watch
 from muxserve.gpu import nvml
 from muxserve.spec.run_dir import LOG_DIRS_KEPT, RunDir, RunDirError, default_base, make_log_dir
+from tests.support.patience import PATIENCE
 
 
 def test_the_first_restart_is_quick_and_the_last_death_is_final() -> None:
@@ -309,3 +312,49 @@ def test_torch_says_in_a_file_what_cuda_it_is_for(
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
     assert machine.torch_cuda() == expected
+
+
+async def test_models_are_woken_beside_each_other_and_beside_no_other_change() -> None:
+    lock, happened, ends = ChangeLock(), [], {name: asyncio.Event() for name in ("a", "b", "a again", "change", "c")}
+
+    async def hold(name: str, how: AbstractAsyncContextManager[None]) -> None:
+        async with how:
+            happened.append(name)
+            await ends[name].wait()
+
+    async def until_quiet() -> list[str]:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return happened
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(hold("a", lock.shared("a")))
+        tasks.create_task(hold("b", lock.shared("b")))
+        tasks.create_task(hold("a again", lock.shared("a")))
+        assert await until_quiet() == ["a", "b"]
+        ends["a"].set()
+        assert await until_quiet() == ["a", "b", "a again"]
+        tasks.create_task(hold("change", lock.alone()))
+        await until_quiet()
+        tasks.create_task(hold("c", lock.shared("c")))
+        ends["b"].set()
+        assert await until_quiet() == ["a", "b", "a again"]
+        ends["a again"].set()
+        assert await until_quiet() == ["a", "b", "a again", "change"]
+        ends["change"].set()
+        assert await until_quiet() == ["a", "b", "a again", "change", "c"]
+        ends["c"].set()
+
+
+async def test_a_wake_that_is_cancelled_lets_others_go_on() -> None:
+    lock = ChangeLock()
+
+    async def hold() -> None:
+        async with lock.shared("a"):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    task.cancel()
+    async with lock.alone(), asyncio.timeout(PATIENCE):
+        assert task.cancelled()

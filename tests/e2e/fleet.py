@@ -63,6 +63,8 @@ class Fleet:
     ) -> None:
         self.process = process
         self.environment = {**os.environ, **(environment or {})}
+        # What `muxserve deploy` is to end with.
+        self.exit_code = 0
         self.directory = directory
         self.url = f"http://127.0.0.1:{port}"
         # Reading certificates, which nobody needs here, would take more time than most questions.
@@ -214,7 +216,7 @@ def running(
         fleet.wait_healthy(seconds)
         yield fleet
         process.send_signal(signal.SIGINT)
-        assert process.wait(2 * PATIENCE) == 0
+        assert process.wait(2 * PATIENCE) == fleet.exit_code
         eventually(lambda: not fleet.left(), lambda: f"processes were left behind: {fleet.left()}")
     except BaseException:
         print(f"--- deploy\n{(path.parent / 'deploy.log').read_text()[-4000:]}", file=sys.stderr)

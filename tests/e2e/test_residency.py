@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import psutil
 import pytest
 import yaml
 
 from muxserve.cluster.memory_use import memory_of
 from tests.e2e.fleet import Fleet, running
+from tests.e2e.load import until
 from tests.support.patience import PATIENCE
 from tests.support.promql import unanswered
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -105,28 +107,80 @@ def test_tokens_are_the_same_through_sleeps_and_wakes_under_load(fleet: Fleet, s
     assert not unanswered(fleet.get("/metrics").text, residency=True)
 
 
-def parents(fleet: Fleet) -> list[psutil.Process]:
-    """The processes that load models and fork engines."""
-    return fleet.parts("muxserve model")
+# Where a wake is stopped: by which process, the moment that it is there.
+LOADING, WARMING = "muxserve model", "muxserve engine"
+ITSELF = "the process that was stopped"
 
 
-def test_a_model_that_is_killed_while_it_is_woken_answers_all_the_same(fleet: Fleet, said: dict[str, str]) -> None:
-    known = {process.pid for process in parents(fleet)}
+class StoppedWake:
+    """A model that is being woken, with `process` stopped: the one that loads its weights, before it has forked
+    engines, or an engine before it is up."""
 
-    async def load_and_kill() -> list[tuple[str, str]]:
-        asked = asyncio.create_task(answers(fleet, rounds=2))
-        while not asked.done():
-            new = [process for process in await asyncio.to_thread(parents, fleet) if process.pid not in known]
-            if new:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    new[0].send_signal(signal.SIGKILL)
-                break
-            await asyncio.sleep(0.01)
-        return await asked
+    def __init__(self, fleet: Fleet, phase: str) -> None:
+        self._fleet, self._phase = fleet, phase
+        self._known = {each.pid for each in fleet.parts(phase)}
+        self.process: psutil.Process | None = None
 
-    for name, text in asyncio.run(load_and_kill()):
+    def caught(self) -> bool:
+        """Whether one is stopped now; one that was found too late goes on."""
+        there = self._fleet.parts(self._phase)
+        for each in (each for each in there if each.pid not in self._known):
+            self._known.add(each.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
+                if self._early(each):
+                    self.process = each
+                    return True
+                each.resume()
+        return False
+
+    def _early(self, process: psutil.Process) -> bool:
+        if self._phase == LOADING:
+            return not process.children()
+        model = process.cmdline()[0].removeprefix(WARMING).split("/")[0].strip()
+        return bool(memory(self._fleet)["models"][model]["residence"] == "waking")
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        (LOADING, ITSELF),
+        (LOADING, "muxserve-memory-manager"),
+        (LOADING, "muxserve.unit.scheduler"),
+        (LOADING, "muxserve warm parent"),
+        (WARMING, ITSELF),
+        (WARMING, "muxserve.global_scheduler"),
+        (WARMING, "muxserve-memory-manager"),
+    ],
+)
+async def test_whoever_is_killed_during_a_wake_everybody_is_answered(
+    fleet: Fleet, said: dict[str, str], phase: str, victim: str
+) -> None:
+    over = asyncio.Event()
+
+    async def load() -> list[tuple[str, str]]:
+        told = []
+        while not over.is_set():  # until a wake was stopped
+            told += await answers(fleet)
+        return told + await answers(fleet)
+
+    wake = await asyncio.to_thread(StoppedWake, fleet, phase)
+    loading = asyncio.create_task(load())
+    try:
+        await until(wake.caught, f"stopped in a wake: {phase}")
+        assert wake.process is not None
+        struck = wake.process if victim == ITSELF else await asyncio.to_thread(fleet.part, victim)
+        assert struck is not None
+        struck.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            wake.process.resume()
+    finally:
+        over.set()
+        told = await loading
+    assert {name for name, _ in told} == set(NAMES)
+    for name, text in told:
         assert text == said[name]
-    assert fleet.get("/health").status_code == 200
+    await until(lambda: fleet.get("/health").status_code == 200, "healthy")
 
 
 def test_memory_decides_and_says_so(fleet: Fleet) -> None:
@@ -138,3 +192,19 @@ def test_memory_decides_and_says_so(fleet: Fleet) -> None:
     assert status.returncode == 0, status.stderr
     assert "memory: " in status.stdout
     assert "put to sleep" in status.stdout
+
+
+async def test_nothing_is_left_of_a_fleet_whose_controller_is_killed_during_a_wake(fleet: Fleet) -> None:
+    wake = await asyncio.to_thread(StoppedWake, fleet, LOADING)
+    while (asked := asyncio.create_task(answers(fleet))) and wake.process is None:
+        await until(lambda task=asked: wake.caught() or task.done(), "stopped in a wake, or served")
+        if wake.process is None:
+            await asked
+    assert wake.process is not None
+    fleet.process.send_signal(signal.SIGKILL)
+    fleet.exit_code = -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        wake.process.resume()
+    with pytest.raises(openai.OpenAIError):
+        await asked
+    await until(lambda: not fleet.left(), "ended")

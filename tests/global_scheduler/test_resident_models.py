@@ -27,6 +27,7 @@ from tests.global_scheduler.support import CONTROLLER, G0, World, entry, fleet, 
 
 MODEL, LOADING, FIXED = 100, 20, 50
 WAKE_SECONDS, STOP_SECONDS, STEP = 0.4, 0.1, 0.05
+WAKES = 2
 
 
 def deployed(names: list[str], limit: int, serves: list[str] | None = None, wake_limit: float = 600.0) -> FleetSpec:
@@ -37,7 +38,7 @@ def deployed(names: list[str], limit: int, serves: list[str] | None = None, wake
             **{field: getattr(made, field) for field in made.__struct_fields__},
             "units": [unit.__class__(unit.unit_spec, unit.unit_address, unit.migrator_address, serves or [])],
             "residency": ResidencySpec(
-                ResidencyRules(limit, min_residence=0.5, residence_factor=1.0),
+                ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, wakes=WAKES),
                 {name: WakeCosts(MODEL, LOADING, WAKE_SECONDS) for name in names},
             ),
         }
@@ -45,7 +46,7 @@ def deployed(names: list[str], limit: int, serves: list[str] | None = None, wake
 
 
 class Machine(World):
-    """One unit whose models start and stop one at a time, as the controller does it, and serve each request for a
+    """One unit whose models start and stop beside each other, as the controller does it, and serve each request for a
     while."""
 
     def __init__(self, names: list[str], limit: int, service: float = 0.2) -> None:
@@ -53,9 +54,10 @@ class Machine(World):
         self.serves: set[str] = set()
         self.terminating: set[str] = set()
         self.running: dict[str, list[float]] = {name: [] for name in names}
-        # What the controller does, one after the other: what, model, and when it has ended.
+        # What the controller is to do, for each model one after the other; and what it does: by model, what, and when
+        # it has ended.
         self.orders: list[tuple[str, str]] = []
-        self.doing: tuple[str, str, float] | None = None
+        self.doing: dict[str, tuple[str, float]] = {}
         self.waiting: dict[str, str] = {}
         self.served: list[str] = []
         self.refused: list[str] = []
@@ -64,13 +66,16 @@ class Machine(World):
         self.controller()
 
     @property
+    def starting(self) -> list[str]:
+        return [name for name, (what, _) in self.doing.items() if what == "start"]
+
+    @property
     def taken(self) -> int:
-        loading = self.doing is not None and self.doing[0] == "start"
-        return FIXED + MODEL * len(self.serves) + (MODEL + LOADING) * loading
+        return FIXED + MODEL * len(self.serves) + (MODEL + LOADING) * len(self.starting)
 
     def measure(self) -> None:
         models = dict.fromkeys(self.serves, MODEL)
-        starting = [self.doing[1]] if self.doing is not None and self.doing[0] == "start" else []
+        starting = self.starting
         self.say(CONTROLLER, MemoryReport(FIXED + sum(models.values()), models, starting=starting))
 
     def ask(self, request_id: str, model: str) -> None:
@@ -98,18 +103,19 @@ class Machine(World):
         """A moment passes."""
         self.wait(STEP)
         self.hear()
-        if self.doing is not None and self.now >= self.doing[2]:
-            what, name, _ = self.doing
-            self.doing = None
+        for name, (what, _) in [(name, each) for name, each in self.doing.items() if self.now >= each[1]]:
+            del self.doing[name]
             (self.serves.add if what == "start" else self.serves.discard)(name)
             self.terminating.discard(name)
             self.change(deployed(self.names, self.limit, sorted(self.serves)))
             if what == "stop":
                 self.say(CONTROLLER, ReplicaEnded(name, "u0"))
-        if self.doing is None and self.orders:
-            what, name = self.orders.pop(0)
-            if (what == "stop") == (name in self.serves):
-                self.doing = what, name, self.now + (WAKE_SECONDS if what == "start" else STOP_SECONDS)
+        for what, name in list(self.orders):
+            if name not in self.doing:
+                self.orders.remove((what, name))
+                if (what == "stop") == (name in self.serves):
+                    self.doing[name] = what, self.now + (WAKE_SECONDS if what == "start" else STOP_SECONDS)
+        assert len(self.starting) <= WAKES
         for name in self.names:
             self.running[name] = [end for end in self.running[name] if end > self.now]
         self.report_all()

@@ -134,7 +134,7 @@ def test_more_than_the_limit_puts_models_to_sleep_at_once() -> None:
 
 def test_what_a_model_may_come_to_take_is_given_to_nobody_else() -> None:
     policy = residency(100, a=WakeCosts(40), b=WakeCosts(40))
-    policy.measured("a", 20)  # it has not served anybody yet
+    policy.measured("a", 20)  # perhaps it has not served anybody yet
     asked = Standing("b", ASLEEP, 0.0, waiting=[10.0])
     idle = [Standing("a", AWAKE, 0.0, held=20), asked]
     assert policy.decide(10.0, 30, idle) == [Sleep("a", "memory for b")]
@@ -143,16 +143,52 @@ def test_what_a_model_may_come_to_take_is_given_to_nobody_else() -> None:
     assert policy.decide(10.0, 20, idle) == [Sleep("a", "memory for b")]
 
 
-def test_what_is_no_model_counts_as_declared_until_it_is_more() -> None:
-    rules = ResidencyRules(100, fixed=30)
-    policy = Residency(rules, {"a": WakeCosts(60)})
+def test_what_is_set_aside_is_learnt_from_the_last_residences() -> None:
+    policy = residency(1000, a=WakeCosts(100, load_bytes=10, margin=8))
+    policy.measured("a", 60)
+    assert policy.expected("a") == 100
+    policy.measured("a", 50)
+    assert (policy.expected("a"), policy.needs("a")) == (68, 78)
+    for most in (55, 52, 51, 50):
+        policy.woke("a", 1.0)
+        policy.measured("a", most)
+        policy.measured("a", most)
+    assert policy.expected("a") == 63  # of the last three and this one the most is 55
+    policy.measured("a", 97)
+    assert policy.expected("a") == 100  # no more than declared, before it was measured
+    policy.measured("a", 130)
+    assert policy.expected("a") == 130
+
+
+def test_a_residence_in_which_it_was_hardly_measured_teaches_nothing() -> None:
+    policy = residency(1000, a=WakeCosts(100, margin=5))
+    policy.measured("a", 20)
+    policy.woke("a", 1.0)
+    assert policy.expected("a") == 100
+    policy.measured("a", 60)
+    assert policy.expected("a") == 65
+
+
+def test_a_model_never_awake_is_expected_to_be_as_sparing_as_those_that_are_as_large() -> None:
+    policy = residency(1000, large=WakeCosts(100), other=WakeCosts(90), small=WakeCosts(50), huge=WakeCosts(200))
+    for name, most in (("large", 70), ("other", 80)):
+        for _ in range(2):
+            policy.measured(name, most)
+    assert policy.expected("small") == 40  # the other one took 10 less than declared, the large one 30
+    assert policy.expected("huge") == 200
+    for _ in range(2):
+        policy.measured("small", 49)
+    assert policy.expected("small") == 49
+
+
+def test_what_is_no_model_counts_as_declared_until_it_was_measured() -> None:
+    policy = Residency(ResidencyRules(100, fixed=30, fixed_margin=5), {"a": WakeCosts(71)})
     asked = [Standing("a", ASLEEP, 0.0, waiting=[10.0])]
-    assert policy.decide(10.0, 10, asked) == [Wake("a")]
-    assert policy.decide(10.0, 41, asked) == []
-    assert policy.hopeless("a", 10) == 0
-    policy = Residency(rules, {"a": WakeCosts(71)})
-    assert policy.decide(10.0, 10, asked) == []
-    assert policy.hopeless("a", 10) == 1
+    assert policy.decide(10.0, None, asked) == []
+    assert policy.hopeless("a", None) == 1
+    assert policy.decide(10.0, 24, asked) == [Wake("a")]
+    assert policy.decide(10.0, 25, asked) == []
+    assert policy.hopeless("a", 25) == 1
 
 
 def test_growing_caches_are_left_room() -> None:
@@ -191,6 +227,7 @@ class Place:
     """A model of the virtual machine."""
 
     costs: WakeCosts
+    most: int
     idle: int
     residence: Residence = ASLEEP
     served: int = 0
@@ -205,18 +242,21 @@ class Place:
         if self.residence is ASLEEP:
             return 0
         if self.residence is WAKING:
-            return self.costs.bytes + self.costs.load_bytes
-        return self.costs.bytes if self.served > 1 else self.idle
+            return self.most + self.costs.load_bytes
+        return self.most if self.served > 1 else self.idle
 
 
 class Memory:
     """Models on one machine: all running requests of a model at once, wakes and stops take their time. A model takes
-    all its bytes from the second request of a residence on. They are measured every `MEASURED` rounds."""
+    `spared` bytes less than declared from the second request of a residence on, and before that its margin less. They
+    are measured every `MEASURED` rounds."""
 
-    def __init__(self, rules: ResidencyRules, fixed: int, costs: dict[str, WakeCosts], grown: float) -> None:
+    def __init__(self, rules: ResidencyRules, fixed: int, costs: dict[str, WakeCosts], spared: int = 0) -> None:
         self.policy = Residency(rules, costs)
         self.rules, self.fixed = rules, fixed
-        self.places = {name: Place(each, int((1 - grown) * each.bytes)) for name, each in costs.items()}
+        self.places = {
+            name: Place(each, each.bytes - spared, each.bytes - spared - each.margin) for name, each in costs.items()
+        }
         self.rounds = 0
         self.waits: list[float] = []
         self.wakes = 0
@@ -286,12 +326,14 @@ class Memory:
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
     count = draw(st.integers(2, 7))
+    margin, spared = draw(st.sampled_from([0, 4])), draw(st.sampled_from([0, 3, 6]))
     costs = {
         f"m{n}": WakeCosts(
             draw(st.integers(10, 60)),
             draw(st.integers(0, 20)),
             draw(st.sampled_from([0.2, 0.6, 1.5])),
             draw(st.sampled_from([0.5, 2.0, 8.0])),
+            margin=margin,
         )
         for n in range(count)
     }
@@ -307,7 +349,7 @@ def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
             max_size=60,
         )
     )
-    return Memory(rules, fixed, costs, draw(st.sampled_from([0.0, 0.4]))), sorted(arrivals)
+    return Memory(rules, fixed, costs, spared), sorted(arrivals)
 
 
 @settings(max_examples=150, deadline=None)
@@ -339,7 +381,7 @@ def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
 
 def test_two_that_never_fit_together_take_turns_under_endless_load() -> None:
     costs = {"a": WakeCosts(60, seconds=0.5), "b": WakeCosts(60, seconds=0.5)}
-    memory = Memory(ResidencyRules(100, max_wait=5.0), 10, costs, grown=0.0)
+    memory = Memory(ResidencyRules(100, max_wait=5.0), 10, costs)
     for step in range(600):
         for model in costs:
             memory.arrive(step * ROUND, model, 0.5)

@@ -19,12 +19,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import bind_worker, current
-from muxserve.engine.cpu import adapters, attention, latent
+from muxserve.engine.cpu import adapters, attention, latent, weight_files
 from muxserve.engine.runner import ResumingRunner
 
 adapters.register()
 attention.register()
 latent.register()
+weight_files.register()
 
 
 class PooledCPUModelRunner(ResumingRunner, CPUModelRunner):
