@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,18 +22,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from against_live import MUXSERVE, compared, overheads, replayed, show, worst_error
 from report import machine, write_report
 from servers import ROOT, Server, ServerError, end_cleanly, fleet_with, muxserve_fleet
 
 from muxserve.cluster.machine import this_machine
 from muxserve.config import load_fleet
-from muxserve.costs import EngineShape
 from muxserve.costs.front_end import with_front_end
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Overheads as ProfileOverheads
 from muxserve.costs.profile import Profile, load_profile, save_profile
 from muxserve.costs.roofline import Roofline
-from muxserve.metrics.report import read_json
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.arrangements.base import fleet_model
 from muxserve.planning.demands import demands_of
@@ -42,11 +40,10 @@ from muxserve.planning.this_machine import plan_machine
 from muxserve.planning.unit_plan import resolve_unit
 from muxserve.simulator import ControlDelays, Options, mode_of, simulate, units_of
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
-from muxserve.workload.trace import TraceRequest, write_trace
+from muxserve.workload.trace import TraceRequest
 from placement.objective import Objective
 
 ENGINES = "muxserve engine"  # what their processes are called
-MUXSERVE = Path(sys.executable).parent / "muxserve"
 PROMPT = LogNormalLengths(96, 0.8, 8, 768)
 OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
 ALONE_TOKENS = 64
@@ -58,14 +55,6 @@ def profile(fleet: Path, out: Path) -> Profile:
     """Measure the fleet's engines."""
     subprocess.run([str(MUXSERVE), "profile", str(fleet), "-o", str(out), "--threads", "1"], check=True)
     return load_profile(out)
-
-
-def replay(url: str, trace: Path, out: Path) -> Summary:
-    """Send the workload, and read what was measured."""
-    command = [str(MUXSERVE), "replay", "--url", url, "--workload", str(trace), "-o", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    (summary,) = read_json(out).runs.values()
-    return summary
 
 
 def workload(models: list[str], rate: float, duration: float, seed: int) -> list[TraceRequest]:
@@ -83,9 +72,9 @@ def singles(models: list[str], count: int, output: int, seed: int) -> list[Trace
 
 
 class Singles(NamedTuple):
-    """One run of single requests: how many, their tokens, core-seconds outside of the engines, what the client saw."""
+    """One run of single requests, their tokens, core-seconds outside of the engines, what the client saw."""
 
-    requests: int
+    requests: list[TraceRequest]
     tokens: int
     work: float
     summary: Summary
@@ -94,12 +83,11 @@ class Singles(NamedTuple):
 def run_singles(server: Server, models: list[str], count: int, output: int, seed: int, folder: Path) -> Singles:
     """Send them; the work is that of the gateway, the unit scheduler, and the client, which shares the cores too."""
     requests = singles(models, count, output, seed)
-    write_trace(folder / "singles.jsonl", models, requests)
     before = server.cpu_seconds(without=ENGINES), client_seconds()
-    summary = replay(server.url, folder / "singles.jsonl", folder / "singles.json")
+    summary = replayed(server.url, models, requests, folder)
     after = server.cpu_seconds(without=ENGINES), client_seconds()
     work = sum(after) - sum(before)
-    return Singles(len(requests), sum(request.output_tokens for request in requests), work, summary)
+    return Singles(requests, sum(request.output_tokens for request in requests), work, summary)
 
 
 def client_seconds() -> float:
@@ -112,25 +100,9 @@ def front_end_work(runs: Sequence[Singles]) -> tuple[float, float]:
     """Core-seconds per request and per token: `work = start + request * n + token * tokens` of three runs."""
     first, longer, more = runs
     token = (longer.work - first.work) / (longer.tokens - first.tokens)
-    request = (more.work - first.work - token * (more.tokens - first.tokens)) / (more.requests - first.requests)
+    others = len(more.requests) - len(first.requests)
+    request = (more.work - first.work - token * (more.tokens - first.tokens)) / others
     return max(0.0, request), max(0.0, token)
-
-
-def compared(live: Summary, simulated: Summary) -> dict[str, Any]:
-    """Live, simulated and the relative error of each figure."""
-    rows: dict[str, Any] = {}
-
-    def row(name: str, was: float, is_: float) -> None:
-        rows[name] = {"live": round(was, 5), "simulated": round(is_, 5), "error": round(is_ / was - 1, 4)}
-
-    a, b = live.overall, simulated.overall
-    row("requests_per_second", a.requests_per_second, b.requests_per_second)
-    row("output_tokens_per_second", a.output_tokens_per_second, b.output_tokens_per_second)
-    for name in ("ttft", "tpot", "latency"):
-        of, other = getattr(a, name), getattr(b, name)
-        for statistic in ("mean", "p50", "p99"):
-            row(f"{name}_{statistic}", getattr(of, statistic), getattr(other, statistic))
-    return rows
 
 
 def main() -> int:
@@ -165,26 +137,18 @@ def main() -> int:
                 run_singles(server, names, 8, 4, options.seed, folder)  # the first requests of engines are slow
                 runs = [run_singles(server, names, *each, options.seed, folder) for each in SINGLES]
                 request_work, token_work = front_end_work(runs)
-                # What a lone first token takes beyond its prefill step, and a lone later one beyond its decode step.
-                first, later = [], []
-                for demand, place in zip(demands, placement.units[0].models, strict=True):
-                    shape = EngineShape("CPU", 1, place.prefill_share, demand.dtype)
-                    engine = latency.engine(demand.architecture, shape)
-                    ttft, tpot = (run.summary.models[demand.name] for run in runs[:2])
-                    assert ttft.ttft is not None
-                    assert tpot.tpot is not None
-                    first.append(
-                        ttft.ttft.p50 - engine.prefill(ALONE_TOKENS, ALONE_TOKENS * (ALONE_TOKENS + 1) // 2, 1)
-                    )
-                    context = ALONE_TOKENS + SINGLES[1][1] // 2
-                    later.append(tpot.tpot.p50 - engine.decode(1, context).seconds(context))
                 known = msgspec.structs.replace(
                     measured.overheads.get("CPU", ProfileOverheads()),
-                    between=max(0.0, statistics.median(later)),
-                    request=max(0.0, statistics.median(first)),
                     request_work=request_work / planned.unit.cores,
                     token_work=token_work / planned.unit.cores,
                 )
+
+                def simulated(requests: list[TraceRequest], known: ProfileOverheads) -> Summary:
+                    delays = ControlDelays.live(known.turn, known.between, known.request)
+                    return summarise(simulate(units, requests, with_front_end(latency, known), Options(delays)).records)
+
+                lone = runs[1]
+                known = overheads(lone.summary, lambda told: simulated(lone.requests, told), known)
                 measured.overheads["CPU"] = known
                 report["overheads"] = {key: round(value, 7) for key, value in msgspec.structs.asdict(known).items()}
                 print(
@@ -194,24 +158,15 @@ def main() -> int:
                 )
                 if options.save_profile:
                     save_profile(measured, options.save_profile)
-                overheads = ControlDelays.live(known.turn, known.between, known.request)
-                costs = with_front_end(latency, known)
                 for rate in options.rates:
                     requests = workload(names, rate, options.duration, options.seed)
-                    write_trace(folder / "trace.jsonl", names, requests)
-                    live = replay(server.url, folder / "trace.jsonl", folder / "live.json")
-                    result = simulate(units, requests, costs, Options(overheads=overheads))
-                    rows = compared(live, summarise(result.records))
-                    report["rates"][str(rate)] = rows
-                    print(f"\n{rate:g} requests/s: {len(requests)} requests, {live.overall.failed} failed")
-                    for key, row in rows.items():
-                        was, is_, error = row["live"], row["simulated"], row["error"]
-                        print(f"  {key:26s} live {was:9.4f}  simulated {is_:9.4f}  {error:+.0%}")
+                    live = replayed(server.url, names, requests, folder)
+                    rows = report["rates"][str(rate)] = compared(live, simulated(requests, known))
+                    show(f"{rate:g} requests/s", live, rows)
         except ServerError as error:
             print(error, file=sys.stderr)
             return 1
-    judged = ("requests_per_second", "output_tokens_per_second", "ttft_mean", "tpot_mean", "latency_mean")
-    worst = max(abs(rows[key]["error"]) for rows in report["rates"].values() for key in judged)
+    worst = worst_error(report["rates"])
     report["worst_error"] = worst
     report["within_20_percent"] = worst <= 0.2
     write_report(options.out, report)
