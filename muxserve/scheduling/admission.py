@@ -39,10 +39,12 @@ def admissible(
     the headroom if its model holds nothing else.
     """
     tokens_left = (waiting or model.batch_tokens * (2 if ahead else 1)) - model.outstanding
-    if tokens_left <= 0 or not head_fits(ledger, model, limit, reserved):
+    if tokens_left <= 0 or not model.queue or not ledger.memory_up:
         return None
     seated = model.in_engines
-    blocks_left = room(model, limit, reserved)
+    blocks_left = room(model, seated, limit, reserved)
+    if not _fits(model, seated, blocks_left, reserved):
+        return None
     chosen: list[str] = []
     tokens = 0
     for live in model.queue.first(min(model.max_seqs - seated, tokens_left)):
@@ -62,16 +64,19 @@ def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None, r
     if not model.queue or not ledger.memory_up:
         return False
     seated = model.in_engines
+    return _fits(model, seated, room(model, seated, limit, reserved), reserved)
+
+
+def _fits(model: ModelState, seated: int, blocks_left: int, reserved: int) -> bool:
+    """Whether the oldest request finds a seat and its blocks."""
     if seated >= model.max_seqs or not model.up:
         return False
     blocks = model.queue.head().blocks
-    if blocks <= room(model, limit, reserved):
-        return True
-    return not seated and _fits_alone(blocks, model, reserved)
+    return blocks <= blocks_left or (not seated and _fits_alone(blocks, model, reserved))
 
 
-def room(model: ModelState, limit: int | None = None, reserved: int = 0) -> int:
-    """Blocks for new requests, beside those promised and one for each sequence that has a seat to grow into; no limit
+def room(model: ModelState, seated: int, limit: int | None = None, reserved: int = 0) -> int:
+    """Blocks for new requests, beside those promised and one for each of the `seated` sequences to grow into; no limit
     where a block has no pages."""
     if not model.pages_per_block:
         return _UNLIMITED
@@ -79,7 +84,7 @@ def room(model: ModelState, limit: int | None = None, reserved: int = 0) -> int:
     quota = model.quota if limit is None or limit > model.quota else limit
     in_quota = quota - model.used - model.promised
     in_pool = pool.available - pool.promised - reserved
-    return (in_quota if in_quota < in_pool else in_pool) // model.pages_per_block - model.in_engines
+    return (in_quota if in_quota < in_pool else in_pool) // model.pages_per_block - seated
 
 
 def _fits_alone(blocks: int, model: ModelState, reserved: int) -> bool:

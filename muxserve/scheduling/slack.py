@@ -74,23 +74,36 @@ class Slack(Adbs):
     # ------------------------------------------------------------ jobs
 
     def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
-        if not all(model.profile.elastic for model in ledger.models):
+        if not _elastic(ledger):
             return super().decide(ledger, now)
         models = ledger.models
         if len(self._limits) != len(models):
             self._limits = [WHOLE * WHOLE] * len(models)
-        prefilling = next((model for model in models if model.prefill.lease is not None), None)
+        prefilling: ModelState | None = None
+        leased: list[ModelState] = []
+        ready: list[ModelState] = []
+        for model in models:
+            if prefilling is None and model.prefill.lease is not None:
+                prefilling = model
+            if model.decode.lease is not None:
+                leased.append(model)
+            elif model.decode.ready(now):
+                ready.append(model)
         candidate = self._candidate(ledger, now, prefilling)
         starting = candidate if prefilling is None else None
         job = None if starting is None else self._prefill_job(ledger, starting, self._limits[starting.index])
-        leased = [model for model in models if model.decode.lease is not None]
-        # Whose next token is due first.
-        ready = sorted((m for m in models if m.decode.ready(now)), key=lambda m: (m.decode.wait_since or 0.0, m.index))
+        if len(ready) > 1:
+            # Whose next token is due first.
+            ready.sort(key=lambda m: (m.decode.wait_since or 0.0, m.index))
         overdue = self._overdue(ready, now) if ready else []
         # A turn that was waited for that long is not taken away again.
-        firm = [m for m in leased if m.decode.lease and self._firm.get(m.index) == m.decode.lease.granted_at]
-        first = [*firm, *overdue]
-        order = [*first, *(model for model in (*leased, *ready) if model not in first)]
+        first = overdue
+        if self._firm:
+            first = [m for m in leased if m.decode.lease and self._firm.get(m.index) == m.decode.lease.granted_at]
+            first += overdue
+        order = leased + ready
+        if first:
+            order = first + [model for model in order if model not in first]
 
         prefill = prefilling or starting
         gives_way = prefill is not None and self._crowded(ledger) and not self._pressed(ledger)
@@ -197,8 +210,9 @@ class Slack(Adbs):
             tokens = float(model.outstanding)
             waiting = len(model.queue)
             if waiting and head_fits(ledger, model, self._limits[model.index]):
-                seats = min(waiting, model.max_seqs - model.in_engines)
-                blocks = min(model.queue.blocks * seats / waiting, room(model, self._limits[model.index]))
+                seated = model.in_engines
+                seats = min(waiting, model.max_seqs - seated)
+                blocks = min(model.queue.blocks * seats / waiting, room(model, seated, self._limits[model.index]))
                 tokens += max(0.0, blocks) * model.block_tokens
             steps += tokens / model.batch_tokens
         return steps >= self._rules.pressing
@@ -219,13 +233,14 @@ class Slack(Adbs):
         }
 
     def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
-        if not all(model.profile.elastic for model in ledger.models):
+        if not _elastic(ledger):
             return super().renews(ledger, now)
-        if self._left_out or self._held:
+        if self._left_out or self._held or ledger.share_used != WHOLE:
             return None
-        leases = [engine.lease for model in ledger.models for engine in model.engines if engine.lease is not None]
-        if ledger.share_used != WHOLE or any(lease.held != lease.share for lease in leases):
-            return None
+        for model in ledger.models:
+            for engine in model.engines:
+                if engine.lease is not None and engine.lease.held != engine.lease.share:
+                    return None
         return Renewals(contended=False) if self._settled(ledger, now) else None
 
     # ------------------------------------------------------------ slack
@@ -239,8 +254,10 @@ class Slack(Adbs):
         found: ModelState | None = None
         for offset in range(count):
             model = models[(start + offset) % count]
-            if model is prefilling or not wants_prefill(ledger, model, now, self._limits[model.index]):
-                self._held.pop(model.index, None)
+            asks = model is not prefilling and (model.queue or model.prefilling)
+            if not asks or not wants_prefill(ledger, model, now, self._limits[model.index]):
+                if self._held:
+                    self._held.pop(model.index, None)
             elif found is None and not self._waits(ledger, model, now):
                 found = model
         return found
@@ -261,6 +278,11 @@ class Slack(Adbs):
     def wakeup(self, ledger: UnitLedger, now: float) -> float:
         ends = [since + self._rules.slack for since in self._held.values() if since + self._rules.slack > now]
         return min(super().wakeup(ledger, now), *ends, _NEVER)
+
+
+def _elastic(ledger: UnitLedger) -> bool:
+    """All engines can change their share."""
+    return all(model.profile.elastic for model in ledger.models)
 
 
 def _stepped(part: int, step: int) -> int:
