@@ -109,6 +109,8 @@ class LiveTable:
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
+        for _ in range(3):
+            table.add_column(overflow="fold")
         for part, (state, detail) in self._rows.items():
             sign = {"up": Text("✓", "green"), "died": Text("✗", "red"), "waiting": Text("·", "dim")}.get(state)
             if state == "starting":
