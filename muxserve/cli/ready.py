@@ -7,7 +7,7 @@ import json
 import sys
 import time
 
-from muxserve.cli.http import HTTPFailure, get_json, stream_chat
+from muxserve.cli.http import HTTPFailure, get_json, stream_chat, trusted
 from muxserve.cli.output import console, errors, escape, models_table
 from muxserve.config import Fleet
 from muxserve.spec import FleetSpec, GatewaySpec
@@ -18,6 +18,7 @@ _HEALTH_SECONDS = 30.0
 async def announce(declared: Fleet, fleet: FleetSpec, demo: bool) -> None:
     """Wait until the endpoint says it is healthy, then print everything."""
     url = endpoint(fleet.gateway)
+    trust(fleet.gateway)
     if not await _wait_healthy(url):
         errors.print(f"[yellow]{url}/health does not answer 200 yet[/]; `muxserve status --url {url}` says more")
     for unit in fleet.units:
@@ -47,7 +48,13 @@ def endpoint(gateway: GatewaySpec) -> str:
     """The URL at which a client on this machine reaches the gateways."""
     host = gateway.host
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{host}]:{gateway.port}" if ":" in host else f"http://{host}:{gateway.port}"
+    return f"{gateway.scheme}://{f'[{host}]' if ':' in host else host}:{gateway.port}"
+
+
+def trust(gateway: GatewaySpec) -> None:
+    """Let this process ask the gateways of a fleet of this machine whatever host their certificate is for."""
+    if gateway.tls is not None:
+        trusted[endpoint(gateway)] = gateway.tls.cert
 
 
 async def _wait_healthy(url: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.output import console, escape, print_error
-from muxserve.cli.ready import endpoint
+from muxserve.cli.ready import endpoint, trust
 from muxserve.control.client import running_fleets
 from muxserve.metrics.figure_table import FigureTable
 from placement.format import format_size
@@ -43,8 +43,8 @@ def status(url: str | None, key: str | None, as_json: bool) -> int:
 
 def endpoint_of(url: str | None) -> str | None:
     """`url`, else that of the fleet which runs here; None, after it was said, if there are several."""
+    found = _running_here()
     if url is None:
-        found = _running_here()
         if len(found) > 1:
             fleets = ", ".join(f"{place} ({', '.join(models)})" for place, models in found.items())
             print_error(f"several fleets run here; say which with --url: {fleets}")
@@ -56,6 +56,9 @@ def endpoint_of(url: str | None) -> str | None:
 def _running_here() -> dict[str, list[str]]:
     """The endpoints of this user's fleets on this machine, and their models."""
     deployed = [fleet.spec() for fleet in running_fleets()]
+    for fleet in deployed:
+        if fleet is not None:
+            trust(fleet.gateway)
     return {endpoint(fleet.gateway): [model.name for model in fleet.models] for fleet in deployed if fleet is not None}
 
 

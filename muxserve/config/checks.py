@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import re
+import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -316,6 +317,8 @@ _OWN_NAMES = {
     "pipeline_parallel_size": "stages",
 }
 
+_TLS_FILES = ("cert", "key")
+
 
 def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool = True) -> list[Problem]:
     """Every such mistake in `source`; without `serving`, weights and the gateway's keys need not be there."""
@@ -337,11 +340,12 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
     models = [model.model_copy(update=_absolute(model, base)) for model in fleet.models]
     # The first mention of a key counts; that two of them differ in priority has been refused.
     keys = list({key.key: key for key in _resolved_keys(fleet.gateway.api_keys, base, environ)}.values())
-    kept = fleet.gateway.responses
+    kept, tls = fleet.gateway.responses, fleet.gateway.tls
     gateway = fleet.gateway.model_copy(
         update={
             "api_keys": keys,
             "usage_file": str(_directory(base, fleet.gateway.usage_file)),
+            "tls": tls and tls.model_copy(update={key: str(_directory(base, getattr(tls, key))) for key in _TLS_FILES}),
             "responses": kept and kept.model_copy(update={"file": str(_directory(base, kept.file))}),
         }
     )
@@ -607,6 +611,7 @@ def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator
             where: KeyPath = ("gateway", "usage_file") if isinstance(given, str) else ("tenants",)
             message = f"what tenants used cannot be kept in {file}; set `gateway.usage_file` to a place to write to"
             yield source.problem(where, message)
+    yield from _tls(source, base, gateway.get("tls"))
     kept = gateway.get("responses")
     if kept is True or kept == "on" or isinstance(kept, dict):
         given = kept.get("file") if isinstance(kept, dict) else None
@@ -615,6 +620,26 @@ def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator
             where = ("gateway", "responses", "file") if isinstance(given, str) else ("gateway", "responses")
             message = f"responses cannot be kept in {file}; set `gateway.responses.file` to a place to write to"
             yield source.problem(where, message)
+
+
+def _tls(source: Source, base: Path, given: object) -> Iterator[Problem]:
+    """Why nobody could make an encrypted connection to the endpoint."""
+    if not isinstance(given, dict) or not all(isinstance(given.get(key), str) for key in _TLS_FILES):
+        return  # none is wanted, or the schema says what is missing
+    files = {key: _directory(base, given[key]) for key in _TLS_FILES}
+    unreadable = [key for key, file in files.items() if not os.access(file, os.R_OK) or file.is_dir()]
+    for key in unreadable:
+        yield source.problem(("gateway", "tls", key), f"{files[key]} is not there, or cannot be read")
+    if unreadable:
+        return
+    where: KeyPath = ("gateway", "tls")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files["cert"], files["key"], lambda: "")
+    except ssl.SSLError as error:
+        reason = "one of the two files is no PEM file, or the key has a password (openssl pkey -in KEY -out NEW)"
+        if error.reason == "KEY_VALUES_MISMATCH":
+            reason = "the key is not that of the certificate"
+        yield source.problem(where, reason)
 
 
 def _writable(file: Path) -> bool:

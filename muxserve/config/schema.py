@@ -492,6 +492,15 @@ class StructuredOutput(Section):
     workers: int = Field(default=1, ge=1, le=64, description="Slow grammars that one gateway compiles at once")
 
 
+class TlsSection(Section):
+    """The endpoint speaks HTTPS."""
+
+    cert: str = Field(
+        min_length=1, description="PEM file of the certificate and the chain behind it, relative to the fleet file"
+    )
+    key: str = Field(min_length=1, description="PEM file of its key, without a password, relative to the fleet file")
+
+
 class ResponsesSection(Section):
     """What `/v1/responses` has made is kept, for `previous_response_id` and `/v1/responses/ID`."""
 
@@ -530,6 +539,7 @@ class GatewaySection(Section):
     )
     access_log: bool = Field(default=False, description="A line in the gateway's log for every request that ended")
     ui: bool = Field(default=True, description="A live page at /ui")
+    tls: TlsSection | None = Field(default=None, description="Certificate and key; without it the endpoint speaks HTTP")
     responses: ResponsesOrSwitch = Field(
         default=None, description="Keeping what `/v1/responses` makes; off: nothing is"
     )

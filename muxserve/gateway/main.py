@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"--index {args.index}: the fleet has {fleet.gateway.count} gateways, from 0", file=sys.stderr)
         return BAD_INPUT
     os.environ.update(environment())
-    address = f"http://{fleet.gateway.host}:{fleet.gateway.port}"
+    address = f"{fleet.gateway.scheme}://{fleet.gateway.host}:{fleet.gateway.port}"
     try:
         run(fleet, args.index, args.lifeline_fd, lambda: logging.getLogger(__name__).info("listening on %s", address))
     except (OSError, ValueError, NetworkError) as error:

@@ -10,8 +10,10 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -100,6 +102,10 @@ check = gateway_internals.check
 MOST_CHOICES = "128"
 KEEP_ALIVE_SECONDS = 60
 CLOSE_SECONDS = 2.0
+# What a client gets for its handshake that is accepted last.
+HANDSHAKE_SECONDS = 5.0
+# So often it is looked whether the certificate was renewed.
+CERTIFICATE_SECONDS = 10.0
 
 
 def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
@@ -133,6 +139,7 @@ async def _serve(
         loop.add_reader(lifeline_fd, _end_with, lifeline_fd)
     gateway = Gateway(fleet, index, compilers)
     loop.add_signal_handler(signal.SIGHUP, gateway.fleet_changed)
+    following: asyncio.Task[None] | None = None
     beating = loop.create_task(Heartbeat(heartbeat_file(fleet.run_dir, f"gateway-{index}")).keep())
     if fleet.file.exists():
         gateway.fleet_changed()
@@ -141,25 +148,28 @@ async def _serve(
         # What was built stays: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
-        server = GatewayServer(endpoint, on_up, room, fleet.gateway.cors_origins)
-        beside = [bind_beside(fleet, index)] if fleet.gateway.count > 1 else []
+        server = GatewayServer(endpoint, on_up, room, fleet.gateway)
+        beside = bind_beside(fleet, index) if fleet.gateway.count > 1 else None
         drain = ServerDrain(gateway, endpoint, server, fleet.gateway.drain_seconds, fleet.gateway.count > 1)
         loop.add_signal_handler(signal.SIGTERM, drain.begin)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGINT, drain.begin)
-        await server.serve(sockets=[listener, *beside])
+        following = loop.create_task(server.follow_certificate())
+        await server.serve_at(listener, beside)
     finally:
         gateway.close()
         beating.cancel()
+        if following is not None:
+            following.cancel()
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn that leaves signals to us, says when it listens, and has room for so many connections."""
+    """uvicorn that leaves signals to us, says when it listens, and has room for so many connections. With TLS, also
+    without for the other gateways, and with the certificate that its file has at present."""
 
-    def __init__(
-        self, endpoint: GatewayApp, on_up: Callable[[], None], room: Room, cors_origins: Sequence[str] = ()
-    ) -> None:
-        application: Any = with_cors(endpoint, cors_origins)
+    def __init__(self, endpoint: GatewayApp, on_up: Callable[[], None], room: Room, settings: GatewaySpec) -> None:
+        self._tls = settings.tls
+        application: Any = with_cors(endpoint, settings.cors_origins)
         super().__init__(
             uvicorn.Config(
                 application,
@@ -171,11 +181,19 @@ class GatewayServer(uvicorn.Server):
                 backlog=room.backlog,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 http=GuardedProtocol,
+                ssl_certfile=self._tls.cert if self._tls is not None else None,
+                ssl_keyfile=self._tls.key if self._tls is not None else None,
             )
         )
         endpoint.crowded = lambda: len(self.server_state.connections) > room.connections
         self._on_up = on_up
         self._listeners: list[socket.socket] = []
+        self._beside: socket.socket | None = None
+
+    async def serve_at(self, listener: socket.socket, beside: socket.socket | None) -> None:
+        """Serve clients at `listener`, and other gateways, which speak no TLS, at `beside`, until it is to end."""
+        self._beside = beside
+        await self.serve(sockets=[listener])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -184,6 +202,11 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         self._listeners = list(sockets or ())
+        if self._beside is not None:
+            loop = asyncio.get_running_loop()
+            self.servers.append(
+                await loop.create_server(self._protocol, sock=self._beside, backlog=self.config.backlog)
+            )
         if self.started:
             self._on_up()
 
@@ -204,10 +227,42 @@ class GatewayServer(uvicorn.Server):
                 taken.append(last.accept()[0])
         for connection in taken:
             connection.setblocking(False)
-            await loop.connect_accepted_socket(self._protocol, connection)
+        context = self.config.ssl
+        patience = HANDSHAKE_SECONDS if context is not None else None
+        await asyncio.gather(
+            *(
+                loop.connect_accepted_socket(self._protocol, each, ssl=context, ssl_handshake_timeout=patience)
+                for each in taken
+            ),
+            return_exceptions=True,  # one may have left, or speak no TLS
+        )
+
+    async def follow_certificate(self) -> None:
+        """Take certificate and key anew whenever their files have changed, for connections that come later."""
+        if self._tls is None:
+            return
+        files = Path(self._tls.cert), Path(self._tls.key)
+        known = _changed(files)
+        while True:
+            await asyncio.sleep(CERTIFICATE_SECONDS)
+            now = _changed(files)
+            if now == known:
+                continue
+            known = now
+            try:
+                assert self.config.ssl is not None, "it is made before anything is served"
+                self.config.ssl.load_cert_chain(*files)
+                log.info("took the certificate anew from %s", files[0])
+            except (OSError, ssl.SSLError) as error:
+                log.error("the certificate before stays, since %s cannot be used: %s", files[0], error)
 
     def _protocol(self) -> asyncio.Protocol:
         return GuardedProtocol(self.config, self.server_state, self.lifespan.state)
+
+
+def _changed(files: Iterable[Path]) -> list[int]:
+    """When these files were changed last; 0 of one that is away."""
+    return [file.stat().st_mtime_ns if file.exists() else 0 for file in files]
 
 
 class ServerDrain:

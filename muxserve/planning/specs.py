@@ -36,6 +36,7 @@ from muxserve.spec import (
     ResponsesSpec,
     SimulatedSpec,
     TenantSpec,
+    TlsSpec,
     UnitEntry,
     UnitSpec,
     WatchdogRules,
@@ -90,6 +91,7 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
         cors_origins=tuple(gateway.cors_origins),
         access_log=gateway.access_log,
         ui=gateway.ui,
+        tls=TlsSpec(gateway.tls.cert, gateway.tls.key) if gateway.tls is not None else None,
         responses=ResponsesSpec(kept.file, kept.max_size, kept.keep) if (kept := gateway.responses) else None,
         grammars=GrammarLimits(
             max_bytes=gateway.structured_output.max_bytes,

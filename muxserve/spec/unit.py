@@ -183,6 +183,13 @@ class ResponsesSpec(msgspec.Struct, frozen=True):
     keep_seconds: float = 30 * 86400.0
 
 
+class TlsSpec(msgspec.Struct, frozen=True):
+    """Files of the endpoint's certificate, with the chain behind it, and of its key."""
+
+    cert: str
+    key: str
+
+
 class GatewaySpec(msgspec.Struct, frozen=True):
     """Where the OpenAI endpoint listens and whom it lets in. No keys: anyone who can connect."""
 
@@ -199,8 +206,15 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     access_log: bool = False
     # Whether there is a live page at /ui.
     ui: bool = True
+    # None: plain HTTP.
+    tls: TlsSpec | None = None
     # None: responses are not kept.
     responses: ResponsesSpec | None = None
+
+    @property
+    def scheme(self) -> str:
+        """Of the endpoint's URL."""
+        return "http" if self.tls is None else "https"
 
 
 class WatchdogRules(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ import pytest
 
 from muxserve.config import Fleet, FleetError, parse_fleet
 
+CERT, OTHER = (Path(__file__).parents[1] / "support/certificates" / name for name in ("first", "second"))
+
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
@@ -108,6 +110,10 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"tenants:\n  a: {{keys: [env:SET], priority: hihg}}\n{ONE}", "fleet.yaml:2: tenants.a.priority: there is no priority level 'hihg'; did you mean \"high\"?"),
         (f"tenants:\n  a: {{keys: [env:SET]}}\n  b: {{keys: [env:SET]}}\n{ONE}", "fleet.yaml:3: tenants.b.keys[0]: line 2 has this key, too; it can belong to one tenant only"),
         (f"gateway: {{responses: {{file: /not/there}}}}\n{ONE}", "fleet.yaml:1: gateway.responses.file: responses cannot be kept in /not/there"),
+        (f"gateway: {{tls: {{cert: {CERT}.pem}}}}\n{ONE}", "fleet.yaml:1: gateway.tls.key: is required"),
+        (f"gateway: {{tls: {{cert: gone.pem, key: {CERT}.key}}}}\n{ONE}", "gone.pem is not there, or cannot be read"),
+        (f"gateway: {{tls: {{cert: {CERT}.pem, key: {OTHER}.key}}}}\n{ONE}", "fleet.yaml:1: gateway.tls: the key is not that of the certificate"),
+        (f"gateway: {{tls: {{cert: {CERT}.pem, key: a/config.json}}}}\n{ONE}", "fleet.yaml:1: gateway.tls: one of the two files is no PEM file"),
         (f"gateway: {{responses: 3}}\n{ONE}", "fleet.yaml:1: gateway.responses: must be on, off, or a mapping"),
         (f"gateway: {{usage_file: /not/there}}\ntenants:\n  a: {{keys: [env:SET]}}\n{ONE}", "fleet.yaml:1: gateway.usage_file: what tenants used cannot be kept in /not/there"),
         (f"tenants: {{a b: {{keys: [env:SET]}}}}\n{ONE}", "fleet.yaml:1: tenants.a b: must be letters, digits"),

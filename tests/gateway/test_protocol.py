@@ -55,7 +55,7 @@ class Serving:
         self.listener = bind(GatewaySpec("127.0.0.1", 0, count=2))
         self.port = int(self.listener.getsockname()[1])
         up = threading.Event()
-        self.server = GatewayServer(self.endpoint, up.set, room(files))
+        self.server = GatewayServer(self.endpoint, up.set, room(files), GatewaySpec("127.0.0.1", 0))
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
