@@ -43,6 +43,13 @@ def page_bytes(block_tokens: int, head_dim: int, dtype: str) -> int:
     return 2 * block_tokens * head_dim * KV_ITEM_BYTES[dtype]
 
 
+def block_in(pages: int, shape: KVShape) -> int | None:
+    """Tokens of a block of which one KV head takes just such a page, of `pages` bytes; None if no block does."""
+    tokens, rest = divmod(pages, page_bytes(1, shape.head_dim, shape.dtype))
+    most = max(MAX_BLOCK_TOKENS, _LATENT) if shape.head_dim == _LATENT else MAX_BLOCK_TOKENS
+    return tokens if not rest and tokens % BLOCK_STEP == 0 and 0 < tokens <= most else None
+
+
 def group_pools(shapes: Sequence[KVShape]) -> list[PoolGroup]:
     """As few pools as possible, and in them blocks as small as possible.
 

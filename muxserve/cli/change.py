@@ -54,13 +54,13 @@ def drain(unit: str, fleet: str | None, as_json: bool) -> int:
     return _change(messages.DrainUnit(unit), fleet, as_json)
 
 
-def add(file: Path, fleet: str | None, as_json: bool) -> int:
-    """Serve the model of a fleet file; returns the exit code."""
+def add(file: Path, unit: str, fleet: str | None, as_json: bool) -> int:
+    """Serve the model of a fleet file, in a running unit if one is named; returns the exit code."""
     try:
         text = read_text(file, "fleet file")
     except FleetError as error:
         return _wrong(str(error), as_json)
-    return _change(messages.Add(text, str(file), str(file.parent.absolute())), fleet, as_json)
+    return _change(messages.Add(text, str(file), str(file.parent.absolute()), unit), fleet, as_json)
 
 
 def adapter(model: str, name: str, path: Path | None, fleet: str | None, as_json: bool) -> int:

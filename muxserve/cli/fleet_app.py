@@ -46,13 +46,21 @@ def drain(
 @app.command()
 def add(
     file: Annotated[Path, typer.Argument(metavar="FLEETFILE", help="A fleet file with one model.", show_default=False)],
+    unit: Annotated[
+        str,
+        typer.Option(
+            metavar="UNIT",
+            help="A running unit that it joins, with its pool; else it gets a unit of its own.",
+            show_default=False,
+        ),
+    ] = "",
     fleet: Which = None,
     json: Json = False,
 ) -> None:
     """Serve one model more in the running fleet."""
     from muxserve.cli.change import add as run
 
-    raise typer.Exit(run(file, fleet, json))
+    raise typer.Exit(run(file, unit, fleet, json))
 
 
 @app.command()

@@ -22,6 +22,8 @@ from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.config import Fleet
 from muxserve.control.apply import followed
 from muxserve.control.changes import ChangeError, Tell
+from muxserve.replicas.scaling import ScalingRules
+from muxserve.rolling.rules import RollingRules
 from muxserve.spec import FleetSpec, ModelSpec
 
 log = logging.getLogger(__name__)
@@ -119,12 +121,15 @@ class Changes:
                 leaving.enter_context(self._steps.leaving(models, drained, whole=True))
             await self._steps.drain_and_end(models, drained, tell)
 
-    async def add(self, declared: Fleet, tell: Tell) -> None:
+    async def add(self, declared: Fleet, tell: Tell, to: str = "") -> None:
         """See `FleetControl.add`."""
         (model,) = declared.models
         await self._steps.until_left(model.name, tell)
         async with self._steps.lock.alone():
             planner = self._steps.planner
+            if to:
+                await self._join(declared, to, tell)
+                return
             addition = await asyncio.to_thread(planner.addition, declared, self._units.next_name, self.fleet, tell)
             name, started = addition.model.name, []
             try:
@@ -138,16 +143,38 @@ class Changes:
                 raise
             for unit in started:
                 self._units.announce(unit)
-            fleet = self.fleet
-            self._units.change(
-                models=[*fleet.models, addition.model],
-                scaling={**fleet.scaling, **({} if addition.scaling is None else {name: addition.scaling})},
-                rolling={**fleet.rolling, **({} if addition.rolling is None else {name: addition.rolling})},
-            )
-            self._units.publish()
-            if self._declared is not None:
-                self._declared = self._declared.with_models([*self._declared.models, *declared.models])
+            self._offer(declared, addition.model, addition.scaling, addition.rolling)
             tell(f"{name} is served by {', '.join(unit.name for unit in started) or 'no unit yet'}")
+
+    async def _join(self, declared: Fleet, to: str, tell: Tell) -> None:
+        """The only model of `declared` joins a running unit. To be called with the lock."""
+        planner = self._steps.planner
+        joined = await asyncio.to_thread(planner.joined, declared, to, self.fleet, tell)
+        try:
+            unit = await self._steps.join(joined, tell)
+        except BaseException:
+            planner.forget(joined.model.name)
+            raise
+        self._offer(declared, joined.model, joined.scaling)
+        tell(f"{joined.model.name} is served by {unit.name}")
+
+    def _offer(
+        self,
+        declared: Fleet,
+        model: ModelSpec,
+        scaling: ScalingRules | None,
+        rolling: RollingRules | None = None,
+    ) -> None:
+        """The fleet has that model, too, the only one of `declared`; its units serve it by now."""
+        name, fleet = model.name, self.fleet
+        self._units.change(
+            models=[*fleet.models, model],
+            scaling={**fleet.scaling, **({} if scaling is None else {name: scaling})},
+            rolling={**fleet.rolling, **({} if rolling is None else {name: rolling})},
+        )
+        self._units.publish()
+        if self._declared is not None:
+            self._declared = self._declared.with_models([*self._declared.models, *declared.models])
 
     async def remove(self, model: str, tell: Tell) -> None:
         """See `FleetControl.remove`."""

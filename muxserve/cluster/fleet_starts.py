@@ -16,10 +16,9 @@ from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, while_running
-from muxserve.cluster.units import UNIT_FILE
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.net.sockets import until_reachable
-from muxserve.spec import FleetSpec, UnitSpec
+from muxserve.spec import UNIT_FILE, FleetSpec, UnitSpec
 
 VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
 _START_SECONDS = {"vllm": 300.0, "gateway": 300.0, "scheduler": 30.0}

@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from pathlib import Path
 from typing import Any
 
 from muxserve import wire
@@ -18,10 +19,10 @@ from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.processes import Process, Reaper, exit_words, kill_group
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
-from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, Part, Supervisor
+from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, GaveUp, Part, Supervisor
 from muxserve.cluster.watch import Watch
 from muxserve.gpu.unit import PoolSizer
-from muxserve.spec import UnitSpec
+from muxserve.spec import UNIT_FILE, UnitSpec, save
 
 log = logging.getLogger(__name__)
 
@@ -375,6 +376,35 @@ class UnitHost:
             del self.parts[part]
             if part.kind == "engine":
                 await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED))
+
+    async def join(self, unit_spec: UnitSpec, model: str) -> None:
+        """The unit is as `unit_spec` has it from now on: of models with the same pools, among them `model`, which is
+        new. Nothing of it runs yet. The memory manager takes it in first, then the unit scheduler; both find it in the
+        unit's file when they are started again. Engines that get other numbers of threads are forked again.
+
+        Raises:
+            GaveUp: the memory manager does not take it; then nothing has changed.
+        """
+        if all(each.name != model for each in self.unit_spec.models):
+            # Needs the native module, which a host of models that are there from the beginning can do without.
+            from muxserve.memory import MemoryManagerError, server
+
+            try:
+                await asyncio.to_thread(server.add_model, unit_spec, model)
+            except (OSError, MemoryManagerError) as error:
+                raise GaveUp(MEMORY, str(error)) from None
+            self._retired.add(model)
+        threads = {each.name: each.threads for each in self.unit_spec.models}
+        self._starts.unit_spec = unit_spec
+        save(unit_spec, Path(unit_spec.run_dir) / UNIT_FILE)
+        await self.tell(wire.Joined())
+        if MIGRATOR in self.parts:
+            # It read the unit's models when it started; what it moved is computed again.
+            self.parts[MIGRATOR].kill("is started again with another model")
+        for engine in self._starts.engines:
+            now = unit_spec.model(engine.model).threads
+            if now != threads[engine.model]:  # they are for an engine's life
+                self.parts[engine].kill(f"is started again with {now} threads instead of {threads[engine.model]}")
 
     def start_migrator(self) -> None:
         """Have a migrator from now on."""

@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from muxserve import wire
@@ -18,7 +18,7 @@ from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
-from muxserve.spec import FleetSpec, ModelSpec
+from muxserve.spec import FleetSpec, ModelSpec, UnitSpec
 
 # Where a request can be in a unit (`muxserve.scheduling`).
 _PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
@@ -52,6 +52,15 @@ class Addition:
         return next((unit.rolling for unit in self.units), None)
 
 
+@dataclass(frozen=True)
+class JoinedUnit:
+    """A unit that is to have `model`, too: the whole of it, planned anew over the pools that it has."""
+
+    model: ModelSpec
+    unit_spec: UnitSpec
+    scaling: ScalingRules | None = None
+
+
 class UnitPlanner(Protocol):
     """Makes units that fit into what is left. Called in a thread, since it may read files and download."""
 
@@ -67,6 +76,13 @@ class UnitPlanner(Protocol):
 
         Raises:
             ChangeError: there is no room, or the model cannot be served, in words.
+        """
+
+    def joined(self, declared: Fleet, unit: str, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
+        """What it takes to serve the only model of `declared` in that running unit, too.
+
+        Raises:
+            ChangeError: its pools or the machine have no room, or the model cannot be served there, in words.
         """
 
     def forget(self, model: str) -> None:
@@ -247,6 +263,28 @@ class FleetSteps:
         unit.serves.add(model)
         self._units.publish()
         tell(f"{model} is served by {unit.name}")
+        return unit
+
+    async def join(self, joined: JoinedUnit, tell: Tell) -> RunningUnit:
+        """Have a running unit serve a model more.
+
+        Raises:
+            ChangeError: it takes none, or its engines cannot start; the unit then serves what it did, but has the new
+                quotas.
+        """
+        name = joined.model.name
+        unit = self._units.units.get(joined.unit_spec.unit)
+        if unit is None or not unit.announced or unit.name in self._ending or not unit.handle.ready.is_set():
+            raise ChangeError(f"{joined.unit_spec.unit} is not up at present; try again when `muxserve status` says so")
+        tell(f"making room for {name} in {unit.name}")
+        try:
+            await unit.handle.join(joined.unit_spec, name)
+            unit.planned = replace(unit.planned, unit_spec=joined.unit_spec)
+            tell(f"starting {name} in {unit.name}")
+            await unit.handle.start_model(name)
+        except GaveUp as failure:
+            raise ChangeError(f"{name} cannot join {unit.name}: {failure.part}: {failure}") from None
+        unit.serves.add(name)
         return unit
 
     async def bring_up(self, planned: PlannedUnit) -> RunningUnit:

@@ -24,10 +24,8 @@ from muxserve.cluster.processes import Reaper
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu.unit import GpuPlan, PoolSizer
 from muxserve.rolling.rules import RollingRules
-from muxserve.spec import UnitEntry, UnitSpec, save
+from muxserve.spec import UNIT_FILE, UnitEntry, UnitSpec, save
 from muxserve.spec.run_dir import make_log_dir
-
-UNIT_FILE = "unit.json"
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,14 @@ class UnitHandle(Protocol):
 
         Raises:
             GaveUp: they cannot start. Nothing of it is left then.
+        """
+
+    async def join(self, unit_spec: UnitSpec, model: str) -> None:
+        """The unit is as `unit_spec` has it from now on: of models with the same pools, among them `model`, which
+        `start_model` starts.
+
+        Raises:
+            GaveUp: it takes no model more; nothing has changed.
         """
 
     async def stop_model(self, model: str) -> None:
@@ -212,6 +218,10 @@ class LocalUnit:
         await self._host.start_model(model)
         if model not in self._serves:
             self._serves.append(model)
+
+    async def join(self, unit_spec: UnitSpec, model: str) -> None:
+        """See `UnitHandle.join`."""
+        await self._host.join(unit_spec, model)
 
     async def stop_model(self, model: str) -> None:
         """See `UnitHandle.stop_model`."""

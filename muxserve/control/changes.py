@@ -56,8 +56,9 @@ class FleetControl(Protocol):
             ChangeError: it cannot be drained, or stays in service for another reason.
         """
 
-    async def add(self, declared: Fleet, tell: Tell) -> None:
-        """Serve one model more, on as many replicas as it asks for at the start. `declared` has that model alone, its
+    async def add(self, declared: Fleet, tell: Tell, to: str = "") -> None:
+        """Serve one model more, on as many replicas as it asks for at the start, each a unit of its own; or in the
+        running unit `to` and its pools, whose quotas and shares are planned anew. `declared` has that model alone, its
         rates, limits and rules; its weights may still have to be fetched.
 
         Raises:

@@ -32,11 +32,12 @@ class DrainUnit(ControlMessage):
 
 class Add(ControlMessage):
     """Serve one model more: the text of a fleet file with that model. `file` is what it is called in errors, `base` the
-    directory that paths in it are relative to."""
+    directory that paths in it are relative to. `unit`: the running unit that it joins; empty: it gets its own."""
 
     text: str
     file: str
     base: str
+    unit: str = ""
 
 
 class Remove(ControlMessage):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from muxserve.config import Fleet, FleetError, parse_fleet
+from muxserve.config import Fleet, FleetError, Model, parse_fleet
 from muxserve.config.adapters import AdapterError, check_rank
 from muxserve.config.loader import is_extension
 from muxserve.config.problems import did_you_mean
@@ -104,8 +104,9 @@ def check_adapter(fleet: FleetSpec, model: str, name: str, path: str) -> None:
         raise ChangeError(str(error)) from None
 
 
-def check_add(fleet: FleetSpec, text: str, file: str, base: str) -> Fleet:
-    """The one model of a fleet file that is to be added; paths in it are relative to `base`.
+def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "") -> Fleet:
+    """The one model of a fleet file that is to be added; paths in it are relative to `base`. With `unit` it is to join
+    that running unit.
 
     Raises:
         ChangeError: the file is wrong, has not exactly one model or something else, or the name is taken.
@@ -128,7 +129,29 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str) -> Fleet:
     for name, key in [(declared.models[0].name, "name"), *((alias, "aliases") for alias in declared.models[0].aliases)]:
         if name in taken:
             raise ChangeError(str(source.problem(("models", 0, key), f"the fleet has a model {name!r} already")))
+    if unit:
+        _check_join(fleet, declared.models[0], unit)
     return declared
+
+
+def _check_join(fleet: FleetSpec, model: Model, name: str) -> None:
+    names = [each.name for each in fleet.units]
+    if name not in names:
+        raise ChangeError(f"there is no unit {name}{did_you_mean(name, names)}")
+    unit = fleet.unit(name)
+    why = ""
+    if unit.unit_spec.gpu is not None:
+        why = f"the pools of {name} took what its GPUs had left beside the weights when it started"
+    elif unit.remote:
+        why = f"{name} runs in a Ray cluster, where units keep the models that they were started with"
+    elif any(each.phases != "multiplexed" for each in unit.unit_spec.models):
+        why = f"{name} is for {enumerate_words([each.name for each in unit.unit_spec.models])} alone"
+    elif model.phases not in ("multiplexed", "auto"):
+        why = f"a model with phases: {model.phases} has a unit to itself"
+    elif model.replicas.at_start > 1:
+        why = f"it asks for {model.replicas.at_start} replicas; add one, and then scale"
+    if why:
+        raise ChangeError(f"{model.name} cannot join {name}: {why}. Without --unit it gets a unit of its own")
 
 
 def check_apply(text: str, file: str, base: str, environ: Mapping[str, str]) -> Fleet:

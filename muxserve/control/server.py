@@ -116,13 +116,13 @@ class ControlServer:
                     _checked(rules.check_drain, self._control.fleet, unit)
                     await self._control.drain(unit, tell)
                     return messages.Done(f"{unit} is empty and has ended")
-                case messages.Add(text, file, base):
+                case messages.Add(text, file, base, unit):
                     try:
-                        declared = await asyncio.to_thread(rules.check_add, self._control.fleet, text, file, base)
+                        declared = await asyncio.to_thread(rules.check_add, self._control.fleet, text, file, base, unit)
                     except ChangeError as error:
                         raise _MistakeError(str(error)) from None
                     name = declared.models[0].name
-                    await self._control.add(declared, tell)
+                    await self._control.add(declared, tell, unit)
                     return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
                 case messages.Apply():
                     return messages.Done(await self._apply(command, tell))

@@ -18,7 +18,7 @@ from typing import Any
 from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.process import trim, words
-from muxserve.spec import UnitSpec
+from muxserve.spec import UNIT_FILE, UnitSpec, load
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +42,17 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
             from muxserve.vllm.args import engine_args
 
             commands.close()
-            set_threads(unit_spec.model(model).threads)
+            # When a model joined the unit, threads were divided anew.
+            now = load(os.path.join(unit_spec.run_dir, UNIT_FILE))
+            set_threads(now.model(model).threads)
             # The worker starts from it when it has warmed up.
-            own = engine_args(unit_spec, model, phase)
+            own = engine_args(now, model, phase)
             config.model_config.seed = own["seed"]
             config.scheduler_config.policy = own["scheduling_policy"]
             control.event("progress", kind="engine", model=model, phase=phase, detail="warming up")
             try:
                 run_engine(
-                    unit_spec,
+                    now,
                     model,
                     phase,
                     config,

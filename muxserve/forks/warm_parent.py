@@ -147,6 +147,9 @@ class WarmParent:
         self._fork_model_parent(model).send(order)
 
     def _fork_model_parent(self, model: str) -> socket.socket:
+        if all(each.name != model for each in self.unit_spec.models):  # it has joined since
+            self.unit_spec = load(self.path)
+            register([self.unit_spec.model(model)])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def child() -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from muxserve.memory import _native
 from muxserve.net.heartbeat import heartbeat_file
-from muxserve.spec import UnitSpec
+from muxserve.spec import ModelSpec, UnitSpec
 
 _SHARED_MEMORY = Path("/dev/shm")
 # What an engine had launched on a GPU when it was killed may go on writing for about a step.
@@ -39,19 +39,33 @@ def manager_config(unit_spec: UnitSpec) -> dict[str, Any]:
         "pools": [
             {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages} for pool in unit_spec.pools
         ],
-        "models": [
-            {
-                "name": model.name,
-                "pool": model.pool,
-                # One without KV has a table, too, of which it takes nothing.
-                "layers": model.layers if model.kv_heads else 1,
-                "kv_heads": model.kv_heads or 1,
-                "num_blocks": model.num_blocks,
-                "quota_pages": model.quota_pages,
-            }
-            for model in unit_spec.models
-        ],
+        "models": [_model(model) for model in unit_spec.models],
     }
+
+
+def _model(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "pool": model.pool,
+        # One without KV has a table, too, of which it takes nothing.
+        "layers": model.layers if model.kv_heads else 1,
+        "kv_heads": model.kv_heads or 1,
+        "num_blocks": model.num_blocks,
+        "quota_pages": model.quota_pages,
+    }
+
+
+def add_model(unit_spec: UnitSpec, model: str) -> None:
+    """Let the running manager of `unit_spec` have that model of it, too, which gets its quota later.
+
+    Raises:
+        MemoryManagerGone: it cannot be reached.
+        MemoryManagerError: it does not take the model.
+    """
+    from muxserve.memory.client import MemoryClient
+
+    with MemoryClient(unit_spec.memory_socket, "host") as client:
+        client.add_model(**{**_model(unit_spec.model(model)), "quota_pages": 0})
 
 
 def _device(unit_spec: UnitSpec) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import msgspec
 
-from muxserve.cluster.steps import Addition
+from muxserve.cluster.steps import Addition, JoinedUnit
 from muxserve.cluster.units import PlannedUnit
-from muxserve.config import Fleet, FleetError
+from muxserve.config import AUTO, Fleet, FleetError
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
@@ -35,7 +35,7 @@ from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.residency import within_limit
-from muxserve.planning.specs import planned_unit, scaling_of, settings_of
+from muxserve.planning.specs import planned_unit, scaling_of, settings_of, unit_spec_of
 from muxserve.planning.unit_plan import (
     ResolvedUnit,
     arranged,
@@ -52,10 +52,11 @@ from muxserve.planning.unit_plan import (
     who_replicates,
     wrong,
 )
-from muxserve.spec import FleetSpec, SimulatedSpec, UnitEntry, UnitSpec
+from muxserve.spec import FleetSpec, ModelSpec, SimulatedSpec, UnitEntry, UnitSpec
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
-from placement.format import enumerate_words
+from placement.format import enumerate_words, format_size
+from placement.pools import BLOCK_STEP, KVShape, block_in
 
 
 class NoRoomError(Exception):
@@ -305,6 +306,59 @@ class FleetPlanner:
             ) from None
         return replace(plan, name=name)
 
+    def joined(self, name: str, model: str, running: FleetSpec) -> UnitSpec:
+        """A running unit of this machine's CPU that has the declared model, too. Quotas of the models in its pool, and
+        their threads and shares, are planned anew; what models are to requests stays: blocks and lengths.
+
+        Raises:
+            NoRoomError: no pool of the unit suits it, or pool or memory have no room.
+        """
+        unit = running.unit(name).unit_spec
+        declared = {each.name for each in self.fleet.models} - {model}
+        # Of models that the fleet has no longer, the unit keeps the page table and nothing else.
+        here = {each.name: each for each in unit.models if each.name in declared}
+        threads = max(1, unit.cores // (2 + len(here)) // unit.ranks) if self.fleet.policy != "fcfs" else AUTO
+        others = [entry.unit_spec for entry in running.units if entry.name != name]
+        try:
+            (demand,) = model_demands(
+                self.fleet.with_models([self.fleet.model(model)]), self.machine, self._hub, None, {}
+            )
+        except FleetError as error:
+            raise NoRoomError("; ".join(problem.message for problem in error.problems)) from None
+        kv = demand.architecture.kv_dtype(demand.resolved_dtype)
+        shape = KVShape(model, demand.architecture.head_dim, kv)
+        for pool in unit.pools:
+            block = block_in(pool.page_bytes, shape) if demand.architecture.causal else BLOCK_STEP
+            if block is None:
+                continue
+            mates = [each for each in here.values() if each.pool == pool.name]
+            models = [like(self.fleet.model(each.name), each) for each in mates] + [self.fleet.model(model)]
+            models = [each.model_copy(update={"threads": threads}) if each.threads == AUTO else each for each in models]
+            size = self.fleet.kv_pool.model_copy(update={"size": pool.num_pages * pool.page_bytes})
+            fleet = self.fleet.with_models(models).model_copy(update={"kv_pool": size})
+            elsewhere = msgspec.structs.replace(
+                unit,
+                models=[each for each in here.values() if each not in mates],
+                pools=[each for each in unit.pools if each is not pool],
+            )
+            machine = remaining_capacity(self.machine, self.fleet, [*others, elsewhere], self._hub)
+            blocks = {model: block, **{each.name: each.block_tokens for each in mates}}
+            try:
+                plan = resolve_unit(fleet, machine, self._hub, block_tokens=blocks)
+            except FleetError as error:
+                words = "; ".join(problem.message for problem in error.problems)
+                raise NoRoomError(f"{model} cannot join {name}: {words}") from None
+            if [each.page_bytes for each in plan.unit.pools] == [pool.page_bytes]:
+                made = unit_spec_of(replace(plan, name=name), unit.run_dir)
+                return _with_models(
+                    unit, [msgspec.structs.replace(each, pool=pool.name) for each in made.models], declared
+                )
+        have = enumerate_words([format_size(pool.page_bytes) for pool in unit.pools])
+        raise NoRoomError(
+            f"{model} cannot join {name}: its KV does not divide into pages of {have}, which that unit has. Without "
+            "--unit it gets a unit of its own"
+        )
+
     def _free_gpus(self, fleet: Fleet, units: Sequence[UnitSpec]) -> GpuUnit:
         if self._on_ray:
             # Which ones are free, Ray knows; they are all alike.
@@ -350,6 +404,21 @@ def notes_of(plans: Sequence[ResolvedUnit]) -> list[str]:
 
 
 # ---------------------------------------------------------------- while the fleet serves
+
+
+def _with_models(unit: UnitSpec, planned: Sequence[ModelSpec], declared: Collection[str]) -> UnitSpec:
+    """A unit with models that were planned anew. Of its other ones those that are not `declared` any more get nothing,
+    and those in other pools stay as they are."""
+    new = {model.name: model for model in planned}
+    models = []
+    for model in unit.models:
+        if model.name in new:
+            models.append(new.pop(model.name))
+        elif model.name not in declared:
+            models.append(msgspec.structs.replace(model, quota_pages=0, floor_pages=0))
+        else:
+            models.append(model)
+    return msgspec.structs.replace(unit, models=[*models, *new.values()])
 
 
 def remaining_capacity(machine: Machine, fleet: Fleet, units: Sequence[UnitSpec], hub: Hub) -> Machine:
@@ -423,6 +492,30 @@ class ScaleOut:
             raise
         return Addition(units[0].unit_spec.models[0], tuple(units), scaling_of(declared).get(model.name))
 
+    def joined(self, declared: Fleet, unit: str, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
+        """See `UnitPlanner.joined`."""
+        try:
+            declared = self._planner.fetched(declared, tell).multiplexed()
+        except FleetError as error:
+            raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
+        (model,) = declared.models
+        if note := without_chat_template(model):
+            tell(note)
+        known = next((each for each in fleet.unit(unit).unit_spec.models if each.name == model.name), None)
+        self._planner.declare(declared)
+        try:
+            spec = self._planner.joined(unit, model.name, fleet)
+            made = spec.model(model.name)
+            if known is not None and _table(known) != _table(made):
+                raise NoRoomError(
+                    f"{unit} has had another model called {model.name}, and keeps its page table; give this one "
+                    "another name, or leave --unit out"
+                )
+        except NoRoomError as error:
+            self._planner.forget(model.name)
+            raise ChangeError(str(error)) from None
+        return JoinedUnit(made, spec, scaling_of(declared).get(model.name))
+
     def forget(self, model: str) -> None:
         """See `Planner.forget`."""
         self._planner.forget(model)
@@ -430,6 +523,11 @@ class ScaleOut:
     def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
         """See `Planner.settings`."""
         return settings_of(wanted, fleet)
+
+
+def _table(model: ModelSpec) -> tuple[object, ...]:
+    """What engines and memory manager of a unit know of a model for as long as the unit runs."""
+    return model.path, model.dtype, model.layers, model.kv_heads, model.head_dim, model.block_tokens, model.num_blocks
 
 
 def _with(fleet: FleetSpec, units: list[PlannedUnit]) -> FleetSpec:

@@ -48,16 +48,36 @@ class UnitLedger:
         self.requests: dict[str, LiveRequest] = {}
         self.share_used = 0
         self.memory_up = True
-        for index, profile in enumerate(models):
+        for profile in models:
             if profile.name in self.by_name:
                 raise ValueError(f"two models are called {profile.name!r}")
-            if profile.pool not in self.pools:
-                raise ValueError(f"model {profile.name!r} names the unknown pool {profile.pool!r}")
-            model = ModelState(index, profile, self.pools[profile.pool])
-            self.models.append(model)
-            self.by_name[profile.name] = model
-            if profile.pages_per_block:  # others have no part in it
-                model.pool.models.append(model)
+            self._enter_model(profile)
+
+    def join(self, profiles: Sequence[ModelProfile]) -> list[ModelState]:
+        """The unit's models are these from now on: all that it has, as they are planned now, and new ones, which are
+        returned.
+
+        Raises:
+            ValueError: a new model names an unknown pool.
+        """
+        new = []
+        for profile in profiles:
+            known = self.by_name.get(profile.name)
+            if known is None:
+                new.append(self._enter_model(profile))
+            else:
+                known.plan(profile)
+        return new
+
+    def _enter_model(self, profile: ModelProfile) -> ModelState:
+        if profile.pool not in self.pools:
+            raise ValueError(f"model {profile.name!r} names the unknown pool {profile.pool!r}")
+        model = ModelState(len(self.models), profile, self.pools[profile.pool])
+        self.models.append(model)
+        self.by_name[profile.name] = model
+        if profile.pages_per_block:  # others have no part in it
+            model.pool.models.append(model)
+        return model
 
     # ------------------------------------------------------------ requests
 

@@ -371,6 +371,13 @@ class ModelState:
         self.tally = Tally()
         self.work_since: float | None = None
 
+    def plan(self, profile: ModelProfile) -> None:
+        """Its rate, quota and shares are those of `profile` from now on; leases that run keep the shares that they
+        have."""
+        self.profile = profile
+        self.prefill.share = share_units(profile.prefill_share)
+        self.decode.share = share_units(profile.decode_share)
+
     def engine(self, phase: Phase) -> EngineState:
         """The engine that does that phase."""
         return self.prefill if phase is PREFILL else self.decode

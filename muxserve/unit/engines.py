@@ -12,6 +12,7 @@ from msgspec import structs
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.net.server import shown
 from muxserve.scheduling.quarantine import LoneTurn, is_culprit
+from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, RequestPlace, StepsDone
 from muxserve.spec import EnginePhase
 from muxserve.unit.pages import PageQuotas
@@ -57,11 +58,15 @@ class EngineTable:
         self.failures: Counter[str] = Counter()
         self.culprits: Counter[str] = Counter()
         self._engines: dict[bytes, EngineProcess] = {}
-        for model in state.ledger.models:
+        self.add(state.ledger.models)
+        self.reconciliation = Reconciliation(state, table, self._engines.values())
+
+    def add(self, models: Iterable[ModelState]) -> None:
+        """These models are of the unit, too."""
+        for model in models:
             for engine in model.engines:
                 address = f"{model.name}/{engine.phase}".encode()
                 self._engines[address] = EngineProcess(model, engine, address)
-        self.reconciliation = Reconciliation(state, table, self._engines.values())
 
     @property
     def pids(self) -> dict[str, int]:

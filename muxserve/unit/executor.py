@@ -13,6 +13,7 @@ from muxserve import wire
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.net.server import shown
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import Policy
 from muxserve.spec import UnitSpec
 from muxserve.unit.degraded import DegradedModels
@@ -36,6 +37,7 @@ from muxserve.wire import (
     GatewayDown,
     GatewayHello,
     HeldRequests,
+    Joined,
     Message,
     MigratorHello,
     MoveCommitted,
@@ -68,6 +70,7 @@ class UnitExecutor:
         epoch: new for each process; gateways and engines tell by it that the queues are lost.
         now: seconds of the machine's monotonic clock.
         gpus: tells the state of the unit's GPUs, for those who cannot ask for it themselves.
+        planned: reads the unit's spec anew.
 
     Raises:
         ValueError: the unit's spec contradicts itself, or the policy is not made for it.
@@ -81,10 +84,12 @@ class UnitExecutor:
         epoch: str,
         now: float,
         gpus: Callable[[], list[dict[str, object]]] | None = None,
+        planned: Callable[[], UnitSpec] | None = None,
     ) -> None:
         self._state = state = UnitState(unit_spec, policy, memory, epoch, now)
         self.epoch = epoch
         self._gpus = gpus
+        self._planned = planned
         self.request_table = UnitRequestTable(state)
         self.replicas = UnitReplicas(state, self.request_table)
         self.moving = Departures(state, self.request_table)
@@ -152,6 +157,8 @@ class UnitExecutor:
                 self.replicas.greeted(peer, message, now)
             case MigratorHello():
                 self._migrator_hello(peer, message, now)
+            case Joined():
+                self._joined()
             case Retire() | Revive():
                 self._retire(message, now)
             case _:
@@ -195,6 +202,14 @@ class UnitExecutor:
         self.moving.migrator_new(now)
         self.replicas.migrator_new()
         self._state.send(peer, Reset(self._state.epoch))
+
+    def _joined(self) -> None:
+        assert self._planned is not None, "only the controller of a unit says so, and its spec is in a file"
+        unit_spec = self._planned()
+        new = self._state.join(unit_spec, make_policy(unit_spec.policy, unit_spec.share_steps))
+        self.engines.add(new)
+        self._pages.plan()
+        log.info("%s joined the unit", ", ".join(model.name for model in new) or "no model")
 
     def _retire(self, message: Retire | Revive, now: float) -> None:
         model = self._state.ledger.by_name.get(message.model)

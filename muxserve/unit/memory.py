@@ -26,6 +26,9 @@ class Memory(Protocol):
     def alive(self) -> bool:
         """Ask the manager for a sign of life."""
 
+    def join(self, unit_spec: UnitSpec) -> None:
+        """The models are those of `unit_spec` from now on; the manager has them."""
+
     def hand_offs(self) -> dict[str, list[str]] | None:
         """Keys of the hand-offs that wait in the manager, by model; None if it is gone."""
 
@@ -60,15 +63,19 @@ class MemoryLink:
     def connect(self) -> bool:
         try:
             client = self._connect(self._socket)
-            counters = [(name, pool, client.map(name).counters) for name, pool in self._models]
+            self._map(client)
         except OSError:
             return False
         except Exception as error:  # refused: worth a word, and worth another try
             log.warning("the memory manager does not take this unit: %s", error)
             return False
-        self._client, self._counters, self.connected = client, counters, True
+        self._client, self.connected = client, True
         log.info("connected to the memory manager")
         return True
+
+    def join(self, unit_spec: UnitSpec) -> None:
+        self._models = [(model.name, model.pool) for model in unit_spec.models]
+        self._ask(self._map)
 
     def alive(self) -> bool:
         return self._ask(lambda client: client.stats())
@@ -95,6 +102,9 @@ class MemoryLink:
 
     def drop(self, model: str, key: str) -> None:
         self._ask(lambda client: client.drop(model, key), expected="UNKNOWN_KEY")
+
+    def _map(self, client: Any) -> None:
+        self._counters = [(name, pool, client.map(name).counters) for name, pool in self._models]
 
     def close(self) -> None:
         """End the connection."""

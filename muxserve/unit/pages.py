@@ -55,6 +55,11 @@ class PageQuotas:
         spare = model.pool.profile.pages - others
         self._set({model.name: max(model.quota, min(model.profile.quota_pages, spare))})
 
+    def plan(self) -> None:
+        """Begin with the quotas that the unit's models are planned with."""
+        models = self._state.ledger.models
+        self._set({model.name: 0 if model.retired else model.profile.quota_pages for model in models})
+
     def gone(self, now: float) -> None:
         """The manager died, and its hand-offs with it. What is in engines, the engines report themselves."""
         self._state.ledger.memory_up = False

@@ -25,7 +25,7 @@ log = logging.getLogger("muxserve.unit")
 
 
 class UnitScheduler:
-    """The socket and the loop.
+    """The socket and the loop. `path` has the unit's spec, which is read again when models join.
 
     Raises:
         zmq.ZMQError: the unit's address cannot be bound.
@@ -33,13 +33,13 @@ class UnitScheduler:
         ValueError: the unit's spec contradicts itself.
     """
 
-    def __init__(self, unit_spec: UnitSpec, signals: Signals) -> None:
+    def __init__(self, unit_spec: UnitSpec, path: str, signals: Signals) -> None:
         epoch = secrets.token_hex(8)
         listen, keys = unit_spec.listen, unit_spec.keys
         # The gateways of this machine ask for its GPUs themselves.
         gpus = GpuWatch(unit_spec).states if unit_spec.gpu is not None and listen is not None else None
         policy, memory = make_policy(unit_spec.policy, unit_spec.share_steps), MemoryLink(unit_spec)
-        self._executor = UnitExecutor(unit_spec, policy, memory, epoch, time.monotonic(), gpus)
+        self._executor = UnitExecutor(unit_spec, policy, memory, epoch, time.monotonic(), gpus, lambda: spec.load(path))
         self._loop = RouterLoop(
             signals,
             heartbeat_file(unit_spec.run_dir, "unit"),
@@ -71,7 +71,7 @@ PROGRAM = ServerProgram(
     what="a unit's spec",
     load=spec.load,
     address=lambda unit_spec: unit_spec.unit_address,
-    make=lambda unit_spec, path, signals: UnitScheduler(unit_spec, signals),
+    make=lambda unit_spec, path, signals: UnitScheduler(unit_spec, path, signals),
 )
 main = PROGRAM.main
 

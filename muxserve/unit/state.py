@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from muxserve.replicas.priorities import Levels
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.spec import ModelSpec, UnitSpec
@@ -49,8 +50,15 @@ class UnitState:
         self.ledger = unit_ledger(self.unit_spec)
         self.policy.check(self.ledger)
         self.ledger.memory_up = False
-        names = [model.name for model in self.unit_spec.models]
-        self.levels = {name: self.unit_spec.priority_levels(name) for name in names}
+        self.levels = levels_of(self.unit_spec)
+
+    def join(self, unit_spec: UnitSpec, policy: Policy) -> list[ModelState]:
+        """The unit is as `unit_spec` has it from now on, with models more, which are returned; `policy` begins anew,
+        since models count in what it remembers."""
+        new = self.ledger.join(profiles_of(unit_spec))
+        self.unit_spec, self.policy, self.levels = unit_spec, policy, levels_of(unit_spec)
+        self.memory.join(unit_spec)
+        return new
 
     def send(self, peer: bytes, message: Message) -> None:
         """Have a message sent to the ZeroMQ identity `peer`, after all that were before."""
@@ -103,5 +111,15 @@ def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
     """
     # The null page of a pool is never handed out.
     pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in unit_spec.pools]
+    return UnitLedger(profiles_of(unit_spec), pools)
+
+
+def profiles_of(unit_spec: UnitSpec) -> list[ModelProfile]:
+    """The models of a unit as its ledger has them."""
     elastic = unit_spec.share_steps > 0
-    return UnitLedger([model_profile(model, unit_spec.stages, elastic) for model in unit_spec.models], pools)
+    return [model_profile(model, unit_spec.stages, elastic) for model in unit_spec.models]
+
+
+def levels_of(unit_spec: UnitSpec) -> dict[str, Levels]:
+    """The priority levels of each model."""
+    return {model.name: unit_spec.priority_levels(model.name) for model in unit_spec.models}

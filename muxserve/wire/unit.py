@@ -376,6 +376,11 @@ class Revive(Message):
     model: str
 
 
+class Joined(Message):
+    """The controller has written the unit's file anew: it has models more, which the memory manager knows already, and
+    quotas and shares that were planned for all of them. `Revive` puts a new model into service."""
+
+
 class StateRequest(Message):
     """Asks for a `StateReply`."""
 

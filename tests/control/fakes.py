@@ -105,10 +105,10 @@ class FakeControl:
         units = [each for each in self.fleet.units if each.name != unit]
         self.fleet = msgspec.structs.replace(self.fleet, units=units)
 
-    async def add(self, declared: Fleet, tell: Tell) -> None:
+    async def add(self, declared: Fleet, tell: Tell, to: str = "") -> None:
         name = declared.models[0].name
         await asyncio.to_thread(tell, "loading weights")
-        await self._called("add", name, declared.models[0].path or declared.models[0].hub)
+        await self._called("add", name, declared.models[0].path or declared.models[0].hub, *([to] if to else []))
         self.fleet = msgspec.structs.replace(self.fleet, models=[*self.fleet.models, model(name)])
         self._serve("u0", [*self.fleet.units[0].serves, name])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from muxserve.cluster.changes import with_adapter
 from muxserve.control.changes import ChangeError
 from muxserve.control.rules import check_adapter, check_add, check_drain, check_remove, check_scale
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import AdapterSlots
+from muxserve.spec import AdapterSlots, GpuSpec
 from tests.config.test_adapters import adapter
 from tests.control.fakes import fleet_of
 
@@ -89,6 +90,38 @@ def test_what_cannot_be_added(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ChangeError) as caught:
         check_add(FLEET, text, "new.yaml", str(tmp_path))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "unit", "changes", "said"),
+    [
+        ("replicas: 2", "u0", {}, "it asks for 2 replicas; add one, and then scale"),
+        (
+            "phases: rolling, slo: {ttft_ms: 9, tpot_ms: 9}",
+            "u0",
+            {},
+            "a model with phases: rolling has a unit to itself",
+        ),
+        ("", "u0", {"remote": True}, "u0 runs in a Ray cluster, where units keep the models"),
+        ("", "u0", {"gpu": GpuSpec(["GPU-a"])}, "the pools of u0 took what its GPUs had left beside the weights"),
+        ("", "u0", {"phases": "rolling"}, "u0 is for chat alone"),
+    ],
+)
+def test_what_cannot_join_a_unit(model: str, unit: str, changes: dict[str, Any], said: str) -> None:
+    fleet = fleet_of("/run", {"u0": ["chat"]})
+    entry = fleet.units[0]
+    spec = msgspec.structs.replace(entry.unit_spec, gpu=changes.get("gpu"))
+    if "phases" in changes:
+        rolling = [msgspec.structs.replace(each, phases=changes["phases"]) for each in spec.models]
+        spec = msgspec.structs.replace(spec, models=rolling)
+    entry = msgspec.structs.replace(entry, unit_spec=spec, remote=changes.get("remote", False))
+    fleet = msgspec.structs.replace(fleet, units=[entry])
+    text = f"models: [{{name: new, hub: x/y{', ' if model else ''}{model}}}]"
+    with pytest.raises(ChangeError) as caught:
+        check_add(fleet, text, "new.yaml", "/", unit)
+    assert str(caught.value).startswith("new cannot join u0: ")
+    assert said in str(caught.value)
+    assert str(caught.value).endswith(". Without --unit it gets a unit of its own")
 
 
 def test_adapters_that_can_come_and_go(tmp_path: Path) -> None:

@@ -84,10 +84,15 @@ def test_drain_add_and_remove(base: Path, tmp_path: Path) -> None:
         added = do(base, messages.Add(text, "new.yaml", str(tmp_path)))
         assert added == (messages.Done("new is served (u0)"), ["loading weights"])
         assert do(base, messages.Remove("code"))[0] == messages.Done("code is served no longer")
+        joining = messages.Add("models: [{name: next, path: new}]", "next.yaml", str(tmp_path), "u0")
+        assert do(base, joining)[0] == messages.Done("next is served (u0)")
+        refused, _ = do(base, messages.Add("models: [{name: last, path: new}]", "x.yaml", str(tmp_path), "u9"))
+        assert refused == messages.CommandRefused("there is no unit u9; known here: u0, u2")
         assert controller.control.calls == [
             ("drain", "u1"),
             ("add", "new", str(tmp_path / "new")),
             ("remove", "code"),
+            ("add", "next", str(tmp_path / "new"), "u0"),
         ]
 
 

@@ -197,6 +197,46 @@ def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
     assert "frontdesk" not in {name for served in units(fleet).values() for name in served}
 
 
+async def test_a_model_joins_a_unit_and_its_pool(fleet: Fleet, tmp_path: Path) -> None:
+    """While others are served there; also when it had left, and when what has it only in memory dies."""
+    await asyncio.to_thread(taken_out, fleet, "frontdesk")
+    file = tmp_path / "more.yaml"
+    file.write_text(f"models: [{{name: frontdesk, path: {MODELS / 'frontdesk'}, dtype: float32, rate: 2}}]")
+    (unit,) = [name for name, served in units(fleet).items() if "arithmetic" in served]
+    question = "When does the library open on Tuesday?"
+    said, stop = set(), asyncio.Event()
+    asking = [asyncio.create_task(keep_asking(fleet, stop)) for _ in range(4)]
+    for _ in range(2):
+        added = await asyncio.to_thread(command, "add", str(file), "--unit", unit)
+        assert added.returncode == 0, added.stderr
+        assert added.stdout.splitlines()[-1] == f"done: frontdesk is served ({unit})"
+        assert {*units(fleet)[unit]} >= {"arithmetic", "frontdesk"}
+        said.add(await asyncio.to_thread(ask, fleet, "frontdesk", question))
+        quotas = quotas_of(fleet, unit)
+        assert quotas["frontdesk"] > 0
+        removed = await asyncio.to_thread(command, "remove", "frontdesk")
+        assert removed.returncode == 0, removed.stderr
+        assert units(fleet)[unit] == ["arithmetic"]
+    stop.set()
+    assert len({answer for each in await asyncio.gather(*asking) for answer in each}) == 1
+    added = await asyncio.to_thread(command, "add", str(file), "--unit", unit)
+    assert added.returncode == 0, added.stderr
+    for word in ("muxserve-memory-manager", "muxserve.unit.scheduler"):
+        for process in fleet.parts(word):
+            process.kill()
+        said.add(await asyncio.to_thread(ask, fleet, "frontdesk", question))
+    assert len(said) == 1
+    await asyncio.to_thread(taken_out, fleet, "frontdesk")
+    refused = await asyncio.to_thread(command, "add", str(file), "--unit", "u99")
+    assert refused.returncode == 2
+    assert "there is no unit u99" in refused.stderr
+
+
+def quotas_of(fleet: Fleet, unit: str) -> dict[str, int]:
+    (found,) = [each for each in fleet.get("/fleet").json()["units"] if each["name"] == unit]
+    return {name: state["quota_pages"] for name, state in found["state"]["models"].items()}
+
+
 def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
     fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", PATIENCE, "asleep")
     broken = tmp_path / "broken"

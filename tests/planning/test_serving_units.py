@@ -21,7 +21,7 @@ from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit, possible_units, units_at_start
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.quotas import demand_weight
-from muxserve.spec import FleetSpec, GpuSpec
+from muxserve.spec import FleetSpec, GpuSpec, UnitSpec
 from muxserve.spec.unit import SHARE_STEPS
 from muxserve.unit.state import model_profile
 from placement import Machine
@@ -420,3 +420,57 @@ def test_later_units_on_ray_are_counted() -> None:
     two = msgspec.structs.replace(running, units=[*running.units, *running.units])
     with pytest.raises(NoRoomError, match="of the fleet's 2 0 are free"):
         planner.unit("u2", [name], two)
+
+
+# ---------------------------------------------------------------- a model joins a unit that runs
+
+
+def joining(declared: Fleet, model: str, **changes: object) -> tuple[UnitSpec, UnitSpec]:
+    """Unit u0 of a fleet that has not got `model` yet, as it is and with it."""
+    planner = FleetPlanner(
+        declared.with_models([each for each in declared.models if each.name != model]), MACHINE, lambda: NONE
+    )
+    running = deployed(planner.fleet, planner.at_start())
+    planner.declare(declared.with_models([declared.model(model).model_copy(update=changes)]))
+    return running.unit("u0").unit_spec, planner.joined("u0", model, running)
+
+
+def test_a_model_that_joins_gets_its_part_of_the_pool() -> None:
+    before, after = joining(fleet(), "atlas")
+    assert after.pools == before.pools
+    assert [model.name for model in after.models] == ["arithmetic", "frontdesk", "atlas"]
+    (pool,) = after.pools
+    assert sum(model.quota_pages for model in after.models) == pool.num_pages - 1
+    assert all(model.quota_pages >= model.floor_pages > 0 for model in after.models)
+    at_once = planned_unit(plan(fleet())[0], "/run").unit_spec
+    for one in at_once.models:
+        assert (one.quota_pages, one.threads) == (after.model(one.name).quota_pages, after.model(one.name).threads)
+    for old, new in zip(before.models, after.models, strict=False):
+        assert (old.max_len, old.block_tokens, old.num_blocks) == (new.max_len, new.block_tokens, new.num_blocks)
+        assert old.quota_pages > new.quota_pages
+
+
+def test_a_model_whose_kv_has_other_pages_cannot_join() -> None:
+    # The two others have heads of the same size, and pages that are as small as they can be for that.
+    with pytest.raises(NoRoomError, match="frontdesk cannot join u0: its KV does not divide into pages of 8 KiB"):
+        joining(fleet(), "frontdesk")
+    # Nor do types mix in a pool.
+    with pytest.raises(NoRoomError, match="atlas cannot join u0: its KV does not divide"):
+        joining(fleet(), "atlas", dtype="float16")
+
+
+def test_a_pool_may_have_no_room_for_one_more() -> None:
+    with pytest.raises(NoRoomError, match="atlas cannot join u0: "):
+        joining(fleet(head="kv_pool: {size: 4MiB}"), "atlas", max_len=100_000)
+
+
+def test_what_has_left_a_unit_takes_nothing_of_it() -> None:
+    planner = FleetPlanner(fleet(), MACHINE, lambda: NONE)
+    running = deployed(planner.fleet, planner.at_start())
+    model = planner.fleet.model("atlas").model_copy(update={"name": "new"})
+    planner.forget("atlas")
+    planner.declare(planner.fleet.with_models([model]))
+    joined = planner.joined("u0", "new", running)
+    quotas = {each.name: each.quota_pages for each in joined.models}
+    assert quotas["atlas"] == 0
+    assert sum(quotas.values()) == joined.pools[0].num_pages - 1

@@ -76,6 +76,10 @@ class FakeMemory:
         self.connected = self.connected and self.up
         return self.connected
 
+    def join(self, unit_spec: UnitSpec) -> None:
+        for each in unit_spec.models:
+            self.quotas.setdefault(each.name, 0)
+
     def hand_offs(self) -> dict[str, list[str]] | None:
         return dict(self.waiting) if self.alive() else None
 
@@ -102,7 +106,11 @@ class Bench:
         self.memory = FakeMemory()
         self.unit_spec = unit_spec(*models, policy=policy, **more)
         self.memory.quotas = {m.name: m.quota_pages for m in self.unit_spec.models}
-        self.unit = UnitExecutor(self.unit_spec, make_policy(policy), self.memory, "unit-1", self.now)
+        # What the unit's file says when it is read again.
+        self.planned = self.unit_spec
+        self.unit = UnitExecutor(
+            self.unit_spec, make_policy(policy), self.memory, "unit-1", self.now, planned=lambda: self.planned
+        )
         self.sent: Sent = []
         if up:
             self.say(GATEWAY, GatewayHello("g1", REPLY_TO))

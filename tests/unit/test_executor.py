@@ -21,12 +21,15 @@ from muxserve.wire import (
     GatewayHello,
     HandOver,
     HeldRequests,
+    Joined,
     Lease,
     Lost,
     Refused,
     RequestTrace,
     Reset,
+    Retire,
     Returned,
+    Revive,
     ShowRequests,
     StateReply,
     StateRequest,
@@ -35,7 +38,7 @@ from muxserve.wire import (
     Submit,
     UnitHello,
 )
-from tests.unit.support import GATEWAY, REPLY_TO, Bench, Sent, model, to
+from tests.unit.support import GATEWAY, REPLY_TO, Bench, Sent, model, to, unit_spec
 
 
 def crowded() -> Bench:
@@ -764,3 +767,37 @@ def test_engines_with_one_share_for_life_get_the_planned_one() -> None:
     bench = Bench(model("a", prefill_share=0.5, decode_share=0.25), policy="slack", gpu=GpuSpec(["GPU-a"], "mps"))
     bench.submit("r-a", "a")
     assert bench.lease("a/prefill").share == 500_000
+
+
+# ---------------------------------------------------------------- a model joins
+
+
+def test_a_model_joins_and_disturbs_nobody() -> None:
+    shares = {"prefill_share": 0.2, "decode_share": 0.2}
+    bench = Bench(model("a", quota_pages=600, **shares), model("b", quota_pages=400, **shares))
+    bench.decoding("r-a")
+    bench.submit("r-b", "b")
+    quotas = {"a": 500, "b": 300, "c": 200}
+    bench.planned = unit_spec(*(model(name, quota_pages=pages, **shares) for name, pages in quotas.items()))
+    bench.say(b"controller/1", Joined())
+    assert quotas in bench.memory.set
+    assert not bench.state()["engines"]["c/prefill"]["up"]
+    bench.say(b"controller/1", Revive("c"))
+    for phase in ("prefill", "decode"):
+        bench.say(f"c/{phase}".encode(), EngineHello("c", phase, 101))
+    bench.submit("r-c", "c")
+    # Who was in the middle of something goes on; then it is the new model's turn.
+    bench.hand_over("r-b", "b")
+    assert [admit.request_id for admit in bench.admitted("c/prefill")] == ["r-c"]
+    assert not [message for _, message in bench.sent if isinstance(message, Lost | Abort)]
+    assert {name: bench.state()["models"][name]["decoding"] for name in "abc"} == {"a": 1, "b": 1, "c": 0}
+
+
+def test_a_model_that_comes_back_gets_what_is_planned_now() -> None:
+    bench = Bench(model("a", quota_pages=600), model("b", quota_pages=400))
+    bench.say(b"controller/1", Retire("b"))
+    bench.planned = unit_spec(model("a", quota_pages=700), model("b", quota_pages=300))
+    bench.say(b"controller/1", Joined())
+    assert {"a": 700, "b": 0} in bench.memory.set
+    bench.say(b"controller/1", Revive("b"))
+    assert bench.memory.quotas["b"] > 0

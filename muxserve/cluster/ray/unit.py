@@ -144,6 +144,10 @@ class RayUnit:
         if model not in self._serves:
             self._serves.append(model)
 
+    async def join(self, unit_spec: UnitSpec, model: str) -> None:
+        """See `UnitHandle.join`."""
+        raise GaveUp(HOST, "it runs in a Ray cluster, where units keep the models that they were started with")
+
     async def stop_model(self, model: str) -> None:
         """See `UnitHandle.stop_model`."""
         if model in self._serves:
