@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +81,26 @@ def sentences(markdown: str) -> list[str]:
 def test_the_guide_has_short_sentences(name: str) -> None:
     long = [each for each in sentences((ROOT / name).read_text()) if len(each.split()) > LONGEST]
     assert not long, f"more than {LONGEST} words:\n" + "\n".join(long)
+
+
+# What proselint is not asked for: Markdown's quotes and signs are those of code; columns of tables look like words that
+# are written twice; and "But" may begin a paragraph.
+UNASKED = ("typography", "lexical_illusions", "dates_times", "misc.but")
+TOOLS = ROOT / "build/shipping"
+
+
+@pytest.mark.skipif(not (TOOLS / "proselint").exists(), reason="no proselint: see requirements/shipping.txt")
+def test_prose_is_free_of_what_a_linter_finds(tmp_path: Path) -> None:
+    config = tmp_path / "proselint.json"
+    config.write_text(json.dumps({"checks": dict.fromkeys(UNASKED, False)}))
+    linter = [sys.executable, "-m", "proselint", "check", "--config", str(config)]
+    environment = {**os.environ, "PYTHONPATH": str(TOOLS)}
+    done = subprocess.run([*linter, *map(str, PAGES)], capture_output=True, text=True, env=environment)
+    found = [line for line in done.stdout.splitlines() if "CHANGELOG" not in line]
+    assert not found, "\n".join(found)
+    (tmp_path / "bad.md").write_text("It is a very unique and completely finished thing, at the end of the day.\n")
+    bad = subprocess.run([*linter, str(tmp_path / "bad.md")], capture_output=True, text=True, env=environment)
+    assert "uncomparables" in bad.stdout, bad.stdout + bad.stderr
 
 
 def test_the_table_of_models_claims_what_tests_show() -> None:
