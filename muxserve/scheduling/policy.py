@@ -44,6 +44,9 @@ T = TypeVar("T")
 
 # Between two changes of fixed quotas: what was lent comes back page by page.
 LEND_SECONDS = 0.1
+# After so long a policy is asked again that was due already when it was last asked: what is to be tried again waits for
+# somebody else's lease, and whoever asked at once would do nothing but ask until that ends.
+AGAIN_SECONDS = 0.001
 
 
 class Renewals(NamedTuple):

@@ -13,7 +13,7 @@ from muxserve.replicas.views import InstanceLoad, InstanceView
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import make_policy
-from muxserve.scheduling.policy import Policy, Renewals
+from muxserve.scheduling.policy import AGAIN_SECONDS, Policy, Renewals
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, Phase, QueuedRequest
 from muxserve.simulator.leased import LeasedEngine, PhaseEngine, SimLease, SimReport
@@ -23,9 +23,6 @@ from muxserve.simulator.result import UnitResult
 from muxserve.simulator.setup import SimModel
 from muxserve.simulator.stages import PipelineEngine
 from muxserve.simulator.unit import SimulatedUnit
-
-# A wakeup that is due already and changed nothing is tried again after this time, so that the clock moves on.
-_AGAIN_SECONDS = 0.001
 
 
 class ScheduledUnit(SimulatedUnit):
@@ -329,7 +326,7 @@ class ScheduledUnit(SimulatedUnit):
     def _plan_to_wake(self, now: float) -> None:
         wakeup = self.policy.wakeup(self.ledger, now) if self.spec.adapt_quotas else self.ledger.next_retry()
         if wakeup < self._wake_at or (self._wake_at <= now and wakeup != float("inf")):
-            self._wake_at = wakeup if wakeup > now else now + _AGAIN_SECONDS
+            self._wake_at = wakeup if wakeup > now else now + AGAIN_SECONDS
             self.clock.at(self._wake_at, self._wake)
 
     def _wake(self, now: float) -> None:

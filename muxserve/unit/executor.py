@@ -14,7 +14,7 @@ from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.net.server import shown
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
-from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.spec import UnitSpec
 from muxserve.unit.degraded import DegradedModels
 from muxserve.unit.engines import EngineTable
@@ -178,9 +178,10 @@ class UnitExecutor:
 
     def wakeup(self, now: float) -> float:
         """When `turn` is due although no message came."""
+        decide = self._state.policy.wakeup(self._state.ledger, now)
         return min(
             self._pages.due,
-            self._state.policy.wakeup(self._state.ledger, now),
+            decide if decide > now else now + AGAIN_SECONDS,
             self.moving.wakeup(),
             self.replicas.wakeup(),
             self.engines.wakeup(),

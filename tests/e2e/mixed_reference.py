@@ -124,5 +124,9 @@ def answers(path: Path) -> dict[str, Any]:
     return {"data": pooled, "score": scores}
 
 
-if __name__ == "__main__":
+def main() -> None:
     write_each(answers, Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -66,5 +66,9 @@ def answers(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-if __name__ == "__main__":
+def main() -> None:
     write_each(answers, Path(sys.argv[1]), [Path(each) for each in sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    main()

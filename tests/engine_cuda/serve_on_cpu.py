@@ -193,12 +193,13 @@ def in_a_fork(job: Any, out: Path) -> Any:
 
 
 def main() -> None:
-    from tests.engine.stock import SETTINGS
+    from tests.engine.stock import SETTINGS, prepare_forks
 
     os.environ.update(SETTINGS)
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
+    prepare_forks()
     out = Path(sys.argv[1])
     expected = in_a_fork(stock, out / "stock.json")
     prompts = [tokens[: len(tokens) - count] for tokens, count in zip(expected, TOKENS, strict=True)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy
+from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.scheduling.types import (
     WHOLE,
     Grant,
@@ -124,6 +124,8 @@ class Machine:
         phases = (Phase.BOTH,) if policy.both else (Phase.PREFILL, Phase.DECODE)
         self.engines = {(p.name, phase): Engine(p.name, phase) for p in profiles for phase in phases}
         self.jobs: dict[str, Job] = {}
+        # Held by the jobs of each model.
+        self.blocks = dict.fromkeys(self.profiles, 0)
         self.handed: dict[str, Job] = {}
         self.cancelled: set[str] = set()
         self.lost: list[str] = []
@@ -300,10 +302,7 @@ class Machine:
     # ------------------------------------------------------------ pages
 
     def used(self, model: str) -> int:
-        held = sum(j.blocks for e in self.engines.values() if e.model == model for j in e.jobs) + sum(
-            j.blocks for each in (self.handed, self.moving) for j in each.values() if j.model == model
-        )
-        return held * self.profiles[model].pages_per_block
+        return self.blocks[model] * self.profiles[model].pages_per_block
 
     def _grow(self, job: Job, tokens: int) -> bool:
         p = self.profiles[job.model]
@@ -316,10 +315,11 @@ class Machine:
         if sum(self.used(m) for m in self.profiles) + pages > self.pages:
             return False
         job.blocks += need
+        self.blocks[job.model] += need
         return True
 
-    @staticmethod
-    def _free(job: Job) -> None:
+    def _free(self, job: Job) -> None:
+        self.blocks[job.model] -= job.blocks
         job.blocks = job.computed = 0
         job.decodes = False
 
@@ -470,7 +470,7 @@ class Machine:
             self.watch(self, grants)
         wakeup = self.policy.wakeup(self.ledger, self.now)
         if wakeup < float("inf") and (self._wakeup <= self.now or wakeup < self._wakeup) and self.ledger.requests:
-            self._wakeup = max(wakeup, self.now + 1e-6)
+            self._wakeup = wakeup if wakeup > self.now else self.now + AGAIN_SECONDS
             self.at(self._wakeup, lambda: None)
         return grants
 
@@ -523,6 +523,10 @@ class Machine:
         assert sum(m.promised for m in ledger.models) == ledger.pools["pool"].promised
         if len(ledger.requests) > 60 and self.turns % 200:
             return  # looking at every request every time is for small loads
+        holding = [*self.handed.values(), *self.moving.values(), *(j for e in self.engines.values() for j in e.jobs)]
+        assert sum(job.blocks for job in holding) == sum(self.blocks.values()), "blocks of a request that is nowhere"
+        single = isinstance(self.policy, Adbs)
+        assert not single or sum(m.prefill.lease is not None for m in ledger.models) <= 1
         placed: list[str] = []
         for model in ledger.models:
             queued = list(model.queue.first(len(model.queue)))
@@ -534,27 +538,24 @@ class Machine:
             tally = model.tally
             ended = tally.finished + tally.cancelled + tally.lost + tally.moved_out + tally.given_back
             assert tally.arrived + tally.moved_in == ended + model.live
-            places = (
+            assert all(request_id in model.decoding for request_id in model.fresh)
+            for place, requests in (
                 (RequestPlace.QUEUED, queued),
                 (RequestPlace.PREFILLING, model.prefilling.values()),
                 (RequestPlace.HANDED, model.handed.values()),
                 (RequestPlace.DECODING, model.decoding.values()),
                 (RequestPlace.MOVING, model.moving.values()),
-            )
-            assert set(model.fresh) <= set(model.decoding)
-            for place, requests in places:
-                for request in requests:
-                    assert request.place is place
-                    placed.append(request.request_id)
+            ):
+                assert all(request.place is place for request in requests)
+                placed += [request.request_id for request in requests]
             assert model.prefill_tokens == sum(r.tokens for r in model.prefilling.values())
             assert 0 <= model.outstanding <= model.prefill_tokens
-            if isinstance(self.policy, Adbs):
-                assert sum(m.prefill.lease is not None for m in ledger.models) <= 1
-        assert sorted(placed) == sorted(ledger.requests)
-        arrived = {j.request_id for j in self.jobs.values() if j.arrival <= self.now}
-        over = self.cancelled | {j.request_id for j in self.jobs.values() if j.done is not None}
-        assert set(ledger.requests) - over <= arrived
-        assert {r for r in arrived - over if self.jobs[r].arrival < self.now} <= set(ledger.requests)
+        there = set(placed)
+        assert len(placed) == len(there)
+        assert there == ledger.requests.keys()
+        for job in self.jobs.values():
+            if job.done is None and job.request_id not in self.cancelled:
+                assert (job.arrival <= self.now) if job.request_id in there else (job.arrival >= self.now), job
 
 
 def idle_although_possible(machine: Machine) -> str | None:

@@ -6,15 +6,21 @@ chosen: one program after the other, politely, in the order in which the tests n
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.support import preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 _END_SECONDS = 15.0
@@ -51,12 +57,19 @@ class Beside:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._added: list[tuple[int, Program]] = []
-        self._running: subprocess.Popen[bytes] | None = None
+        self._running: int | None = None
+        self._idle = threading.Event()
         self._closed = False
 
-    def add(self, command: Sequence[str], turn: int, environment: Mapping[str, str] | None = None) -> Program:
+    def add(
+        self,
+        command: Sequence[str],
+        turn: int,
+        environment: Mapping[str, str] | None = None,
+        start: Callable[..., subprocess.Popen[bytes] | preloaded.Forked] = subprocess.Popen,
+    ) -> Program:
         """Programs are run by their `turn`: the number of the first test that needs them."""
-        program = Program(lambda: self._run(command, environment), self._thread.submit)
+        program = Program(lambda: self._run(command, environment, start), self._thread.submit)
         self._added.append((turn, program))
         return program
 
@@ -65,14 +78,26 @@ class Beside:
         for _, program in sorted(self._added, key=lambda each: each[0]):
             program.begin()
 
-    def _run(self, command: Sequence[str], environment: Mapping[str, str] | None) -> str:
+    def _run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None,
+        start: Callable[..., subprocess.Popen[bytes] | preloaded.Forked],
+    ) -> str:
         with tempfile.TemporaryFile() as said:
-            # What is tested meanwhile goes first.
-            polite = ["nice", "-n", "5", *command]
-            self._running = subprocess.Popen(polite, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT)
-            if self._closed:
-                self._running.kill()
-            status = self._running.wait()
+            self._idle.clear()
+            try:
+                process = start(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT)
+                self._running = process.pid
+                with contextlib.suppress(ProcessLookupError):
+                    # What is tested meanwhile goes first.
+                    os.setpriority(os.PRIO_PROCESS, process.pid, 5)
+                if self._closed:
+                    process.kill()
+                status = process.wait()
+            finally:
+                self._running = None
+                self._idle.set()
             said.seek(0)
             text = said.read().decode(errors="replace")
         assert status == 0, text[-6000:]
@@ -82,14 +107,16 @@ class Beside:
         """End the program that runs, and begin no other."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._running is not None and self._running.poll() is None:
-            # It has processes of its own to end.
-            self._running.send_signal(signal.SIGINT)
-            try:
-                self._running.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._running.kill()
+        # It has processes of its own to end.
+        self._tell(signal.SIGINT)
+        if self._running is not None and not self._idle.wait(_END_SECONDS):
+            self._tell(signal.SIGKILL)
         self._thread.shutdown()
+
+    def _tell(self, number: signal.Signals) -> None:
+        if (pid := self._running) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 _BESIDE = pytest.StashKey[Beside]()
@@ -120,12 +147,14 @@ _OUTPUTS = pytest.StashKey[dict[str, tuple["tempfile.TemporaryDirectory[str]", P
 
 
 def begin(session: pytest.Session, fixture: str, below: Path, module: str, *arguments: str) -> None:
-    """For a fixture that is `wanted`: run `python -m MODULE DIRECTORY ARGUMENTS`, which writes into the directory."""
+    """For a fixture that is `wanted`: run `python -m MODULE DIRECTORY ARGUMENTS`, which writes into the directory. It
+    is forked from a process that has imported vLLM."""
     turn = wanted(session, fixture, below)
     if turn is not None:
         directory = tempfile.TemporaryDirectory(prefix=f"mux-{fixture}-")
         session.config.add_cleanup(directory.cleanup)
-        done = beside(session.config).add([sys.executable, "-m", module, directory.name, *arguments], turn)
+        command = [sys.executable, "-m", module, directory.name, *arguments]
+        done = beside(session.config).add(command, turn, start=functools.partial(preloaded.start, stock=True))
         session.config.stash.setdefault(_OUTPUTS, {})[fixture] = directory, done
 
 

@@ -5,7 +5,9 @@ is `subprocess.Popen([sys.executable, "-m", MODULE, ...])` without it: the modul
 that of the parents of engines which it starts in turn. These come from a fork of its own that waits beside it, so that
 processes have the session, the group and the parent that they would have.
 
-    python -m tests.support.preloaded FD     the process itself; orders come on that socket
+What stock vLLM answers is made by programs that are forked, too, from one that has imported nothing but vLLM.
+
+    python -m tests.support.preloaded FD STOCK_FD     the process itself; orders come on these sockets
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -230,26 +233,37 @@ def _have_forked(orders: _Orders) -> None:
 
 
 @functools.cache
-def _of_session() -> _Orders:
-    """That of this test session, started when it is first needed."""
+def _started() -> tuple[_Orders, _Orders]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "tests.support.preloaded", str(theirs.fileno())]
-    with theirs, tempfile.TemporaryFile() as said:
+    stock_ours, stock_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fds = [theirs.fileno(), stock_theirs.fileno()]
+    with theirs, stock_theirs, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "tests.support.preloaded", *map(str, fds)],
+            pass_fds=fds,
             stdout=said,
             stderr=said,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
 
     def end() -> None:
-        orders.close()
+        for orders in each:
+            orders.close()
         process.wait(PATIENCE)
 
-    orders = _Orders(ours)
+    each = _Orders(ours), _Orders(stock_ours)
     atexit.register(end)
-    return orders
+    return each
+
+
+_starting = threading.Lock()
+
+
+def _of_session(stock: bool) -> _Orders:
+    """That of this test session, started when it is first needed; or the one that is `stock` vLLM."""
+    with _starting:  # programs beside the tests are started by another thread
+        preloaded, of_stock = _started()
+    return of_stock if stock else preloaded
 
 
 def start(
@@ -261,8 +275,10 @@ def start(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] = ".",
     start_new_session: bool = False,
+    stock: bool = False,
 ) -> Forked:
-    """As `subprocess.Popen` with these arguments, for `argv` of [python, -m, module, ...]: its `main` is run."""
+    """As `subprocess.Popen` with these arguments, for `argv` of [python, -m, module, ...]: its `main` is run. `stock`:
+    by a process that has imported vLLM and nothing of ours."""
     with contextlib.ExitStack() as stack:
         read = None
         if stdout == subprocess.PIPE:
@@ -273,7 +289,7 @@ def start(
         else:
             out = stdout if isinstance(stdout, int) else stdout.fileno()
         err = out if stderr == subprocess.STDOUT else stderr if isinstance(stderr, int) else stderr.fileno()
-        reply = _of_session().give(
+        reply = _of_session(stock).give(
             argv,
             out,
             err,
@@ -291,11 +307,21 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(warm_parent.environment())
+    orders, of_stock = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    if os.fork() == 0:
+        orders.close()
+        serve(of_stock)
+        os._exit(0)
+    of_stock.close()
     machine_parent.preload("cpu")
     import muxserve.cli.app
     import muxserve.cluster.unit_host  # noqa: F401
 
-    with socket.socket(fileno=int(sys.argv[1])) as orders:
+    with orders:
         serve(orders)
 
 

@@ -409,6 +409,17 @@ def test_an_engine_that_says_it_has_fewer_requests_than_it_should_is_asked_and_b
     assert to("a/decode", ShowRequests, bench.report("a/decode", running=0)) == [ShowRequests()]
 
 
+@pytest.mark.parametrize("policy", ["adbs", "slack"])
+def test_an_engine_that_waits_for_pages_while_another_prefills_is_not_asked_for_over_and_over(policy: str) -> None:
+    bench = Bench(policy=policy)
+    bench.submit("r")
+    bench.report("a/prefill", left=0, tokens=0)
+    bench.submit("s", "b")
+    assert bench.admitted("b/prefill")
+    bench.turn(after=1.0)
+    assert bench.unit.wakeup(bench.now) > bench.now
+
+
 def test_an_engine_that_lost_all_its_requests_keeps_no_compute() -> None:
     bench = Bench()
     bench.decoding("r")
