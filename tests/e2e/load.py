@@ -11,7 +11,7 @@ import openai
 
 from tests.e2e.fleet import Fleet
 from tests.e2e.reference import MODELS, requests_for
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, pauses
 
 Answer = dict[str, Any]
 
@@ -43,10 +43,10 @@ async def until(condition: Callable[[], bool], what: str, seconds: float = PATIE
     Raises:
         AssertionError: it does not in time.
     """
-    end = asyncio.get_running_loop().time() + seconds
+    end, pause = asyncio.get_running_loop().time() + seconds, pauses(0.02)
     while not await asyncio.to_thread(condition):
         assert asyncio.get_running_loop().time() < end, f"not {what} within {seconds:.0f} s"
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(next(pause))
 
 
 class Load:

@@ -9,10 +9,18 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 PATIENCE = 120.0
 """Seconds for one thing that a process does at once when it gets the time to."""
+
+
+def pauses(first: float = 0.002, longest: float = 0.1) -> Iterator[float]:
+    """Seconds between looks at something: what comes soon is seen soon, and looking costs little of what it waits
+    for."""
+    while True:
+        yield first
+        first = min(first * 1.5, longest)
 
 
 def eventually(condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = PATIENCE) -> None:
@@ -21,10 +29,10 @@ def eventually(condition: Callable[[], bool], what: str | Callable[[], str], sec
     Raises:
         AssertionError: `what` did not happen in time.
     """
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, pauses()
     while not condition():
         assert time.monotonic() < end, f"not within {seconds:g} s: {what if isinstance(what, str) else what()}"
-        time.sleep(0.002)
+        time.sleep(next(pause))
 
 
 def until_ended(pid: int, what: str, seconds: float = PATIENCE) -> None:
