@@ -49,7 +49,7 @@ def main() -> None:
     from muxserve.vllm.args import environment
 
     os.environ.update(environment())
-    encoder = _Encoder()
+    encoder = Encoder()
     answers.write(frame(RequestBodies([])))  # ready
     answers.flush()
     while (data := _read(source)) is not None:
@@ -64,7 +64,9 @@ def _read(source: BinaryIO) -> bytes | None:
     return source.read(int.from_bytes(head, "little"))
 
 
-class _Encoder:
+class Encoder:
+    """What `main` answers with, for those who have vLLM imported."""
+
     def __init__(self) -> None:
         from vllm.v1.serial_utils import MsgpackEncoder
 

@@ -26,7 +26,7 @@ from tests.support.patience import eventually
 Start = Callable[[UnitSpec], subprocess.Popen[bytes]]
 Connect = Callable[..., MemoryClient]
 CHILDREN = 8
-KILLS = 80
+KILLS = 40
 KEYS = [f"key {i}" for i in range(6)]
 
 

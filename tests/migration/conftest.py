@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_units import Pair, bodies, spec_of_unit
+from benchmarks.two_units import Pair, spec_of_unit
+from muxserve.engine.synthetic import Encoder, RequestsWanted
 from tests.support import preloaded
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
@@ -32,4 +33,8 @@ def pair() -> Iterator[Pair]:
 @pytest.fixture(scope="package")
 def requests() -> dict[tuple[int, int, int], list[bytes]]:
     """In vLLM's encoding."""
-    return dict(zip((MOVING, STRUCK), bodies([MOVING, STRUCK], 256), strict=True))
+    encoder = Encoder()
+    return {
+        lengths: encoder.make(RequestsWanted(*lengths, vocabulary=256, seed=seed)).bodies
+        for seed, lengths in enumerate((MOVING, STRUCK))
+    }

@@ -20,11 +20,13 @@ from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
+from muxserve.engine.synthetic import Encoder, RequestsWanted
 from muxserve.memory import server
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import resolve_unit
-from muxserve.profiling import family
+from muxserve.profiling import family, measure
 from muxserve.profiling.grid import Grid
+from muxserve.profiling.jobs import Bodies
 from muxserve.profiling.measure import Session
 from muxserve.spec import UnitSpec
 from muxserve.spec.run_dir import RunDir
@@ -76,6 +78,19 @@ class Run:
         await self.task
 
 
+class BodiesMadeHere(Bodies):
+    """Need no process that imports vLLM: this one has. Those of the first session are made as ever."""
+
+    async def __aenter__(self) -> Bodies:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def _ask(self, wanted: RequestsWanted) -> list[bytes]:
+        return Encoder().make(wanted).bodies
+
+
 class Nursed:
     """Warm parents that need not import vLLM: forked from the tests' process that has."""
 
@@ -112,6 +127,7 @@ def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir, m
     assert (engine.model, engine.share) == ("first", round(1 / first.session.unit_spec.cores, 4))
     assert len(engine.prefill) + len(engine.decode) == 5
 
+    monkeypatch.setattr(measure, "Bodies", BodiesMadeHere)
     second = Run(tmp_path, run_dir, kept)
     assert second.session.outstanding(1) == 3
     asyncio.run(second.run())
