@@ -86,13 +86,14 @@ if [ "$mode" = quick ]; then
     tests/test_imports.py tests/test_docs.py
   python_lane searching 0 tests/{placement,planning}
 else
-  # Whole fleets; the processes that they are made of, those first that need nothing of the programs that run beside the
-  # tests; and what is left, which mostly computes. A lane's fixtures are shared by its tests: what imports vLLM is
-  # divided so that few do it twice. Lanes should take equally long.
+  # Whole fleets, and on Ray, whose programs run beside the others' tests; the processes that they are made of, those
+  # first that need nothing of the programs that run beside the tests; and what is left, which mostly computes. A lane's
+  # fixtures are shared by its tests: what imports vLLM is divided so that few do it twice. Lanes should take equally
+  # long.
   apart=(tests/e2e/test_{adapters,pooling}.py) # fleets that need nothing of what the other fleets' tests share
-  fleets=(tests/e2e "${apart[@]/#/--ignore=}")
+  fleets=(tests/e2e "${apart[@]/#/--ignore=}" tests/ray)
   parts=(tests/cluster tests/gpu_control tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda
-    tests/migration tests/ray "${apart[@]}")
+    tests/migration "${apart[@]}")
   computing=()
   for tests in tests/[a-z]*/ tests/test_*.py; do
     tests=${tests%/}

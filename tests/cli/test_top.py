@@ -36,13 +36,34 @@ def recorded(at: float = 1000.0, tokens: int = 5000) -> LiveFrame:
     code = msgspec.structs.replace(chat, name="code", ttft=None, tpot=None, met=None, requests=0, tokens=0)
     away = msgspec.structs.replace(code, name="away", status="asleep", replicas=[], running=0, waiting=0, queued=0)
     pool = LivePool("pool0", 2047, 719, 32768, [PoolPart(chat.name, 163, 900, 1092), PoolPart("code", 0, 265, 546)])
-    unit = LiveUnit("u0", "up", "adbs", False, [chat.name, "code"], ["code"], 0.75, [pool])
+    unit = LiveUnit(
+        "u0",
+        status="up",
+        policy="adbs",
+        remote=False,
+        serves=[chat.name, "code"],
+        draining=["code"],
+        share_used=0.75,
+        pools=[pool],
+    )
     jobs = [
-        LiveJob("u0", "e.1", chat.name, "prefill", 0.5, at - 20.0, at - 19.0, 4, 900),
-        LiveJob("u0", "e.2", chat.name, "decode", 1.0, at - 15.0, at, 400, 1600),
+        LiveJob(
+            "u0",
+            key="e.1",
+            model=chat.name,
+            phase="prefill",
+            share=0.5,
+            start=at - 20.0,
+            end=at - 19.0,
+            steps=4,
+            tokens=900,
+        ),
+        LiveJob(
+            "u0", key="e.2", model=chat.name, phase="decode", share=1.0, start=at - 15.0, end=at, steps=400, tokens=1600
+        ),
     ]
     moves = [LiveMove("u0", at - 3.0, chat.name, "u1", 0.02)]
-    return LiveFrame(at, "ok", 1, [chat, code, away], [unit], jobs, moves)
+    return LiveFrame(at, status="ok", gateways=1, models=[chat, code, away], units=[unit], jobs=jobs, moves=moves)
 
 
 def drawn(screen: TopScreen, width: int, height: int | None = None) -> str:

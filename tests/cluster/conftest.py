@@ -86,10 +86,20 @@ class FakePlan:
             raise BudgetError("GPU 0 is full; lower max_len")
         # It is less than was planned: sequences are shorter.
         models = tuple(
-            ModelPlan(m.name, m.pool, m.dtype, m.block_tokens, m.num_blocks, m.quota_pages, m.floor_pages,
-                      m.max_len // 2, m.threads, m.prefill_share)
+            ModelPlan(
+                m.name,
+                pool=m.pool,
+                dtype=m.dtype,
+                block_tokens=m.block_tokens,
+                num_blocks=m.num_blocks,
+                quota_pages=m.quota_pages,
+                floor_pages=m.floor_pages,
+                max_len=m.max_len // 2,
+                threads=m.threads,
+                share=m.prefill_share,
+            )
             for m in self.unit_spec.models
-        )  # fmt: skip
+        )
         pools = (PoolPlan("pool0", "float32", 65536, 1000, tuple(m.name for m in models)),)
         return UnitPlan(2, pools, models, ()), [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
 

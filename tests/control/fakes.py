@@ -45,7 +45,15 @@ def fleet_of(
     names = list(dict.fromkeys(name for served in units.values() for name in served))
     entries = []
     for unit, served in units.items():
-        unit_spec = UnitSpec(f"{run_dir}/{unit}", unit, "adbs", 2, [], [model(name) for name in served], gateway)
+        unit_spec = UnitSpec(
+            f"{run_dir}/{unit}",
+            unit=unit,
+            policy="adbs",
+            cores=2,
+            pools=[],
+            models=[model(name) for name in served],
+            gateway=gateway,
+        )
         entries.append(UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, list(served)))
     return FleetSpec(run_dir, gateway, [model(name) for name in names], entries, scaling or {})
 

@@ -51,7 +51,16 @@ def engine(share: float = 1.0, tp: int = 1, model: Any = SEVEN_B, dtype: str = "
         for b in (1, 2, 4, 8, 16, 32, 64)
         for c in (32, 128, 512)
     ]
-    return EngineProfile("seven", ProfiledModel.of(model), "A100-80GB", dtype, tp, share, prefill, decode)
+    return EngineProfile(
+        "seven",
+        shape=ProfiledModel.of(model),
+        device="A100-80GB",
+        dtype=dtype,
+        tp=tp,
+        share=share,
+        prefill=prefill,
+        decode=decode,
+    )
 
 
 def measured(**changes: Any) -> Profile:

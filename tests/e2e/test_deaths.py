@@ -52,7 +52,7 @@ SOME = [
 
 @pytest.mark.parametrize(("part", "how"), EVERY if os.environ.get("MUXSERVE_EVERY_FAULT") else SOME)
 async def test_streams_survive(fleet: Fleet, reference: dict[str, Any], part: str, how: str) -> None:
-    async with Load(fleet, reference, per_model=24) as load:
+    async with Load(fleet, reference, per_model=12) as load:
         # Strike while streams are open: when the fleet reports requests in its decode engines.
         await load.until(lambda: decoding(fleet) >= 4, "busy")
         struck = fleet.part(*PARTS[part])
@@ -64,7 +64,7 @@ async def test_streams_survive(fleet: Fleet, reference: dict[str, Any], part: st
             # On a machine that is busy with other things it may have been longer, and too long.
             with contextlib.suppress(psutil.NoSuchProcess):
                 struck.resume()
-    assert len(load.answers) == 72
+    assert len(load.answers) == 36
     assert not load.wrong
 
     def again() -> bool:
@@ -90,7 +90,7 @@ def decoding(fleet: Fleet) -> int:
 
 
 async def test_death_of_the_gateway_frees_everything(fleet: Fleet, reference: dict[str, Any]) -> None:
-    load = Load(fleet, reference, per_model=24)
+    load = Load(fleet, reference, per_model=12)
     await load.__aenter__()
     await load.until(lambda: decoding(fleet) >= 4, "busy")
     fleet.kill("muxserve gateway")

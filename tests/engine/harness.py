@@ -191,7 +191,12 @@ class Engines:
         alone: str = "",
     ) -> int:
         self._lease_id += 1
-        self.send(engine, Lease(self._lease_id, steps, 60.0, list(admit), tokens, phase, alone))
+        self.send(
+            engine,
+            Lease(
+                self._lease_id, steps=steps, seconds=60.0, admit=list(admit), tokens=tokens, phase=phase, alone=alone
+            ),
+        )
         return self._lease_id
 
     def pump(self, seconds: float = 0.05) -> None:

@@ -159,8 +159,19 @@ class FakeUnit:
             case TimelineRequest():
                 models = [model.name for model in self.unit_spec.models]
                 jobs = [
-                    ComputedJob(1, models[0], "prefill", 0.5, NOW - 2.0, NOW - 1.5, 1, 20),
-                    ComputedJob(2, models[-1], "decode", 0.25, NOW - 1.0, NOW, 4, 4),
+                    ComputedJob(
+                        1,
+                        model=models[0],
+                        phase="prefill",
+                        share=0.5,
+                        start=NOW - 2.0,
+                        end=NOW - 1.5,
+                        steps=1,
+                        tokens=20,
+                    ),
+                    ComputedJob(
+                        2, model=models[-1], phase="decode", share=0.25, start=NOW - 1.0, end=NOW, steps=4, tokens=4
+                    ),
                 ]
                 self.answer(gateway, TimelineReply(self.epoch, NOW, jobs if message.since < NOW else [], []))
 

@@ -36,7 +36,7 @@ from tests.support.patience import PATIENCE
 
 
 def job(number: int, start: float, end: float) -> ComputedJob:
-    return ComputedJob(number, "m", "decode", 0.5, start, end, 1, 4)
+    return ComputedJob(number, model="m", phase="decode", share=0.5, start=start, end=end, steps=1, tokens=4)
 
 
 def test_times_of_a_unit_become_those_of_everybody() -> None:
@@ -103,7 +103,7 @@ class Frames:
 
     async def frame(self, seen: dict[str, int]) -> LiveFrame:
         self.made += 1
-        return LiveFrame(float(self.made), "ok", 1, [], [], [], [])
+        return LiveFrame(float(self.made), status="ok", gateways=1, models=[], units=[], jobs=[], moves=[])
 
 
 class Client:

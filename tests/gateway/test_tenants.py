@@ -73,7 +73,17 @@ class Endpoint:
             await self.hold.wait()
         http = current_http.get()
         assert http is not None
-        request = Tracked("r", "f", http.model, b"", 10, 5, http.arrival, context=http, cached_tokens=3)
+        request = Tracked(
+            "r",
+            front_id="f",
+            model=http.model,
+            body=b"",
+            prompt_tokens=10,
+            max_tokens=5,
+            arrival=http.arrival,
+            context=http,
+            cached_tokens=3,
+        )
         if http.tenant is not None:
             http.tenant.prompted(request.prompt_tokens)
         request.emitted, request.first_token_at, request.last_token_at = [1, 2, 3, 4, 5], http.arrival, http.arrival

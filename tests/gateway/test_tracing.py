@@ -33,7 +33,17 @@ HEADERS = [(b"traceparent", f"00-{TRACE}-{PARENT}-01".encode())]
 
 def request_of(trace: HttpTrace, now: float) -> Tracked:
     http = HttpRequest(now - 1.0, trace=trace)
-    request = Tracked("gw-1", "front", "m", b"", 20, 8, now - 1.0, context=http, traced=True)
+    request = Tracked(
+        "gw-1",
+        front_id="front",
+        model="m",
+        body=b"",
+        prompt_tokens=20,
+        max_tokens=8,
+        arrival=now - 1.0,
+        context=http,
+        traced=True,
+    )
     request.emitted = [1, 2, 3]
     request.first_token_at, request.last_token_at, request.cached_tokens = now - 0.6, now - 0.2, 16
     return request

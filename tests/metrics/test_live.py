@@ -83,7 +83,7 @@ def test_a_unit_that_has_not_spoken_yet() -> None:
 
 
 def test_frames_are_read_as_they_were_written() -> None:
-    job = LiveJob("u0", "e.1", "m", "decode", 0.5, 1.0, 1.1, 3, 12)
+    job = LiveJob("u0", key="e.1", model="m", phase="decode", share=0.5, start=1.0, end=1.1, steps=3, tokens=12)
     before = msgspec.structs.replace(frame([unit("u0", m={})], [model("m", ["u0"])]), jobs=[job])
     before = msgspec.structs.replace(before, moves=[LiveMove("u0", 1.0, "m", "u1", 0.02)])
     assert msgspec.json.decode(msgspec.json.encode(before), type=LiveFrame) == before

@@ -134,7 +134,17 @@ def test_percentiles_are_numpys(values: list[float], share: float) -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 50), st.floats(0.01, 9), st.booleans()), max_size=40))
 def test_models_add_up_to_the_whole(rows: list[tuple[str, float, float, bool]]) -> None:
     records = [
-        RequestRecord(m, at, 3, 4, at + d / 2, at + d, "" if good else "x") if good else RequestRecord(m, at, 3, 4)
+        RequestRecord(
+            m,
+            arrival=at,
+            prompt_tokens=3,
+            output_tokens=4,
+            first_token=at + d / 2,
+            finish=at + d,
+            error="" if good else "x",
+        )
+        if good
+        else RequestRecord(m, at, 3, 4)
         for m, at, d, good in rows
     ]
     summary = summarise(records)

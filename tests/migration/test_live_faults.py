@@ -142,7 +142,14 @@ class Gateway(TwoUnits):
             self.attempts[name] += 1
             self.again.append(name)
             message: Message = Submit(
-                name, MODEL, self.attempts[name], PROMPT, OUTPUT, time.monotonic(), self.bodies[name], seen.tokens
+                name,
+                model=MODEL,
+                attempt=self.attempts[name],
+                prompt_tokens=PROMPT,
+                max_tokens=OUTPUT,
+                arrival=time.monotonic(),
+                body=self.bodies[name],
+                output_tokens=seen.tokens,
             )
             self.send(seen.unit, "gateway", message)
 

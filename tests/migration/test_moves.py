@@ -242,7 +242,7 @@ def test_a_peer_that_is_gone_is_noticed_by_its_connection(world: World) -> None:
 def test_a_migrator_that_started_anew_voids_its_earlier_moves(world: World) -> None:
     staged(world, 0, 4, reserve=4)
     world.settle()
-    open_again = PeerOpen("a:2:1", "a", "2", MODEL, "layout", 1, "elsewhere")
+    open_again = PeerOpen("a:2:1", unit="a", epoch="2", model=MODEL, layout="layout", blocks=1, machine="elsewhere")
     world.incoming.heard(b"a/1/1", open_again, world.now)
     assert list(world.incoming.arrivals) == ["a:2:1"]
     world.settle()

@@ -113,7 +113,15 @@ class World:
         self.accepted: set[str] = set()
         self.machines = ("here", "here" if same_machine else "there")
         bucket = TokenBucket(rate)
-        self.outgoing = Outgoing("a", "1", self.machines[0], SHAPES, 1, bucket, _ActionsOfA(self))
+        self.outgoing = Outgoing(
+            "a",
+            epoch="1",
+            machine=self.machines[0],
+            shapes=SHAPES,
+            ranks=1,
+            bandwidth=bucket,
+            effects=_ActionsOfA(self),
+        )
         self.begin_b()
 
     def begin_b(self) -> None:

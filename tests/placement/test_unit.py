@@ -19,7 +19,17 @@ MACHINE = Machine(cores=2, memory_bytes=24 * GIB, shared_memory_bytes=12 * GIB)
 def architecture(layers: int = 4, kv_heads: int = 4, head_dim: int = 64, max_len: int = 2048) -> ModelArchitecture:
     hidden = 4 * head_dim
     return ModelArchitecture(
-        "LlamaForCausalLM", layers, 4, kv_heads, head_dim, hidden, 4 * hidden, 512, max_len, max_len, "float32"
+        "LlamaForCausalLM",
+        layers=layers,
+        heads=4,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        intermediate=4 * hidden,
+        vocab=512,
+        max_len=max_len,
+        default_max_len=max_len,
+        dtype="float32",
     )
 
 

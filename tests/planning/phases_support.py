@@ -14,18 +14,67 @@ from placement.memory import MemoryRules
 COSTS = Roofline()
 L20 = device("L20-48GB")
 # Few layers, so that a device holds it easily; wide ones, so that its steps take long and few are simulated.
-WIDE = ModelArchitecture("Wide", 14, 64, 8, 128, 8192, 28672, 32000, 4096, 4096, "bfloat16")
+WIDE = ModelArchitecture(
+    "Wide",
+    layers=14,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    hidden=8192,
+    intermediate=28672,
+    vocab=32000,
+    max_len=4096,
+    default_max_len=4096,
+    dtype="bfloat16",
+)
 # For a CPU, whose steps take about a tenth of a second with it.
-TINY = ModelArchitecture("Tiny", 4, 32, 32, 64, 2048, 8192, 8000, 2048, 2048, "float32")
+TINY = ModelArchitecture(
+    "Tiny",
+    layers=4,
+    heads=32,
+    kv_heads=32,
+    head_dim=64,
+    hidden=2048,
+    intermediate=8192,
+    vocab=8000,
+    max_len=2048,
+    default_max_len=2048,
+    dtype="float32",
+)
 
 
 def wanted(rate: float = 8.0, ttft: float | None = 2.0, tpot: float | None = 0.1, **more: object) -> Wanted:
-    demand = Demand("wide", WIDE, rate, 200, 40, "bfloat16", ttft, tpot, 64, 2048)
+    demand = Demand(
+        "wide",
+        architecture=WIDE,
+        rate=rate,
+        prompt_tokens=200,
+        output_tokens=40,
+        dtype="bfloat16",
+        slo_ttft=ttft,
+        slo_tpot=tpot,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+    )
     return Wanted(demand, **more)  # type: ignore[arg-type]
 
 
 def tiny(rate: float = 0.5, **more: object) -> Wanted:
-    return Wanted(Demand("tiny", TINY, rate, 100, 20, "float32", 8.0, 0.5, 32, 2048), **more)  # type: ignore[arg-type]
+    return Wanted(
+        Demand(
+            "tiny",
+            architecture=TINY,
+            rate=rate,
+            prompt_tokens=100,
+            output_tokens=20,
+            dtype="float32",
+            slo_ttft=8.0,
+            slo_tpot=0.5,
+            max_num_seqs=32,
+            max_num_batched_tokens=2048,
+        ),
+        **more,
+    )  # type: ignore[arg-type]
 
 
 def gpus(*nodes: int, kind: str = "L20-48GB", network: float = 1.25e9, memory: float | None = None) -> GpuPool:

@@ -306,8 +306,8 @@ def saved(path: Path, *units: tuple[str, PhasesName, int], device: str = "CPU", 
     """A plan whose units have one model on `each` devices of their own."""
     placed = tuple(
         PlacedUnit(
-            f"unit{i}", device, tuple(range(i * each, (i + 1) * each)), (PlacedModel(name, 2.0, 1.0, 1.0),), 64 << 20,
-            phases, stages,
+            f"unit{i}", device=device, devices=tuple(range(i * each, (i + 1) * each)), models=(PlacedModel(name, 2.0, 1.0, 1.0),), kv_bytes=64 << 20,
+            phases=phases, stages=stages,
         )
         for i, (name, phases, stages) in enumerate(units)
     )  # fmt: skip

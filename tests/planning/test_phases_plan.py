@@ -234,10 +234,39 @@ class TestTables:
         layout = ReplicaLayout("multiplexed", 4, 1, 2)
         spread = Spread(0.1, 0.1, 0.2, 2.5)
         figures = ArrangementFigures(
-            layout, 8, 6.0, 6.0, 0.5, 0.5, spread, spread, spread, spread, 5.0, 20.0, 0, 1.25, (), 2e6, 0.0, 0.4, 490
+            layout,
+            devices=8,
+            goodput=6.0,
+            goodput_smooth=6.0,
+            attainment=0.5,
+            attainment_smooth=0.5,
+            ttft=spread,
+            ttft_with_wait=spread,
+            tpot=spread,
+            tpot_after_wait=spread,
+            served=5.0,
+            running=20.0,
+            preemptions=0,
+            balance=1.25,
+            bubbles=(),
+            link_bytes=2e6,
+            network_bytes=0.0,
+            device_hours=0.4,
+            tokens_per_request=490,
         )
         compared = (Compared("multiplexed", figures), Compared("rolling", None, "no objectives"))
-        plan_phases.show(Comparison("chat", "8 L20-48GB", 5.0, compared, "multiplexed", "it is", ("a note",)), True)
+        plan_phases.show(
+            Comparison(
+                "chat",
+                devices="8 L20-48GB",
+                rate=5.0,
+                arrangements=compared,
+                recommended="multiplexed",
+                reason="it is",
+                notes=("a note",),
+            ),
+            True,
+        )
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
     def test_a_wide_screen_has_a_row_for_each_arrangement(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,24 +301,24 @@ class TestCrowding:
         spread = Spread(0.1, 0.1, 0.1, 0.1)
         figures = ArrangementFigures(
             place.layout,
-            2,
-            9.0,
-            9.0,
-            1.0,
-            1.0,
-            spread,
-            spread,
-            spread,
-            spread,
-            8.0,
-            9.0,
-            0,
-            1.0,
-            (),
-            0.0,
-            0.0,
-            0.1,
-            240,
+            devices=2,
+            goodput=9.0,
+            goodput_smooth=9.0,
+            attainment=1.0,
+            attainment_smooth=1.0,
+            ttft=spread,
+            ttft_with_wait=spread,
+            tpot=spread,
+            tpot_after_wait=spread,
+            served=8.0,
+            running=9.0,
+            preemptions=0,
+            balance=1.0,
+            bubbles=(),
+            link_bytes=0.0,
+            network_bytes=0.0,
+            device_hours=0.1,
+            tokens_per_request=240,
         )
         found = ArrangedFleet([DedicatedModel(first, place, figures, ((0,), (1,)))], [other])
         divided = Divided(made.placement.cluster, found, Cluster(()), [])

@@ -77,7 +77,17 @@ def demand(name: str = "a") -> Demand:
 def plan_of(*units: PlacedUnit, missing: int = 0, objective: str = "throughput") -> ClusterPlan:
     placement = Placement(Cluster((Node("A100-80GB", 4),)), units)
     nowhere = {f"x{number}": "" for number in range(missing)}
-    return ClusterPlan((demand(),), placement, (), nowhere, Objective(objective), "muxserve", 0.0, 0.0, 0)  # type: ignore[arg-type]
+    return ClusterPlan(
+        (demand(),),
+        placement=placement,
+        estimates=(),
+        missing=nowhere,
+        objective=Objective(objective),
+        mode="muxserve",
+        value=0.0,
+        greedy_value=0.0,
+        evaluations=0,
+    )  # type: ignore[arg-type]
 
 
 class TestHalving:

@@ -159,7 +159,15 @@ def pipelined_fleet(tmp_path: Path, phases: str = "auto") -> Path:
     return file
 
 
-UNIT = PlacedUnit("unit0", "A100-80GB", (0, 1, 2, 3), (PlacedModel("pipe", 1.0, 1.0, 1.0),), 8 << 30, "pipelined", 2)
+UNIT = PlacedUnit(
+    "unit0",
+    device="A100-80GB",
+    devices=(0, 1, 2, 3),
+    models=(PlacedModel("pipe", 1.0, 1.0, 1.0),),
+    kv_bytes=8 << 30,
+    phases="pipelined",
+    stages=2,
+)
 
 
 def test_the_units_of_a_plan(tmp_path: Path) -> None:

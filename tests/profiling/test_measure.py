@@ -57,14 +57,14 @@ class Run:
         self.task: asyncio.Task[None] | None = None
         self.session = Session(
             unit_spec_of(plan, str(run_dir.path)),
-            plan.architectures,
-            [1],
-            SMALL,
-            True,
-            profile,
-            path / "profile.json",
-            self.said.append,
-            self._advanced,
+            architectures=plan.architectures,
+            threads=[1],
+            grid=SMALL,
+            with_pairs=True,
+            profile=profile,
+            path=path / "profile.json",
+            told=self.said.append,
+            advanced=self._advanced,
         )
 
     def _advanced(self, cells: int) -> None:

@@ -94,7 +94,16 @@ class Played:
             "unit_spec": msgspec.json.encode(DEPLOYMENT).decode(),
         }
         unit = PlannedUnit(DEPLOYMENT, serves)
-        self.unit = RayUnit(RAY, unit, False, self.actor, None, place, self.events.append, 60.0)
+        self.unit = RayUnit(
+            RAY,
+            unit=unit,
+            migrates=False,
+            actor=self.actor,
+            group=None,
+            place=place,
+            emit=self.events.append,
+            patience=60.0,
+        )
 
     async def until(self, wanted: Any) -> None:
         async with asyncio.timeout(PATIENCE):

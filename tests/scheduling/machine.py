@@ -185,7 +185,14 @@ class Machine:
             return
         self.ledger.arrived(
             QueuedRequest(
-                job.request_id, job.model, job.prompt, job.output, job.arrival, job.priority, job.made, resumed
+                job.request_id,
+                model=job.model,
+                prompt_tokens=job.prompt,
+                max_tokens=job.output,
+                arrival=job.arrival,
+                priority=job.priority,
+                output_tokens=job.made,
+                resumed=resumed,
             ),
             self.now,
         )
@@ -294,7 +301,16 @@ class Machine:
             return
         self.handed[job.request_id] = job
         live = self.ledger.taken_over(
-            QueuedRequest(job.request_id, job.model, job.prompt, job.output, job.arrival, job.priority, job.made, True),
+            QueuedRequest(
+                job.request_id,
+                model=job.model,
+                prompt_tokens=job.prompt,
+                max_tokens=job.output,
+                arrival=job.arrival,
+                priority=job.priority,
+                output_tokens=job.made,
+                resumed=True,
+            ),
             self.now,
         )
         assert live.place is RequestPlace.HANDED

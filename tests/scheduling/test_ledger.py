@@ -558,7 +558,20 @@ def test_the_end_of_a_moving_request(way: str) -> None:
 
 def test_a_request_that_comes_waits_for_the_decode_engine_and_is_no_arrival() -> None:
     book = ledger()
-    live = book.taken_over(QueuedRequest("r", "a", 20, 10, 0.5, 0, 4, True, "high"), 1.0)
+    live = book.taken_over(
+        QueuedRequest(
+            "r",
+            model="a",
+            prompt_tokens=20,
+            max_tokens=10,
+            arrival=0.5,
+            priority=0,
+            output_tokens=4,
+            resumed=True,
+            execution="high",
+        ),
+        1.0,
+    )
     model = book.by_name["a"]
     assert live.place is RequestPlace.HANDED
     assert (model.tally.arrived, model.tally.moved_in, model.levels) == (0, 1, {"high": 1})

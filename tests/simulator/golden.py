@@ -71,7 +71,19 @@ DTYPE = "float16"
 CHAT = LogNormalLengths(150, 0.9, 4, 1000), LogNormalLengths(120, 0.8, 2, 600)
 LLAMA_7B = planned_architecture("llama-7b", Path())
 LLAMA_13B = planned_architecture("llama-13b", Path())
-TINY = ModelArchitecture("tiny", 4, 8, 8, 64, 512, 1408, 8192, 2048, 2048, "float32")
+TINY = ModelArchitecture(
+    "tiny",
+    layers=4,
+    heads=8,
+    kv_heads=8,
+    head_dim=64,
+    hidden=512,
+    intermediate=1408,
+    vocab=8192,
+    max_len=2048,
+    default_max_len=2048,
+    dtype="float32",
+)
 Figures = dict[str, float]
 
 

@@ -45,7 +45,21 @@ def replicas(name: str, policy: str, first: int, stages: int = 1) -> list[SimUni
     layers = split_layers(LLAMA_7B.layers, stages)
     pages = 4000 * max(layers) * LLAMA_7B.kv_heads
     profile = ModelProfile(
-        name, "pool0", 4.0, max(layers), LLAMA_7B.kv_heads, 16, pages, pages, 1.0, 1.0, 256, 2048, True, stages, 16384
+        name,
+        pool="pool0",
+        rate=4.0,
+        layers=max(layers),
+        kv_heads=LLAMA_7B.kv_heads,
+        block_tokens=16,
+        quota_pages=pages,
+        floor_pages=pages,
+        prefill_share=1.0,
+        decode_share=1.0,
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        both=True,
+        depth=stages,
+        waiting_tokens=16384,
     )
     pipeline = Pipeline(layers, (Link(),) * (stages - 1)) if policy == "pipelined" else None
     return [

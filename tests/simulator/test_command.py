@@ -111,15 +111,15 @@ def test_a_plan_file_is_followed(fleet: Path, planned: Path) -> None:
     [
         (("--mode", "magic"), "there is no mode 'magic'"),
         (("--mode", ","), "at least one is needed"),
-        (("--mode", "serverless"), "mode serverless needs a limit to share"),
+        (("--mode", "serverless", "--plan", "PLANNED"), "mode serverless needs a limit to share"),
         (("--gpu-type", "Z9", "--gpus", "2"), "Z9"),
         (("--plan", "/nowhere/plan.yaml"), "/nowhere/plan.yaml"),
         (("-o", "/nowhere/report.json"), "no directory /nowhere"),
         (("--profile", "/nowhere/profile.json"), "/nowhere/profile.json"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(fleet: Path, arguments: tuple[str, ...], words: str) -> None:
-    result = run(fleet, "--workload", LOAD, *arguments)
+def test_mistakes_are_told_in_a_sentence(fleet: Path, planned: Path, arguments: tuple[str, ...], words: str) -> None:
+    result = run(fleet, "--workload", LOAD, *(planned if word == "PLANNED" else word for word in arguments))
     assert result.exit_code == 2
     assert words in result.output
     assert "Traceback" not in result.output

@@ -29,7 +29,19 @@ MIB = 1 << 20
 
 
 def llama(kv_heads: int = 8) -> ModelArchitecture:
-    return ModelArchitecture("Llama", 4, 8, kv_heads, 64, 512, 2048, 32000, 1024, 1024, "float16")
+    return ModelArchitecture(
+        "Llama",
+        layers=4,
+        heads=8,
+        kv_heads=kv_heads,
+        head_dim=64,
+        hidden=512,
+        intermediate=2048,
+        vocab=32000,
+        max_len=1024,
+        default_max_len=1024,
+        dtype="float16",
+    )
 
 
 MODELS = {name: FleetModel(name, llama(), "float16", 32, 512) for name in ("a", "b", "c")}

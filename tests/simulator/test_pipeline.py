@@ -40,7 +40,19 @@ from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import LogNormalLengths
 from muxserve.workload.trace import TraceRequest
 
-TINY = ModelArchitecture("tiny", 4, 2, 2, 8, 16, 32, 100, 4096, 4096, "float16")
+TINY = ModelArchitecture(
+    "tiny",
+    layers=4,
+    heads=2,
+    kv_heads=2,
+    head_dim=8,
+    hidden=16,
+    intermediate=32,
+    vocab=100,
+    max_len=4096,
+    default_max_len=4096,
+    dtype="float16",
+)
 # What is sent arrives at once.
 INSTANT = Link(1e18, 0.0)
 
@@ -289,7 +301,19 @@ def test_prefill_is_suspended_while_the_cache_is_nearly_full() -> None:
 
 
 # The shape of a 14B model, four GPUs, and costs from the roofline.
-LARGE = ModelArchitecture("large", 48, 40, 8, 128, 5120, 13824, 152064, 32768, 32768, "bfloat16")
+LARGE = ModelArchitecture(
+    "large",
+    layers=48,
+    heads=40,
+    kv_heads=8,
+    head_dim=128,
+    hidden=5120,
+    intermediate=13824,
+    vocab=152064,
+    max_len=32768,
+    default_max_len=32768,
+    dtype="bfloat16",
+)
 FOUR = lone_unit(
     "u",
     "L20-48GB",

@@ -16,7 +16,19 @@ from muxserve.simulator import Link, Pipeline
 from muxserve.simulator.stages import Stage, StageWork, kv_blocks, make_stages, stage_architectures
 from tests.simulator.support import Linear
 
-MODEL = ModelArchitecture("large", 48, 40, 8, 128, 5120, 13824, 152064, 32768, 32768, "bfloat16")
+MODEL = ModelArchitecture(
+    "large",
+    layers=48,
+    heads=40,
+    kv_heads=8,
+    head_dim=128,
+    hidden=5120,
+    intermediate=13824,
+    vocab=152064,
+    max_len=32768,
+    default_max_len=32768,
+    dtype="bfloat16",
+)
 SHAPE = EngineShape("L20-48GB")
 FOUR = Pipeline((12,) * 4, (Link(),) * 3)
 

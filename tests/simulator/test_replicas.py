@@ -42,7 +42,19 @@ from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import SteppingEngine
 
-TINY = ModelArchitecture("tiny", 2, 2, 2, 8, 16, 32, 100, 4096, 4096, "float16")
+TINY = ModelArchitecture(
+    "tiny",
+    layers=2,
+    heads=2,
+    kv_heads=2,
+    head_dim=8,
+    hidden=16,
+    intermediate=32,
+    vocab=100,
+    max_len=4096,
+    default_max_len=4096,
+    dtype="float16",
+)
 LEVELS = Levels((Level("high", 1, 400), Level("normal", 0)))
 # Copies at once: what it takes is left to the engines' steps.
 QUICK = MigrationCosts(bandwidth=1e15, handshake=0.0, commit=0.0)

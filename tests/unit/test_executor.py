@@ -688,7 +688,10 @@ def test_strangers_and_senseless_messages_change_nothing() -> None:
     assert bench.say(b"x/y", EngineHello("x", "y", 1)) == []
     assert bench.say(b"a/prefill", EngineHello("b", "decode", 1)) == []
     assert bench.say(b"\xff\xfe", StepReport(1, 1, seconds=0.1, tokens=1, running=1, waiting=1)) == []
-    assert bench.say(b"\xff\xfe", Submit("r", "a", 0, 1, 1, 0.0, b"")) == []
+    assert (
+        bench.say(b"\xff\xfe", Submit("r", model="a", attempt=0, prompt_tokens=1, max_tokens=1, arrival=0.0, body=b""))
+        == []
+    )
     assert bench.say(b"\xff\xfe", EngineLost(["r"], "")) == []
     assert bench.say(b"controller/1", EngineDown("x", "y", "")) == []
     assert bench.say(GATEWAY, Stop()) == []
