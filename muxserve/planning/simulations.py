@@ -74,6 +74,8 @@ class Simulations:
     def _simulate(self, groups: Sequence[_Group], rules: Rules, progress: Progress | None) -> list[list[RequestRecord]]:
         count = sum(len(group.requests) for group in groups)
         shares = _divide(groups, max(1, min(self._processes, count // _WORTH_A_PROCESS)))
+        # Those of this process stand for all that goes on beside them.
+        own = sum(len(groups[number].requests) for number in shares[0])
         done = 0
 
         def here(numbers: Sequence[int], progress: Progress | None) -> list[list[RequestRecord]]:
@@ -81,7 +83,7 @@ class Simulations:
             made = []
             for number in numbers:
                 units, requests = groups[number].units, groups[number].requests
-                told = None if progress is None else partial(_tell, progress, done, count)
+                told = None if progress is None else partial(_tell, progress, done, own, count)
                 made.append(simulate(units, requests, self._latency, self._options, rules, progress=told).records)
                 done += len(requests)
             return made
@@ -103,8 +105,8 @@ class Simulations:
         return found
 
 
-def _tell(progress: Progress, before: int, count: int, done: int, _: int) -> None:
-    progress(before + done, count)
+def _tell(progress: Progress, before: int, own: int, count: int, done: int, _: int) -> None:
+    progress(min(count, (before + done) * count // max(1, own)), count)
 
 
 def _groups(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules) -> list[_Group]:

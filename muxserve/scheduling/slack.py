@@ -91,7 +91,6 @@ class Slack(Adbs):
                 ready.append(model)
         candidate = self._candidate(ledger, now, prefilling)
         starting = candidate if prefilling is None else None
-        job = None if starting is None else self._prefill_job(ledger, starting, self._limits[starting.index])
         if len(ready) > 1:
             # Whose next token is due first.
             ready.sort(key=lambda m: (m.decode.wait_since or 0.0, m.index))
@@ -112,9 +111,10 @@ class Slack(Adbs):
 
         free = ledger.share_free
         grants: list[Grant] = []
-        if job is not None and starting is not None:
+        if starting is not None:
             if division.prefill <= free:
-                grants.append(job._replace(share=division.prefill))
+                limit = self._limits[starting.index]
+                grants.append(self._prefill_job(ledger, starting, limit, share=division.prefill))
                 self._next_prefill = (starting.index + 1) % len(models)
                 self._held.pop(starting.index, None)
             # If not, what others give up is its.

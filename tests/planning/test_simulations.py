@@ -90,8 +90,9 @@ def test_what_cannot_be_simulated_is_an_error_here_wherever_it_was_tried() -> No
         Simulations(Analytic(), processes=3).records(units(), load, {})
 
 
-def test_progress_counts_all_requests() -> None:
+@pytest.mark.parametrize("processes", [1, 3])
+def test_progress_counts_all_requests(processes: int) -> None:
     told: list[tuple[int, int]] = []
-    Simulations(Analytic(), processes=1).records(units(), workload(), {}, lambda *each: told.append(each))
+    Simulations(Analytic(), processes).records(units(), workload(), {}, lambda *each: told.append(each))
     assert told == sorted(told)
     assert told[-1] == (480, 480)
