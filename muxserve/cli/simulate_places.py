@@ -13,9 +13,10 @@ from muxserve.cluster.machine import this_machine
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
-from muxserve.planning.arrangements.base import NoPlaceError
+from muxserve.planning.arrangements.base import NoPlaceError, fleet_model
 from muxserve.planning.demands import cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
+from muxserve.planning.elastic import NoUnitError, elastic_placement, residency_on
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
@@ -29,7 +30,7 @@ from placement.format import enumerate_words
 from placement.memory import MemoryRules
 from placement.objective import Objective
 
-_MUXSERVE = "muxserve"
+_MUXSERVE, PRISM = "muxserve", "prism"
 
 
 class PlacesError(ValueError):
@@ -76,12 +77,31 @@ class Places:
 
     def _on_gpus(self, kind: str) -> Simulated:
         assert self.cluster is not None
+        if kind == PRISM:
+            return self._elastic(self.cluster)
         made = self._planner(kind).on_gpus(self.cluster)
         self._check(made.plan.missing, kind)
         for each in made.arrangements.comparisons if made.arrangements else ():
             self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
         self.notes += made.arrangements.notes if made.arrangements else []
         return self.complete(made.plan.placement, self.demands, self._origin(kind, made.spare))
+
+    def _elastic(self, cluster: Cluster) -> Simulated:
+        own = self.fleet.cluster
+        rules = MemoryRules.served(own.gpu_memory)
+        try:
+            placement = elastic_placement(self.demands, cluster, rules)
+        except NoUnitError as error:
+            raise PlacesError(str(error)) from None
+        placement = replace(placement, units=tuple(replace(unit, policy=self.fleet.policy) for unit in placement.units))
+        by_name = {demand.name: demand for demand in self.demands}
+        elastic = {
+            unit.name: residency_on(unit, [by_name[placed.model] for placed in unit.models], rules)
+            for unit in placement.units
+        }
+        models = {demand.name: fleet_model(demand) for demand in self.demands}
+        origin = "units that may have every model that is split as they are"
+        return Simulated(placement, models, elastic=elastic, origin=origin)
 
     def _origin(self, kind: str, spare: Mapping[str, float]) -> str:
         mode = "" if kind == _MUXSERVE else f" --mode {kind}"
@@ -91,6 +111,8 @@ class Places:
 
     def _on_cpu(self, kind: str) -> Simulated:
         """All modes have the same cores. Baselines have one unit."""
+        if kind == PRISM:
+            raise PlacesError("mode prism is for fleets on GPUs: give --gpus, or the fleet `cluster.gpus`")
         if kind == _MUXSERVE or (not any(map(may_be_dedicated, self.fleet.models)) and self._units == 1):
             made = self._planner(_MUXSERVE).on_cpu()
             self._check(made.plan.missing, kind)

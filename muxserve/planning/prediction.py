@@ -40,6 +40,7 @@ from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
 from muxserve.simulator import (
     ControlDelays,
     FleetModel,
+    HomeRules,
     MigrationCosts,
     Mode,
     Options,
@@ -47,6 +48,7 @@ from muxserve.simulator import (
     ResidencyResult,
     RingRules,
     Rules,
+    SimResidency,
     SimulationError,
     SimUnit,
     adapt,
@@ -89,14 +91,16 @@ class Simulated:
     """What is simulated of a fleet: a placement, the models that its multiplexed units serve, the units of models in
     other arrangements (`others`), and by what replicas of a model work together, by its name. `spares` are units that
     it may get beside those that it has, before a mode has changed them. `residency`, if memory decides which models of
-    its unit are awake. `origin` says where the placement comes from, for the user."""
+    its unit are awake; `elastic`, by unit, if models are awake in one of several units, where weights and KV are one
+    memory. `origin` says where the placement comes from, for the user."""
 
     placement: Placement
     models: Mapping[str, FleetModel]
     others: tuple[SimUnit, ...] = ()
-    rules: Rules = field(default_factory=dict)
+    rules: Mapping[str, ReplicaRules | RingRules] = field(default_factory=dict)
     spares: Mapping[str, tuple[SimUnit, ...]] = field(default_factory=dict)
     residency: ResidencySpec | None = None
+    elastic: Mapping[str, SimResidency] = field(default_factory=dict)
     origin: str = ""
 
     @property
@@ -120,6 +124,8 @@ class Simulated:
             SimulationError: as `units_of`, or the mode is about memory, which decides nothing here.
         """
         units = units_of(self.placement, self.models, mode)
+        if self.elastic:
+            return [replace(unit, residency=self.elastic[unit.name]) for unit in units]
         if self.residency is None and mode.exclusive:
             raise SimulationError(f"mode {mode.name} needs a limit to share: give the fleet `memory:`, without GPUs")
         if self.residency is not None and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):
@@ -128,6 +134,8 @@ class Simulated:
 
     def rules_of(self, mode: Mode) -> Rules:
         """By what replicas work together in that mode."""
+        if self.elastic:
+            return dict.fromkeys(self.models, HomeRules())
         found: dict[str, ReplicaRules | RingRules] = {}
         for name, each in self.rules.items():
             spares = self.spares.get(name, ())

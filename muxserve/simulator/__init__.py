@@ -7,6 +7,7 @@ result = simulate(units, workload, latency_model)              # result.records:
 from muxserve.simulator.alone import AloneSimulation
 from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.fleet import Rules, coupled, simulate
+from muxserve.simulator.homes import HomeRules
 from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
 from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
@@ -21,6 +22,7 @@ __all__ = [
     "ControlDelays",
     "FleetModel",
     "FleetResult",
+    "HomeRules",
     "Link",
     "MigrationCosts",
     "Mode",

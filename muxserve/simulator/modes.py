@@ -81,6 +81,11 @@ MODES: dict[str, Mode] = {
         Mode("no-split", "muxserve without the split of phases: one engine per model", combined=True),
         Mode("no-unified-kv", "muxserve with a fixed quota of KV cache for each model", adapt_quotas=False),
         Mode("serverless", "one model at a time is awake, under the policy that decides in muxserve", exclusive=True),
+        Mode(
+            "prism",
+            "weights and KV in one memory; models are woken, and move, where the KV pressure is lowest (Prism)",
+            placement="prism",
+        ),
         Mode("all-awake", "muxserve with all models awake, whatever memory there is", all_awake=True),
         Mode("no-sm", "ADBS without management of compute: every job on all of it", policy="adbs", managed=False),
     )

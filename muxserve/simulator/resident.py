@@ -3,6 +3,8 @@ that decides it live. Requests for the others wait before the unit's own queue, 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +20,8 @@ ASKED_SECONDS = 0.1
 @dataclass(slots=True)
 class ResidentModel:
     """One model: where it is and since when, how many of its requests the unit has, and those that wait for it. What
-    happened to it: wakes, the times that it was put to sleep, and requests that waited for it."""
+    happened to it: wakes, the times that it was put to sleep, and requests that waited for it. `prepared`: since when
+    it is to be woken although no request waits."""
 
     name: str
     residence: Residence
@@ -28,6 +31,7 @@ class ResidentModel:
     wakes: int = 0
     sleeps: int = 0
     waited: int = 0
+    prepared: float | None = None
 
     def become(self, residence: Residence, now: float) -> None:
         """It is there now."""
@@ -35,7 +39,8 @@ class ResidentModel:
 
 
 class ResidentUnit(ScheduledUnit):
-    """A scheduled unit with `residency`. A model that is put to sleep finishes what the unit has of it first.
+    """A scheduled unit with `residency`. A model that is put to sleep finishes what the unit has of it first. `on_wake`
+    is told of each model that has been woken.
 
     Raises:
         ValueError: it has no residency, or that of other models.
@@ -52,6 +57,9 @@ class ResidentUnit(ScheduledUnit):
             name: ResidentModel(name, Residence.AWAKE if name in residency.awake else Residence.ASLEEP, float("-inf"))
             for name in residency.models
         }
+        self.on_wake: Callable[[ResidentUnit, str, float], None] = lambda unit, name, now: None
+        for name in residency.awake:
+            self._resize(residency.models[name].bytes)
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
         self._asks = False
@@ -63,6 +71,8 @@ class ResidentUnit(ScheduledUnit):
         self.awake.arrived(request.model, now)
         if model.residence is Residence.AWAKE:
             self._serve(model, request, now)
+            if self.residency.elastic:
+                self._ask_later(now)
             return
         model.waiting.append(request)
         model.waited += 1
@@ -93,6 +103,82 @@ class ResidentUnit(ScheduledUnit):
             model.running -= 1
             self._sleep_if_done(model, now)
 
+    def prepare(self, name: str, now: float) -> None:
+        """Wake the model as if a request had come."""
+        model = self.residents[name]
+        if model.residence is Residence.AWAKE:
+            self.on_wake(self, name, now)
+            return
+        model.prepared = now
+        self._decide(now)
+
+    def resign(self, name: str) -> list[SimRequest]:
+        """Requests that wait for the model are to wait elsewhere; returns them."""
+        model = self.residents[name]
+        gone, model.waiting = model.waiting, []
+        ids = {request.request_id for request in gone}
+        self.requests = [request for request in self.requests if request.request_id not in ids]
+        return gone
+
+    def wait(self, requests: list[SimRequest], now: float) -> None:
+        """They have waited elsewhere."""
+        for request in requests:
+            self.arrive(request, now)
+
+    # ------------------------------------------------------------ one memory for weights and KV
+
+    def token_bytes(self, name: str) -> float:
+        """Bytes of KV on each device that a token of the model takes."""
+        model = next(each for each in self.spec.models if each.name == name)
+        return model.architecture.kv_bytes_per_token(model.dtype) / self.spec.tp
+
+    def _resize(self, taken: int) -> None:
+        """So many bytes more (negative: fewer) are not the pools'."""
+        if not self.residency.elastic:
+            return
+        now = self.clock.now
+        self.disturbed(now)
+        for pool in self.pools.values():
+            pages = math.ceil(pool.profile.pages * abs(taken) / self.residency.rules.limit)
+            pool.sync(now, -1)
+            pool.held += pages if taken > 0 else -pages
+            pool.check(now)
+        self._freed = self._freed or taken < 0
+        self._changed(now)
+
+    def _cached(self, name: str) -> int:
+        """Bytes of memory that the model's KV takes, with what the first of its queue asks for."""
+        if not self.residency.elastic:
+            return 0
+        pages = self.page_of[name]
+        asked = sum(live.blocks for live in self.ledger.by_name[name].queue.first(1)) * pages.per_block
+        taken = pages.held + pages.committed + asked
+        return math.ceil(taken * self.residency.rules.limit / pages.pool.profile.pages)
+
+    def _standings(self) -> list[Standing]:
+        """How all models stand. Where caches are short of room, idle models go, but no busy one: they count for no more
+        than makes idle ones go."""
+        there = [each for each in self.residents.values() if each.residence is not Residence.ASLEEP]
+        cached = {each.name: self._cached(each.name) for each in there}
+        costs, rules = self.residency.models, self.residency.rules
+        short = sum(costs[each.name].bytes + cached[each.name] for each in there) + rules.fixed - rules.limit
+        idle = sum(costs[each.name].bytes for each in there if each.residence is Residence.AWAKE and not each.running)
+        for name in sorted(cached, key=cached.__getitem__, reverse=True):
+            less = min(cached[name], max(0, short - idle))
+            cached[name] -= less
+            short -= less
+        return [
+            Standing(
+                each.name,
+                each.residence,
+                each.since,
+                each.running,
+                [request.arrival for request in each.waiting] + ([each.prepared] if each.prepared is not None else []),
+                costs[each.name].bytes + cached[each.name] if cached.get(each.name) else 0,
+            )
+            for each in self.residents.values()
+        ]
+
     # ------------------------------------------------------------ what is decided
 
     def _sleep_if_done(self, model: ResidentModel, now: float) -> None:
@@ -102,24 +188,26 @@ class ResidentUnit(ScheduledUnit):
     def _asleep(self, model: ResidentModel, now: float) -> None:
         if model.residence is Residence.LEAVING and not model.running:
             model.become(Residence.ASLEEP, now)
+            self._resize(-self.residency.models[model.name].bytes)
             self._decide(now)
 
     def _woke(self, model: ResidentModel, now: float) -> None:
         self.awake.woke(model.name, now - model.since)
         model.become(Residence.AWAKE, now)
+        model.prepared = None
+        self.on_wake(self, model.name, now)
         self._serve_waiting(model, now)
         self._decide(now)
 
     def _decide(self, now: float) -> None:
-        standings = [
-            Standing(each.name, each.residence, each.since, each.running, [r.arrival for r in each.waiting])
-            for each in self.residents.values()
-        ]
-        for change in self.awake.decide(now, None, standings):
+        if self.residency.elastic:
+            self._count_pages(now)
+        for change in self.awake.decide(now, None, self._standings()):
             model = self.residents[change.model]
             if isinstance(change, Wake):
                 model.wakes += 1
                 model.become(Residence.WAKING, now)
+                self._resize(self.residency.models[model.name].bytes)
                 seconds = self.residency.models[model.name].seconds
                 self.clock.at(now + seconds, partial(self._woke, model))
             elif isinstance(change, Sleep):
@@ -131,14 +219,22 @@ class ResidentUnit(ScheduledUnit):
                 model.become(Residence.AWAKE, now)
                 self._serve_waiting(model, now)
         self.peak_bytes = max(self.peak_bytes, self._taken())
-        if not self._asks and any(each.waiting for each in self.residents.values()):
+        self._ask_later(now)
+
+    def _ask_later(self, now: float) -> None:
+        if not self._asks and self._somebody_waits():
             self._asks = True
             self.clock.at(now + ASKED_SECONDS, self._ask)
 
     def _ask(self, now: float) -> None:
         self._asks = False
-        if any(each.waiting for each in self.residents.values()):
+        if self._somebody_waits():
             self._decide(now)
+
+    def _somebody_waits(self) -> bool:
+        if any(each.waiting or each.prepared is not None for each in self.residents.values()):
+            return True
+        return self.residency.elastic and any(model.queue for model in self.ledger.models)
 
     def _taken(self) -> int:
         costs = self.residency.models

@@ -107,12 +107,15 @@ class Pipeline:
 @dataclass(frozen=True, slots=True)
 class SimResidency:
     """By which rules models are awake, what each takes, and which are awake at first. Bytes are those of one device of
-    the unit. A wake takes `WakeCosts.seconds`, and so does a sleep `sleep_seconds`."""
+    the unit. A wake takes `WakeCosts.seconds`, and so does a sleep `sleep_seconds`. `elastic`: the pools have all
+    memory of the rules' limit, what models take that are not asleep is taken from their pages, and what is fixed is
+    kept free for caches that grow."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
     awake: tuple[str, ...] = ()
     sleep_seconds: float = 0.0
+    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,8 @@ def fleet(where: Placement, mode: str, requests: list[TraceRequest], options: Op
 def fleets() -> Iterable[tuple[str, Callable[[], Figures]]]:
     requests = load({"a": 4.0, "b": 6.0, "c": 4.0}, 30.0)
     delays = Options(ControlDelays(0.002, 0.0002, 0.0003, 0.0005, 0.0005, 0.001))
-    for mode in (name for name, mode in MODES.items() if not (mode.all_awake or mode.exclusive)):
+    of_memory = {name for name, mode in MODES.items() if mode.all_awake or mode.exclusive or mode.placement == "prism"}
+    for mode in (name for name in MODES if name not in of_memory):
         yield f"ample KV, {mode}", lambda mode=mode: fleet(without_replicas(30.0), mode, requests)
         yield f"tight KV, {mode}", lambda mode=mode: fleet(without_replicas(5.0), mode, requests)
     yield "delays, muxserve", lambda: fleet(without_replicas(30.0), "muxserve", requests, delays)

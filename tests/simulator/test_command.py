@@ -106,6 +106,23 @@ def test_a_plan_file_is_followed(fleet: Path, planned: Path) -> None:
     assert "weighted requests/s" in result.stdout
 
 
+def test_more_models_than_gpus_have_memory_for(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    models = "\n".join(f"  - {{name: m{n}, architecture: llama-2-13b, rate: 0.1}}" for n in range(12))
+    file.write_text(f"cluster: {{ gpus: 2, gpu_type: A100-80GB }}\nmodels:\n{models}\n")
+    load = "bursty-groups:rate=1,phase=10,duration=40,prompt=100,output=40,seed=1"
+    result = run(file, "--workload", load, "--mode", "prism", "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)["runs"]["prism"]
+    assert summary["extra"]["devices"] == 2
+    told = [unit["residency"] for unit in summary["extra"]["units"]]
+    assert sum(each["wakes"] for each in told) >= 3
+    assert not summary["errors"]
+    words = " ".join(run(file, "--workload", load, "--mode", "prism").stdout.split())
+    assert "units that may have every model that is split as they are" in words
+    assert "times a model was put to sleep" in words
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

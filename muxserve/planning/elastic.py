@@ -1,0 +1,115 @@
+"""A fleet on GPUs as Prism serves it (arXiv:2505.04021), for the simulator: models that need not all be awake, on units
+that may have each of them, with weights and KV in one memory.
+
+What is its own here is which units there are and what a wake takes; what is decided while they serve is
+`scheduling.residency` (who is awake) and `scheduling.kv_pressure` (where).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from muxserve.costs.calibration import LINKS
+from muxserve.costs.devices import device
+from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.simulator import SimResidency
+from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
+from placement.demand import Demand
+from placement.memory import MemoryRules, model_bytes
+
+# A model is split over as few GPUs as leave this part of their memory to KV and to other models.
+SHARED_PART = 0.4
+# What is kept free for caches to grow into while models are woken.
+GROWTH_PART = 0.05
+# Bytes per second from the host's memory to a GPU, by the data sheets: PCIe 5.0 x16 from Hopper on, 4.0 before.
+_GEN5, _GEN4 = 64e9, 32e9
+_HOPPER = ("H100", "H200", "H20", "H800", "B200", "GB200")
+# What a wake takes besides its weights, seconds: measured on a CPU (docs/residency.md), where it has no CUDA context to
+# make and no graphs to capture.
+WAKE_SECONDS = 0.5
+# A first token within this time where a model has no objective.
+TTFT_SECONDS = 5.0
+
+
+class NoUnitError(ValueError):
+    """A model is too large for the machines; the message says so."""
+
+
+def host_bandwidth(name: str) -> float:
+    """Bytes per second that weights are copied with from the host to one GPU of that type."""
+    return (_GEN5 if name.split("-")[0] in _HOPPER else _GEN4) * LINKS["pcie"].efficiency
+
+
+def residency_on(
+    unit: PlacedUnit,
+    demands: Iterable[Demand],
+    rules: MemoryRules,
+    wake_seconds: float = WAKE_SECONDS,
+) -> SimResidency:
+    """By what the models of a unit are awake; its pools have all of its memory."""
+    whole, tp = unit.kv_bytes, len(unit.devices)
+    bandwidth = host_bandwidth(unit.device)
+    costs = {
+        each.name: WakeCosts(
+            bytes=model_bytes(each, tp, rules),
+            # Each GPU has a link of its own.
+            seconds=wake_seconds + each.architecture.weight_bytes(each.dtype) / tp / bandwidth,
+            ttft=TTFT_SECONDS if each.slo_ttft is None else each.slo_ttft,
+        )
+        for each in demands
+    }
+    # Half a second, and twice what waking takes: copying weights takes a third of the time at most.
+    within = ResidencyRules(whole, min_residence=0.5, residence_factor=2.0, fixed=int(GROWTH_PART * whole))
+    return SimResidency(within, costs, elastic=True)
+
+
+def elastic_placement(demands: Sequence[Demand], cluster: Cluster, rules: MemoryRules) -> Placement:
+    """Units that may have every model that is split as they are. Models are split over as few GPUs as `SHARED_PART`
+    says; GPUs are divided among the ways to split by the bytes of their models' weights, one unit of each at least.
+
+    Raises:
+        NoUnitError: a model is too large, or there are too few GPUs for a unit of each way to split.
+    """
+    names = {node.device for node in cluster.nodes}
+    if len(names) > 1:
+        raise NoUnitError(f"mode prism is for GPUs of one type, not {', '.join(sorted(names))}")
+    (name,) = names
+    most = max(node.count for node in cluster.nodes)
+    whole = int(device(name).memory_bytes * rules.utilisation)
+    by_tp: dict[int, list[Demand]] = {}
+    for each in demands:
+        by_tp.setdefault(_split(each, whole, most, rules), []).append(each)
+    units = _counts(by_tp, cluster.devices)
+    # The largest units first, so that each lies within a machine.
+    made: list[PlacedUnit] = []
+    first = 0
+    for tp in sorted(units, reverse=True):
+        for _ in range(units[tp]):
+            placed = tuple(PlacedModel(each.name, each.rate, 0.5, 0.5) for each in by_tp[tp])
+            made.append(PlacedUnit(f"unit{len(made)}", name, tuple(range(first, first + tp)), placed, whole))
+            first += tp
+    return Placement(cluster, tuple(made))
+
+
+def _split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:
+    tp = 1
+    while tp <= most:
+        if model_bytes(demand, tp, rules) <= (1.0 - SHARED_PART) * whole and demand.architecture.heads % tp == 0:
+            return tp
+        tp *= 2
+    raise NoUnitError(f"{demand.name} is too large for {most} GPUs of a machine")
+
+
+def _counts(by_tp: Mapping[int, Sequence[Demand]], gpus: int) -> dict[int, int]:
+    """Units of each size."""
+    weights = {tp: sum(each.architecture.weight_bytes(each.dtype) for each in models) for tp, models in by_tp.items()}
+    units = dict.fromkeys(by_tp, 1)
+    left = gpus - sum(by_tp)
+    if left < 0:
+        raise NoUnitError(f"a unit of each size that models need takes {sum(by_tp)} GPUs, and there are {gpus}")
+    # Each next one where the most weights are for a GPU.
+    while fitting := [tp for tp in units if tp <= left]:
+        tp = max(fitting, key=lambda each: (weights[each] / (each * units[each]), each))
+        units[tp] += 1
+        left -= tp
+    return units
