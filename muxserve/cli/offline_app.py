@@ -174,7 +174,9 @@ def simulate(
         Path | None, typer.Option(help="Write every job as a trace for ui.perfetto.dev.", show_default=False)
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON (docs/simulator.md).")] = False,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="JSON report to write.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", "--output", help="JSON report to write.", show_default=False)
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
     plotly: PlotlyLibrary = "beside",
     *,
@@ -219,7 +221,8 @@ def simulate(
 def profile(
     fleet: FleetFile,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The profile file; what it has already is not measured again.")
+        Path,
+        typer.Option("-o", "--out", "--output", help="The profile file; what it has already is not measured again."),
     ] = Path("profile.json"),
     threads: Annotated[
         str | None, typer.Option(help="Threads per engine, e.g. 1,2; by default those of the fleet and all cores.")
@@ -270,7 +273,9 @@ def replay(
     slo_tpot_ms: Annotated[
         float | None, typer.Option(help="Objective for all models instead of the fleet's.", show_default=False)
     ] = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="JSON report to write.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", "--output", help="JSON report to write.", show_default=False)
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="HTML report to write.", show_default=False)] = None,
     plotly: PlotlyLibrary = "beside",
     records: Annotated[

@@ -17,7 +17,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Source = Annotated[str, typer.Argument(metavar="WORKLOAD", help=args.SOURCE_HELP, show_default=False)]
-Out = Annotated[Path, typer.Option("-o", "--out", help="File to write: .jsonl or .jsonl.gz.", show_default=False)]
+Out = Annotated[
+    Path, typer.Option("-o", "--out", "--output", help="File to write: .jsonl or .jsonl.gz.", show_default=False)
+]
 
 
 @app.command()

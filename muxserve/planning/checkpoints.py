@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,12 +43,13 @@ class HuggingFaceHub:
         """See `Hub.config`."""
         from huggingface_hub import hf_hub_download
 
-        try:
-            config = Path(hf_hub_download(repo, "config.json", revision=revision))
-        except Exception as error:
-            raise CheckpointError(_hub_error(repo, error)) from None
-        with contextlib.suppress(Exception):  # beside it, where there is one: see `_pools`
-            hf_hub_download(repo, "modules.json", revision=revision)
+        with _said_by_us():
+            try:
+                config = Path(hf_hub_download(repo, "config.json", revision=revision))
+            except Exception as error:
+                raise CheckpointError(_hub_error(repo, error)) from None
+            with contextlib.suppress(Exception):  # beside it, where there is one: see `_pools`
+                hf_hub_download(repo, "modules.json", revision=revision)
         return config
 
     def snapshot(self, repo: str, revision: str | None) -> Path:
@@ -56,9 +58,22 @@ class HuggingFaceHub:
 
         left_out = ["*.pth", "original/*", "*.gguf", *([] if self.weights else ["*.safetensors", "*.bin", "*.pt"])]
         try:
-            return Path(snapshot_download(repo, revision=revision, ignore_patterns=left_out))
+            with _said_by_us():
+                return Path(snapshot_download(repo, revision=revision, ignore_patterns=left_out))
         except Exception as error:
             raise CheckpointError(_hub_error(repo, error)) from None
+
+
+@contextlib.contextmanager
+def _said_by_us() -> Iterator[None]:
+    """What goes wrong at the hub is told once, in the error, and not by its library at each try."""
+    library = logging.getLogger("huggingface_hub")
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
 
 
 def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
+from muxserve.planning.checkpoints import CheckpointError, HuggingFaceHub
 from muxserve.planning.demands import batch_of, demands_of, gpu_batch, least_batch
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import save_plan
@@ -120,3 +122,25 @@ def test_the_smallest_of_several_gpus_says_what_a_batch_holds() -> None:
     assert least_batch([("H100-80GB", 80 << 30), ("L20-48GB", 48 << 30)]) == (256, 2048)
     assert least_batch([("H100-80GB", 80 << 30)]) == (1024, 8192)
     assert least_batch([]) == (64, 2048)
+
+
+def test_what_the_hubs_library_says_of_each_try_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = logging.getLogger("huggingface_hub.utils._http")
+
+    def unreachable(*_: object, **__: object) -> str:
+        library.warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    logging.getLogger("huggingface_hub").addHandler(caplog.handler)
+    try:
+        for ask in (HuggingFaceHub().config, HuggingFaceHub().snapshot):
+            with pytest.raises(CheckpointError, match="org/model"):
+                ask("org/model", None)
+    finally:
+        logging.getLogger("huggingface_hub").removeHandler(caplog.handler)
+    assert caplog.text == ""
+    assert library.isEnabledFor(logging.WARNING), "for others"
