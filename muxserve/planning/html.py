@@ -193,7 +193,9 @@ def _sweep(points: Sequence[SweepPoint]) -> Section:
     )
     enough = needed(points)
     if enough is not None:
-        figure.add_vline(x=enough, line_dash="dot", annotation_text=f"{enough} are enough")
+        figure.add_vline(
+            x=enough, line_dash="dot", annotation_text=f"{enough} are enough", annotation_position="bottom right"
+        )
     return Section("How many GPUs?", figures=[figure])
 
 
