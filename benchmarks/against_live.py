@@ -44,19 +44,22 @@ def replayed(url: str, models: Sequence[str], requests: Sequence[TraceRequest], 
 
 def overheads(live: Summary, simulate: Callable[[Overheads], Summary], known: Overheads) -> Overheads:
     """`known` with what lone requests took beyond what the simulator makes of them: a later token (`between`), then the
-    first (`request`). `simulate` plays the same requests under given overheads."""
+    first (`request`), in the median, since one that a machine has let wait would count for all. `simulate` plays the
+    same requests under given overheads."""
     # The way of the lease is part of `request`, and counted anyway.
     way = (known.turn or TURN_SECONDS) / 2.0
     known = msgspec.structs.replace(known, between=0.0, request=way)
-    between = max(0.0, _mean(live, "tpot") - _mean(simulate(known), "tpot"))
+    between = max(0.0, _median(live, "tpot") - _median(simulate(known), "tpot"))
     known = msgspec.structs.replace(known, between=between)
-    return msgspec.structs.replace(known, request=way + max(0.0, _mean(live, "ttft") - _mean(simulate(known), "ttft")))
+    return msgspec.structs.replace(
+        known, request=way + max(0.0, _median(live, "ttft") - _median(simulate(known), "ttft"))
+    )
 
 
-def _mean(summary: Summary, figure: str) -> float:
+def _median(summary: Summary, figure: str) -> float:
     found: Distribution | None = getattr(summary.overall, figure)
     assert found is not None, "lone requests are answered"
-    return found.mean
+    return found.p50
 
 
 def compared(live: Summary, simulated: Summary) -> dict[str, dict[str, float]]:
