@@ -30,7 +30,8 @@ from servers import ROOT, Server, end_cleanly, free_port, server
 @dataclass(frozen=True)
 class StockSettings:
     """How a stock server runs. `kv_bytes` is the size of its KV cache; `dummy` makes weights up; `polls` says whether
-    its processes look for messages without a pause, as they come."""
+    its processes look for messages without a pause, as they come. vLLM chooses its own `attention_backend` where none
+    is given."""
 
     threads: int = 1
     eager: bool = True
@@ -42,6 +43,7 @@ class StockSettings:
     dtype: str = "float32"
     dummy: bool = False
     polls: bool = True
+    attention_backend: str = ""
 
 
 _SLEEPING = """
@@ -92,6 +94,8 @@ def stock_server(
         command.append("--enforce-eager")
     if settings.dummy:
         command += ["--load-format", "dummy"]
+    if settings.attention_backend:
+        command += ["--attention-backend", settings.attention_backend]
     env = {
         "OMP_NUM_THREADS": str(settings.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -90,6 +90,13 @@ void bind_client(nb::module_& module) {
           },
           nb::arg("model"), nb::arg("key"), nb::arg("blocks").noconvert(), nb::arg("release").noconvert(),
           nb::arg("ttl_s"))
+      .def(
+          "leave_window",
+          [](Client& client, std::uint32_t model, const BlockIds& blocks) {
+            const nb::gil_scoped_release released;
+            client.leave_window(model, view(blocks));
+          },
+          nb::arg("model"), nb::arg("blocks").noconvert())
       .def("adopt", &adopt, nb::arg("model"), nb::arg("key"))
       .def("drop", &Client::drop, nb::arg("model"), nb::arg("key"), Release())
       .def("set_quotas", &Client::set_quotas, nb::arg("quotas"), Release())

@@ -31,6 +31,11 @@ class LocalManager {
     return new_array(manager_.adopt(client, model, key));
   }
 
+  void leave_window(int client, std::uint32_t model, const BlockIds& blocks) {
+    check_client(client);
+    manager_.leave_window(client, model, view(blocks));
+  }
+
   void disconnect(int client) {
     check_client(client);
     manager_.disconnect(client);
@@ -71,6 +76,8 @@ void bind_manager(nb::module_& module) {
            nb::arg("partial"))
       .def("hand_off", &LocalManager::hand_off, nb::arg("client"), nb::arg("model"), nb::arg("key"),
            nb::arg("blocks").noconvert(), nb::arg("release").noconvert(), nb::arg("ttl_ns"), nb::arg("now_ns"))
+      .def("leave_window", &LocalManager::leave_window, nb::arg("client"), nb::arg("model"),
+           nb::arg("blocks").noconvert())
       .def("adopt", &LocalManager::adopt, nb::arg("client"), nb::arg("model"), nb::arg("key"))
       .def(
           "drop", [](LocalManager& self, std::uint32_t model, const std::string& key) { self.core().drop(model, key); },

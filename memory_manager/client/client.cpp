@@ -230,6 +230,13 @@ void Client::hand_off(std::uint32_t model, const std::string& key, Span<std::int
   call(frame);
 }
 
+void Client::leave_window(std::uint32_t model, Span<std::int32_t> blocks) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  FrameWriter frame = begin(Operation::kLeaveWindow);
+  frame.u32(model).u32(static_cast<std::uint32_t>(blocks.size())).array(blocks);
+  call(frame);
+}
+
 std::vector<std::int32_t> Client::adopt(std::uint32_t model, const std::string& key) {
   const std::lock_guard<std::mutex> lock(mutex_);
   FrameWriter frame = begin(Operation::kAdopt);

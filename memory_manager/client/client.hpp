@@ -47,6 +47,7 @@ class Client {
 
   void hand_off(std::uint32_t model, const std::string& key, Span<std::int32_t> blocks, Span<std::int32_t> release,
                 double ttl_seconds);
+  void leave_window(std::uint32_t model, Span<std::int32_t> blocks);
   std::vector<std::int32_t> adopt(std::uint32_t model, const std::string& key);
   void drop(std::uint32_t model, const std::string& key);
   void set_quotas(const std::vector<std::pair<std::uint32_t, std::int64_t>>& quotas);

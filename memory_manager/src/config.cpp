@@ -49,6 +49,16 @@ class Fields {
     return values;
   }
 
+  std::vector<std::int64_t> integers(const char* name) const {
+    std::vector<std::int64_t> values;
+    if (!has(name)) return values;
+    for (const Value& item : array(name)) {
+      if (item.integer() == nullptr) throw ConfigError(where_ + "." + name + ": expected whole numbers");
+      values.push_back(*item.integer());
+    }
+    return values;
+  }
+
   const json::Array& array(const char* name) const {
     const json::Array* found = get(name).array();
     if (found == nullptr) throw ConfigError(where_ + "." + name + ": expected a list");
@@ -71,7 +81,9 @@ class Fields {
 };
 
 ModelConfig read_model(const Value& value, const std::string& where) {
-  const Fields fields(value, where, {"name", "pool", "layers", "kv_heads", "num_blocks", "quota_pages"});
+  const Fields fields(
+      value, where,
+      {"name", "pool", "layers", "kv_heads", "num_blocks", "quota_pages", "windowed_layers", "window_blocks"});
   ModelConfig model;
   model.name = fields.string("name");
   model.pool = fields.string("pool");
@@ -79,6 +91,8 @@ ModelConfig read_model(const Value& value, const std::string& where) {
   model.kv_heads = fields.integer("kv_heads");
   model.num_blocks = fields.integer("num_blocks");
   model.quota_pages = fields.integer("quota_pages");
+  model.windowed_layers = fields.integers("windowed_layers");
+  model.window_blocks = fields.integer("window_blocks", 0);
   return model;
 }
 
@@ -105,6 +119,11 @@ void check_model(const ModelConfig& model) {
   check_range(where + "num_blocks", model.num_blocks, 2, kMaxBlocks);
   check_range(where + "quota_pages", model.quota_pages, 0, kMaxPages);
   check_name(where + "pool", model.pool);
+  for (std::size_t i = 0; i < model.windowed_layers.size(); ++i)
+    check_range(where + "windowed_layers, ascending", model.windowed_layers[i],
+                i == 0 ? 0 : model.windowed_layers[i - 1] + 1, model.layers - 1);
+  const bool windowed = !model.windowed_layers.empty();
+  check_range(where + "window_blocks", model.window_blocks, windowed ? 1 : 0, windowed ? kMaxBlocks : 0);
 }
 
 void check_table(const ModelConfig& model, const PoolConfig& pool) {

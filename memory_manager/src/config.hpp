@@ -24,7 +24,8 @@ struct PoolConfig {
 };
 
 // One model. A block takes layers * kv_heads pages of `pool`; block 0 is the null block. quota_pages bounds the pages
-// that the model may own or have handed off.
+// that the model may own or have handed off. The `windowed_layers`, ascending, see a window of at most `window_blocks`
+// full blocks before the block that a token is in.
 struct ModelConfig {
   std::string name;
   std::string pool;
@@ -32,8 +33,14 @@ struct ModelConfig {
   std::int64_t kv_heads = 0;
   std::int64_t num_blocks = 0;
   std::int64_t quota_pages = 0;
+  std::vector<std::int64_t> windowed_layers = {};
+  std::int64_t window_blocks = 0;
 
   std::int32_t pages_per_block() const { return static_cast<std::int32_t>(layers * kv_heads); }
+  // Those of a block that its windowed layers have.
+  std::int32_t window_pages() const {
+    return static_cast<std::int32_t>(static_cast<std::int64_t>(windowed_layers.size()) * kv_heads);
+  }
   // Of the page table. Fits for a checked model.
   std::int64_t table_entries() const { return num_blocks * layers * kv_heads; }
 };

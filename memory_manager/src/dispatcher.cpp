@@ -201,6 +201,13 @@ void Dispatcher::carry_out(Session& session, const Header& header, Reader in, st
       in.end();
       reply.text(manager_.describe(pool_handles_));
       break;
+    case Operation::kLeaveWindow: {
+      const std::uint32_t model = in.u32();
+      const Span<std::int32_t> blocks = in.array<std::int32_t>(in.u32());
+      in.end();
+      manager_.leave_window(session.client, model, blocks);
+      break;
+    }
     default:
       throw Refused(Code::kUnknownOperation, "there is no operation " + std::to_string(header.operation));
   }

@@ -101,7 +101,7 @@ void Manager::disconnect(int client) {
 
 // Evicts until `blocks` blocks of the model can be reserved; available_blocks() has said that they can.
 void Manager::make_room(ModelTable& model, std::int64_t blocks) {
-  while (model.needs_own_eviction(blocks)) model.evict_oldest();
+  while (model.needs_own_eviction(blocks)) model.evict_oldest_block();
   const std::int64_t pages = blocks * model.config().pages_per_block();
   PagePool& pool = model.pool();
   while (pool.free_pages() < pages && model.has_cached()) model.evict_oldest();
@@ -151,6 +151,12 @@ void Manager::hand_off(int client, std::uint32_t model, const std::string& key, 
   if (blocks.empty()) throw Refused(Code::kInvalid, "a hand-off has at least one block; nothing was done");
   check_hand_offs(client, table, blocks.size());
   table.hand_off(client, key, blocks, release, now + ttl);
+  show(table);
+}
+
+void Manager::leave_window(int client, std::uint32_t model, Span<std::int32_t> blocks) {
+  ModelTable& table = get(model);
+  table.leave_window(client, blocks);
   show(table);
 }
 

@@ -64,6 +64,9 @@ class Manager {
   void hand_off(int client, std::uint32_t model, const std::string& key, Span<std::int32_t> blocks,
                 Span<std::int32_t> release, std::int64_t ttl, std::int64_t now);
 
+  // Gives up the pages of windowed layers in blocks that are behind the window; see ModelTable::leave_window.
+  void leave_window(int client, std::uint32_t model, Span<std::int32_t> blocks);
+
   // How many blocks a hand-off has.
   std::size_t handed_blocks(std::uint32_t model, const std::string& key) const;
 

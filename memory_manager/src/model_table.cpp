@@ -22,8 +22,12 @@ ModelTable::ModelTable(ModelConfig config, std::uint32_t index, std::uint32_t po
       table_(table),
       counters_(counters),
       pages_per_block_(config_.pages_per_block()),
+      window_pages_(config_.window_pages()),
+      windowed_(static_cast<std::size_t>(config_.layers), 0),
       blocks_(static_cast<std::size_t>(config_.num_blocks)),
+      asides_(window_pages_ > 0 ? blocks_.size() : 0),
       prefixes_(static_cast<std::int32_t>(config_.num_blocks), seed) {
+  for (const std::int64_t layer : config_.windowed_layers) windowed_[static_cast<std::size_t>(layer)] = 1;
   free_ids_.reserve(blocks_.size());
   for (auto id = static_cast<std::int32_t>(config_.num_blocks - 1); id > 0; --id) free_ids_.push_back(id);
   show();
@@ -63,7 +67,10 @@ void ModelTable::restore_holds(int client, Span<std::int32_t> ids) {
 void ModelTable::hold(int client, std::int32_t id) {
   Block& entry = block(id);
   if ((entry.holders & bit(client)) != 0) return;
-  if (entry.holders == 0) ++owned_blocks_;
+  if (entry.holders == 0) {
+    ++owned_blocks_;
+    owned_pages_ += pages_of(entry);
+  }
   entry.holders |= bit(client);
   ++held_[static_cast<std::size_t>(client)];
 }
@@ -72,22 +79,69 @@ void ModelTable::hold(int client, std::int32_t id) {
 void ModelTable::use(std::int32_t id) {
   unlink_cached(id);
   ++used_blocks_;
+  used_pages_ += pages_of(block(id));
 }
 
 // A holder of the block has gone.
 void ModelTable::unheld(std::int32_t id) {
   if (block(id).holders != 0) return;
   --owned_blocks_;
+  owned_pages_ -= pages_of(block(id));
   if (block(id).hand_offs == 0) retire(id);
 }
 
 // The block has lost its last holder and its last hand-off.
 void ModelTable::retire(std::int32_t id) {
   --used_blocks_;
+  used_pages_ -= pages_of(block(id));
   if (prefixes_.contains(id))
     push_cached(id);
   else
     free_block(id);
+}
+
+// The block can be found by its hash no more.
+void ModelTable::withdraw(std::int32_t id) {
+  prefixes_.erase(id);
+  if (block(id).window == Window::kAside) free_aside(id);
+  // One that is not cached is in use, or about to be given back.
+  if (oldest_ != id && block(id).previous == kNone) return;
+  unlink_cached(id);
+  free_block(id);
+}
+
+void ModelTable::push_aside(std::int32_t id) {
+  block(id).window = Window::kAside;
+  Aside& entry = asides_[static_cast<std::size_t>(id)];
+  entry = {pool_.next_stamp(), newest_aside_, kNone};
+  (newest_aside_ == kNone ? oldest_aside_ : asides_[static_cast<std::size_t>(newest_aside_)].next) = id;
+  newest_aside_ = id;
+  cached_pages_ += window_pages_;
+  pool_.add_cached(window_pages_);
+}
+
+void ModelTable::unlink_aside(std::int32_t id) {
+  const Aside entry = asides_[static_cast<std::size_t>(id)];
+  (entry.previous == kNone ? oldest_aside_ : asides_[static_cast<std::size_t>(entry.previous)].next) = entry.next;
+  (entry.next == kNone ? newest_aside_ : asides_[static_cast<std::size_t>(entry.next)].previous) = entry.previous;
+  cached_pages_ -= window_pages_;
+  pool_.add_cached(-window_pages_);
+}
+
+// Puts the pages of the block's windowed layers back into the pool.
+void ModelTable::free_window(std::int32_t id) {
+  const auto heads = static_cast<std::int32_t>(config_.kv_heads);
+  for (const std::int64_t layer : config_.windowed_layers) {
+    std::int32_t* pages = row(id) + layer * heads;
+    pool_.give(pages, heads);
+    std::fill(pages, pages + heads, 0);
+  }
+  block(id).window = Window::kGone;
+}
+
+void ModelTable::free_aside(std::int32_t id) {
+  unlink_aside(id);
+  free_window(id);
 }
 
 void ModelTable::push_cached(std::int32_t id) {
@@ -98,19 +152,31 @@ void ModelTable::push_cached(std::int32_t id) {
   (newest_ == kNone ? oldest_ : block(newest_).next) = id;
   newest_ = id;
   ++cached_blocks_;
-  pool_.add_cached(pages_per_block_);
+  cached_pages_ += pages_of(entry);
+  pool_.add_cached(pages_of(entry));
 }
 
 void ModelTable::unlink_cached(std::int32_t id) {
   Block& entry = block(id);
   (entry.previous == kNone ? oldest_ : block(entry.previous).next) = entry.next;
   (entry.next == kNone ? newest_ : block(entry.next).previous) = entry.previous;
+  entry.previous = kNone;
   --cached_blocks_;
-  pool_.add_cached(-pages_per_block_);
+  cached_pages_ -= pages_of(entry);
+  pool_.add_cached(-pages_of(entry));
 }
 
 void ModelTable::free_block(std::int32_t id) {
-  pool_.give(row(id), pages_per_block_);
+  Block& entry = block(id);
+  if (entry.window == Window::kAside) free_aside(id);
+  if (entry.window == Window::kPresent) {
+    pool_.give(row(id), pages_per_block_);
+  } else {
+    const auto heads = static_cast<std::int32_t>(config_.kv_heads);
+    for (std::size_t layer = 0; layer < windowed_.size(); ++layer)
+      if (windowed_[layer] == 0) pool_.give(row(id) + static_cast<std::ptrdiff_t>(layer) * heads, heads);
+    entry.window = Window::kPresent;
+  }
   free_ids_.push_back(id);
 }
 
@@ -120,12 +186,61 @@ void ModelTable::publish_and_release(int client, Span<std::int32_t> publish, Spa
     if (!known(id) || (block(id).holders & bit(client)) == 0) refuse(client, id);
   clear_holds(client, release);
   // From here on nothing fails.
-  for (std::size_t i = 0; i < publish.size(); ++i) prefixes_.insert(publish[i], hashes[i]);
+  for (std::size_t i = 0; i < publish.size(); ++i) {
+    if (window_pages_ > 0 && block(publish[i]).window != Window::kGone && !prefixes_.contains(publish[i])) {
+      // A block that has all of its pages is worth more than one that has not.
+      const std::int32_t known = prefixes_.find(hashes[i]);
+      if (known > 0 && block(known).window == Window::kGone) withdraw(known);
+    }
+    prefixes_.insert(publish[i], hashes[i]);
+  }
   for (const std::int32_t id : release) unheld(id);
+}
+
+ModelTable::Window ModelTable::window_of(const Hash& hash) const {
+  return blocks_[static_cast<std::size_t>(prefixes_.find(hash))].window;
+}
+
+// How many blocks look_up() can take with windowed layers.
+std::size_t ModelTable::longest_prefix(Span<Hash> hashes) const {
+  const auto reach = static_cast<std::size_t>(config_.window_blocks);
+  std::size_t best = 0, whole = 0;  // `whole`: blocks before this place without a gap that have all of their pages
+  std::int64_t pages = used_pages_, aside = 0;  // if all were taken so far: beside, and of windows
+  for (std::size_t i = 0; i < hashes.size(); ++i) {
+    const std::int32_t id = prefixes_.find(hashes[i]);
+    if (id < 0) break;
+    const Block& entry = blocks_[static_cast<std::size_t>(id)];
+    if (entry.holders == 0 && entry.hand_offs == 0) pages += pages_of(entry);
+    if (pages > config_.quota_pages) break;
+    whole = entry.window == Window::kGone ? 0 : whole + 1;
+    if (entry.window == Window::kAside) aside += window_pages_;
+    if (i >= reach && window_of(hashes[i - reach]) == Window::kAside) aside -= window_pages_;
+    if (whole >= std::min(reach, i + 1) && pages + aside <= config_.quota_pages) best = i + 1;
+  }
+  return best;
 }
 
 void ModelTable::look_up(int client, Span<Hash> hashes, std::vector<std::int32_t>& out) {
   lookups_ += static_cast<std::int64_t>(hashes.size());
+  if (window_pages_ > 0) {
+    const auto reach = static_cast<std::size_t>(config_.window_blocks);
+    const std::size_t found = longest_prefix(hashes);
+    for (std::size_t i = 0; i < found; ++i) {
+      const std::int32_t id = prefixes_.find(hashes[i]);
+      Block& entry = block(id);
+      if (entry.holders == 0 && entry.hand_offs == 0) use(id);
+      hold(client, id);
+      if (i + reach >= found && entry.window == Window::kAside) {
+        unlink_aside(id);
+        entry.window = Window::kPresent;
+        used_pages_ += window_pages_;
+        owned_pages_ += window_pages_;
+      }
+      out.push_back(id);
+      ++hits_;
+    }
+    return;
+  }
   for (const Hash& hash : hashes) {
     const std::int32_t id = prefixes_.find(hash);
     if (id < 0) return;
@@ -137,6 +252,22 @@ void ModelTable::look_up(int client, Span<Hash> hashes, std::vector<std::int32_t
     hold(client, id);
     out.push_back(id);
     ++hits_;
+  }
+}
+
+void ModelTable::leave_window(int client, Span<std::int32_t> blocks) {
+  if (window_pages_ == 0)
+    throw Refused(Code::kInvalid, "model \"" + config_.name + "\" has no layers with a window; nothing was done");
+  const std::uint64_t mask = bit(client);
+  for (const std::int32_t id : blocks)
+    if (!known(id) || (block(id).holders & mask) == 0) refuse(client, id);
+  for (const std::int32_t id : blocks) {
+    const Block& entry = block(id);
+    // Others may be at an earlier place of the sequence.
+    if (entry.holders != mask || entry.hand_offs != 0 || entry.window != Window::kPresent) continue;
+    used_pages_ -= window_pages_;
+    owned_pages_ -= window_pages_;
+    prefixes_.contains(id) ? push_aside(id) : free_window(id);
   }
 }
 
@@ -156,6 +287,8 @@ void ModelTable::reserve(int client, std::int64_t count, std::vector<std::int32_
   }
   used_blocks_ += count;
   owned_blocks_ += count;
+  used_pages_ += count * pages_per_block_;
+  owned_pages_ += count * pages_per_block_;
   held_[static_cast<std::size_t>(client)] += count;
 }
 
@@ -232,7 +365,20 @@ void ModelTable::release_client(int client) {
   held_[static_cast<std::size_t>(client)] = 0;
 }
 
+std::uint64_t ModelTable::oldest_stamp() const {
+  const std::uint64_t whole = oldest_ == kNone ? ~std::uint64_t{0} : blocks_[static_cast<std::size_t>(oldest_)].stamp;
+  if (oldest_aside_ == kNone) return whole;
+  return std::min(whole, asides_[static_cast<std::size_t>(oldest_aside_)].stamp);
+}
+
 void ModelTable::evict_oldest() {
+  if (oldest_ != kNone && blocks_[static_cast<std::size_t>(oldest_)].stamp == oldest_stamp())
+    evict_oldest_block();
+  else
+    free_aside(oldest_aside_);
+}
+
+void ModelTable::evict_oldest_block() {
   const std::int32_t id = oldest_;
   unlink_cached(id);
   prefixes_.erase(id);
@@ -241,10 +387,11 @@ void ModelTable::evict_oldest() {
 }
 
 void ModelTable::reset_cache() {
-  while (has_cached()) {
-    evict_oldest();
+  while (oldest_ != kNone) {
+    evict_oldest_block();
     --evictions_;  // asked for, not forced by a lack of pages
   }
+  while (oldest_aside_ != kNone) free_aside(oldest_aside_);
   for (std::int32_t id = 1; id < config_.num_blocks; ++id)
     if (prefixes_.contains(id)) prefixes_.erase(id);
 }
@@ -252,13 +399,22 @@ void ModelTable::reset_cache() {
 std::int64_t ModelTable::bytes(const ModelConfig& config) {
   // By block: its entry, its place on the free list, and up to four slots in the prefix index beside its hash.
   constexpr std::int64_t kByBlock = sizeof(Block) + 5 * sizeof(std::int32_t) + sizeof(Hash) + 1;
-  return config.table_entries() * static_cast<std::int64_t>(sizeof(std::int32_t)) + config.num_blocks * kByBlock;
+  const std::int64_t by_block = kByBlock + (config.window_pages() > 0 ? sizeof(Aside) : 0);
+  return config.table_entries() * static_cast<std::int64_t>(sizeof(std::int32_t)) + config.num_blocks * by_block;
+}
+
+std::int64_t ModelTable::held_pages(int client) const {
+  if (window_pages_ == 0 || held_blocks(client) == 0) return held_blocks(client) * pages_per_block_;
+  std::int64_t pages = 0;
+  for (const Block& entry : blocks_)
+    if ((entry.holders & bit(client)) != 0) pages += pages_of(entry);
+  return pages;
 }
 
 ModelStatistics ModelTable::statistics() const {
   ModelStatistics result;
-  result.owned_pages = owned_blocks_ * pages_per_block_;
-  result.handed_pages = (used_blocks_ - owned_blocks_) * pages_per_block_;
+  result.owned_pages = owned_pages_;
+  result.handed_pages = used_pages_ - owned_pages_;
   result.cached_pages = cached_pages();
   result.evictions = evictions_;
   result.lookups = lookups_;
@@ -289,7 +445,8 @@ void ModelTable::check(std::vector<std::uint8_t>& seen) const {
   hand_offs_.each([&](const std::vector<std::int32_t>& ids) {
     for (const std::int32_t id : ids) ++handed[static_cast<std::size_t>(id)];
   });
-  std::int64_t used = 0, owned = 0, cached = 0;
+  std::int64_t used = 0, owned = 0, cached = 0, aside = 0;
+  std::int64_t used_pages = 0, owned_pages = 0, cached_pages = 0;
   std::array<std::int64_t, kMaxClients> held{};
   for (std::int32_t id = 1; id < config_.num_blocks; ++id) {
     const Block& entry = blocks_[static_cast<std::size_t>(id)];
@@ -302,12 +459,25 @@ void ModelTable::check(std::vector<std::uint8_t>& seen) const {
     }
     if (!in_use && !published) fail("a block is neither free, nor in use, nor cached");
     in_use ? ++used : ++cached;
-    if (entry.holders != 0) ++owned;
+    (in_use ? used_pages : cached_pages) += pages_of(entry);
+    if (entry.holders != 0) {
+      ++owned;
+      owned_pages += pages_of(entry);
+    }
+    if (entry.window == Window::kAside) {
+      if (!published) fail("a block that is not published has pages that are cached");
+      ++aside;
+      cached_pages += window_pages_;
+    }
     for (int client = 0; client < kMaxClients; ++client)
       if (entry.holders & bit(client)) ++held[static_cast<std::size_t>(client)];
     const std::int32_t* pages = table_ + static_cast<std::size_t>(id) * static_cast<std::size_t>(pages_per_block_);
     for (std::int32_t i = 0; i < pages_per_block_; ++i) {
       const std::int32_t page = pages[i];
+      if (entry.window == Window::kGone && windowed_[static_cast<std::size_t>(i / config_.kv_heads)] != 0) {
+        if (page != 0) fail("a page behind the window is still in the table");
+        continue;
+      }
       if (page <= 0 || page >= pool_.config().num_pages) fail("a page-table entry is no page of the pool");
       if (seen[static_cast<std::size_t>(page)]++) fail("page " + std::to_string(page) + " is in use twice");
     }
@@ -319,6 +489,16 @@ void ModelTable::check(std::vector<std::uint8_t>& seen) const {
     stamp = blocks_[static_cast<std::size_t>(id)].stamp;
     ++listed;
   }
+  std::uint64_t aside_stamp = 0;
+  for (std::int32_t id = oldest_aside_; id != kNone; id = asides_[static_cast<std::size_t>(id)].next) {
+    const Aside& entry = asides_[static_cast<std::size_t>(id)];
+    if (blocks_[static_cast<std::size_t>(id)].window != Window::kAside) fail("pages are cached that are in use");
+    if (entry.stamp <= aside_stamp) fail("the cached pages of windows are not in order of age");
+    aside_stamp = entry.stamp;
+    --aside;
+  }
+  if (aside != 0 || used_pages != used_pages_ || owned_pages != owned_pages_ || cached_pages != cached_pages_)
+    fail("page counts do not agree");
   if (used != used_blocks_ || owned != owned_blocks_ || cached != cached_blocks_ || listed != cached_blocks_)
     fail("block counts do not agree");
   if (held != held_) fail("holds of clients do not agree");

@@ -21,6 +21,7 @@
 //   ADD_MODEL    text JSON of the model         -> u32 index
 //   REMOVE_MODEL u32 model
 //   DESCRIBE                                    -> text JSON
+//   LEAVE_WINDOW u32 model, u32 blocks, i32 block[blocks]
 #pragma once
 
 #include <cstddef>
@@ -57,6 +58,7 @@ enum class Operation : std::uint16_t {
   kAddModel = 10,
   kRemoveModel = 11,
   kDescribe = 12,
+  kLeaveWindow = 13,
 };
 
 struct Header {

@@ -80,7 +80,7 @@ std::string Manager::statistics() const {
     if (!client) continue;
     std::int64_t held = 0;
     for (const auto& model : models_)
-      if (model) held += model->held_blocks(slot) * model->config().pages_per_block();
+      if (model) held += model->held_pages(slot);
     out.open_object().member("id", slot).member("name", client->name).member("pid", client->pid);
     out.member("held_pages", held).close_object();
   }

@@ -510,6 +510,82 @@ TEST(Manager, SurvivesAnythingInAnyOrder) {
   EXPECT_EQ(f.free_pages(), 100);
 }
 
+// Model "a" with a window in the first of its two layers, which reaches two full blocks back.
+Config windowed_config() {
+  Config config = small_config();
+  config.models[kA].windowed_layers = {0};
+  config.models[kA].window_blocks = 2;
+  return config;
+}
+
+TEST(Windows, PagesBehindAreFreed) {
+  Fixture f(windowed_config());
+  const int client = f.manager.connect("c", 1);
+  const Blocks blocks = f.reserve(client, kA, 3);
+  f.manager.leave_window(client, kA, Blocks{blocks[0], blocks[1]});
+  f.manager.leave_window(client, kA, Blocks{blocks[0]});  // again
+  EXPECT_EQ(f.used(kA), 12);
+  EXPECT_EQ(f.free_pages(), 88);
+  const std::int32_t* row = f.manager.model(kA).table() + blocks[0] * 6;
+  EXPECT_TRUE(std::all_of(row, row + 3, [](std::int32_t page) { return page == 0; }));
+  EXPECT_TRUE(std::all_of(row + 3, row + 6, [](std::int32_t page) { return page > 0; }));
+  f.manager.check();
+  f.release(client, kA, blocks);
+  EXPECT_EQ(f.free_pages(), 100);
+  f.manager.check();
+  EXPECT_EQ(refusal([&] { f.manager.leave_window(client, kA, blocks); }), Code::kNotOwner);
+  EXPECT_EQ(refusal([&] { f.manager.leave_window(client, kB, blocks); }), Code::kInvalid);
+}
+
+TEST(Windows, OthersKeepTheirPages) {
+  Fixture f(windowed_config());
+  const int client = f.manager.connect("c", 1), other = f.manager.connect("d", 2);
+  const Blocks blocks = f.reserve(client, kA, 2);
+  f.publish(client, kA, blocks, {1, 2});
+  EXPECT_EQ(f.look_up(other, kA, {1}).size(), 1u);
+  f.manager.leave_window(client, kA, blocks);
+  EXPECT_EQ(f.used(kA), 9);
+  f.manager.check();
+}
+
+TEST(Windows, PublishedPagesAreCachedAndComeBack) {
+  Fixture f(windowed_config());
+  const int client = f.manager.connect("c", 1), other = f.manager.connect("d", 2);
+  const Blocks blocks = f.reserve(client, kA, 4);
+  f.publish(client, kA, blocks, {1, 2, 3, 4});
+  f.manager.leave_window(client, kA, Blocks{blocks[0], blocks[1]});
+  EXPECT_EQ(f.used(kA), 18);
+  EXPECT_EQ(f.cached(kA), 6);
+  EXPECT_EQ(f.look_up(other, kA, {1, 2, 3, 4}).size(), 4u);  // what the last two blocks see is there
+  EXPECT_EQ(f.cached(kA), 6);
+  EXPECT_EQ(f.look_up(other, kA, {1, 2, 9}).size(), 2u);  // here the first two are needed
+  EXPECT_EQ(f.cached(kA), 0);
+  EXPECT_EQ(f.used(kA), 24);
+  f.manager.check();
+}
+
+TEST(Windows, CachedPagesAreTakenAndTheirBlockMakesWay) {
+  Fixture f(windowed_config());
+  const std::vector<std::pair<std::uint32_t, std::int64_t>> quotas{{kA, 58}, {kB, 43}};
+  f.manager.set_quotas(quotas);
+  const int client = f.manager.connect("c", 1);
+  const Blocks blocks = f.reserve(client, kA, 3);
+  f.publish(client, kA, blocks, {1, 2, 3});
+  f.manager.leave_window(client, kA, Blocks{blocks[0]});
+  f.reserve(client, kB, 20);
+  const Blocks more = f.reserve(client, kA, 7);
+  ASSERT_EQ(more.size(), 7u);
+  EXPECT_EQ(f.free_pages(), 0);
+  EXPECT_EQ(f.reserve(client, kB, 1).size(), 1u);
+  EXPECT_EQ(f.cached(kA), 0);
+  EXPECT_EQ(f.free_pages(), 1);
+  EXPECT_TRUE(f.look_up(client, kA, {1}).empty());
+  f.manager.check();
+  f.publish(client, kA, {more[0]}, {1}, {blocks[0]});  // the same content with all of its pages
+  EXPECT_EQ(f.look_up(client, kA, {1}), Blocks{more[0]});
+  f.manager.check();
+}
+
 TEST(Manager, CheckFindsAPageThatIsInUseTwice) {
   // The other tests lean on check(): it must be able to fail.
   Fixture f;

@@ -41,7 +41,6 @@ _HYBRID_KEYS = (
     "full_attn_idxs",
     "linear_attn_config",
     "linear_num_key_heads",
-    "attn_type_list",
     "mamba_d_state",
     "mamba_num_heads",
     "ssm_cfg",
@@ -120,9 +119,9 @@ class ModelArchitecture:
     where they could be read, `kv_cache` the type of the KV cache where it is another than the one computed in.
     Engines keep room for `adapter_slots` LoRA adapters of up to `adapter_rank`.
     `text_only`: it is the language model of a multi-modal checkpoint, of which nothing else is served.
-    In `windowed_layers` of the layers a token sees the last `window` tokens only. `cpu_only` names what engines on GPUs
-    cannot compute yet. With `latent` attention what a layer keeps of a token counts as K and V of one KV head, of half
-    its size each.
+    In `windowed_layers` of the layers, those numbered `windowed`, a token sees the last `window` tokens only.
+    `cpu_only` names what engines on GPUs cannot compute yet, `gpu_only` what vLLM's kernels on CPU cannot. With
+    `latent` attention what a layer keeps of a token counts as K and V of one KV head, of half its size each.
     """
 
     name: str
@@ -147,7 +146,9 @@ class ModelArchitecture:
     causal: bool = True
     window: int = 0
     windowed_layers: int = 0
+    windowed: tuple[int, ...] = ()
     cpu_only: str = ""
+    gpu_only: str = ""
     text_only: bool = False
     adapter_slots: int = 0
     adapter_rank: int = 0
@@ -263,7 +264,7 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
             )
         head_dim = hidden // heads
     max_len, default_max_len = _max_len(config)
-    window, windowed_layers = _windows(config, layers, max_len)
+    window, windowed = _windows(config, layers, max_len)
     experts = _count(config, _EXPERTS) or 1
     quantisation, weight_bits = _quantisation(config)
     intermediate = (
@@ -292,10 +293,17 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         pooling=pooling,
         causal=not (pooling and (encoder or config.get("is_causal") is False)),
         window=window,
-        windowed_layers=windowed_layers,
+        windowed_layers=len(windowed),
+        windowed=windowed,
         cpu_only="attention sinks" if config.get("model_type") == "gpt_oss" else "latent attention" if latent else "",
+        gpu_only="experts that are chosen by a sigmoid" if _chosen_by_sigmoid(config) else "",
         latent=latent,
     )
+
+
+def _chosen_by_sigmoid(config: Mapping[str, object]) -> bool:
+    """Among all experts at once; DeepSeek's and others' are in groups."""
+    return config.get("scoring_func") == "sigmoid" and not config.get("n_group")
 
 
 def _latent(config: Mapping[str, object]) -> LatentAttention | None:
@@ -340,7 +348,10 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     if config.get("kv_lora_rank") and (kind not in _LATENT or _latent(config) is None):
         known = ", ".join(sorted(_LATENT))
         return f"it uses multi-head latent attention (MLA), which is served of these model types only: {known}"
-    if kind in _HYBRID_TYPES or any(config.get(key) is not None for key in _HYBRID_KEYS):
+    # MiniMax: 1 is full attention, which MiniMax-M2 has in each of its layers.
+    kinds = config.get("attn_type_list")
+    linear = isinstance(kinds, list) and any(each != 1 for each in kinds)
+    if linear or kind in _HYBRID_TYPES or any(config.get(key) is not None for key in _HYBRID_KEYS):
         return (
             "it has state-space, recurrent or linear-attention layers; only full attention in every layer is supported"
         )
@@ -366,26 +377,26 @@ def _layer_types(config: Mapping[str, object]) -> list[str]:
     return [str(kind) for kind in types] if isinstance(types, list) else []
 
 
-def _windows(config: Mapping[str, object], layers: int, max_len: int) -> tuple[int, int]:
-    """Size of the sliding window in tokens, and how many layers have it; zeros if all see the whole sequence, of which
-    the longest has `max_len` tokens."""
+def _windows(config: Mapping[str, object], layers: int, max_len: int) -> tuple[int, tuple[int, ...]]:
+    """Size of the sliding window in tokens, and which layers have it; 0 and none if all see the whole sequence. The
+    longest has `max_len` tokens."""
     window = _count(config, ("sliding_window", "window_size"))
     if window is None or window >= max_len or config.get("use_sliding_window") is False:
-        return 0, 0
+        return 0, ()
     types = _layer_types(config)
     # Configurations from before there was `layer_types`: every n-th layer sees everything, or those below a limit do.
     pattern = _count(config, ("sliding_window_pattern", "_sliding_window_pattern"))
     pattern = pattern or {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}.get(str(config.get("model_type")))
     first = config.get("max_window_layers")
     if types:
-        windowed = types[:layers].count("sliding_attention")
+        found = tuple(layer for layer in range(layers) if types[layer : layer + 1] == ["sliding_attention"])
     elif pattern is not None:
-        windowed = layers - layers // pattern
+        found = tuple(layer for layer in range(layers) if (layer + 1) % pattern)
     elif config.get("use_sliding_window") and isinstance(first, int):
-        windowed = max(0, layers - first)
+        found = tuple(range(first, layers))
     else:
-        windowed = layers
-    return (window, windowed) if windowed else (0, 0)
+        found = tuple(range(layers))
+    return (window, found) if found else (0, ())
 
 
 def _quantisation(config: Mapping[str, object]) -> tuple[str, float]:

@@ -37,6 +37,7 @@ class PooledBlockPool(BlockPool):
         self._pinned: list[KVCacheBlock] = []
         self._hits: dict[bytes, KVCacheBlock] = {}
         self._released: list[int] = []
+        self._behind: list[KVCacheBlock] = []
         self._publish_ids: list[int] = []
         self._publish_hashes: list[bytes] = []
         self._filled_ids: list[int] = []
@@ -52,6 +53,8 @@ class PooledBlockPool(BlockPool):
         Raises:
             MemoryManagerGone: the memory manager died.
         """
+        # Of a step that failed; blocks that are given back now may soon be another request's.
+        self._leave_window()
         need -= len(self._reserved)
         if need <= 0 and not lookups:
             return
@@ -107,6 +110,23 @@ class PooledBlockPool(BlockPool):
                 publish_hashes=publish_hashes,
                 release=self._take_released(),
             )
+        self._leave_window()
+
+    def behind_window(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """No token to come of the request that has `blocks` sees them in layers with a window. Their pages there are
+        given back at the step's end, and not those of blocks that other requests have as well."""
+        self._behind += [block for block in blocks if block.ref_cnt == 1]
+
+    def _leave_window(self) -> None:
+        """To be called when what is filled has been published: pages of published blocks are cached."""
+        if not self._behind:
+            return
+        # Some may have been given back, or found by another request, since.
+        ids = [block.block_id for block in self._behind if block.ref_cnt == 1]
+        self._behind.clear()
+        if ids:
+            # Waits for the answer: the next step must find the page table as it is then.
+            self._binding.client.leave_window(self._binding.view, ids)
 
     def exchange(self) -> None:
         """Give back at once what the step has freed so far, and reserve as much of it as there is.
@@ -135,6 +155,7 @@ class PooledBlockPool(BlockPool):
         if self._publish_ids:
             publish_ids, publish_hashes = self._take_published()
             self._binding.client.post(self._binding.view, publish_ids=publish_ids, publish_hashes=publish_hashes)
+        self._leave_window()
         done = []
         for block in blocks:
             block.ref_cnt -= 1
@@ -156,7 +177,7 @@ class PooledBlockPool(BlockPool):
             MemoryManagerGone: the memory manager died.
         """
         # A hold given up here but not yet told must not be taken for the hold that the hand-off brings.
-        if self._released or self._publish_ids:
+        if self._released or self._publish_ids or self._behind:
             self.end_step()
         blocks = [self.blocks[i] for i in self._binding.client.adopt(self._binding.view, key).tolist()]
         for block in blocks:
@@ -169,6 +190,7 @@ class PooledBlockPool(BlockPool):
         self._pinned.clear()
         self._hits.clear()
         self._released.clear()
+        self._behind.clear()
         self._publish_ids.clear()
         self._publish_hashes.clear()
         self.take_filled()

@@ -110,6 +110,10 @@ class PhaseScheduler(Scheduler):
         (self._blocks_of,) = manager.coordinator.single_type_managers or (None,)
         if self._blocks_of is not None:
             self._blocks_of._null_block = self.pool.null_block
+        # Tokens that the layers with a window see, where pages behind it are given back; else 0. Of each request: how
+        # many of its first blocks have been.
+        self._window: int = current().model.window if current().model.windowed_layers else 0
+        self._behind: dict[str, int] = {}
         self.phase: EnginePhase = "both"
         self.lease_phase: EnginePhase = "both"
         self.alone = ""
@@ -198,8 +202,22 @@ class PhaseScheduler(Scheduler):
         `foreign` blocks were filled in another unit: nobody has published them here, so that its first step does.
         """
         self._blocks_of.req_to_blocks[request.request_id] = blocks
-        self._blocks_of.num_cached_block[request.request_id] = 0 if foreign else computed_tokens // self.block_size
+        # What is behind a window may not have been copied: nobody else is to find it.
+        known = self._behind_window(computed_tokens) if foreign else computed_tokens // self.block_size
+        self._blocks_of.num_cached_block[request.request_id] = known
         request.num_computed_tokens = computed_tokens
+
+    def _behind_window(self, computed_tokens: int) -> int:
+        """How many blocks of a request with the KV of so many tokens no later token sees in layers with a window."""
+        return max(0, computed_tokens - self._window + 1) // self.block_size if self._window else 0
+
+    def _leave_window(self, request: Request) -> None:
+        """Give back the pages of `request` that are behind the window; of what is in flight, nothing is."""
+        known = self._behind.get(request.request_id, 0)
+        behind = self._behind_window(request.num_computed_tokens - request.num_in_flight_tokens)
+        if behind > known:
+            self.pool.behind_window(self._blocks_of.req_to_blocks[request.request_id][known:behind])
+            self._behind[request.request_id] = behind
 
     def running_blocks(self, request_id: str) -> tuple[list[int], int] | None:
         """Ids of the blocks of a running request, and of how many tokens they hold the KV; None if it does not decode,
@@ -349,6 +367,10 @@ class PhaseScheduler(Scheduler):
             self._in_vain = False
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._tell_ended_grammars(outputs)
+        if self._window:
+            for request_id in scheduler_output.num_scheduled_tokens:
+                if (live := self.requests.get(request_id)) is not None:
+                    self._leave_window(live)
         ran = [request_id for request_id in self._prompts if request_id in scheduler_output.num_scheduled_tokens]
         for request_id in ran:
             request = self.requests[request_id]
@@ -417,6 +439,7 @@ class PhaseScheduler(Scheduler):
 
     def _forget(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
+        self._behind.pop(request_id, None)
         if isinstance(self.structured_output_manager, EngineGrammars):
             self.structured_output_manager.forget(request_id)
         if self.budget is not None:

@@ -175,6 +175,18 @@ class MemoryClient:
         """
         self._native.drop(self._index(model), key)
 
+    def leave_window(self, model: ModelHandle, blocks: npt.ArrayLike) -> None:
+        """Give up the pages of windowed layers in `blocks`: no token to come sees what they hold.
+
+        Pages of blocks that somebody else has as well stay. Those of published blocks are cached, and come back into
+        use where a lookup needs them. The others' entries in the page table are zero when this returns.
+
+        Raises:
+            MemoryManagerError: NOT_OWNER for a block that this client does not hold, or INVALID for a model without
+                windowed layers.
+        """
+        self._native.leave_window(self._index(model), _ids(blocks))
+
     # ------------------------------------------------------------ models
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
@@ -194,25 +206,37 @@ class MemoryClient:
         """Forget every published block of the model."""
         self._native.reset_cache(self._index(model))
 
-    def add_model(self, name: str, *, pool: str, layers: int, kv_heads: int, num_blocks: int, quota_pages: int) -> int:
+    def add_model(
+        self,
+        name: str,
+        *,
+        pool: str,
+        layers: int,
+        kv_heads: int,
+        num_blocks: int,
+        quota_pages: int,
+        windowed_layers: Sequence[int] = (),
+        window_blocks: int = 0,
+    ) -> int:
         """Add a model to a running manager; returns its index. A manager that is started again does not know it.
+
+        `windowed_layers`, ascending, see a window that reaches back `window_blocks` full blocks.
 
         Raises:
             MemoryManagerError: INVALID, QUOTA_EXCEEDS_POOL, EXHAUSTED where a bound of the manager is reached, or
                 NO_MEMORY where the machine has not the memory for the page table.
         """
-        index = self._native.add_model(
-            json.dumps(
-                {
-                    "name": name,
-                    "pool": pool,
-                    "layers": layers,
-                    "kv_heads": kv_heads,
-                    "num_blocks": num_blocks,
-                    "quota_pages": quota_pages,
-                }
-            )
-        )
+        model: dict[str, object] = {
+            "name": name,
+            "pool": pool,
+            "layers": layers,
+            "kv_heads": kv_heads,
+            "num_blocks": num_blocks,
+            "quota_pages": quota_pages,
+        }
+        if windowed_layers:
+            model |= {"windowed_layers": list(windowed_layers), "window_blocks": window_blocks}
+        index = self._native.add_model(json.dumps(model))
         self.refresh()
         return index
 

@@ -52,7 +52,16 @@ def _model(model: ModelSpec) -> dict[str, Any]:
         "kv_heads": model.kv_heads or 1,
         "num_blocks": model.num_blocks,
         "quota_pages": model.quota_pages,
+        **_windows(model),
     }
+
+
+def _windows(model: ModelSpec) -> dict[str, Any]:
+    if not model.windowed_layers:
+        return {}
+    # A token sees the `window` - 1 before it; behind a cached prefix they begin at a block's end.
+    blocks = max(1, -(-(model.window - 1) // model.block_tokens))
+    return {"windowed_layers": list(model.windowed_layers), "window_blocks": blocks}
 
 
 def add_model(unit_spec: UnitSpec, model: str) -> None:

@@ -42,9 +42,12 @@ from muxserve.spec import (
     WatchdogRules,
     offered,
 )
+from placement.unit import MAX_BLOCKS
 
 # Stands for a GPU of which nothing is known. What is observed corrects predictions within some prefills.
 UNKNOWN_GPU = "A100-80GB"
+# How many times as many blocks as its pool holds whole ones a page table may have; the memory manager allows four.
+MOST_BLOCKS = 3
 # Predicted lengths, in tokens: 1, then these and so on, four times as long each.
 _FIRST, _FACTOR = 16, 4
 
@@ -108,6 +111,9 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
     model, plan, demand = unit.fleet.models[index], unit.unit.models[index], unit.demands[index]
     assert model.path is not None, "fetch() gives every model a path"
     batch, latent = batch_of(model, CPU_BATCH), demand.architecture.latent
+    # What is behind a window is given back by engines on CPU that have all layers.
+    a = demand.architecture
+    windowed = a.windowed if a.window < plan.max_len and a.causal and demand.stages == 1 and unit.gpu is None else ()
     # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention; of
     # the latter it caches no prefixes either.
     in_one_piece = not demand.architecture.causal or latent is not None
@@ -120,7 +126,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         kv_heads=demand.kv_heads if demand.architecture.causal else 0,
         head_dim=demand.architecture.head_dim,
         block_tokens=plan.block_tokens,
-        num_blocks=plan.num_blocks,
+        num_blocks=_block_ids(plan.num_blocks, a.layers, a.layers - len(windowed)),
         quota_pages=plan.quota_pages,
         floor_pages=plan.floor_pages,
         max_len=plan.max_len,
@@ -143,7 +149,15 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         adapters=dict(model.adapters or {}),
         adapter_slots=slots_of(model),
         latent=0 if latent is None else latent.width,
+        window=a.window if windowed else 0,
+        windowed_layers=windowed,
     )
+
+
+def _block_ids(whole: int, layers: int, full: int) -> int:
+    """Size of the page table of a model, where its pool holds `whole` blocks of all `layers`. Of blocks behind a window
+    it holds more, which have pages of the `full` layers only; up to what the memory manager allows for a pool."""
+    return min(MAX_BLOCKS, whole * min(MOST_BLOCKS, -(-layers // full) if full else MOST_BLOCKS))
 
 
 def planned_unit(

@@ -332,6 +332,9 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "engine_args", words))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
+        if gpu is None and architecture.gpu_only:
+            message = f"{architecture.name} needs {architecture.gpu_only}, which vLLM's kernels on CPU do not compute"
+            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", message))
         if gpu is not None and architecture.cpu_only:
             message = f"{architecture.name} needs {architecture.cpu_only}, which engines on GPUs do not compute yet"
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", message))

@@ -104,6 +104,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     With `latent` attention a layer keeps one vector of so many numbers of each token (else 0). In pages it stands for K
     and V of one KV head of half that size, which `kv_heads` and `head_dim` say.
 
+    In the `windowed_layers`, by number, a token sees the last `window` tokens only, and pages behind the window are
+    given back; empty where they are kept.
+
     `adapters` are directories of LoRA adapters by the names under which requests ask for them. They come and go while
     the model serves, if it has `adapter_slots`: an engine loads one with the first request that brings it.
     """
@@ -147,6 +150,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     # Mean length of a request, prompt and answer.
     request_tokens: int = 1
     latent: int = 0
+    window: int = 0
+    windowed_layers: tuple[int, ...] = ()
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:

@@ -11,6 +11,7 @@ import pytest
 from muxserve.config import Fleet, FleetError, Model, parse_fleet
 from muxserve.costs.architecture import StoredWeights
 from muxserve.costs.work import layer_work
+from muxserve.memory.server import manager_config
 from muxserve.planning.checkpoints import CheckpointError, architecture_of, fetch, stored_weights
 from muxserve.planning.demands import demands_of
 from muxserve.planning.specs import unit_spec_of
@@ -164,6 +165,34 @@ def test_quantised_models_are_served_in_sixteen_bits(name: str) -> None:
     words = r"models\[0\].dtype: weights quantised by compressed-tensors W.* computed in 16 bits on a CPU"
     with pytest.raises(FleetError, match=words):
         resolve_unit(fleet(f"models: [{{name: a, path: {path}, dtype: float32}}]\n"), MACHINE)
+
+
+def test_layers_with_a_window_reach_the_memory_manager(tmp_path: Path) -> None:
+    """Unless no sequence is longer than the window."""
+    windows = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **windows}))
+    (tmp_path / "model.safetensors").touch()
+    for max_len, layers in ((512, [0]), (100, None)):
+        asked = fleet(f"kv_pool: {{size: 4MiB}}\nmodels: [{{name: a, path: {tmp_path}, max_len: {max_len}}}]\n")
+        made = resolve_unit(asked, MACHINE)
+        unit_spec = unit_spec_of(made, "/run/x")
+        (model,), (told,) = unit_spec.models, manager_config(unit_spec)["models"]
+        assert told.get("windowed_layers") == layers
+        whole = unit_spec.pools[0].num_pages // model.pages_per_block
+        if layers is None:
+            assert model.num_blocks <= whole + 1
+        else:
+            # A token sees the 99 before it.
+            assert told["window_blocks"] == -(-99 // model.block_tokens)
+            assert model.num_blocks >= 2 * (whole - 1)
+
+
+def test_experts_that_no_kernel_on_cpu_chooses_are_refused(tmp_path: Path) -> None:
+    experts = {"scoring_func": "sigmoid", "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **experts, "attn_type_list": [1, 1]}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FleetError, match=r"models\[0\].path: .* needs experts that are chosen by a sigmoid"):
+        resolve_unit(fleet(f"models: [{{name: a, path: {tmp_path}}}]\n"), MACHINE)
 
 
 def test_an_fp8_cache_has_pages_of_a_quarter_of_float32(tmp_path: Path) -> None:

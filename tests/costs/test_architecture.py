@@ -121,6 +121,7 @@ GPT2 = {
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}}, (32, 32, 8, 128, 524288, "bfloat16")),
         ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, (32, 32, 8, 128, 131072, "bfloat16")),
         ({**GPT2, "multi_query": True}, (12, 12, 1, 64, 1024, "float32")),
+        ({**LLAMA, "model_type": "minimax_m2", "attn_type_list": [1] * 32}, (32, 32, 8, 128, 131072, "bfloat16")),
     ],
 )
 def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
@@ -139,6 +140,7 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
         ({**LLAMA, "model_type": "mamba"}, "state-space"),
         ({**LLAMA, "hybrid_override_pattern": "M-M*"}, "state-space"),
         ({**QWEN3, "full_attention_interval": 4}, "linear-attention"),
+        ({**LLAMA, "model_type": "minimax", "attn_type_list": [0, 1] * 16}, "linear-attention"),
         ({**LLAMA, "attention_chunk_size": 8192}, "chunked attention"),
         ({**LLAMA, "architectures": ["BertForMaskedLM"], "model_type": "bert"}, "nor pool what it computes"),
         ({**LLAMA, "architectures": ["DebertaModel"], "model_type": "deberta"}, "nor pool what it computes"),
@@ -183,6 +185,20 @@ def test_what_the_pool_cannot_carry_is_refused_with_the_reason(config: dict[str,
 def test_windows(config: dict[str, Any], expected: tuple[int, int]) -> None:
     a = read_architecture(config)
     assert (a.window, a.windowed_layers) == expected
+    assert len(a.windowed) == a.windowed_layers
+
+
+@pytest.mark.parametrize(
+    ("config", "windowed"),
+    [
+        ({**MISTRAL, "sliding_window": 99, "layer_types": ["full_attention", "sliding_attention"] * 2}, (1, 3)),
+        ({**MISTRAL, "model_type": "gemma2", "sliding_window": 99}, (0, 2)),
+        ({**MISTRAL, "model_type": "gemma3_text", "sliding_window": 99, "sliding_window_pattern": 3}, (0, 1, 3)),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 99, "max_window_layers": 3}, (3,)),
+    ],
+)
+def test_which_layers_have_a_window(config: dict[str, Any], windowed: tuple[int, ...]) -> None:
+    assert read_architecture({**config, "num_hidden_layers": 4}).windowed == windowed
 
 
 def test_sizes() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from muxserve import spec
-from muxserve.costs.architecture import ITEM_BYTES
+from muxserve.costs.architecture import ITEM_BYTES, read_architecture
 from muxserve.costs.language_models import language_model
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
@@ -64,7 +64,7 @@ FAMILIES: dict[str, Callable[[], Path]] = {
     kind: partial(tiny_checkpoint, kind, layers=layers)
     for kind, layers in {
         "qwen2": 2, "qwen3": 2, "qwen3_moe": 2, "granite": 2, "phi3": 2, "nemotron": 2,
-        "olmo3": 3, "gpt_oss-mxfp4": 2,
+        "olmo3": 3, "gpt_oss-mxfp4": 2, "glm4_moe": 2,
     }.items()
 }  # fmt: skip
 MULTI_MODAL: dict[str, Callable[[], Path]] = {
@@ -89,6 +89,7 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
     latent = config["kv_lora_rank"] + config["qk_rope_head_dim"] if "kv_lora_rank" in config else 0
     if latent:
         head_dim = latent // 2
+    architecture = read_architecture(config)
     values: dict[str, Any] = {
         "path": str(path),
         # vLLM's kernels for quantised weights on CPU have no float32.
@@ -99,6 +100,8 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         "block_tokens": 64 if latent else 64 * 64 // head_dim,
         "quota_pages": 2000,
         "text_only": text is not None,
+        "window": architecture.window,
+        "windowed_layers": architecture.windowed if ranks == 1 else (),
         # Prompts of those with latent attention are computed in one piece, and no prefix is cached.
         **({"max_num_batched_tokens": 1024, "prefix_caching": False, "latent": latent} if latent else {}),
     }

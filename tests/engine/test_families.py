@@ -24,6 +24,7 @@ SERVED = [
     pytest.param("phi3", marks=pytest.mark.serves("Phi3", "served", "prefix cache")),
     pytest.param("nemotron", marks=pytest.mark.serves("Nemotron", "served", "prefix cache")),
     pytest.param("olmo3", marks=pytest.mark.serves("Olmo3", "served", "prefix cache")),
+    pytest.param("glm4_moe", marks=pytest.mark.serves("Glm4Moe", "served", "prefix cache")),
     pytest.param("gemma3-mm", marks=pytest.mark.serves("Gemma3 (text of multi-modal)", "served", "prefix cache")),
     pytest.param("mistral3", marks=pytest.mark.serves("Mistral3 (text of multi-modal)", "served", "prefix cache")),
     pytest.param("qwen2_5_vl", marks=pytest.mark.serves("Qwen2_5_VL (text of multi-modal)", "served", "prefix cache")),

@@ -9,13 +9,14 @@ import pytest
 
 from muxserve.wire import Admit, Detach, Detached, HandOver, StepReport
 from tests.engine.cases import GROWN, NOISE
-from tests.engine.checks import bodies, check, nothing_owned, reports
+from tests.engine.checks import bodies, check, nothing_owned, owned, reports
 from tests.engine.harness import LATENT, MODELS, TINY, Engines, deployed_model, engines
 
 # Another model of full attention, on pages that are as large as those of latents.
 BY_HEAD = "arithmetic"
 SHARED_PAGES = 150
 UNCACHED = {"gemma3"} | LATENT
+WINDOWED = [kind for kind in TINY if kind not in LATENT]
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,9 @@ def test_tokens_are_those_of_stock_vllm(family: Engines, stock_tiny: dict[str, A
 
 @pytest.mark.parametrize("kind", TINY)
 def test_preempted_requests_keep_their_tokens(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
-    """Two grow to four blocks each where there are six."""
+    """Two grow to four blocks each, or to three within a window, where there are five."""
     since = len(family.returned())
-    with family.quota(kind, blocks=6):
+    with family.quota(kind, blocks=5):
         family.serve(kind, bodies(family, stock_tiny[kind], f"tight-{kind}", GROWN))
     assert len(family.returned()) > since
     check(family, stock_tiny[kind], f"tight-{kind}", GROWN)
@@ -102,6 +103,33 @@ def test_a_cached_prefix_is_not_computed_again(family: Engines, stock_tiny: dict
     block = family.unit_spec.model(kind).block_tokens
     assert cold == len(stock_tiny[kind]["chunked"]["prompt"])
     assert warm == (cold if kind in UNCACHED else cold - (cold - 1) // block * block)
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_pages_behind_the_window_are_given_back(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
+    """And nobody reads what stands in their place, which is made to spoil every sum that it is in."""
+    model = family.unit_spec.model(kind)
+    requests = bodies(family, stock_tiny[kind], f"long-{kind}", list(GROWN))
+    with family.memory() as client:
+        null_page = client.map(kind).pool[0]
+    null_page[:] = 0xFF  # not a number
+    try:
+        decoded(family, kind, handed(family, kind, requests), steps=180)
+        held = owned(family)[kind]
+        family.lease(f"{kind}/decode")
+        family.until(lambda: all(family.finished(name) for name in requests))
+    finally:
+        null_page[:] = 0
+    check(family, stock_tiny[kind], f"long-{kind}", list(GROWN))
+    nothing_owned(family)
+    full, expected = model.layers - len(model.windowed_layers), 0
+    for case in GROWN:
+        computed = len(stock_tiny[kind][case]["prompt"]) + 180
+        blocks = -(-computed // model.block_tokens)
+        behind = (computed - model.window + 1) // model.block_tokens
+        assert behind > 0
+        expected += model.kv_heads * (blocks * full + (blocks - behind) * len(model.windowed_layers))
+    assert held == expected
 
 
 def handed(

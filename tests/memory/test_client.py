@@ -247,6 +247,23 @@ def test_models_can_be_added_and_removed(connect: Connect) -> None:
         client.add_model("d", pool="q", layers=1, kv_heads=1, num_blocks=4, quota_pages=3)
 
 
+def test_a_model_with_a_window_can_be_added(connect: Connect) -> None:
+    client = connect("c")
+    client.set_quotas({"a": 50})
+    sizes = {"layers": 2, "kv_heads": 1, "num_blocks": 4, "quota_pages": 4}
+    client.add_model("c", pool="p", **sizes, windowed_layers=[1], window_blocks=1)
+    view = client.map("c")
+    blocks = client.step("c", reserve=2).reserved
+    client.leave_window("c", blocks[:1])
+    assert view.page_table[blocks[0]].tolist()[1] == [0]
+    assert view.page_table[blocks[1]].all()
+    assert view.counters.used_pages == 3
+    assert [entry["held_pages"] for entry in client.stats()["clients"] if entry["name"] == "c"] == [3]
+    with pytest.raises(MemoryManagerError) as error:
+        client.leave_window("a", [])
+    assert error.value.code == "INVALID"
+
+
 def test_statistics_name_the_clients(connect: Connect) -> None:
     import os
 

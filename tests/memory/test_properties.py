@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,6 +38,8 @@ CLIENTS = 3
 NAMES = ("a", "b")
 # Few pages, so that models often take each other's cached ones.
 PAGES = 41
+# The layer of the first model that has a window.
+WINDOWED = 0
 QUOTAS = [(30, 11), (41, 0), (0, 41), (20, 21), (12, 6), (41, 1)]
 
 
@@ -59,6 +62,7 @@ class Backend(Protocol):
     ) -> tuple[list[list[int]], list[int]]: ...
     def hand_off(self, client: int, model: int, key: str, blocks: list[int], release: list[int]) -> None: ...
     def adopt(self, client: int, model: int, key: str) -> list[int]: ...
+    def leave_window(self, client: int, model: int, blocks: list[int]) -> None: ...
     def drop(self, model: int, key: str) -> None: ...
     def set_quotas(self, quotas: list[int]) -> None: ...
     def reset_cache(self, model: int) -> None: ...
@@ -67,11 +71,18 @@ class Backend(Protocol):
     def check(self) -> None: ...
 
 
+def with_window(of: UnitSpec) -> UnitSpec:
+    """The first of two layers of the first model sees two full blocks before the one that a token is in."""
+    first, *others = of.models
+    windowed = msgspec.structs.replace(first, window=2 * first.block_tokens, windowed_layers=(WINDOWED,))
+    return msgspec.structs.replace(of, models=[windowed, *others])
+
+
 class InProcess:
     """The C++ core without a server."""
 
     def __init__(self) -> None:
-        config = server.manager_config(small_pool(Path("/nowhere")))
+        config = server.manager_config(with_window(small_pool(Path("/nowhere"))))
         self.core = _native.Manager(json.dumps(config))
         self.slots: dict[int, int] = {}
 
@@ -112,6 +123,9 @@ class InProcess:
     def adopt(self, client: int, model: int, key: str) -> list[int]:
         blocks: list[int] = self.core.adopt(self.slots[client], model, key).tolist()
         return blocks
+
+    def leave_window(self, client: int, model: int, blocks: list[int]) -> None:
+        self.core.leave_window(self.slots[client], model, ids(*blocks))
 
     def drop(self, model: int, key: str) -> None:
         self.core.drop(model, key)
@@ -178,6 +192,9 @@ class OverTheSocket:
         blocks: list[int] = self.clients[client].adopt(model, key).tolist()
         return blocks
 
+    def leave_window(self, client: int, model: int, blocks: list[int]) -> None:
+        self.clients[client].leave_window(model, ids(*blocks))
+
     def drop(self, model: int, key: str) -> None:
         self.watcher.drop(model, key)
 
@@ -218,7 +235,8 @@ class Machine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.backend = type(self).make_backend()
-        self.reference = Reference(PAGES, [Model(6, 20, 30), Model(2, 40, 11)])
+        windowed = Model(6, 20, 30, window_pages=3, window_blocks=2)
+        self.reference = Reference(PAGES, [windowed, Model(2, 40, 11)])
         for client in range(CLIENTS):
             self.backend.connect(client)
 
@@ -299,6 +317,15 @@ class Machine(RuleBasedStateMachine):
         both = self.same(lambda: self.reference.adopt(client, m, key), lambda: self.backend.adopt(client, model, key))
         assert both is None or both[0] == both[1]
 
+    @rule(data=st.data(), client=clients, model=models)
+    def leave_window(self, data: st.DataObject, client: int, model: int) -> None:
+        blocks = self.blocks(data, client, model)
+        m = self.reference.models[model]
+        self.same(
+            lambda: self.reference.leave_window(client, m, blocks),
+            lambda: self.backend.leave_window(client, model, blocks),
+        )
+
     @rule(model=models, key=keys)
     def drop(self, model: int, key: str) -> None:
         m = self.reference.models[model]
@@ -335,12 +362,16 @@ class Machine(RuleBasedStateMachine):
         for index, m in enumerate(self.reference.models):
             owned = {block for block, by in m.holders.items() if by}
             entry = stats_of(stats, NAMES[index])
-            assert entry["owned_pages"] == len(owned) * m.pages_per_block
-            assert entry["handed_pages"] == len(m.used() - owned) * m.pages_per_block
-            assert entry["cached_pages"] == len(m.cached) * m.pages_per_block
+            assert entry["owned_pages"] == m.pages(owned)
+            assert entry["handed_pages"] == m.pages(m.used() - owned)
+            assert entry["cached_pages"] == m.cached_pages()
             table = self.backend.page_table(index)
             for block in m.used() | set(m.cached):
-                pages.extend(table[block].reshape(-1).tolist())
+                rows = table[block]
+                if block in m.gone:
+                    assert not rows[WINDOWED].any()
+                    rows = rows[[layer for layer in range(len(rows)) if layer != WINDOWED]]
+                pages.extend(rows.reshape(-1).tolist())
         assert len(set(pages)) == len(pages), "a page is in use twice"
         assert all(0 < page < PAGES for page in pages)
 
@@ -367,7 +398,7 @@ def test_the_core_agrees_with_the_reference() -> None:
 
 def test_the_server_agrees_with_the_reference() -> None:
     with tempfile.TemporaryDirectory() as run_dir:
-        of = small_pool(Path(run_dir))
+        of = with_window(small_pool(Path(run_dir)))
         process = server.start(of)
         try:
 

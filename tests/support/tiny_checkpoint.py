@@ -14,6 +14,7 @@ from typing import Any, Literal
 # multi-modal ones; a causal classifier with three labels, an encoder, and one with one label, as rerankers are.
 Kind = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "granite", "phi3", "nemotron",
+    "glm4_moe",
     "mistral", "gemma2", "gemma3", "olmo3", "gpt_oss",
     "gpt_oss-mxfp4",
     "deepseek_v2", "deepseek_v3",
@@ -153,6 +154,7 @@ def _write_model(
         "phi3": ("Phi3", "ForCausalLM"),
         "nemotron": ("Nemotron", "ForCausalLM"),
         "olmo3": ("Olmo3", "ForCausalLM"),
+        "glm4_moe": ("Glm4Moe", "ForCausalLM"),
         "deepseek_v2": ("DeepseekV2", "ForCausalLM"),
         "deepseek_v3": ("DeepseekV3", "ForCausalLM"),
         "qwen3-classifier": ("Qwen3", "ForSequenceClassification"),
@@ -177,7 +179,7 @@ def _write_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=max_len,
-        tie_word_embeddings=not kind.startswith(("gpt_oss", "deepseek")),
+        tie_word_embeddings=not kind.startswith(("gpt_oss", "deepseek", "glm4")),
         bos_token_id=SPECIAL_TOKENS.index("<s>"),
         eos_token_id=eos,
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
@@ -322,6 +324,9 @@ def _attention_fields(kind: Kind, layers: int, head_dim: int, max_len: int) -> d
     if kind == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
         return {**experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if kind == "glm4_moe":
+        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1}
+        return {**experts, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True}
     if kind.startswith("gpt_oss"):
         rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
         rope |= {"original_max_position_embeddings": max_len // 4, "beta_fast": 32.0, "beta_slow": 1.0}

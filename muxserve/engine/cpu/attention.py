@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from muxserve.engine.binding import current
 from muxserve.memory import fold_decode, fold_prefill, fold_slots
+from muxserve.spec import ModelSpec
 
 
 class PooledCPUBackend(CPUAttentionBackend):
@@ -71,6 +72,23 @@ class PooledCPUMetadata(CPUAttentionMetadata):
     layer_index: dict[str, int] = field(default_factory=dict)
 
 
+def check_windows(windows: list[int], model: ModelSpec) -> None:
+    """Go on only if layers see no more than `model` says, since pages behind the window are given back.
+
+    Args:
+        windows: tokens that a token sees in each layer, its own among them; -1: all.
+
+    Raises:
+        ValueError: a layer sees more.
+    """
+    for layer in model.windowed_layers:
+        if not 0 < windows[layer] <= model.window:
+            raise ValueError(
+                f"model {model.name!r} cannot be served: config.json promised a window of {model.window} tokens in "
+                f"layer {layer}, and vLLM computes it with {windows[layer] if windows[layer] > 0 else 'none'}"
+            )
+
+
 class PooledCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds one step's metadata from vLLM's block table and the page table in shared memory."""
 
@@ -83,6 +101,8 @@ class PooledCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()]
         self.windows = {impl.sliding_window for impl in impls}
         self.by_head = any(impl.sinks is not None or impl.alibi_slopes is not None for impl in impls)
+        if not self.is_encoder_only_attention:
+            check_windows([impl.sliding_window for impl in impls], current().model)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
