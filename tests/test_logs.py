@@ -16,8 +16,8 @@ from muxserve.net.logs import Follower, JsonLines, JsonLineStream, log_files, ma
 
 SAY = """
 import logging
-from muxserve.net.logs import choose_format, log_to_stderr, request_id
-choose_format("json")
+from muxserve.net.logs import choose, log_to_stderr, request_id
+choose("json")
 log_to_stderr()
 log = logging.getLogger("muxserve.some.part")
 log.info("nothing %s", "new")
@@ -54,6 +54,23 @@ def test_a_line_is_an_object_whoever_writes_it() -> None:
     assert second["message"] == "a line\nand another"
     assert "ZeroDivisionError" in second["error"]
     assert (third["logger"], third["message"]) == ("vllm.some.part", "from below")
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("debug", ["debug", "info", "warning"]), ("info", ["info", "warning"]), ("error", [])]
+)
+def test_the_level_is_that_of_all_processes_and_libraries_are_not_debugged(level: str, shown: list[str]) -> None:
+    script = f"""
+import logging, os, subprocess, sys
+from muxserve.net.logs import choose, log_to_stderr
+choose("text", {level!r})
+child = "import logging; from muxserve.net.logs import log_to_stderr; log_to_stderr();"
+child += "ours = logging.getLogger('muxserve.unit');"
+child += "ours.debug('ours'); ours.info('ours'); ours.warning('ours'); logging.getLogger('library').debug('theirs')"
+subprocess.run([sys.executable, "-c", child], check=True)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    assert [line.split()[2].lower() for line in said.splitlines()] == shown
 
 
 def test_times_are_utc() -> None:

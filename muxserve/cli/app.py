@@ -38,6 +38,15 @@ class LogFormat(Enum):
     JSON = "json"
 
 
+class LogLevel(Enum):
+    """From which level on lines are logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 def _version(value: bool) -> None:
     if value:
         from importlib.metadata import version
@@ -73,6 +82,7 @@ def deploy(
     log_format: Annotated[
         LogFormat, typer.Option(help="How all processes log, and what this one prints.")
     ] = LogFormat.TEXT,
+    log_level: Annotated[LogLevel, typer.Option(help="From which level on the fleet's processes log.")] = LogLevel.INFO,
     simulated: Annotated[
         bool,
         typer.Option("--simulated", help="Engines compute nothing, and take the time that they would."),
@@ -92,9 +102,9 @@ def deploy(
     Exit codes: 0 stopped as asked, 2 the fleet file or the command line is wrong, 3 something could not start, 130
     ended by a second Ctrl-C.
     """
-    from muxserve.net.logs import choose_format
+    from muxserve.net.logs import choose
 
-    choose_format(log_format.value)
+    choose(log_format.value, log_level.value)
     if profile is not None and not simulated:
         raise typer.BadParameter("is for --simulated only", param_hint="--profile")
     from muxserve.cli.deploy import deploy as run

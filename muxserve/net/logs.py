@@ -21,6 +21,9 @@ from typing import TextIO
 
 # `text` or `json`, for a process and all that it starts.
 FORMAT_VARIABLE = "MUXSERVE_LOG_FORMAT"
+# How much they log: one of `LEVELS`.
+LEVEL_VARIABLE = "MUXSERVE_LOG_LEVEL"
+LEVELS = ("debug", "info", "warning", "error")
 TEXT, JSON = "text", "json"
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SUFFIX = ".log"
@@ -38,9 +41,10 @@ def of_request(unit_id: str) -> dict[str, str]:
     return {"unit_request": unit_id}
 
 
-def choose_format(chosen: str) -> None:
-    """Have this process and all that it starts log as `text` or `json`."""
+def choose(chosen: str, level: str = "info") -> None:
+    """Have this process and all that it starts log as `text` or `json`, lines of that level and above."""
     os.environ[FORMAT_VARIABLE] = chosen
+    os.environ[LEVEL_VARIABLE] = level
     if chosen == JSON:
         # vLLM's own handler writes text; without it, its lines go the way of ours.
         os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
@@ -51,9 +55,13 @@ def in_json() -> bool:
     return os.environ.get(FORMAT_VARIABLE) == JSON
 
 
-def log_to_stderr(level: str = "info") -> None:
-    """Log as every process of the fleet does."""
-    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=TEXT_FORMAT)
+def log_to_stderr(level: str = "") -> None:
+    """Log as every process of the fleet does; at a level of its own, if one is given."""
+    asked = level or os.environ.get(LEVEL_VARIABLE, "")
+    wanted = logging.getLevelNamesMapping()[(asked if asked in LEVELS else "info").upper()]
+    # What libraries have to say to their authors is not asked for.
+    logging.basicConfig(stream=sys.stderr, level=max(wanted, logging.INFO), format=TEXT_FORMAT)
+    logging.getLogger("muxserve").setLevel(wanted)
     if in_json():
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonLines())

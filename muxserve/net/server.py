@@ -20,7 +20,7 @@ import zmq
 
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat
 from muxserve.net.inbox import Inbox
-from muxserve.net.logs import log_to_stderr
+from muxserve.net.logs import LEVELS, log_to_stderr
 from muxserve.net.peer import received
 from muxserve.net.process import Signals, die_with_parent
 from muxserve.net.sockets import NetworkError, bind_local, bind_tcp, tcp_address
@@ -172,7 +172,7 @@ class ServerProgram(Generic[S]):
         parser.add_argument(
             "--die-with-parent", action="store_true", help="stop when the process that started this ends"
         )
-        parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+        parser.add_argument("--log-level", default="", choices=LEVELS)
         options = parser.parse_args(arguments)
         if options.die_with_parent and not die_with_parent():
             return 0
