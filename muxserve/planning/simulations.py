@@ -4,7 +4,9 @@ each other on as many cores as there are. Neither changes a result."""
 from __future__ import annotations
 
 import os
+import select
 import signal
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +25,8 @@ Progress = Callable[[int, int], None]
 # A process of its own takes some hundredths of a second; so many requests take ten times that.
 _WORTH_A_PROCESS = 200
 _MOST_PROCESSES = 8
+# Others have about as much to do. One that is not there after so many times as long (and as many seconds) hangs.
+_PATIENCE = 20.0
 _decoder = msgspec.msgpack.Decoder(list[list[RequestRecord]])
 
 
@@ -89,10 +93,12 @@ class Simulations:
             return made
 
         others = [_Child(partial(here, numbers, None)) for numbers in shares[1:]]
+        began = time.monotonic()
         try:
             parts = [here(shares[0], progress)]
+            until = time.monotonic() + _PATIENCE * (1.0 + time.monotonic() - began)
             for numbers, child in zip(shares[1:], others, strict=True):
-                part = child.result()
+                part = child.result(until)
                 # What went wrong there goes wrong here, and is raised.
                 parts.append(here(numbers, progress) if part is None else part)
         finally:
@@ -171,10 +177,16 @@ class _Child:
                 os._exit(1)
         os.close(write)
 
-    def result(self) -> list[list[RequestRecord]] | None:
-        """What it found; None: it did not get there."""
-        data = bytearray()
-        while part := os.read(self._read, 1 << 20):
+    def result(self, until: float) -> list[list[RequestRecord]] | None:
+        """What it found; None: it did not get there by `until`, of the monotonic clock."""
+        data, waiting = bytearray(), select.poll()
+        waiting.register(self._read, select.POLLIN)
+        while True:
+            if not waiting.poll(max(0.0, 1000.0 * (until - time.monotonic()))):
+                return None
+            part = os.read(self._read, 1 << 20)
+            if not part:
+                break
             data += part
         self._ended = True
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,20 @@ def test_a_child_that_dies_is_done_without(monkeypatch: pytest.MonkeyPatch) -> N
         return simulate(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulations, "simulate", dying)
+    made = Simulations(Analytic(), processes=3).records(units(), workload(), {})
+    assert made == expected(units(), workload()).records
+
+
+def test_a_child_that_hangs_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getpid()
+
+    def hanging(*args: object, **options: object) -> FleetResult:
+        if os.getpid() != own:
+            signal.pause()
+        return simulate(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulations, "simulate", hanging)
+    monkeypatch.setattr(simulations, "_PATIENCE", 0.01)
     made = Simulations(Analytic(), processes=3).records(units(), workload(), {})
     assert made == expected(units(), workload()).records
 
