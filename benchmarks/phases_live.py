@@ -1,7 +1,7 @@
 """Arrangements of prefill and decode against each other, live on this machine's CPU, in one run.
 
-    python benchmarks/phases_live.py rolling  [--rates 2 3 4 5] [--duration 30]
-    python benchmarks/phases_live.py pipeline [--rates 2 3 4 5] [--duration 30]
+    python benchmarks/phases_live.py rolling  [--rates 2 3 4 5] [--duration 30] [--seeds 1]
+    python benchmarks/phases_live.py pipeline [--rates 2 3 4 5] [--duration 30] [--seeds 1]
 
 `rolling`: three replicas of one model, whose prefill rolls over them; against three independent ones, to which the
 global scheduler sends each request as it finds them freest: `independent`, engines whose steps hold prompts and
@@ -79,10 +79,10 @@ def fleet_of(keys: Mapping[str, Any], checkpoint: Path, options: argparse.Namesp
     return {"kv_pool": {"size": f"{options.kv_mib}MiB"}, "migration": "off", "models": [model]}
 
 
-def make_calls(options: argparse.Namespace, rate: float) -> list[Call]:
+def make_calls(options: argparse.Namespace, rate: float, seed: int) -> list[Call]:
     """The requests of one rate, the same for every system."""
     load = ModelLoad(rate, LogNormalLengths(*options.prompt), LogNormalLengths(*options.output))
-    trace = generate({MODEL: load}, options.duration, options.seed)
+    trace = generate({MODEL: load}, options.duration, seed)
     return [
         Call(MODEL, r.prompt_tokens, r.output_tokens, seed=number, at=r.arrival, last_token=LAST_TOKEN)
         for number, r in enumerate(trace)
@@ -119,16 +119,24 @@ def scrape(server: Server, name: str) -> dict[str, float]:
     return {labels: float(value) for labels, value in found}
 
 
-def drive(server: Server, calls: Sequence[Call], options: argparse.Namespace) -> dict[str, Any]:
-    """Run one load, and say what came out."""
+def drive(server: Server, rate: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one load with each seed, one after the other, and say what came out of all together."""
     bubbles, cpu = scrape(server, BUBBLES), server.cpu_seconds()
-    outcomes = asyncio.run(open_loop({MODEL: server.url}, calls))
-    if not any(outcome.ok for outcome in outcomes):
-        raise ServerError(f"no request was served: {outcomes[0].error}")
+    outcomes: list[Outcome] = []
+    attained: list[list[float]] = []
+    seconds = 0.0
+    for seed in range(options.seed, options.seed + options.seeds):
+        found = asyncio.run(open_loop({MODEL: server.url}, make_calls(options, rate, seed)))
+        if not any(outcome.ok for outcome in found):
+            raise ServerError(f"no request was served: {found[0].error}")
+        seconds += max(o.last for o in found) - min(o.sent for o in found)
+        both = judged(found, options)
+        attained.append([both["with_wait"]["attained"], both["without_wait"]["attained"]])
+        outcomes += found
     used = server.cpu_seconds() - cpu
-    seconds = max(o.last for o in outcomes) - min(o.sent for o in outcomes)
     after = scrape(server, BUBBLES)
     result = summary(outcomes) | judged(outcomes, options) | {"server_cpu_seconds": round(used, 1)}
+    result["attained_by_seed"] = attained
     if after:
         result["bubbles"] = {
             labels: round((value - bubbles.get(labels, 0.0)) / seconds, 4) for labels, value in after.items()
@@ -151,6 +159,7 @@ def show(system: str, rate: float, row: Mapping[str, Any]) -> None:
         f" ({wo['ttft_ms']['p50']:.0f}/{wo['ttft_ms']['p99']:.0f})"
         f"  TPOT p50/p99 {w['tpot_ms']['p50']:.1f}/{w['tpot_ms']['p99']:.1f}"
         f" ({wo['tpot_ms']['p50']:.1f}/{wo['tpot_ms']['p99']:.1f}) ms"
+        f"  seeds {' '.join(f'{each[0]:.2f}' for each in row['attained_by_seed'])}"
         f"  {row['output_tokens_per_second']:.0f} tokens/s  failed {row['failed']}  bubbles {row.get('bubbles', '-')}",
         flush=True,
     )
@@ -164,6 +173,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=float, default=[2.0, 3.0, 4.0, 5.0, 6.0], help="requests/s")
     parser.add_argument("--duration", type=float, default=30.0, help="seconds of load at each rate")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ttft-ms", type=float, default=1000.0)
     parser.add_argument("--tpot-ms", type=float, default=60.0)
@@ -204,7 +214,7 @@ def main() -> int:
                     ]
                     asyncio.run(closed_loop(server.url, warm, 4))
                     for rate in options.rates:
-                        row = rows[str(rate)] = drive(server, make_calls(options, rate), options)
+                        row = rows[str(rate)] = drive(server, rate, options)
                         show(system, rate, row)
                     started = round(server.start_seconds, 1)
             report["results"][system] = {"keys": keys, "start_seconds": started, "rates": rows}

@@ -32,6 +32,7 @@ from muxserve.config.values import (
     switch,
 )
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.policies import DEFAULT_POLICY
@@ -579,6 +580,10 @@ class Fleet(Section):
     )
     migration: MigrationOrSwitch = Field(
         default=Migration(), description="Moving running requests between replicas; off: they stay"
+    )
+    dispatch: DispatchName = Field(
+        default="prefix",
+        description="Which replica gets a request: one with a part of its prompt in the cache, or the freest",
     )
     watchdog: WatchdogOrSwitch = Field(
         default=WatchdogTimes(), description="Processes that hang; off: they are neither noticed nor killed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from muxserve.gateway.adapters import for_engines
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.measure import RequestOutcome, current_http
+from muxserve.gateway.prefix_keys import prefix_keys
 from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Failure, Output, Tracked
 from muxserve.spec import ModelSpec
@@ -88,9 +90,20 @@ class UnitEngineClient(EngineCoreClient):
                 traced=http is not None and http.trace is not None,
                 choice=self._choice(front_id),
                 group=http.group_of(wire_id) if http is not None else "",
+                prefix=self._prefix(request, prompt),
                 context=http,
             )
         )
+
+    def _prefix(self, request: EngineCoreRequest, prompt: Sequence[int]) -> bytes:
+        """Keys of its prompt's beginnings, where there are replicas of which one may have them."""
+        model = self._unit_spec
+        if not model.prefix_caching or model.phases == "rolling":
+            return b""
+        if len(self.broker.router.placing.replicas(self.model)) < 2:
+            return b""
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        return prefix_keys(prompt, f"{adapter}/{request.cache_salt or ''}")
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.broker.cancel(self.model, request_ids, RequestOutcome.of_cancel)

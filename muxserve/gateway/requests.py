@@ -41,6 +41,7 @@ class Tracked:
     `unit` is where it is served or was sent to; "" while it has no unit. (`request_id`, `attempt`) is in one unit at a
     time: within an attempt it goes to another unit by migration only, which `moves` counts. `refused_by` are units that
     gave it back because they are drained or too small; `repeated_at` are units that were sent this attempt twice.
+    `prefix` has the keys of its prompt's beginnings (`prefix_keys`), where anybody wants them.
     Requests of one `group` come from one HTTP request; `choice` numbers those of one prompt. Times are
     seconds of the monotonic clock. `context` belongs to the caller.
     """
@@ -60,6 +61,7 @@ class Tracked:
     tenant: str = ""
     weight: float = 1.0
     traced: bool = False
+    prefix: bytes = b""
     context: Any = None
     attempt: int = 0
     tries: int = 1
@@ -113,6 +115,7 @@ class Tracked:
             self.execution,
             tokens=demand - 1,
             max_tokens=max(1, self.max_tokens - len(self.emitted)),
+            prefix=self.prefix,
         )
 
 

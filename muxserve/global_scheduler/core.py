@@ -235,8 +235,14 @@ class SchedulerCore:
         for rolling in fleet.rolling.values():
             _ = rolling.objectives, rolling.bounds
         return {
-            name: Rules(self._levels(fleet, name), fleet.migration, fleet.scaling.get(name), fleet.rolling.get(name))
-            for name in (model.name for model in fleet.models)
+            model.name: Rules(
+                self._levels(fleet, model.name),
+                fleet.migration,
+                fleet.scaling.get(model.name),
+                fleet.rolling.get(model.name),
+                fleet.dispatch if model.prefix_caching else "freest",
+            )
+            for model in fleet.models
         }
 
     def _levels(self, fleet: FleetSpec, model: str) -> Levels:

@@ -14,6 +14,7 @@ from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.decisions import Decision, Dispatch, Drain, Pair, Refuse, Resume, Start, StopInstance, Unpair
 from muxserve.replicas.dispatch import NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
+from muxserve.replicas.prefixes import dispatch_policy, keys_of
 from muxserve.replicas.priorities import PriorityError
 from muxserve.replicas.views import InstanceLoad
 from muxserve.wire import Place, Unpaired
@@ -25,7 +26,7 @@ FORGET_SECONDS = 1.0
 
 
 class ModelScheduler(ModelSchedulerBase):
-    """A model whose requests go to the freest replica."""
+    """A model whose requests go to the freest replica, or to one that has a part of their prompt."""
 
     def __init__(self, model: str, rules: Rules, serves: Iterable[str], out: Outbox) -> None:
         super().__init__(model, rules, serves, out)
@@ -34,9 +35,9 @@ class ModelScheduler(ModelSchedulerBase):
         self._under_way: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)
 
     def _make(self) -> GlobalScheduler:
-        return GlobalScheduler(
-            self.model, self.rules.levels, migration=self.rules.migration, scaling=self.rules.scaling
-        )
+        rules = self.rules
+        policy = dispatch_policy(rules.dispatch, rules.levels)
+        return GlobalScheduler(self.model, rules.levels, policy, rules.migration, rules.scaling)
 
     def _rules_changed(self, now: float) -> None:
         old, self._scheduler = self._scheduler, self._make()
@@ -85,7 +86,8 @@ class ModelScheduler(ModelSchedulerBase):
     def place(self, peer: bytes, place: Place, now: float) -> None:
         """See `ModelSchedulerBase`."""
         key = request_key(peer, place.request_id)
-        request = NewRequest(key, place.demand, place.arrival, place.scheduling, place.execution)
+        prefix = keys_of(place.prefix)
+        request = NewRequest(key, place.demand, place.arrival, place.scheduling, place.execution, prefix)
         self._askers[key] = Asker(peer, place, now)
         self._scheduler.starting = self._starting(now)
         try:

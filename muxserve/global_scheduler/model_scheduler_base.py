@@ -16,6 +16,7 @@ import msgspec
 
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad
@@ -40,6 +41,7 @@ class Rules:
     migration: MigrationRules | None = None
     scaling: ScalingRules | None = None
     rolling: RollingRules | None = None
+    dispatch: DispatchName = "prefix"
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 from muxserve.config import NETWORK, Fleet
@@ -34,6 +35,7 @@ from muxserve.planning.residency import with_residency
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.planning.unit_plan import with_batching
+from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
@@ -239,6 +241,7 @@ def _copying(fleet: Fleet, around: Surroundings) -> MigrationCosts:
 
 def _replica_rules(fleet: Fleet, levels: Levels, scaling: ScalingRules | None, around: Surroundings) -> ReplicaRules:
     return ReplicaRules(
+        dispatch=partial(dispatch_policy, fleet.dispatch),
         migration=migration_of(fleet),
         scaling=scaling,
         levels=levels,

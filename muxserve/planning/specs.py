@@ -203,6 +203,7 @@ def fleet_spec_of(
         ],
         scaling=scaling_of(fleet),
         migration=migration_of(fleet),
+        dispatch=fleet.dispatch,
         levels=levels_of(fleet),
         default_level=fleet.default_level,
         key_levels=fleet.gateway.key_priorities,

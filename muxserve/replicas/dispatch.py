@@ -8,7 +8,7 @@ LoadAware    INFaaS++: the least memory in use, queued requests included
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
@@ -20,13 +20,15 @@ from muxserve.replicas.views import InstanceLoad
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request to dispatch. `demand` is the KV in tokens that its prompt needs; `arrival` is in seconds."""
+    """A request to dispatch. `demand` is the KV in tokens that its prompt needs; `arrival` is in seconds. `prefix` has
+    keys of the beginnings of its prompt, each `prefixes.KEY_TOKENS` longer than the one before."""
 
     request_id: str
     demand: int
     arrival: float
     scheduling: str = NORMAL
     execution: str = NORMAL
+    prefix: Sequence[Hashable] = ()
 
 
 class DispatchPolicy(Protocol):
@@ -36,11 +38,22 @@ class DispatchPolicy(Protocol):
         """One of `loads`, which are scored, not terminating and large enough for the request; there is at least one."""
         ...
 
+    def gone(self, name: str) -> None:
+        """An instance is gone, and what it had."""
+        ...
+
 
 _FREENESS = attrgetter("freeness")
 
 
-class Freest:
+class _Forgetful:
+    """A policy that knows nothing of instances but how they stand."""
+
+    def gone(self, name: str) -> None:
+        """See `DispatchPolicy`."""
+
+
+class Freest(_Forgetful):
     """The instance with the highest freeness; of equals the first."""
 
     def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
@@ -48,7 +61,7 @@ class Freest:
         return max(loads, key=_FREENESS)
 
 
-class FreestOfQueues:
+class FreestOfQueues(_Forgetful):
     """As `Freest`, but all queued requests count: with their demand, and in the batch size.
 
     Algorithm 1 counts the first queued request only. An instance with a long queue then looks like one with a short
@@ -73,14 +86,15 @@ class FreestOfQueues:
             if load.capacity != capacity:
                 capacity = load.capacity
                 above = self._above(request.execution, capacity)
-            left = capacity - load.used - load.queued_demand
-            for level, tokens in above:
-                if load.levels.get(level):
-                    left -= tokens
+            left = _left(load, above)
             value = left / (load.running + load.waiting or 1) if left > 0 else left
             if value > most:
                 best, most = load, value
         return best
+
+    def left(self, load: InstanceLoad, execution: str) -> int:
+        """Tokens that a request of that execution priority finds there, once all that wait have theirs."""
+        return _left(load, self._above(execution, load.capacity))
 
     def _above(self, level: str, capacity: int) -> list[tuple[str, int]]:
         """Headrooms of higher levels."""
@@ -88,7 +102,15 @@ class FreestOfQueues:
         return [(name, tokens) for name, tokens in headrooms.items() if self._levels[name].rank > rank]
 
 
-class RoundRobinDispatch:
+def _left(load: InstanceLoad, above: list[tuple[str, int]]) -> int:
+    left = load.capacity - load.used - load.queued_demand
+    for level, tokens in above:
+        if load.levels.get(level):
+            left -= tokens
+    return left
+
+
+class RoundRobinDispatch(_Forgetful):
     """The next one by name, wherever it stands."""
 
     def __init__(self) -> None:
@@ -102,7 +124,7 @@ class RoundRobinDispatch:
         return chosen
 
 
-class LoadAware:
+class LoadAware(_Forgetful):
     """The instance whose memory is least in use: (used + demand of all queued requests) / capacity. So does INFaaS++ in
     Llumnix's evaluation (section 6.1); of equals the one with the fewest requests."""
 

@@ -86,6 +86,7 @@ class GlobalScheduler:
 
     def down(self, name: str) -> None:
         """An instance is gone, stopped or dead."""
+        self._policy.gone(name)
         self._loads.pop(name, None)
         self._draining.discard(name)
         self._leaving.discard(name)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from muxserve.workload.trace import Content
+
 if TYPE_CHECKING:
     from muxserve.simulator.pages import ModelPages
     from muxserve.simulator.requests import SimRequest
@@ -18,6 +20,20 @@ if TYPE_CHECKING:
 # What a block holds, and all before it: a hash of the pieces before that of its last token, that one's name, and how
 # much of it there is up to the block's end.
 Key = tuple[int, str, int]
+
+
+def extend_keys(found: list[Key], content: Content, blocks: int, size: int) -> None:
+    """Have the keys of the first `blocks` blocks of `size` tokens, of which some may be there."""
+    before, begins, end, last = 0, 0, (len(found) + 1) * size, len(content) - 1
+    for place, (name, tokens) in enumerate(content):
+        if len(found) >= blocks:
+            return
+        ends = begins + tokens if place < last else 1 << 60
+        while end <= ends and len(found) < blocks:
+            found.append((before, name, end - begins))
+            end += size
+        begins = ends
+        before = hash((before, name, tokens))
 
 
 class PrefixIndex:
@@ -46,21 +62,8 @@ class PrefixIndex:
     def keys(self, request: SimRequest, blocks: int) -> list[Key]:
         """Of the request's first `blocks` blocks. Its answer goes on with the last piece of its prompt."""
         found = request.keys
-        if len(found) >= blocks:
-            return found if len(found) == blocks else found[:blocks]
-        content, size, before, begins = request.content, self.block_tokens, 0, 0
-        end = (len(found) + 1) * size
-        last = len(content) - 1
-        for place, (name, tokens) in enumerate(content):
-            ends = begins + tokens if place < last else 1 << 60
-            while end <= ends and len(found) < blocks:
-                found.append((before, name, end - begins))
-                end += size
-            if len(found) == blocks:
-                break
-            begins = ends
-            before = hash((before, name, tokens))
-        return found
+        extend_keys(found, request.content, blocks, self.block_tokens)
+        return found if len(found) == blocks else found[:blocks]
 
     # ------------------------------------------------------------ requests
 

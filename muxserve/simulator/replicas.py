@@ -10,11 +10,13 @@ from muxserve.replicas.decisions import Decision, Dispatch, Drain, Refuse, Resum
 from muxserve.replicas.dispatch import DispatchPolicy, FreestOfQueues, NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules, choose_request
+from muxserve.replicas.prefixes import KEY_TOKENS, MOST_KEYS
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad
 from muxserve.simulator.clock import Clock
 from muxserve.simulator.moves import MigrationCosts, SimulatedMove
+from muxserve.simulator.prefixes import Key, extend_keys
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ReplicasResult
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -198,7 +200,9 @@ class Dispatched(ReplicaSet):
 
     def _dispatch(self, request: SimRequest, now: float) -> None:
         demand = -(-request.tokens // self._block_tokens) * self._block_tokens
-        new = NewRequest(request.request_id, demand, request.arrival, request.scheduling, request.execution)
+        prefix: list[Key] = []
+        extend_keys(prefix, request.content, min(request.prompt // KEY_TOKENS, MOST_KEYS), KEY_TOKENS)
+        new = NewRequest(request.request_id, demand, request.arrival, request.scheduling, request.execution, prefix)
         self._apply(self.scheduler.arrive(now, new), now)
 
     def _load(self, unit: SimulatedUnit) -> InstanceLoad:

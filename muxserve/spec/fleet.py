@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
@@ -86,9 +87,9 @@ class FleetSpec(msgspec.Struct, frozen=True):
 
     `models` are all that the endpoint offers, also those that no unit serves at present; where replicas differ, as the
     smallest has it. `scaling` has the models whose number of replicas may change by itself. `migration` is None where
-    requests stay where they are. `key_levels` gives API keys a priority level; `usage_file` keeps what `tenants` used.
-    `tokens_host` is the address under which
-    engines of other machines reach the gateways. `generation` grows with every change.
+    requests stay where they are; `dispatch` says which replica gets a new one. `key_levels` gives API keys a priority
+    level; `usage_file` keeps what `tenants` used. `tokens_host` is the address under which engines of other machines
+    reach the gateways. `generation` grows with every change.
     """
 
     run_dir: str
@@ -97,6 +98,7 @@ class FleetSpec(msgspec.Struct, frozen=True):
     units: list[UnitEntry]
     scaling: dict[str, ScalingRules] = {}
     migration: MigrationRules | None = None
+    dispatch: DispatchName = "prefix"
     levels: tuple[Level, ...] = tuple(DEFAULT_LEVELS)
     default_level: str = NORMAL
     key_levels: dict[str, str] = {}

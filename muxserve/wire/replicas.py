@@ -120,7 +120,8 @@ class TookOver(Message):
 
 class Place(Message):
     """Where to send a request? `demand` is the tokens of KV that it needs to start. `arrival` is seconds of the
-    machine's monotonic clock. `tokens` are those to be prefilled, `max_tokens` the most that it may generate."""
+    machine's monotonic clock. `tokens` are those to be prefilled, `max_tokens` the most that it may generate. `prefix`
+    has keys of the prompt's beginnings, one after the other, each of `replicas.prefixes.KEY_BYTES`."""
 
     request_id: str
     model: str
@@ -130,6 +131,7 @@ class Place(Message):
     execution: str
     tokens: int = 0
     max_tokens: int = 0
+    prefix: bytes = b""
 
 
 class Unplace(Message):

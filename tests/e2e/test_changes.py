@@ -99,17 +99,55 @@ async def keep_asking(fleet: Fleet, stop: asyncio.Event) -> list[str]:
     return answers
 
 
+async def a_conversation_stays(fleet: Fleet) -> None:
+    """Both turns of a conversation go to one of the two replicas, the second although that one has more to do then: it
+    has a stream, unless that has ended by then, and the other one is idle."""
+    client, prompt = fleet.async_client(), [2 + 7 * n % 400 for n in range(300)]
+
+    def counted(what: str) -> dict[str, int]:
+        found = {unit["name"]: unit["state"] for unit in fleet.get("/fleet").json()["units"]}
+        return {name: state["models"]["arithmetic"][what] for name, state in found.items()}
+
+    async def asked(**request: Any) -> tuple[str, Any]:
+        """Which replica a request came to, and the answer."""
+        before = await asyncio.to_thread(counted, "arrived")
+        answer = await client.completions.create(model="arithmetic", temperature=0, **request)
+        await until(lambda: sum(counted("arrived").values()) > sum(before.values()), "told of")
+        (there,) = (name for name, count in counted("arrived").items() if count > before[name])
+        return there, answer
+
+    await until(lambda: set(counted("decoding").values()) == {0}, "idle")
+    there, _ = await asked(prompt=prompt[:260], max_tokens=1)
+    long: Any = {"prompt": [5, 6, 7], "max_tokens": 1000, "stream": True, "extra_body": {"ignore_eos": True}}
+    streams = [await asked(**long) for _ in range(2)]
+    for name, stream in streams:
+        if name != there:
+            await stream.close()
+    await until(lambda: all(not count for name, count in counted("decoding").items() if name != there), "one is idle")
+    again, _ = await asked(prompt=prompt, max_tokens=1)
+    assert again == there
+    for _, stream in streams:
+        await stream.close()
+
+
 async def test_replicas_come_and_go_under_load(fleet: Fleet) -> None:
-    stop = asyncio.Event()
-    asking = [asyncio.create_task(keep_asking(fleet, stop)) for _ in range(8)]
-    up = await asyncio.to_thread(command, "scale", "arithmetic=2")
+    answers: list[str] = []
+
+    async def under_load(*words: str) -> subprocess.CompletedProcess[str]:
+        stop = asyncio.Event()
+        asking = [asyncio.create_task(keep_asking(fleet, stop)) for _ in range(8)]
+        done = await asyncio.to_thread(command, *words)
+        stop.set()
+        answers.extend(answer for each in await asyncio.gather(*asking) for answer in each)
+        return done
+
+    up = await under_load("scale", "arithmetic=2")
     assert up.returncode == 0, up.stderr
     assert up.stdout.splitlines()[-1] == "done: arithmetic has 2 replicas (u0 and u1)"
     assert await asyncio.to_thread(units, fleet) == {"u0": ["arithmetic"], "u1": ["arithmetic"]}
-    down = await asyncio.to_thread(command, "scale", "arithmetic=1", "--json")
+    await a_conversation_stays(fleet)
+    down = await under_load("scale", "arithmetic=1", "--json")
     assert down.returncode == 0, down.stdout
-    stop.set()
-    answers = [answer for each in await asyncio.gather(*asking) for answer in each]
     assert len(answers) >= 8
     assert len(set(answers)) == 1
     assert [served for served in units(fleet).values() if served] == [["arithmetic"]]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from muxserve.gateway.prefix_keys import prefix_keys
 from muxserve.global_scheduler.outbox import ToUnit
 from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.prefixes import KEY_BYTES, KEY_TOKENS
 from muxserve.replicas.priorities import Level, PriorityError
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import Suspect
@@ -48,6 +50,25 @@ def test_requests_go_to_the_freest_replica() -> None:
     for number in range(3):
         world.say(G0, place(str(number)))
     assert world.heard(Placed, G0) == [Placed("0", "u1"), Placed("1", "u1"), Placed("2", "u1")]
+
+
+@pytest.mark.parametrize(("dispatch", "again"), [("prefix", "u1"), ("freest", "u0")])
+def test_a_conversation_returns_to_its_replica(dispatch: str, again: str) -> None:
+    world, keys = two(dispatch=dispatch), prefix_keys(list(range(8 * KEY_TOKENS)))
+    world.report("u0", load(used=5_000, running=5))
+    world.say(G0, place("0", demand=500, prefix=keys[: 6 * KEY_BYTES]))
+    assert world.heard(Placed, G0) == [Placed("0", "u1")]
+    world.report("u0", load())
+    world.report("u1", load(used=1_000, running=1), came=["0"])
+    # Another gateway's request may be of the same conversation.
+    world.say(G1, place("1", demand=600, prefix=keys))
+    assert world.heard(Placed, G1) == [Placed("1", again)]
+    # A fleet that is changed elsewhere forgets nothing.
+    world.change(fleet({**TWO, "u2": ["other"]}, dispatch=dispatch))
+    world.report("u0", load())
+    world.report("u1", load(used=1_000, running=1), came=["1"])
+    world.say(G0, place("2", demand=600, prefix=keys))
+    assert world.heard(Placed, G0) == [Placed("2", again)]
 
 
 def test_each_gateway_gets_its_own_answer_although_ids_are_equal() -> None:
