@@ -5,7 +5,7 @@
 Llama-3.1-8B on four A100-80GB, multiplexed, KV for 160,000 tokens each. `predictive` sends a request where the larger
 of its predicted TTFT and TPOT, each over its objective, is least. `packing` fills a replica up to nine tenths of the
 objectives before it takes the next, so that others stay empty for what is long. Predictions come from the very costs of
-the simulated steps, which no live prediction can be better than. With and without migration.
+the simulated steps; a live one would know less. With and without migration.
 """
 
 from __future__ import annotations
